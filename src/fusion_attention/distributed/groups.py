@@ -66,11 +66,10 @@ class Group:
         name: as errors call it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
-        self.axes: tuple[Group, ...] = ()
-        data, ranks = self._of_mesh(group) if isinstance(group, DeviceMesh) else _members(group)
+    def __init__(self, data: dist.ProcessGroup, ranks: Sequence[int], axes: tuple[Group, ...] = ()) -> None:
+        self.axes, self.ranks = axes, tuple(ranks)
         self._weak = weakref.ref(data)  # The table of groups must not keep what it is asked by.
-        self.ranks = tuple(ranks)
+        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # by their other axis and all ranks
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
@@ -84,17 +83,11 @@ class Group:
             raise GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
         return found
 
-    def _of_mesh(self, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int]]:
-        if mesh.ndim > 2:
-            raise GroupError(
-                f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
-                'a part of it: mesh["name"])'
-            )
-        if dist.get_rank() not in mesh.mesh.flatten().tolist():
-            raise _stranger()
-        if mesh.ndim == 2:
-            self.axes = tuple(group_of(mesh.get_group(axis)) for axis in (0, 1))
-        return mesh.get_group(0), mesh.mesh.flatten().tolist()
+    def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
+        """The mesh that has this group along its first axis, and another along its second."""
+        if (other, ranks) not in self._meshes:
+            self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
+        return self._meshes[other, ranks]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -332,29 +325,41 @@ def group_of(group: AnyGroup) -> Group:
             "fusion_attention: distributed: expected a process group, got none: torch.distributed is not initialised "
             '(call torch.distributed.init_process_group("gloo"), under torchrun)'
         )
+    if isinstance(group, DeviceMesh):
+        return _of_mesh(group)
     group = dist.group.WORLD if group is None else group
-    found = _GROUPS.get(group) if isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None
+    found = _GROUPS.get(group) if isinstance(group, dist.ProcessGroup) else None
     if found is not None:
         return found
     if group == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
     ):
         raise _stranger()
-    if not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+    if not isinstance(group, dist.ProcessGroup):
         raise GroupError(
             f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__} "
             "(make one with torch.distributed.new_group() or init_device_mesh())"
         )
-    made = _GROUPS[group] = Group(group)
+    made = _GROUPS[group] = Group(group, dist.get_process_group_ranks(group))
     return made
 
 
-# What is known of a group lives as long as the group: torch hands the same object to every call.
-_GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# What is known of a group lives as long as the group: torch hands the same object to every call. Meshes are known by
+# their groups: two of them may be equal and have others, and ranks do not forget one at the same time.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
 
-def _members(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, list[int]]:
-    return group, dist.get_process_group_ranks(group)
+def _of_mesh(mesh: DeviceMesh) -> Group:
+    if mesh.ndim > 2:
+        raise GroupError(
+            f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
+            'a part of it: mesh["name"])'
+        )
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if dist.get_rank() not in ranks:
+        raise _stranger()
+    first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
+    return first.crossed(others[0], ranks) if others else first
 
 
 def _stranger() -> GroupError:
