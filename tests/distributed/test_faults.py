@@ -77,6 +77,13 @@ def not_sharded(group: Any, rank: int) -> Any:
     return sound(group, rank, blocked=torch.zeros(S, S, dtype=torch.bool))
 
 
+def of_one_row(group: Any, rank: int, schedule: str, **words: Any) -> Any:
+    """A rank whose rows of a mask look like a row for all."""
+    q, blocked = torch.zeros(1, 65, 2, 8), torch.zeros(65, 65, dtype=torch.bool)
+    own, mine = shard(q, group, schedule, 65), shard(blocked, group, schedule, 65, dim=0)
+    return attention(own, own, own, group=group, schedule=schedule, tokens=65, blocked=mine, **words)
+
+
 def biased(group: Any, rank: int) -> Any:
     return packed(group, rank, q_len=[100, 200], bias=torch.zeros(1, 200))
 
@@ -95,6 +102,8 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "sum": lambda g, r: packed(g, r, q_len=[100, 100]),
     "not_sharded": not_sharded,
     "biased": biased,
+    "one_row": lambda g, r: of_one_row(g, r, "allgather", deterministic=True),
+    "moved_row": lambda g, r: of_one_row(g, r, "ulysses"),
     "no_lengths": packed,
     "both": lambda g, r: packed(g, r, q_len=[S], tokens=S),
     "no_tokens": lambda g, r: sound(g, r, tokens=-1),
@@ -125,6 +134,8 @@ TOLD = {
     "sum": "q has 1",
     "not_sharded": "blocked has 300 rows, and this rank has ",
     "biased": "bias: goes with padded sequences alone",
+    "one_row": "blocked: goes with ranks of more rows than one: none can tell that from a row for all",
+    "moved_row": "blocked: goes with ranks of more rows than one",
     "no_lengths": "ContractError: attention: q_len",
     "both": "tokens: expected None beside packed sequences, got 300",
     "no_tokens": "tokens: expected S or (S1, S2), got -1",

@@ -298,7 +298,7 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
             continue
         if sides[0].packed:
             name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
-        elif (moves or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
+        elif (moves or options.deterministic or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
             name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
