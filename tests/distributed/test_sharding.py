@@ -80,6 +80,12 @@ def test_a_sequence_shorter_than_the_world_leaves_ranks_without_rows() -> None:
     assert sorted(laid.sizes) == [0, 0, 0, 3]
 
 
+@pytest.mark.parametrize("schedule", ONE)
+def test_a_length_that_nobody_has_takes_no_memory(schedule: str) -> None:
+    laid = layout_of(schedule, (10**12,), (4,))
+    assert max(laid.sizes) - min(laid.sizes) <= 2 * CUT
+
+
 def test_a_short_padded_batch_is_spread_all_the_same() -> None:
     assert sorted(layout_of("zigzag", (5 * CUT,), (4,)).sizes) == [CUT, CUT, CUT, 2 * CUT]
 
