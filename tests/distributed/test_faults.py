@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.worlds import Worlds
 
+import fusion_attention as fa
 from fusion_attention import Band, ContractError
 from fusion_attention.distributed import GroupError, attention, shard
 from fusion_attention.distributed.groups import group_of
@@ -107,6 +108,8 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "no_lengths": packed,
     "both": lambda g, r: packed(g, r, q_len=[S], tokens=S),
     "no_tokens": lambda g, r: sound(g, r, tokens=-1),
+    "too_many": lambda g, r: sound(g, r, tokens=2**63),
+    "no_share": lambda g, r: shard(None, g, "zigzag", S),  # type: ignore[arg-type]
     "heads": lambda g, r: attention(shares(g)[0][:, :, :3], *shares(g)[1:], group=g, tokens=S, schedule="ulysses"),
     "deterministic": lambda g, r: sound(g, r, deterministic=True),
     "unknown": lambda g, r: sound(g, r, schedule="spiral"),
@@ -139,6 +142,8 @@ TOLD = {
     "no_lengths": "ContractError: attention: q_len",
     "both": "tokens: expected None beside packed sequences, got 300",
     "no_tokens": "tokens: expected S or (S1, S2), got -1",
+    "too_many": "tokens: expected S or (S1, S2), got 9223372036854775808",
+    "no_share": "TypeError: fusion_attention: distributed.shard: expected a tensor x and a number dim, got NoneType",
     "heads": "ContractError: attention: k",
     "deterministic": "deterministic: goes with schedule=\"allgather\" alone, got 'zigzag'",
     "unknown": "schedule: expected one of allgather, ring, zigzag, ulysses, ulysses+ring, got 'spiral'",
@@ -161,6 +166,20 @@ def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -
     for rank, told in enumerate(worlds.run(2, everything)):
         for name, text in TOLD.items():
             assert text.format(rank=rank) in told[name], (name, told[name])
+
+
+def uncomputed(group: Any) -> bool:
+    """No back end computes the call: keys are on their way when that shows."""
+    want = fa.attention(*(torch.ones(1, S, 4, 8) for _ in range(3)))
+    for _ in range(3):
+        with pytest.raises(fa.BackendError, match="not float64"):
+            attention(*shares(group, dtype=torch.float64), group=group, tokens=S)
+    q, k, v = (torch.ones_like(t) for t in shares(group))
+    return torch.equal(attention(q, k, v, group=group, tokens=S), shard(want, group, "zigzag", S))
+
+
+def test_a_group_outlives_what_cannot_be_computed(worlds: Worlds) -> None:
+    assert worlds.run(3, uncomputed) == [True] * 3
 
 
 def of_many_backwards(group: Any) -> bool:

@@ -32,7 +32,7 @@ from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.refusals import constants, once
 from fusion_attention.waist.dropout import draw_seed
-from fusion_attention.waist.mask import UNLIMITED, Band
+from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.waist.merge import Partial
 
 Tensor = torch.Tensor
@@ -220,7 +220,7 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
         rows, keys = (None if n is None else n * ranks.world for n in held)
         return rows, keys
     given = (options.tokens, options.tokens) if isinstance(options.tokens, int) else options.tokens
-    if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and n >= 0 for n in given):
+    if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and 0 <= n < INFINITE for n in given):
         raise ValueError(
             f"fusion_attention: distributed.attention: tokens: expected S or (S1, S2), got {options.tokens!r}"
         )

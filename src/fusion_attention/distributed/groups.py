@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,11 @@ class GroupError(RuntimeError):
 
 
 class Pending:
-    """What was posted and has not arrived yet; holds the memory meanwhile."""
+    """What was posted and has not arrived yet; holds the memory meanwhile.
+
+    `with` it something is computed: at the end, of an error too, it has arrived. What is left alone in the midst breaks
+    the connection, for all calls that come.
+    """
 
     def __init__(self, call: Call, step: str, works: list[Any], kept: list[Tensor]) -> None:
         self._call, self._step, self._works, self._kept = call, step, works, kept
@@ -55,6 +59,16 @@ class Pending:
             for work in self._works:
                 work.wait()
         self._works, self._kept = [], []
+
+    def __enter__(self) -> Pending:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+        elif issubclass(kind, Exception):
+            with suppress(GroupError):
+                self.wait()
 
 
 class Group:

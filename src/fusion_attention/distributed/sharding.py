@@ -113,6 +113,11 @@ def _whole_lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
 
 
 def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
+    if not isinstance(x, Tensor) or not isinstance(dim, int):
+        raise TypeError(
+            f"fusion_attention: distributed.{function}: expected a tensor x and a number dim, got {type(x).__name__} "
+            f"and {dim!r} (shard(x, group, schedule, lengths, dim=1))"
+        )
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
         raise ValueError(
             f"fusion_attention: distributed.{function}: x: expected {why} {tokens} tokens along dim {dim}, got shape "
