@@ -341,20 +341,20 @@ def group_of(group: AnyGroup) -> Group:
         )
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
-    group = dist.group.WORLD if group is None else group
-    found = _GROUPS.get(group) if isinstance(group, dist.ProcessGroup) else None
+    named: Any = dist.group.WORLD if group is None else group
+    found = _GROUPS.get(named) if isinstance(named, dist.ProcessGroup) else None
     if found is not None:
         return found
-    if group == dist.GroupMember.NON_GROUP_MEMBER or (
-        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    if named == dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(named, dist.ProcessGroup) and dist.get_rank(named) < 0
     ):
         raise _stranger()
-    if not isinstance(group, dist.ProcessGroup):
+    if not isinstance(named, dist.ProcessGroup):
         raise GroupError(
-            f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__} "
+            f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(named).__name__} "
             "(make one with torch.distributed.new_group() or init_device_mesh())"
         )
-    made = _GROUPS[group] = Group(group, dist.get_process_group_ranks(group))
+    made = _GROUPS[named] = Group(named, dist.get_process_group_ranks(named))
     return made
 
 
