@@ -67,6 +67,21 @@ def test_a_group_is_one_by_whatever_name(worlds: Worlds) -> None:
     assert worlds.run(4, under_other_names) == [[4.0, 8.0, 12.0, 16.0]] * 4
 
 
+def of_a_kept_group(group: Any) -> str:
+    made = dist.new_group(list(range(dist.get_world_size(group))))
+    group_of(made).call("kept", {}, CPU)
+    dist.barrier(group)
+    dist.destroy_process_group(made)
+    with pytest.raises(GroupError) as error:
+        group_of(made).call("kept", {}, CPU)
+    return str(error.value)
+
+
+def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
+    for text in worlds.run(4, of_a_kept_group):
+        assert "the process group was destroyed (make another)" in text
+
+
 def of_equal_meshes(group: Any) -> list[float]:
     """Ranks do not forget a mesh at the same time."""
     kept, found = [], []

@@ -94,7 +94,7 @@ class Group:
     def _data(self) -> dist.ProcessGroup:
         found = self._weak()
         if found is None:
-            raise GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
+            raise _destroyed()
         return found
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
@@ -168,7 +168,10 @@ class Group:
 
     def backend(self, device: torch.device) -> str:
         """The back end of torch.distributed that serves a device; empty: none does."""
-        said = dist.get_backend_config(self._data)
+        try:
+            said = dist.get_backend_config(self._data)
+        except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that somebody kept
+            raise _destroyed() from error
         served = dict(part.split(":") for part in said.split(",") if ":" in part)
         return served.get(device.type, "" if served else said)
 
@@ -359,11 +362,22 @@ def group_of(group: AnyGroup) -> Group:
 
 
 # What is known of a group lives as long as the group: torch hands the same object to every call. Meshes are known by
-# their groups: two of them may be equal and have others, and ranks do not forget one at the same time.
+# their groups: two of them may be equal and have others, and ranks do not forget one at the same time. By its place in
+# memory a mesh is found again without asking torch, which takes longer than a small call.
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+_MESHES: dict[int, tuple[weakref.ref[DeviceMesh], Group]] = {}
 
 
 def _of_mesh(mesh: DeviceMesh) -> Group:
+    place = id(mesh)
+    known = _MESHES.get(place)
+    if known is None or known[0]() is not mesh:
+        known = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), _crossed(mesh)
+        _MESHES[place] = known
+    return known[1]
+
+
+def _crossed(mesh: DeviceMesh) -> Group:
     if mesh.ndim > 2:
         raise GroupError(
             f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
@@ -374,6 +388,10 @@ def _of_mesh(mesh: DeviceMesh) -> Group:
         raise _stranger()
     first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
     return first.crossed(others[0], ranks) if others else first
+
+
+def _destroyed() -> GroupError:
+    return GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
 
 
 def _stranger() -> GroupError:
