@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.worlds import Failed, Worlds
+from torch.distributed.device_mesh import init_device_mesh
 
 from fusion_attention.distributed.groups import GroupError, group_of
 
@@ -48,6 +49,53 @@ def test_what_passes_arrives(worlds: Worlds, world: int) -> None:
         assert torch.equal(found["summed"], summed)
         assert found["all"].item() == world * (world + 1) / 2
         assert found["shape"] == (world,)
+
+
+def under_other_names(group: Any) -> list[float]:
+    """A group, and meshes that are equal, of the same ranks: one rank is ahead of the others."""
+    ranks, found = group_of(group), []
+    mesh, again = (init_device_mesh("cpu", (ranks.world,)) for _ in range(2))
+    assert mesh == again
+    for at, named in enumerate((group, mesh, again, group)):
+        time.sleep(0.3 * ranks.rank)
+        call = group_of(named).call("named", {"at": at}, CPU)
+        found.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
+    return found
+
+
+def test_a_group_is_one_by_whatever_name(worlds: Worlds) -> None:
+    assert worlds.run(4, under_other_names) == [[4.0, 8.0, 12.0, 16.0]] * 4
+
+
+def of_a_kept_group(group: Any) -> str:
+    made = dist.new_group(list(range(dist.get_world_size(group))))
+    group_of(made).call("kept", {}, CPU)
+    dist.barrier(group)
+    dist.destroy_process_group(made)
+    with pytest.raises(GroupError) as error:
+        group_of(made).call("kept", {}, CPU)
+    return str(error.value)
+
+
+def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
+    for text in worlds.run(4, of_a_kept_group):
+        assert "the process group was destroyed (make another)" in text
+
+
+def of_equal_meshes(group: Any) -> list[float]:
+    """Ranks do not forget a mesh at the same time."""
+    kept, found = [], []
+    for at in range(3):
+        mesh = init_device_mesh("cpu", (2, 2))
+        call = group_of(mesh).call("meshes", {"at": at}, CPU)
+        found.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
+        if dist.get_rank(group) == 1:
+            kept.append(mesh)
+    return found
+
+
+def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
+    assert worlds.run(4, of_equal_meshes) == [[4.0, 8.0, 12.0]] * 4
 
 
 def different(group: Any, name: str) -> str:

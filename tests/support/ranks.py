@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.bits import same
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -62,8 +63,16 @@ def of_one(case: dict[str, Any], backend: str = "auto") -> dict[str, torch.Tenso
     return {"out": out.detach(), "lse": lse.detach(), **{"d" + n: made[n].grad for n in GRADIENTS if n in made}}
 
 
+def summed(own: torch.Tensor, group: Any) -> torch.Tensor:
+    """What all ranks have of a gradient, added in their order: of what is the same on every rank, each has its part."""
+    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own.contiguous(), group=group)
+    return sum(parts[1:], parts[0].float()).to(own.dtype)
+
+
 def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The ranks of a group, put together again."""
+    line = group
     if schedule == "ulysses+ring":
         group = init_device_mesh("cpu", (group_of(group).world // 2, 2))
     words = {"layout": "BSND", **case["words"]}
@@ -90,7 +99,7 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
         if name in local:
             grad = local[name].grad
             assert grad is not None
-            found["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else grad
+            found["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else summed(grad, line)
     return found
 
 

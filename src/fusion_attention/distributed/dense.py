@@ -32,7 +32,7 @@ from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.refusals import constants, once
 from fusion_attention.waist.dropout import draw_seed
-from fusion_attention.waist.mask import UNLIMITED, Band
+from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
 from fusion_attention.waist.merge import Partial
 
 Tensor = torch.Tensor
@@ -85,8 +85,9 @@ def attention(
 
         out = attention(q, k, v)        of all ranks' rows and keys, this rank's rows
 
-    Every rank makes the call, with the same options. Differentiable in q, k, v, q_rope, k_rope, bias and sink; the
-    gradients of a sink, and of a bias that all rows share, are those of all ranks.
+    Every rank makes the call, with the same options. Differentiable in q, k, v, q_rope, k_rope, bias and sink. What is
+    differentiated is the sum of all ranks' losses; the gradient of a sink, and of a bias that all rows share, is this
+    rank's part of it: sum them over ranks, as those of weights.
 
     Args:
         q: this rank's query rows, [B, S1 share, N1, D] in layout BSND.
@@ -219,7 +220,7 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
         rows, keys = (None if n is None else n * ranks.world for n in held)
         return rows, keys
     given = (options.tokens, options.tokens) if isinstance(options.tokens, int) else options.tokens
-    if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and n >= 0 for n in given):
+    if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and 0 <= n < INFINITE for n in given):
         raise ValueError(
             f"fusion_attention: distributed.attention: tokens: expected S or (S1, S2), got {options.tokens!r}"
         )
@@ -297,7 +298,7 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
             continue
         if sides[0].packed:
             name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
-        elif (moves or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
+        elif (moves or options.deterministic or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
             name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
@@ -354,7 +355,7 @@ class _Shared(torch.autograd.Function):
             found = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
             given = [_as_given(t, layout, like) for t, like in zip(found, tensors[:5], strict=True)]
             bias, sink = tensors[5], tensors[8]
-            dbias = _of_bias(again, g.dbias, bias, rows.q.shape[1])
+            dbias = None if g.dbias is None else g.dbias.reshape(bias.shape).to(bias.dtype)
             return (*given, dbias, None, None, None if sink is None or dsink is None else dsink.to(sink.dtype))
 
         grads = once(gradients, (dout, *tensors))
@@ -424,13 +425,3 @@ def _laid(part: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
 
 def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
     return None if gradient is None or like is None else _laid_rows(gradient.to(like.dtype), layout)
-
-
-def _of_bias(m: Meeting, dbias: Tensor | None, bias: Tensor | None, rows: int) -> Tensor | None:
-    """The gradient of a bias: of this rank's rows, or of all where they share it."""
-    if dbias is None or bias is None:
-        return None
-    if rows != 1 and dbias.shape[-2] == 1:
-        rest = m.call.along(0) if m.call.group.axes else m.call
-        dbias = dbias if m.call.schedule == "ulysses" else rest.sum_to_all("summing the bias's gradient", dbias)
-    return dbias.reshape(bias.shape).to(bias.dtype)

@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +44,11 @@ class GroupError(RuntimeError):
 
 
 class Pending:
-    """What was posted and has not arrived yet; holds the memory meanwhile."""
+    """What was posted and has not arrived yet; holds the memory meanwhile.
+
+    `with` it something is computed: at the end, of an error too, it has arrived. What is left alone in the midst breaks
+    the connection, for all calls that come.
+    """
 
     def __init__(self, call: Call, step: str, works: list[Any], kept: list[Tensor]) -> None:
         self._call, self._step, self._works, self._kept = call, step, works, kept
@@ -56,6 +60,16 @@ class Pending:
                 work.wait()
         self._works, self._kept = [], []
 
+    def __enter__(self) -> Pending:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+        elif issubclass(kind, Exception):
+            with suppress(GroupError):
+                self.wait()
+
 
 class Group:
     """The ranks of a process group, or of a mesh of one or two dimensions.
@@ -66,11 +80,10 @@ class Group:
         name: as errors call it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh) -> None:
-        self.axes: tuple[Group, ...] = ()
-        data, ranks = self._of_mesh(group) if isinstance(group, DeviceMesh) else _members(group)
+    def __init__(self, data: dist.ProcessGroup, ranks: Sequence[int], axes: tuple[Group, ...] = ()) -> None:
+        self.axes, self.ranks = axes, tuple(ranks)
         self._weak = weakref.ref(data)  # The table of groups must not keep what it is asked by.
-        self.ranks = tuple(ranks)
+        self._meshes: dict[tuple[Group, tuple[int, ...]], Group] = {}  # by their other axis and all ranks
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.calls = itertools.count()
         self._agreed: OrderedDict[tuple[tuple[str, str], ...], dict[str, Any]] = OrderedDict()
@@ -81,20 +94,14 @@ class Group:
     def _data(self) -> dist.ProcessGroup:
         found = self._weak()
         if found is None:
-            raise GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
+            raise _destroyed()
         return found
 
-    def _of_mesh(self, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, list[int]]:
-        if mesh.ndim > 2:
-            raise GroupError(
-                f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
-                'a part of it: mesh["name"])'
-            )
-        if dist.get_rank() not in mesh.mesh.flatten().tolist():
-            raise _stranger()
-        if mesh.ndim == 2:
-            self.axes = tuple(group_of(mesh.get_group(axis)) for axis in (0, 1))
-        return mesh.get_group(0), mesh.mesh.flatten().tolist()
+    def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
+        """The mesh that has this group along its first axis, and another along its second."""
+        if (other, ranks) not in self._meshes:
+            self._meshes[other, ranks] = Group(self._data, ranks, (self, other))
+        return self._meshes[other, ranks]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,7 +168,10 @@ class Group:
 
     def backend(self, device: torch.device) -> str:
         """The back end of torch.distributed that serves a device; empty: none does."""
-        said = dist.get_backend_config(self._data)
+        try:
+            said = dist.get_backend_config(self._data)
+        except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that somebody kept
+            raise _destroyed() from error
         served = dict(part.split(":") for part in said.split(",") if ":" in part)
         return served.get(device.type, "" if served else said)
 
@@ -332,29 +342,56 @@ def group_of(group: AnyGroup) -> Group:
             "fusion_attention: distributed: expected a process group, got none: torch.distributed is not initialised "
             '(call torch.distributed.init_process_group("gloo"), under torchrun)'
         )
-    group = dist.group.WORLD if group is None else group
-    found = _GROUPS.get(group) if isinstance(group, (dist.ProcessGroup, DeviceMesh)) else None
+    if isinstance(group, DeviceMesh):
+        return _of_mesh(group)
+    named: Any = dist.group.WORLD if group is None else group
+    found = _GROUPS.get(named) if isinstance(named, dist.ProcessGroup) else None
     if found is not None:
         return found
-    if group == dist.GroupMember.NON_GROUP_MEMBER or (
-        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    if named == dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(named, dist.ProcessGroup) and dist.get_rank(named) < 0
     ):
         raise _stranger()
-    if not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+    if not isinstance(named, dist.ProcessGroup):
         raise GroupError(
-            f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__} "
+            f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(named).__name__} "
             "(make one with torch.distributed.new_group() or init_device_mesh())"
         )
-    made = _GROUPS[group] = Group(group)
+    made = _GROUPS[named] = Group(named, dist.get_process_group_ranks(named))
     return made
 
 
-# What is known of a group lives as long as the group: torch hands the same object to every call.
-_GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+# What is known of a group lives as long as the group: torch hands the same object to every call. Meshes are known by
+# their groups: two of them may be equal and have others, and ranks do not forget one at the same time. By its place in
+# memory a mesh is found again without asking torch, which takes longer than a small call.
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+_MESHES: dict[int, tuple[weakref.ref[DeviceMesh], Group]] = {}
 
 
-def _members(group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, list[int]]:
-    return group, dist.get_process_group_ranks(group)
+def _of_mesh(mesh: DeviceMesh) -> Group:
+    place = id(mesh)
+    known = _MESHES.get(place)
+    if known is None or known[0]() is not mesh:
+        known = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), _crossed(mesh)
+        _MESHES[place] = known
+    return known[1]
+
+
+def _crossed(mesh: DeviceMesh) -> Group:
+    if mesh.ndim > 2:
+        raise GroupError(
+            f"fusion_attention: distributed: expected a mesh of one or two dimensions, got {mesh.ndim} (take "
+            'a part of it: mesh["name"])'
+        )
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if dist.get_rank() not in ranks:
+        raise _stranger()
+    first, *others = (group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
+    return first.crossed(others[0], ranks) if others else first
+
+
+def _destroyed() -> GroupError:
+    return GroupError("fusion_attention: distributed: the process group was destroyed (make another)")
 
 
 def _stranger() -> GroupError:

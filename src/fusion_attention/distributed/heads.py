@@ -80,7 +80,8 @@ class Heads:
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
-        """Gradients for this rank's tokens and all heads; those of a bias and of sinks are the same on every rank."""
+        """Gradients for this rank's tokens and all heads; of a bias that rows share, and of sinks, what this rank's
+        heads give."""
         given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
         dout, out, max_, sum_ = self._taken("handing gradients round", given, self.of_q, self.rows)
         of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
@@ -95,7 +96,7 @@ class Heads:
         if dbias is not None and rows.bias is not None:
             dbias = self._matrix_back(dbias, rows.bias, rows.q.shape[1])
         if dsink is not None:
-            dsink = self._all_heads(dsink, 0, None)
+            dsink = self._among_all(dsink, 0)
         return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
 
     def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
@@ -124,7 +125,7 @@ class Heads:
     def _matrix_back(self, own: Tensor, like: Tensor, rows: int) -> Tensor:
         """_matrix() of a gradient, the other way."""
         if like.shape[-2] == 1 != rows:
-            return self._all_heads(own, 1, like)
+            return own if like.shape[1] == 1 else self._among_all(own, 1)
         heads = self._heads_of(like)
         (parts,) = self._returned("handing gradients back", [own.movedim(2, 1)], heads, self.rows)
         found: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
@@ -175,11 +176,8 @@ class Heads:
         found = iter(self.call.all_to_each(step, passing))
         return [None if t is None else next(found) for t in tensors]
 
-    def _all_heads(self, own: Tensor, axis: int, like: Tensor | None) -> Tensor:
-        """What this rank has for its heads, with that of all others; where heads share it, their sum."""
-        if like is not None and like.shape[axis] == 1:
-            return self.call.sum_to_all("summing what heads share", own)
-        n = own.shape[axis]
-        places = [own if rank == self.call.rank else torch.zeros_like(own) for rank in range(self.call.world)]
-        assert len(places) * n == self.of_q[-1][1]
-        return self.call.sum_to_all("gathering what heads have", torch.cat(places, axis))
+    def _among_all(self, own: Tensor, axis: int) -> Tensor:
+        """What this rank has for its heads, and zeros for all others."""
+        first, end = self.of_q[self.call.rank]
+        pad = (0, 0) * (own.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
+        return torch.nn.functional.pad(own, pad)

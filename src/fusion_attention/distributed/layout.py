@@ -134,11 +134,23 @@ def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
     """The tokens of one share in their order, divided among ranks at cuts of their sequences."""
-    tiles = [
-        Piece(p.sequence, first, min((first // CUT + 1) * CUT, p.end))
-        for p in pieces
-        for first in (p.first, *range((p.first // CUT + 1) * CUT, p.end, CUT))
+    begins = list(itertools.accumulate((p.end - p.first for p in pieces), initial=0))
+
+    def edge(at: int) -> int:
+        """The first cut at or behind so many equal parts."""
+        wanted = -(-begins[-1] * at // parts)
+        here = bisect.bisect_right(begins, wanted) - 1
+        if here == len(pieces) or begins[here] == wanted:
+            return wanted
+        p = pieces[here]
+        token = p.first + wanted - begins[here]
+        return begins[here] + min(-(-token // CUT) * CUT, p.end) - p.first
+
+    edges = (*map(edge, range(parts)), begins[-1])
+    return [
+        joined(
+            Piece(p.sequence, p.first + max(a - begin, 0), min(p.end, p.first + b - begin))
+            for p, begin in zip(pieces, begins, strict=False)
+        )
+        for a, b in itertools.pairwise(edges)
     ]
-    begins = list(itertools.accumulate((t.end - t.first for t in tiles), initial=0))
-    edges = [bisect.bisect_left(begins, -(-begins[-1] * at // parts)) for at in range(parts)]
-    return [joined(tiles[a:b]) for a, b in itertools.pairwise((*edges, len(tiles)))]

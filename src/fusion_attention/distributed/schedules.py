@@ -22,7 +22,7 @@ from fusion_attention.memory import empty
 from fusion_attention.waist.merge import Partial, join_sink, merge
 
 Tensor = torch.Tensor
-Results = tuple[Gradients, Tensor | None]  # and what the sink gets
+Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank's rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +115,8 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
         found = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
         return replace(g, **dict(zip(names, found, strict=True))), _sink(m, rows, saved)
     g = replace(g, dk=None, dv=None, dk_rope=None)
-    all_rows, all_saved = _gather_rows(m, rows, saved)
-    own = _owned(m, all_rows, all_saved, keys)
-    dsink = None
-    if m.whole.sink is not None:
-        dsink = pieces.sink_gradient(m.whole, all_rows, all_saved, m.backend)
-    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), dsink
+    own = _owned(m, *_gather_rows(m, rows, saved), keys)
+    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), _sink(m, rows, saved)
 
 
 def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
@@ -208,10 +204,8 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
-    """What the sink gets of all rows of the line, summed in the order of ranks."""
-    if m.whole.sink is None:
-        return None
-    return m.call.sum_to_all("summing the sink's gradient", pieces.sink_gradient(m.whole, rows, saved, m.backend))
+    """What the sink gets of this rank's rows."""
+    return None if m.whole.sink is None else pieces.sink_gradient(m.whole, rows, saved, m.backend)
 
 
 # -------------------------------------------------------------------------------------------------- keys that go round
@@ -229,14 +223,13 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         met = _met(m, rows, source)
-        if result is None or len(met):
-            part = pieces.forward(m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True)
-            if result is None:
-                result = part
-            else:
-                merge(result, part)
-        if pending is not None:
-            pending.wait()
+        with pending:
+            if result is None or len(met):
+                part = pieces.forward(m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True)
+                if result is None:
+                    result = part
+                else:
+                    merge(result, part)
         block = coming
     assert result is not None
     if m.whole.sink is not None:
@@ -264,26 +257,22 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         coming, pending = _next_block(m, step, block)
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
         met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
-        g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
-        del of_block  # No more than this block and the next are in memory.
-        if total is None:
-            total = g
-        else:
-            _add(total, g)
+        with pending, behind:
+            g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+            del of_block  # No more than this block and the next are in memory.
+            if total is None:
+                total = g
+            else:
+                _add(total, g)
         own = [t for t in (g.dk, g.dv, g.dk_rope) if t is not None]
-        if behind is not None:
-            behind.wait()
-            for ours, theirs in zip(own, carried, strict=True):
-                torch.add(theirs, ours, out=ours)
+        for ours, theirs in zip(own, carried, strict=bool(carried)):
+            torch.add(theirs, ours, out=ours)
         if step == 0:
             mine = own
         else:
             added = own
-        if pending is not None:
-            pending.wait()
         block = coming
     home, behind = _pass_on(m, "gradients of keys come home", added, _block(keys), True)
-    assert behind is not None
     assert total is not None
     behind.wait()
     dk, dv, *rest = [theirs.add_(ours) for theirs, ours in zip(home, mine, strict=True)]
@@ -299,11 +288,11 @@ def _block(keys: Keys) -> list[Tensor]:
     return [t.contiguous() for t in (keys.k, keys.v, keys.k_rope) if t is not None]
 
 
-def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending | None]:
+def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor], Pending]:
     """Hands a block on, and takes the next one."""
     call = m.call
     if step == call.world - 1:
-        return [], None
+        return [], Pending(call, "", [], [])
     source = (call.rank - step - 1) % call.world
     tokens = m.keys.laid.sizes[source]
     coming = [empty(t, (t.shape[0], tokens, *t.shape[2:])) for t in block]
@@ -314,11 +303,11 @@ def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor
 
 def _pass_on(
     m: Meeting, what: str, added: list[Tensor], block: list[Tensor], some: bool
-) -> tuple[list[Tensor], Pending | None]:
+) -> tuple[list[Tensor], Pending]:
     """Hands gradients of keys on behind the keys, and takes those of a block."""
-    if not some:
-        return [], None
     call = m.call
+    if not some:
+        return [], Pending(call, "", [], [])
     carried = [empty(t, t.shape, torch.float32) for t in block]
     right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
     return carried, call.exchange(what, [(right, t) for t in added], [(left, t) for t in carried])

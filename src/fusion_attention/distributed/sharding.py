@@ -21,7 +21,8 @@ Lengths = int | Sequence[int] | Tensor
 def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
     """This rank's share of whole tokens.
 
-    Every rank has the whole tensor, and nothing passes; the gradient is gathered, so that every rank has it whole.
+    Every rank has the whole tensor, and nothing passes. The gradient of the whole is this rank's part: that of the
+    share at its places, zeros elsewhere. Summed over ranks, as those of weights, it is whole.
 
     Args:
         x: whole tokens along `dim`.
@@ -46,7 +47,7 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
     """
     ranks, laid = laid_out("shard", group, schedule, lengths)
     _fits("shard", x, dim, sum(laid.lengths), "the lengths add up to")
-    return _Shard.apply(x, ranks, schedule, laid, dim % x.dim())
+    return _Shard.apply(x, laid, ranks.rank, dim % x.dim())
 
 
 def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
@@ -112,6 +113,11 @@ def _whole_lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
 
 
 def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
+    if not isinstance(x, Tensor) or not isinstance(dim, int):
+        raise TypeError(
+            f"fusion_attention: distributed.{function}: expected a tensor x and a number dim, got {type(x).__name__} "
+            f"and {dim!r} (shard(x, group, schedule, lengths, dim=1))"
+        )
     if not -x.dim() <= dim < x.dim() or x.shape[dim] != tokens:
         raise ValueError(
             f"fusion_attention: distributed.{function}: x: expected {why} {tokens} tokens along dim {dim}, got shape "
@@ -150,15 +156,16 @@ def _gathered(x: Tensor, call: Call, laid: Layout, dim: int) -> Tensor:
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Tensor:
-        ctx.said = ranks, schedule, laid, dim
-        return _share(x, laid, ranks.rank, dim)
+    def forward(ctx: Any, x: Tensor, laid: Layout, rank: int, dim: int) -> Tensor:
+        ctx.said = laid, rank, dim
+        return _share(x, laid, rank, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        ranks, schedule, laid, dim = ctx.said
-        call = _call("shard, backward", upstream, ranks, schedule, laid, dim)
-        return _gathered(upstream, call, laid, dim), None, None, None, None
+        laid, rank, dim = ctx.said
+        whole = upstream.new_zeros([*upstream.shape[:dim], sum(laid.lengths), *upstream.shape[dim + 1 :]])
+        places = torch.from_numpy(laid.whole(rank)).to(upstream.device)
+        return whole.index_copy_(dim, places, upstream), None, None, None
 
 
 class _Unshard(torch.autograd.Function):

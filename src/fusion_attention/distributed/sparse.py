@@ -140,10 +140,9 @@ def sparse_attention(
     Args:
         q, k, v, indices, q_rope, k_rope: this rank's shares, as shard() lays them out.
         group, schedule, tokens, q_len, kv_len: as of distributed.lightning_indexer().
-        sink: the same on every rank, and so is its gradient, the sum over ranks.
-        deterministic: gradients of keys and of the sink have the bits of one process. Queries and gradients of all
-            ranks are gathered, and each rank computes those of its keys from all rows: a second backward. Else the same
-            bits in every run.
+        sink: the same on every rank; its gradient is that of this rank's rows: sum it over ranks, as those of weights.
+        deterministic: gradients of keys have the bits of one process. Queries and gradients of all ranks are gathered,
+            and each rank computes those of its keys from all rows: a second backward. Else the same bits in every run.
         layout, scale, block, causal, dim_v, return_lse, backend: as fa.sparse_attention().
 
     Returns:
@@ -385,20 +384,16 @@ def _attention_gradients(
         more = found.pop("dsinks", None)
         dsinks = more if dsinks is None or more is None else dsinks + more
         sums.add(own, found)
-    made = dict(sums.rows)
-    if not deterministic:
-        made |= sums.keys()
-        if dsinks is not None:
-            made["dsinks"] = cut.call.sum_to_all("summing the sink's gradient", dsinks)
-    else:
-        made |= _from_all_rows(cut, given, whole, dout, saved)
+    made = sums.rows | (_from_all_rows(cut, given, whole, dout, saved) if deterministic else sums.keys())
+    if dsinks is not None:
+        made["dsinks"] = dsinks
     return {name: made[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in made}
 
 
 def _from_all_rows(
     cut: Cut, given: Mapping[str, Tensor | None], whole: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Gradients of this rank's keys from all rows, in the order of one process; and of the sink."""
+    """Gradients of this rank's keys from all rows, in the order of one process."""
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] pass with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
@@ -407,8 +402,7 @@ def _from_all_rows(
     lists, _ = owned(cut, cut.kv.stretches, rows["sparse_indices"], cut.whole.problem.select_block)
     call = cut.everything(whole | rows | {"sparse_indices": lists})
     found = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
-    keys = {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}
-    return keys | ({"dsinks": found["dsinks"]} if "dsinks" in found else {})
+    return {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}
 
 
 # ----------------------------------------------------------------------------------------------------------------- loss
