@@ -145,7 +145,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     from fusion_attention.captures import replay as captures
 
     found = captures.replay(file, backend=backend, device=device)
-    verdict, reason = _verdict(file, found)
+    verdict, reason = _verdict(found)
     first = next(iter(found.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
     taken = _milliseconds(found, backend, runs) if runs else 0.0
@@ -177,30 +177,16 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     return statistics.median(times[1:])
 
 
-def _verdict(file: Path, found: Replay) -> tuple[str, str]:
-    """(verdict, reason): Replay's own, or by testing.compare, with what computes here as the plain program."""
-    if not hasattr(type(found), "judgement"):
-        return _by_law(file, found)
+def _verdict(found: Replay) -> tuple[str, str]:
+    """(verdict, reason), as Replay judges."""
+    from fusion_attention.judging.calls import JudgeError
+
     try:
-        judgement: Any = getattr(found, "judgement")  # noqa: B009
-    except ValueError as error:  # a call that the judge has no formula for
+        judgement = found.judgement
+    except JudgeError as error:
         return UNJUDGED, _sentence(error)
     told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
     return judgement.verdict, "" if judgement.passes else "; ".join(reversed(told))
-
-
-def _by_law(file: Path, found: Replay) -> tuple[str, str]:
-    from fusion_attention.captures import replay as captures
-    from fusion_attention.testing.compare import compare
-
-    golden, plain = (captures.replay(file, backend=backend).recomputed for backend in ("golden", "auto"))
-    keys = max((size for t in found.args.values() for size in getattr(t, "shape", ())), default=1)
-    for name, recorded in found.recorded.items():
-        try:
-            compare(name, recorded, golden[name].double(), plain[name], keys)
-        except AssertionError as error:  # noqa: PERF203
-            return WRONG, _sentence(error)
-    return RIGHT, ""
 
 
 def _device(text: str) -> torch.device:
