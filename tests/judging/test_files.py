@@ -1,6 +1,8 @@
 """Files that verify reads: captures, msprobe's folders, .npz, .safetensors, .npy; and all that is wrong with them."""
 
 import json
+import os
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +177,18 @@ def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
     save_npz(bad, {**inputs, "attention_out": torch.zeros(3, 4)})
     refused(bad, *SAID, what="attention_out")
     refused(bad, *SAID, "--html", tmp_path / "no" / "page.html", what="attention_out")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe has no name here")
+@pytest.mark.parametrize("name", ["pipe.safetensors", "pipe.npz", "dump.json"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    end = os.open(tmp_path / name, os.O_RDWR)
+    closing = threading.Timer(5, os.close, [end])  # whoever reads it nevertheless waits no longer than this
+    closing.start()
+    refused(tmp_path if name == "dump.json" else tmp_path / name, *SAID, what="not one that can be read to its end")
+    closing.cancel()
+    os.close(end)
 
 
 def test_a_capture_of_a_newer_version(capture: Path, tmp_path: Path) -> None:
