@@ -283,6 +283,17 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused(bomb, *SAID, what="GiB of values, more than")
 
 
+def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
+    with safetensors.safe_open(capture, framework="pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        text = held.metadata()
+    for operator in ("x" * 100_000, "a\nb\x1b[31m"):
+        safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
+        refused(wrong, what="has no record here")
+        assert len(sentence := verify(wrong)[2].strip()) < 1100
+        assert sentence.isprintable()
+
+
 def test_random_bytes(tmp_path: Path, capture: Path) -> None:
     """A file that was changed anywhere is one sentence, a verdict, or nothing that can be seen."""
     whole = capture.read_bytes()
