@@ -315,13 +315,52 @@ def test_a_log_points_at_rules(text: str, operator: str, param: str, part: str) 
     assert all(f.where == "likely" for f in found.findings)
 
 
-@pytest.mark.parametrize("code", [161001, 161002, 561002, 361001])
+@pytest.mark.parametrize("code", [161001, 161002, 561002, 361001, 507015, 507035])
 def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> None:
     found = explain(log("fusion_attention", "aclnnFlashAttentionScore", code))
     assert CODES[code][0] in found.verdict
     (one,) = found.findings
     assert one.code == code
     assert "fusion-attention ops npu_fusion_attention" in one.mend
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("507015", "the text names no operator: 507015 (ACL_ERROR_RT_AICORE_EXCEPTION): a kernel was stopped"),
+        (
+            "161002 aclnnFusedInferAttentionScoreV3",
+            "aclnnFusedInferAttentionScoreV3 failed with 161002 (ACLNN_ERR_PARA",
+        ),
+        ("call aclnnFlashAttentionScore failed, error code is 599999", "failed with 599999: a code that is not known"),
+        ("aclnnFlashAttentionScore failed", "aclnnFlashAttentionScore failed with no code: "),
+    ],
+)
+def test_scraps_of_a_log(text: str, verdict: str) -> None:
+    assert verdict in explain(text).verdict
+
+
+def test_a_reason_is_told_without_its_process() -> None:
+    body = "EZ9999: [PID: 12] 2025-01-01-10:00:00.000.000 pse is bad[FUNC:Check][FILE:a.cpp][LINE:1]\n"
+    found = explain(log("fusion_attention", "aclnnFlashAttentionScore", 561002) + body)
+    assert found.log is not None
+    assert found.log.reasons == ("pse is bad",)
+
+
+@pytest.mark.parametrize(
+    ("word", "mend"),
+    [
+        ("is_causal=True", "sparse_mode=3"),
+        ("softmax_scale=0.1", "here: scale="),
+        ("dropout_p=0.1", "keep_prob=1 - dropout_p"),
+        ("cu_seqlens_q=[0, 3]", "actual_seq_qlen=cu_seqlens_q[1:]"),
+        ("sparse_modes=2", "did you mean sparse_mode=?"),
+        ("colour=2", "fusion-attention ops npu_fusion_attention"),
+    ],
+)
+def test_words_of_other_libraries(word: str, mend: str) -> None:
+    (found,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
+    assert mend in found.mend
 
 
 def test_a_log_of_an_operator_without_a_record() -> None:

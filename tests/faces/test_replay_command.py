@@ -79,6 +79,19 @@ def test_a_wrong_call_among_right_ones(folder: Path) -> None:
     assert line.startswith("wrong")
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) -> None:
+    with safe_open(file := folder / "0001-attention.safetensors", framework="pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        text = held.metadata()
+    tensors["output.out"] = tensors["output.out"][:, :rows].contiguous()
+    save_file(tensors, file, text)
+    code, report = found(str(folder), "--runs", "0")
+    assert code == 2
+    assert [call["verdict"] for call in report["calls"]] == ["right", "unjudged", "right", "right"]
+    assert "output out: expected bfloat16 [2, 40, 4, 64]" in report["calls"][1]["reason"]
+
+
 def test_files_that_cannot_be_read_do_not_end_the_session(folder: Path) -> None:
     (folder / "0002-decode_attention.safetensors").write_bytes(b"\0" * 40)
     (folder / "10000-x.safetensors").write_bytes(b"")

@@ -6,7 +6,7 @@ from mutant import house
 
 BITS = "distributed/test_attention.py::test_gathered_keys_give_the_bits_of_one_process"
 EVERY = "distributed/test_attention.py::test_every_schedule_is_as_good_as_one_process"
-SHARED, APART = "distributed/test_sparse.py::test_ranks_find_what_one_process_does", "distributed/test_cache.py"
+SHARED, APART = "distributed/test_selections.py::test_ranks_find_what_one_process_does", "distributed/test_cache.py"
 RANKS = [
     house("late parts of a sequence go to ranks in the order of early ones", "distributed/layout.py",
           "*reversed(range(ranks))", "*range(ranks)",
@@ -31,7 +31,7 @@ RANKS = [
           "& (slot < read)", "", SHARED),
     house("equal choices merge in the other order", "distributed/topk.py",
           "indices.sort(dim=-1, stable=True)", "indices.sort(dim=-1, stable=True, descending=True)",
-          "distributed/test_sparse.py::test_the_order_of_candidates"),
+          "distributed/test_selections.py::test_the_order_of_candidates"),
     house("every rank adds the sink", "distributed/decode.py",
           '{**args, "sink": None, ', "{**args, ", f"{APART}::test_decoding_finds_what_one_process_does"),
     house("a rank reads behind a sequence's last token", "api/cache.py",

@@ -60,7 +60,7 @@ TOOLS = [
           'fault = f"{type(error).__name__}: {error}".splitlines()[0]', 'fault = ""',
           "faces/test_doctor.py::test_a_wrong_result_is_seen"),
     house("a wrong call of a session passes", "cli/replay.py",
-          "return WRONG, _sentence(error)", "return RIGHT, _sentence(error)",
+          "return judgement.verdict, ", "return RIGHT, ",
           "faces/test_replay_command.py::test_a_wrong_call_among_right_ones"),
     house("turns that lie among each other are a change", "bench/changes.py",
           "net < REACHED and after.high < before.low", "net < REACHED",

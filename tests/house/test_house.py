@@ -32,9 +32,9 @@ FLOORS = {
 }  # fmt: skip
 
 # Outside the floors: the face (test_imports.py: what it shows comes late); testing sees all, and only tests see it, and
-# the commands that judge as they do.
+# the command that judges as they do.
 FACE, TESTING = "", "testing"
-JUDGES = ("cli.selftest", "cli.replay")
+JUDGES = ("cli.selftest",)
 
 # A machine without these must load everything else: imported at a module's top only inside the package named.
 LAZY = {"backends.cpu": "backends.cpu", "backends.triton": "backends.triton", "_native": "backends.cpu"}

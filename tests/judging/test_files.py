@@ -1,6 +1,8 @@
 """Files that verify reads: captures, msprobe's folders, .npz, .safetensors, .npy; and all that is wrong with them."""
 
 import json
+import os
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +179,18 @@ def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
     refused(bad, *SAID, "--html", tmp_path / "no" / "page.html", what="attention_out")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe has no name here")
+@pytest.mark.parametrize("name", ["pipe.safetensors", "pipe.npz", "dump.json"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    end = os.open(tmp_path / name, os.O_RDWR)
+    closing = threading.Timer(5, os.close, [end])  # whoever reads it nevertheless waits no longer than this
+    closing.start()
+    refused(tmp_path if name == "dump.json" else tmp_path / name, *SAID, what="not one that can be read to its end")
+    closing.cancel()
+    os.close(end)
+
+
 def test_a_capture_of_a_newer_version(capture: Path, tmp_path: Path) -> None:
     with safetensors.safe_open(capture, framework="pt") as file:
         tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
@@ -267,6 +281,17 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         archive.writestr("query.npy", b"\0" * (1 << 20))
     monkeypatch.setattr(dumps, "LIMIT", 1 << 19)
     refused(bomb, *SAID, what="GiB of values, more than")
+
+
+def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
+    with safetensors.safe_open(capture, framework="pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        text = held.metadata()
+    for operator in ("x" * 100_000, "a\nb\x1b[31m"):
+        safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
+        refused(wrong, what="has no record here")
+        assert len(sentence := verify(wrong)[2].strip()) < 1100
+        assert sentence.isprintable()
 
 
 def test_random_bytes(tmp_path: Path, capture: Path) -> None:

@@ -100,6 +100,35 @@ def test_where_in_words() -> None:
     )
 
 
+@pytest.mark.parametrize("lane", [0, 3, 7])
+@pytest.mark.parametrize("by", [0.01, -0.01, torch.nan])
+def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
+    """CANN repeats a row's maximum and sum in eight lanes; its backward may read any of them."""
+    found = made(CAUSAL, "")
+    top = found.outputs["softmax_max"]
+    assert top.shape[-1] == 8
+    assert fa.judge(found.operator, found.inputs, found.outputs).passes
+    top[..., lane] += by
+    assert fa.judge(found.operator, found.inputs, found.outputs).failing() == ["softmax_max"]
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_an_output_that_nobody_wrote(rows: int) -> None:
+    """Where another mistake leaves zeros too, both are named."""
+    q, k = torch.randn(1, rows, 2, 8), torch.randn(1, 2, 2, 8)
+    said = fa.diagnose("attention", {"q": q, "k": k, "v": k, "band": fa.Band.causal()}, {"out": torch.zeros_like(q)})
+    assert "output-unwritten" in [m.name for m in said.mistakes if m.confirmed]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_coarser_dtype_is_no_excuse(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 16, 2, 64)
+    out = fa.attention(q, q, q)
+    inputs = dict.fromkeys("qkv", q)
+    assert fa.judge("attention", inputs, {"out": out.double()}).passes
+    assert fa.judge("attention", inputs, {"out": out.to(dtype)}).failing() == ["out"]
+
+
 @pytest.mark.parametrize(
     ("operator", "inputs", "outputs", "what"),
     [

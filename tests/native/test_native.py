@@ -287,7 +287,7 @@ def test_problems_that_do_not_fit_are_an_error(change: dict[str, Any], message: 
 
 def test_tiles_outside_their_sequence_are_an_error() -> None:
     one, none = np.array([1]), np.array([0])
-    problem = (1, 1, 4, 4, 0, 0, 1.0, 0, False, False, False, 0, 1.0, 65536, 0.0, False)
+    problem = (1, 1, 4, 4, 0, 0, 1.0, 0, False, False, False, 0, 1.0, 65536, 0.0, False, False)
     extents = (one * 9, one * 9, none, one, none, none)
     _native.ForwardPlan(problem, extents, (none, none, one * 9, none, one * 9))
     for tiles in (

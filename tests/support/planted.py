@@ -281,7 +281,6 @@ UNNAMED = {
     "heads in the other order": lambda o: o.flip(2),
     "rows moved by one": lambda o: o.roll(1, 1),
     "garbage": lambda o: torch.randn(o.shape, generator=torch.Generator().manual_seed(5)),
-    "zeros": torch.zeros_like,
     "a NaN": lambda o: o.index_fill(1, torch.tensor([3]), math.nan),
     "the last row left out": lambda o: torch.cat((o[:, :-1], 0 * o[:, -1:]), 1),
     "one element": lambda o: o.clone().index_put_(tuple(torch.tensor([0]) for _ in range(4)), torch.tensor(9.0)),

@@ -19,7 +19,7 @@ import torch
 from fusion_attention.backends import BACKENDS, reasons_of
 from fusion_attention.calls.likely import likely
 from fusion_attention.calls.logs import CODES, SAME, Log, is_log, read_log
-from fusion_attention.calls.mends import mends
+from fusion_attention.calls.mends import TRIANGLE, mends
 from fusion_attention.calls.written import PHASE_1, Written, WrittenError, parse_call
 from fusion_attention.contract import (
     Array,
@@ -36,6 +36,16 @@ from fusion_attention.contract import (
 )
 from fusion_attention.ops import RECORDS
 
+# Other libraries' words, the parameter of CANN's functions that stands for each, and how it is said.
+_CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"
+_FOREIGN = {
+    **dict.fromkeys(("is_causal", "causal"), ("sparse_mode", _CAUSAL)),
+    **dict.fromkeys(("attn_mask", "attention_mask"), ("atten_mask", "atten_mask=, true where a key is removed")),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ("scale", "scale=")),
+    **dict.fromkeys(("dropout_p", "dropout"), ("keep_prob", "keep_prob=1 - dropout_p")),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("actual_seq_qlen", "actual_seq_qlen=cu_seqlens_q[1:]")),
+    "cu_seqlens_k": ("actual_seq_kvlen", "actual_seq_kvlen=cu_seqlens_k[1:]"),
+}
 # Arguments of functions that no record has.
 _BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace")
 
@@ -168,10 +178,10 @@ def explain_log(log: Log) -> Explanation:
     name = log.function or log.operator
     if not name:
         what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
-        return Explanation("", "", f"{what}{log.code or 'no code'}: {log.meaning}", log=log)
+        return Explanation("", "", f"{what}{log.told}: {log.meaning}", log=log)
     op = RECORDS[name]
     found = tuple(_likely(op, log))
-    verdict = f"{log.operator or log.said or name} failed with {log.code} ({log.name}): {log.meaning}"
+    verdict = f"{log.operator or log.said or name} failed with {log.told}: {log.meaning}"
     return Explanation(name, op.summary, verdict, found, log=log)
 
 
@@ -235,8 +245,10 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     elif strange:
         import difflib
 
-        near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.5)
+        meant, said = _FOREIGN.get(strange[0], ("", ""))
+        near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
         mend = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
+        mend = f"another library's word; here: {said}" if meant in parameters else mend
     return Finding("everywhere", "", f"{op.name}() {error}", mend=mend, code=0)
 
 

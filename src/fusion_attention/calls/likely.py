@@ -108,6 +108,9 @@ def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
         NULL_POINTER: "every parameter that this call needs (one of query_rope and key_rope without the other is none)",
         INVALID: "dtypes of its record, alike where it says so; the layout string; ranks and axes that agree",
         TILING: "lengths, masks, biases, windows and attributes that its rules allow",
+        **dict.fromkeys(
+            (507015, 507035), "lengths, ends, block tables and indices inside their tensors: kernels trust them"
+        ),
         361001: "device memory and a stream that are there, and an executor that has not run",
     }
     mend = f"`fusion-attention ops {op.name}` lists them; explain of the call itself, with its shapes, says which"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fusion_attention.ops import RECORDS
 
 LONGEST = 4 << 20  # characters of a log
+_LATE = "; the text may name a later call than the one that failed (ASCEND_LAUNCH_BLOCKING=1 names the right one)"
 # code: CANN's name of it, and what it says.
 CODES = {
     161001: ("ACLNN_ERR_PARAM_NULLPTR", "something that the operator needs was not given"),
@@ -32,13 +33,21 @@ CODES = {
     561101: ("ACLNN_ERR_INNER_CREATE_EXECUTOR", "no executor could be made"),
     561103: ("ACLNN_ERR_INNER_NULLPTR", "planning gave up: of attention, mostly the shape of a mask"),
     561112: ("ACLNN_ERR_INNER_OPP_KERNEL_PKG_NOT_FOUND", "the package of kernels for this chip is not installed"),
+    207001: ("ACL_ERROR_RT_MEMORY_ALLOCATION", "the device has no memory left"),
+    507014: ("ACL_ERROR_RT_AICORE_TIMEOUT", f"a kernel did not end in time{_LATE}"),
+    507015: ("ACL_ERROR_RT_AICORE_EXCEPTION", f"a kernel was stopped, mostly at an address that is not its own{_LATE}"),
+    507034: ("ACL_ERROR_RT_VECTOR_CORE_TIMEOUT", f"a kernel did not end in time{_LATE}"),
+    507035: (
+        "ACL_ERROR_RT_VECTOR_CORE_EXCEPTION",
+        f"a kernel was stopped, mostly at an address that is not its own{_LATE}",
+    ),
 }
 # The codes that this library gives for what CANN, by version, gives another one for.
 SAME = {561103: 561002, 561001: 161002}
 _CODE = re.compile(
     r"(?:error code is|errno\s*[:=]|aclnnStatus\s*=|ret(?:urned)?\s*[:=]?|error code\s*[:=]?)\s*(\d{6})\b"
 )
-_BARE = re.compile(r"\b([135]61\d{3})\b")
+_BARE = re.compile(r"\b((?:[135]61|[25]07)\d{3})\b")
 _ACLNN = re.compile(r"\b(aclnn[A-Za-z0-9]+)\b")
 _FUNCTION = re.compile(r"\b(npu_[a-z0-9_]+)\b")
 # "EZ9999[PID: 1] time (EZ9999):  text[FUNC:f][FILE:a.cpp][LINE:1]", and the lines of its traceback.
@@ -83,15 +92,20 @@ class Log:
         return CODES.get(self.code, ("", ""))[0]
 
     @property
+    def told(self) -> str:
+        """The code with its name, as far as there are any."""
+        return (f"{self.code} ({self.name})" if self.name else str(self.code)) if self.code else "no code"
+
+    @property
     def meaning(self) -> str:
         """What the code says."""
-        return CODES.get(self.code, ("", "a code that CANN's list of return codes does not have"))[1]
+        return CODES.get(self.code, ("", "a code that is not known here"))[1]
 
 
 def is_log(text: str) -> bool:
     """Whether a text looks like a log rather than like a call."""
     return bool(
-        _BARE.fullmatch(text.strip())
+        ("(" not in text and _BARE.search(text))
         or _CODE.search(text)
         or re.search(r"\b(aclnn\w+ failed|EZ\d{4}|E[A-Z0-9]9999|NPU function error)\b", text)
     )
@@ -134,6 +148,6 @@ def _record_of(name: str) -> str:
 
 def _reasons(text: str) -> tuple[str, ...]:
     found = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
-    clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*", "", reason).strip(" .!\t") for reason in found)
+    clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*|^\[PID: *\d+\] \S+ ", "", reason).strip(" .!\t") for reason in found)
     telling = [r for r in clean if r and not any(r.lower().startswith(empty) for empty in _EMPTY)]
     return tuple(dict.fromkeys(telling))[:8]

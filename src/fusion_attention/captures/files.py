@@ -72,7 +72,7 @@ def read(path: Path, device: torch.device) -> Recording:
         raise CaptureError(f"{path}: format version {written}, and this library reads {' and '.join(READS)}")
     op = RECORDS.get(text["operator"])
     if op is None:
-        raise CaptureError(f"{path}: operator {text['operator']!r} has no record here")
+        raise CaptureError(f"{path}: operator {reprlib.repr(text['operator'])} has no record here")
     try:
         beside = {prefix: _taken(tensors, prefix, device) for prefix in (SAVED, UPSTREAM)}
         return Recording(op, *_parts(op, text, tensors, device), beside[SAVED], beside[UPSTREAM])

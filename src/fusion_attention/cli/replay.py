@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fusion_attention.captures.replay import Replay
 
 COMMAND = "replay"
-RIGHT, NOISY, UNJUDGED, WRONG, UNREADABLE = "right", "noisy", "unjudged", "wrong", "unreadable"
-_STYLES = {RIGHT: "green", NOISY: "yellow", UNJUDGED: "yellow", WRONG: "bold red", UNREADABLE: "bold red"}
+RIGHT, UNJUDGED, WRONG, UNREADABLE = "right", "unjudged", "wrong", "unreadable"
+_STYLES = {RIGHT: "green", UNJUDGED: "yellow", WRONG: "bold red", UNREADABLE: "bold red"}
 
 
 class Backend(str, Enum):
@@ -41,7 +41,7 @@ class Call:
     Attributes:
         file, operator: the capture, and its record ("" of a file that cannot be read).
         sizes: of its first tensor.
-        verdict: "right", "noisy", "unjudged", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
+        verdict: "right", "unjudged", "wrong" or "unreadable"; reason: what breaks it, "" where nothing does.
         worst: the largest absolute difference between what was recorded and what is computed here.
         milliseconds: the median of the timed runs; 0.0 where none was made.
     """
@@ -67,13 +67,14 @@ def replay(
     """Compute a captured session again: every call timed, and judged.
 
     Files of a folder come in the order in which they were recorded. A recorded result is right where it is about as
-    near to float64 as a plain program in its dtype; a wrong one is looked into by fusion-attention verify FILE.
+    near to float64 as a plain program in its dtype; fusion-attention verify FILE says what is wrong with another one,
+    and whether it is merely noisy.
 
     \b
     fusion-attention replay calls/
     fusion-attention replay calls/0003-attention.safetensors --backend golden
 
-    Exit code: 0 where every call is right (or merely noisy), 1 where one is wrong, 2 where a file cannot be read.
+    Exit code: 0 where every call is right, 1 where one is wrong, 2 where one cannot be read or judged.
     """
     from rich.console import Console
 
@@ -95,7 +96,7 @@ def replay(
     else:
         _foot(console, summary(found))
     verdicts = {call.verdict for call in found}
-    raise typer.Exit(BAD_INPUT if UNREADABLE in verdicts else 1 if WRONG in verdicts else 0)
+    raise typer.Exit(BAD_INPUT if {UNREADABLE, UNJUDGED} & verdicts else 1 if WRONG in verdicts else 0)
 
 
 def session(paths: list[Path]) -> list[Path]:
@@ -145,7 +146,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     from fusion_attention.captures import replay as captures
 
     found = captures.replay(file, backend=backend, device=device)
-    verdict, reason = _verdict(file, found)
+    verdict, reason = _verdict(found)
     first = next(iter(found.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
     taken = _milliseconds(found, backend, runs) if runs else 0.0
@@ -177,30 +178,16 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     return statistics.median(times[1:])
 
 
-def _verdict(file: Path, found: Replay) -> tuple[str, str]:
-    """(verdict, reason): Replay's own, or by testing.compare, with what computes here as the plain program."""
-    if not hasattr(type(found), "judgement"):
-        return _by_law(file, found)
+def _verdict(found: Replay) -> tuple[str, str]:
+    """(verdict, reason), as Replay judges."""
+    from fusion_attention.judging.calls import JudgeError
+
     try:
-        judgement: Any = getattr(found, "judgement")  # noqa: B009
-    except ValueError as error:  # a call that the judge has no formula for
+        judgement = found.judgement
+    except JudgeError as error:
         return UNJUDGED, _sentence(error)
     told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
     return judgement.verdict, "" if judgement.passes else "; ".join(reversed(told))
-
-
-def _by_law(file: Path, found: Replay) -> tuple[str, str]:
-    from fusion_attention.captures import replay as captures
-    from fusion_attention.testing.compare import compare
-
-    golden, plain = (captures.replay(file, backend=backend).recomputed for backend in ("golden", "auto"))
-    keys = max((size for t in found.args.values() for size in getattr(t, "shape", ())), default=1)
-    for name, recorded in found.recorded.items():
-        try:
-            compare(name, recorded, golden[name].double(), plain[name], keys)
-        except AssertionError as error:  # noqa: PERF203
-            return WRONG, _sentence(error)
-    return RIGHT, ""
 
 
 def _device(text: str) -> torch.device:
@@ -241,7 +228,7 @@ def _line(console: Console, call: Call) -> None:
     name = Path(call.file).name
     told = "" if call.verdict == UNREADABLE else f"{call.milliseconds:9.3f}  {call.worst:13.3g}"
     _print(console, f"{call.verdict:<10}  {told:>24}  {name}  {call.sizes}", _STYLES.get(call.verdict, ""))
-    if call.reason and call.verdict not in (RIGHT, NOISY):
+    if call.reason and call.verdict != RIGHT:
         _print(console, f"            {call.reason}")
 
 

@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from fusion_attention.cli.output import refuse
+
 if TYPE_CHECKING:
     from fusion_attention.judging.dumps import Reading
     from fusion_attention.judging.verdict import Judgement
 
+COMMAND = "verify"
 _STANDARDS = ("house", "cann-0.5%", "cann-double")
 
 
 def verify(
-    files: list[Path] = typer.Argument(help="Captures, folders of them, msprobe dumps, .npz or .safetensors files."),
+    files: list[Path] = typer.Argument(
+        metavar="PATH...", help="Captures, folders of them, msprobe dumps, .npz or .safetensors files."
+    ),
     op: str = typer.Option("", "--op", help="Of files that are no captures: the operator they are a call of."),
     names: list[str] = typer.Option(
         [], "--map", help="PARAMETER=NAME or output.RESULT=NAME in the file; or a JSON file of such pairs."
@@ -38,10 +43,15 @@ def verify(
 ) -> None:
     """Judge recorded calls: which outputs are wrong, where, and which well-known mistake explains them.
 
+    \b
+    fusion-attention verify calls/
+    fusion-attention verify dump/step0/rank0/ --html page.html
+    fusion-attention verify kernel.npz --op npu_fusion_attention --map query=Q --set head_num=8
+
     Exit code 0: all are right by the standard. 1: some are not. 2: a file cannot be read or judged.
     """
     if standard not in _STANDARDS:
-        _refused(f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
+        refuse(COMMAND, f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.dumps import Reading
 
@@ -49,14 +59,14 @@ def verify(
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
         found = _judged(files, how, search=search, backends=backends, bar=not as_json)
     except JudgeError as error:
-        _refused(str(error))
+        refuse(COMMAND, error)
     if page is not None:
         from fusion_attention.judging.report import page as written
 
         try:
             page.write_text(written(found), encoding="utf-8")
         except OSError as error:
-            _refused(f"{page}: {error.strerror}")
+            refuse(COMMAND, f"{page}: {error.strerror}")
     _print(found, standard, as_json=as_json)
     wrong = [j for j in found if j.failing(standard) and not (allow_noisy and j.verdict == "noisy")]
     raise typer.Exit(1 if wrong else 0)
@@ -132,11 +142,6 @@ def _values(given: list[str]) -> dict[str, Any]:
             raise JudgeError(f"--set {text}: expected PARAMETER=VALUE")
         found[name] = values_from(value)
     return found
-
-
-def _refused(sentence: str) -> None:
-    typer.echo(sentence, err=True)
-    raise typer.Exit(2)
 
 
 __all__ = ["verify"]

@@ -64,6 +64,7 @@ def decode_attention(
     Source: this library; what vLLM calls decode context parallel.
 
     Example:
+        >>> import fusion_attention as fa
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> cache = fa.PagedKVCache(heads=2, dim=64, pages=8, page_size=16, group=dist.group.WORLD)

@@ -76,7 +76,7 @@ class Recorded:
         return backward
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """The outputs that the call has.
+        """The outputs that the call has; one in a coarser dtype than the call's is judged as if it were in the call's.
 
         Raises:
             JudgeError: one has another shape or kind than the call's.
@@ -90,6 +90,8 @@ class Recorded:
             if t.shape != want.shape or t.is_floating_point() != want.is_floating_point():
                 expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
                 raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
+            if t.is_floating_point() and torch.finfo(t.dtype).eps > torch.finfo(want.dtype).eps:
+                found[name] = t.to(want.dtype)
         return found
 
     def doubts(self) -> tuple[str, ...]:

@@ -89,6 +89,8 @@ def _folder(path: Path, how: Reading) -> Iterator[Recorded]:
 
 
 def _file(path: Path, how: Reading) -> Recorded:
+    if not path.is_file():
+        raise JudgeError(f"{path}: no such file, or not one that can be read to its end")
     if path.suffix == ".npz":
         return _named(path, _npz(path), how)
     if path.suffix in (".npy", ".pt"):

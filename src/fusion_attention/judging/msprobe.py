@@ -40,6 +40,8 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
     Raises:
         JudgeError: not a dump.json of msprobe's; one sentence.
     """
+    if not file.is_file():
+        raise JudgeError(f"{file}: no such file, or not one that can be read to its end")
     if file.stat().st_size > _LARGEST:
         raise JudgeError(f"{file}: {file.stat().st_size >> 20} MiB, more than the {_LARGEST >> 20} MiB that are read")
     try:

@@ -91,7 +91,7 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
         elif name in ("softmax_max", "softmax_sum", "max", "sum"):
             kind = name.removeprefix("softmax_")
             if isinstance(call, DenseForward):
-                yield Output(name, kind, tensor, _over(shown, tensor[..., 0]), "training")
+                yield Output(name, kind, tensor, _over(shown, _of_lanes(tensor)), "training")
             elif isinstance(call, Sparse):
                 flat = tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
                 yield Output(name, kind, tensor, _over(shown, flat), "sparse")
@@ -102,6 +102,13 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
 def _over(shown: Any, flat: Tensor) -> RowView:
     view: RowView = shown.stats.max.over(flat.contiguous())
     return view
+
+
+def _of_lanes(tensor: Tensor) -> Tensor:
+    """The number that a row's lanes repeat; where they differ, off by all that they differ by."""
+    first = tensor[..., :1]
+    same = (tensor == first) | (tensor.isnan() & first.isnan())
+    return first[..., 0] + (tensor - first).abs().masked_fill(same, 0).sum(-1)
 
 
 def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[Output]:

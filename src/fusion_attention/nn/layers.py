@@ -134,6 +134,7 @@ class SparseSelfAttention(SparseAttention):
     Source: this library.
 
     Example:
+        >>> from fusion_attention.nn import rope_table
         >>> layer = SparseSelfAttention(64, heads=4, kv_heads=2, index_heads=2, index_dim=16, top_k=8)
         >>> out, loss = layer(torch.randn(2, 32, 64), rope=rope_table(torch.arange(32), 16))
         >>> out.shape
@@ -221,6 +222,7 @@ class SparseLatentAttention(SparseAttention):
     Source: this library; DeepSeek-V3.2.
 
     Example:
+        >>> from fusion_attention.nn import rope_table
         >>> sizes = dict(q_rank=32, kv_rank=24, nope_dim=16, rope_dim=8, v_dim=16)
         >>> layer = SparseLatentAttention(64, 4, **sizes, index_heads=2, index_dim=16, top_k=8)
         >>> out, loss = layer(torch.randn(2, 32, 64), rope=rope_table(torch.arange(32), 8))
@@ -316,6 +318,7 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
     Source: this library; the schedule of DeepSeek-V3.2.
 
     Example:
+        >>> from fusion_attention.nn import rope_table
         >>> layer = SparseSelfAttention(64, heads=4, index_heads=2, index_dim=16, top_k=8)
         >>> set_stage(layer, "warmup")
         >>> sorted({name.split(".")[0] for name, p in layer.named_parameters() if p.requires_grad})

@@ -185,6 +185,16 @@ def unnormalised(case: Case) -> Iterator[Try]:
         yield Try("", _returning(case.setting, change))
 
 
+def unwritten(case: Case) -> Iterator[Try]:
+    """The output is as its memory was: zeros."""
+
+    def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
+        return torch.zeros_like(value) if kind == "out" else value
+
+    if case.setting.grads is None and any(o.kind == "out" and not o.tensor.any() for o in case.outputs):
+        yield Try("", _returning(case.setting, change))
+
+
 def delta_missing(case: Case) -> Iterator[Try]:
     """dS = P * dP, without the row's sum."""
     if case.setting.grads is not None:
@@ -239,6 +249,12 @@ MISTAKES = (
         "The output is not divided by the sum of its weights.",
         "Look at the last step of the row.",
         unnormalised,
+    ),
+    Mistake(
+        "output-unwritten",
+        "The output is zeros throughout.",
+        "Nothing was written: look at the launch, and whether the kernel had ended when the output was read.",
+        unwritten,
     ),
     Mistake(
         "delta-missing",
