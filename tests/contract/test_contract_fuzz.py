@@ -1,5 +1,6 @@
 """Calls with strange values in any place: a clear error, or an answer that golden can compute as well; nothing else."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.fused import records as fused_inference
+from fusion_attention.ops.fused.geometry import words
 from fusion_attention.plan import compute
 from fusion_attention.waist.mask import Band
 
@@ -163,3 +166,32 @@ def test_strange_values(name: str) -> None:
 @pytest.mark.parametrize("name", RECORDS)
 def test_many_strange_values(name: str) -> None:
     fuzz(RECORDS[name], 10_000)
+
+
+ONE = torch.tensor([0.01])
+SCALES: dict[str, Args] = {
+    "none": {},
+    "of products": dict.fromkeys(("dequant_scale1", "quant_scale1", "dequant_scale2"), ONE),
+    "of rows": {"query_quant_mode": 3, "key_antiquant_scale": ONE, "value_antiquant_scale": ONE},
+}
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("name", [op.name for op in fused_inference.RECORDS])
+def test_an_int8_query_is_computed_or_refused(name: str, scales: str) -> None:
+    """In every layout, with rope parts of any dtype or none: some records lack what would scale it."""
+    op = RECORDS[name]
+    for layout, rope in itertools.product(op.layouts, ("", "bfloat16", "int8", "int32")):
+        args = sample(op, **{op.layout_attr: layout})
+        args |= {p: args[p].to(torch.int8) for p in ("query", "key", "value")}
+        if "query_rope" in op.by_name:
+            sides = {"query_rope": "1", "key_rope": "2"}
+            parts = sample(
+                op, **{p: words(side, "Dr")[layout] for p, side in sides.items()}, **{op.layout_attr: layout}
+            )
+            args |= {p: parts[p].to(getattr(torch, rope)) if rope else None for p in sides}
+        args |= {p: value for p, value in SCALES[scales].items() if p in op.by_name}
+        if scales == "of rows" and "dequant_scale_query" in op.by_name:
+            heads = (args["num_heads"],) if layout.startswith("BSH") else ()
+            args["dequant_scale_query"] = torch.ones(*args["query"].shape[:-1], *heads)
+        try_call(op, Shown(args))

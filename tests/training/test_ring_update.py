@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
@@ -221,6 +222,13 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def freed(*shape: int) -> torch.Tensor:
+    """A tensor that lost its memory."""
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -239,6 +247,15 @@ GOOD: dict[str, Any] = {
         ({"actual_seq_qlen": "x"}, "actual_seq_qlen: expected"),
         ({"prev_attn_out": torch.zeros(6, 4, 8), "cur_attn_out": torch.zeros(6, 4, 8)}, "prev_softmax_max: expected a"),
         ({"input_layout": "SBH"}, "prev_softmax_max: expected float32 of 4 axes"),
+        ({"input_layout": np.array([2, 5])}, "input_layout: expected"),
+        ({"actual_seq_qlen": [1.5, 5]}, r"actual_seq_qlen: expected .* got \[1.5, 5\]"),
+        ({"actual_seq_qlen": "25"}, "actual_seq_qlen: expected .* got '25'"),
+        ({"actual_seq_qlen": [False, True]}, "actual_seq_qlen: expected"),
+        ({"actual_seq_qlen": torch.zeros(2, dtype=torch.int64, device="meta")}, "actual_seq_qlen: expected"),
+        ({"prev_attn_out": torch.tensor(0.0)}, r"prev_attn_out: expected .* got float32 \[\]"),
+        ({"prev_attn_out": torch.zeros(5, 4, 8).to_sparse()}, "prev_attn_out: expected a dense tensor, got a sparse"),
+        ({"cur_softmax_sum": torch.zeros(5, 4, 8, device="meta")}, "cur_softmax_sum: expected a tensor on cpu as prev"),
+        ({"cur_softmax_max": freed(5, 4, 8)}, "cur_softmax_max: expected a storage that holds its elements"),
     ],
 )
 def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
@@ -258,6 +275,11 @@ def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
         ([torch.zeros(3).half()], [torch.zeros(3, 8)], 0, r"lse\[0\]: expected float32"),
         ([torch.zeros(3)], [torch.zeros(3, 8)], 2, "update_type: expected 0 or 1, got 2"),
         ([torch.zeros(3)], [torch.zeros(3, 8).int()], 0, r"local_out\[0\]: expected"),
+        ([torch.zeros(3)], 100, 0, "local_out: expected a list of tensors, one of every rank, got 100"),
+        ([torch.zeros(3)], [torch.zeros(3, 8)], torch.tensor([0, 1]), "update_type: expected 0 or 1"),
+        ([torch.zeros(3)], [torch.zeros(3, 8).to_sparse()], 0, r"local_out\[0\]: expected a dense tensor"),
+        ([torch.zeros(3, device="meta")], [torch.zeros(3, 8)], 0, r"local_out\[0\]: expected a tensor on meta as lse"),
+        ([freed(3)], [torch.zeros(3, 8)], 0, r"lse\[0\]: expected a storage that holds its elements"),
     ],
 )
 def test_a_list_that_does_not_fit(lse: Any, outs: Any, kind: int, text: str) -> None:

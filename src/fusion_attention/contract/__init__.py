@@ -5,6 +5,7 @@ from fusion_attention.contract.arguments import array_of as array_of
 from fusion_attention.contract.arguments import intact as intact
 from fusion_attention.contract.arguments import lost as lost
 from fusion_attention.contract.arguments import members as members
+from fusion_attention.contract.arguments import no_tensor as no_tensor
 from fusion_attention.contract.arguments import reach as reach
 from fusion_attention.contract.arguments import span as span
 from fusion_attention.contract.arguments import to_array as to_array

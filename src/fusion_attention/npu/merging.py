@@ -5,12 +5,14 @@ The arithmetic is waist/merge.py's; here layouts, lanes, and what the statistics
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, Failure, show
+from fusion_attention.contract import ContractError, Failure, intact, no_tensor, show, to_array
 from fusion_attention.waist.merge import Partial, empty_partial, merge
 
 __all__ = ["npu_attention_update", "npu_ring_attention_update"]
@@ -18,6 +20,7 @@ __all__ = ["npu_attention_update", "npu_ring_attention_update"]
 Tensor = torch.Tensor
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _LOWEST, _LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+_OUTS = ("prev_attn_out", "cur_attn_out")
 _STATISTICS = ("prev_softmax_max", "prev_softmax_sum", "cur_softmax_max", "cur_softmax_sum")
 _LANES = 8
 
@@ -67,11 +70,12 @@ def npu_ring_attention_update(
     """
     name, layouts = "npu_ring_attention_update", (input_layout, input_softmax_layout)
     outs, stats = (prev_attn_out, cur_attn_out), (prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum)
-    _refuse(name, list(_ring_failures(outs, stats, actual_seq_qlen, *layouts)), (*outs, *stats))
+    _refuse(name, list(_ring_failures(outs, stats, actual_seq_qlen, *layouts)))
+    _demand(name, (*_OUTS, *_STATISTICS), (*outs, *stats))
     heads = prev_softmax_max.shape[1]
     order = None
     if input_layout == "TND" and input_softmax_layout != "TND":
-        order = _head_major(_ends(actual_seq_qlen), heads).to(prev_attn_out.device)
+        order = _head_major(to_array(actual_seq_qlen).tolist(), heads).to(prev_attn_out.device)
     with torch.no_grad():
         prev, cur = (
             _partial(out, _by_token(max_, order), _by_token(sum_, order), heads)
@@ -116,7 +120,10 @@ def npu_attention_update(
         >>> out[0, 0].item(), lse.exp().item()
         (0.5, 2.0)
     """
-    _refuse("npu_attention_update", list(_list_failures(lse, local_out, update_type)), (*lse, *local_out))
+    name = "npu_attention_update"
+    _refuse(name, list(_list_failures(lse, local_out, update_type)))
+    names = [f"{param}[{i}]" for param in ("lse", "local_out") for i in range(len(lse))]
+    _demand(name, names, (*lse, *local_out))
     with torch.no_grad():
         out = local_out[0]
         found = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
@@ -129,9 +136,23 @@ def npu_attention_update(
 # ------------------------------------------------------------------------------------------------------- what is wrong
 
 
-def _refuse(name: str, failures: list[tuple[str, str, str]], tensors: Sequence[Tensor]) -> None:
+def _refuse(name: str, failures: list[tuple[str, ...]]) -> None:
     if failures:
-        raise ContractError([Failure(name, *failure) for failure in failures])
+        raise ContractError([Failure(name, *failure) for failure in failures])  # type: ignore[arg-type]
+
+
+def _demand(name: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Memory under every tensor, on one device, and none that waits for a gradient."""
+    device = tensors[0].device
+    _refuse(
+        name,
+        [
+            (param, f"a tensor on {device} as {names[0]}", f"one on {t.device}", f'move it: .to("{device}")')
+            for param, t in zip(names, tensors, strict=True)
+            if t.device != device
+        ],
+    )
+    intact(name, names, tensors)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise NotImplementedError(
             f"fusion_attention: {name} has no derivative: detach() its tensors, or call it inside an autograd.Function "
@@ -141,29 +162,32 @@ def _refuse(name: str, failures: list[tuple[str, str, str]], tensors: Sequence[T
 
 def _ring_failures(
     outs: tuple[Any, Any], stats: tuple[Any, ...], lengths: Any, layout: Any, softmax_layout: Any
-) -> Iterator[tuple[str, str, str]]:
-    """(parameter, what was expected, what came) of everything that is wrong."""
-    if layout not in ("SBH", "TND"):
-        yield "input_layout", '"SBH" or "TND"', show(layout)
-    if softmax_layout not in ("", "SBH", "TND"):
-        yield "input_softmax_layout", '"", "SBH" or "TND"', show(softmax_layout)
-    of_out = list(zip(("prev_attn_out", "cur_attn_out"), outs, strict=True))
+) -> Iterator[tuple[str, ...]]:
+    """(parameter, what was expected, what came, what to do) of everything that is wrong."""
+    known = {"input_layout": (layout, ("SBH", "TND")), "input_softmax_layout": (softmax_layout, ("", "SBH", "TND"))}
+    wrong = {name: given for name, (given, words) in known.items() if not isinstance(given, str) or given not in words}
+    for name, given in wrong.items():
+        yield name, '"SBH" or "TND"' if name == "input_layout" else '"", "SBH" or "TND"', show(given)
+    if wrong:
+        return
+    of_out = list(zip(_OUTS, outs, strict=True))
     of_stats = list(zip(_STATISTICS, stats, strict=True))
-    missing = [(name, t) for name, t in (*of_out, *of_stats) if not isinstance(t, torch.Tensor)]
-    yield from ((name, "a tensor", show(t)) for name, t in missing)
+    missing = [(name, *fault) for name, t in (*of_out, *of_stats) if (fault := no_tensor(t, False))]
+    yield from missing
     if missing:
         return
     first = outs[0]
     for name, t in of_out:
         if t.dim() != 3 or t.dtype not in _FLOATS or t.shape != first.shape or t.dtype != first.dtype:
             yield name, "float32, float16 or bfloat16 of three axes, alike before and now", _said(t)
+            return
     axes = 4 if layout == "SBH" else 3
     shape = stats[0].shape
     for name, t in of_stats:
         if t.dim() != axes or t.dtype != torch.float32 or t.shape != shape or t.shape[-1] != _LANES:
             yield name, f"float32 of {axes} axes, the last one of eight lanes, all four alike", _said(t)
             return
-    if first.dim() == 3 and not _covers(first.shape, shape, layout):
+    if not _covers(first.shape, shape, layout):
         yield "prev_softmax_max", "a number for every row and head of prev_attn_out", _said(stats[0])
     if layout == "TND":
         yield from _length_failures(lengths, first.shape[0])
@@ -176,30 +200,31 @@ def _covers(out: Sequence[int], stats: Sequence[int], layout: str) -> bool:
     return (out[1], out[0]) == (stats[0], stats[2]) and stats[1] > 0 and out[2] % stats[1] == 0
 
 
-def _length_failures(lengths: Any, tokens: int) -> Iterator[tuple[str, str, str]]:
-    name, text = "actual_seq_qlen", f"cumulative ends of the sequences in TND, ascending to {tokens} tokens at most"
-    if lengths is None:
-        yield name, text, "None"
-        return
-    if isinstance(lengths, torch.Tensor) and (lengths.dtype not in (torch.int64, torch.int32) or lengths.dim() != 1):
-        yield name, text, _said(lengths)
-        return
-    try:
-        ends = _ends(lengths)
-    except (TypeError, ValueError):
-        yield name, text, show(lengths)
-        return
-    if any(a > b for a, b in zip([0, *ends], [*ends, tokens], strict=True)):
-        yield name, text, show(ends)
+def _length_failures(lengths: Any, tokens: int) -> Iterator[tuple[str, ...]]:
+    ends = to_array(lengths)
+    if isinstance(ends, np.ndarray) and ends.dtype == np.int64:
+        if not any(a > b for a, b in itertools.pairwise([0, *ends.tolist(), tokens])):
+            return
+        lengths = ends.tolist()
+    yield (
+        "actual_seq_qlen",
+        f"cumulative ends of the sequences in TND, ascending to {tokens} tokens at most",
+        show(lengths),
+    )
 
 
-def _list_failures(lse: Any, local_out: Any, update_type: Any) -> Iterator[tuple[str, str, str]]:
-    if isinstance(update_type, bool) or update_type not in (0, 1):
+def _list_failures(lse: Any, local_out: Any, update_type: Any) -> Iterator[tuple[str, ...]]:
+    if isinstance(update_type, bool) or not isinstance(update_type, int) or update_type not in (0, 1):
         yield "update_type", "0 or 1", show(update_type)
     for name, given in (("lse", lse), ("local_out", local_out)):
         if not isinstance(given, (list, tuple)) or not given or not all(isinstance(t, torch.Tensor) for t in given):
             yield name, "a list of tensors, one of every rank", show(given)
             return
+    for name, given in (("lse", lse), ("local_out", local_out)):
+        for i, t in enumerate(given):
+            if fault := no_tensor(t, False):
+                yield f"{name}[{i}]", *fault
+                return
     if len(lse) != len(local_out):
         yield "lse", f"as many tensors as local_out has, {len(local_out)}", str(len(lse))
         return
@@ -218,10 +243,6 @@ def _said(t: Tensor) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- from lanes, back
-
-
-def _ends(lengths: Any) -> list[int]:
-    return [int(n) for n in (lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths)]
 
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:

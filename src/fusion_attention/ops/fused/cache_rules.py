@@ -302,11 +302,11 @@ PREFIXES = (
 ROPES = (
     rope_pair("query_rope", "key_rope", ROPE),
     typed(
-        "dtype_of(query_rope) == (dtype_of(key_rope) if dtype_of(query) == 'int8' else dtype_of(query))",
+        "dtype_of(query_rope) == dtype_of(query)",
         "query_rope",
-        "one dtype for all rows (int8 rows: any float, one for both)",
+        "one dtype for all rows",
         text="the dtype of query",
-        when="query_rope is not None and key_rope is not None",
+        when="query_rope is not None and key_rope is not None and dtype_of(query) != 'int8'",
         given=ROPE,
         spoil={"query_rope": ("B S1 N1*Dr", "bfloat16"), "key_rope": ("B S2 N2*Dr", "bfloat16")},
     ),

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.fused.rules import LATENT, PAGES
+from fusion_attention.ops.fused.rules import LATENT, PAGES, ROPE
 from fusion_attention.ops.inference.rules import NARROW, SCALED_OUTPUT, beside_its_scale
-from fusion_attention.ops.shared.rules import group, invalid, limit, refused, reserved, typed
+from fusion_attention.ops.shared.params import FLOATS
+from fusion_attention.ops.shared.rules import doubt, group, invalid, limit, refused, reserved, typed
 
 ELSEWHERE = "fp8, hifloat8 and mx formats exist on Ascend 950 alone: this library computes int8 and int4"
 ROWS: dict[str, Any] = {"S1": 1, "key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")}
@@ -75,6 +76,22 @@ QUERIES = (
         )
         for name in SCALES
     ),
+    *(
+        doubt(
+            f"{name} is None",
+            name,
+            "it is not read: dequant_scale1 and dequant_scale2 are the scales",
+            text=f"no {name} beside scales of an int8 query",
+            when="dtype_of(query) == 'int8' and dequant_scale1 is not None",
+            needs=("dequant_scale1",),
+            given=QUERY,
+            spoil=spoil,
+        )
+        for name, spoil in (
+            ("antiquant_scale", {"antiquant_scale": ("2 B S2", "float32"), "antiquant_mode": 1}),
+            ("key_antiquant_scale", dict.fromkeys(SCALED[1:], ("1", "float32"))),
+        )
+    ),
     limit(
         "not one_token and S1 > 1 and T1 is None and query_rope is None",
         "query",
@@ -95,6 +112,34 @@ NO_INTEGERS = (
         text="no int8 query",
         spoil={name: (words, "int8") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "int8")},
+    ),
+)
+# The third version has rope parts, and no scale per row for the int8 query beside them.
+NO_INTEGER_LATENTS = (
+    typed(
+        "dtype_of(query) != 'int8' or query_rope is None",
+        "query",
+        "it needs a scale per row, which FusedInferAttentionScoreV4 and npu_fused_infer_attention_score_v2 take",
+        text="no int8 query beside rope parts",
+        needs=("query_rope",),
+        given=ROPE,
+        spoil={
+            "query": ("B S1 N1*D", "int8"),
+            **dict.fromkeys(("key", "value"), ("B S2 N2*D", "int8")),
+            "query_rope": ("B S1 N1*Dr", "bfloat16"),
+            "key_rope": ("B S2 N2*Dr", "bfloat16"),
+        },
+    ),
+)
+# torch_npu's second version has no scales for an int8 query alone.
+INTEGERS_WITH_ROPE = (
+    typed(
+        "dtype_of(query) != 'int8' or query_rope is not None",
+        "query",
+        "this version has no dequant_scale1, quant_scale1 and dequant_scale2: npu_fused_infer_attention_score has",
+        text="no int8 query without rope parts",
+        given=LATENTS,
+        spoil=dict.fromkeys(("query_rope", "key_rope")),
     ),
 )
 CACHES = (
@@ -187,20 +232,17 @@ SIDES = (
         given=TOKENS,
         spoil={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
     ),
-    *(
-        Rule(
-            f"{side}_antiquant_mode < 4 or block_table is not None",
-            f"{side}_antiquant_mode",
-            "scales lie in pages where keys do",
-            text="pages beside modes 4 and 5",
-            when=APART_GIVEN,
-            given=TOKENS,
-            spoil={
-                **{f"{name}_antiquant_mode": 4 for name in ("key", "value")},
-                **{f"{name}_antiquant_scale": ("8 16", "float32") for name in ("key", "value")},
-            },
-        )
-        for side in ("key",)
+    Rule(
+        "key_antiquant_mode < 4 or block_table is not None",
+        "key_antiquant_mode",
+        "scales lie in pages where keys do",
+        text="pages beside modes 4 and 5",
+        when=APART_GIVEN,
+        given=TOKENS,
+        spoil={
+            **{f"{name}_antiquant_mode": 4 for name in ("key", "value")},
+            **{f"{name}_antiquant_scale": ("8 16", "float32") for name in ("key", "value")},
+        },
     ),
     *(
         Rule(
@@ -294,6 +336,16 @@ CACHE_LIMITS = (
     ),
 )
 LATENT_QUERIES = (
+    typed(
+        f"dtype_of(query_rope) in {tuple(FLOATS.split())}",
+        "query_rope",
+        "only query, key and value are integers",
+        text="floats beside an int8 query",
+        when="query_rope is not None and key_rope is not None and dtype_of(query) == 'int8'",
+        needs=("query_quant_mode",),
+        given=LATENTS,
+        spoil={"query_rope": ("B S1 N1*Dr", "int8"), "key_rope": ("8 1 2 128 32", "int8")},
+    ),
     Rule(
         "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
         "query_quant_mode",

@@ -44,7 +44,9 @@ from fusion_attention.ops.fused.mask_rules import (
 from fusion_attention.ops.fused.quant_rules import (
     ELSEWHERE,
     INTEGERS,
+    INTEGERS_WITH_ROPE,
     LAST,
+    NO_INTEGER_LATENTS,
     NO_INTEGERS,
     OUTPUTS,
     OWN_DTYPE,
@@ -342,7 +344,7 @@ FUSED_V3 = FUSED_V2.version(
     "aclnnFusedInferAttentionScoreV3",
     "FusedInferAttentionScoreV2 with rope parts of their own.",
     after={"actual_shared_prefix_len": ROPES},
-    rules=FUSED + WITH_ROPE + NO_TREES,
+    rules=FUSED + WITH_ROPE + NO_INTEGER_LATENTS + NO_TREES,
     rulings=(*FUSED_V1.rulings, 39),
     layouts=LAYOUTS,
     samples=ROPE_SAMPLES,
@@ -412,7 +414,7 @@ TORCH_V2 = FUSED_V4.version(
         Attr("out_dtype", "Of the output beside an int8 query or output: torch's number of a dtype.", default=None),
         *(OUT, LSE),
     ),
-    rules=FUSED_V4.rules + RESERVED + OWN_DTYPE + TORCH + TORCH_FUSED,
+    rules=FUSED_V4.rules + INTEGERS_WITH_ROPE + RESERVED + OWN_DTYPE + TORCH + TORCH_FUSED,
 )
 
 ACLNN = (PROMPT_V1, PROMPT_V2, PROMPT_V3, FUSED_V1, FUSED_V2, FUSED_V3, FUSED_V4, FUSED_V5)
