@@ -363,6 +363,15 @@ def test_words_of_other_libraries(word: str, mend: str) -> None:
     assert mend in found.mend
 
 
+def test_the_size_of_a_page_is_read_from_the_cache() -> None:
+    found = explain(
+        "npu_fused_infer_attention_score(bf16[2,1,1024], bf16[100,128,1024], bf16[100,128,1024], num_heads=8, "
+        'input_layout="BSH", block_table=i32[2,8], actual_seq_lengths_kv=[1024, 900])'
+    )
+    assert [f.param for f in found.findings] == ["block_size"]
+    assert found.mends == ("block_size=128, an axis of key",)
+
+
 def test_a_log_of_an_operator_without_a_record() -> None:
     found = explain("call aclnnMatmul failed, error code is 161002")
     assert found.operator == ""

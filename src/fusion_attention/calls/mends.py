@@ -101,9 +101,11 @@ def _layout(op: Op, args: Args) -> Iterator[Mend]:
 
 
 def _heads(op: Op, args: Args) -> Iterator[Mend]:
-    """Numbers of heads, taken from the axes of queries and keys."""
-    for name, of in (("head_num", "query"), ("num_heads", "query"), ("num_key_value_heads", "key"), ("heads", "q")):
+    """Numbers of heads and tokens of a page, taken from the axes of queries and keys."""
+    axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
+    for name, of in axes.items():
         p, tensor = op.by_name.get(name), args.get(of)
+        tensor = tensor[0] if isinstance(tensor, (list, tuple)) and tensor else tensor
         if isinstance(p, Attr) and isinstance(tensor, torch.Tensor):
             for size in dict.fromkeys(tensor.shape[1:]):
                 yield f"{p.shown}={size}, an axis of {op.by_name[of].shown}", {name: int(size)}
