@@ -70,11 +70,17 @@ def summed(own: torch.Tensor, group: Any) -> torch.Tensor:
     return sum(parts[1:], parts[0].float()).to(own.dtype)
 
 
+@cache
+def mesh_of(rows: int) -> Any:
+    """Made once in a process: each new one is new connections, and they take long."""
+    return init_device_mesh("cpu", (rows, 2))
+
+
 def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The ranks of a group, put together again."""
     line = group
     if schedule == "ulysses+ring":
-        group = init_device_mesh("cpu", (group_of(group).world // 2, 2))
+        group = mesh_of(group_of(group).world // 2)
     words = {"layout": "BSND", **case["words"]}
     batch, token, _ = LAYOUTS[words["layout"]]
     made = tensors(words["layout"], case["dtype"], **case["sizes"])
