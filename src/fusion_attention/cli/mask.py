@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fusion_attention.explorer.seen import Setting
 
 NO_EDGE = 2**31 - 1
@@ -75,6 +75,8 @@ def mask(
     if not mode:
         if as_json or svg or png:
             raise typer.BadParameter("a picture needs a mode: 0 to 9, or a Band", param_hint="MODE")
+        from rich.console import Console
+
         _show_gallery(Console())
         return
     s = _setting(given)
@@ -85,6 +87,8 @@ def mask(
     if as_json:
         typer.echo(json.dumps(_report(s, shown), indent=2, ensure_ascii=False))
     elif not (svg or png):
+        from rich.console import Console
+
         _show(s, shown, [face] if face else list(FACE_NAMES), Console())
 
 
@@ -300,6 +304,8 @@ def _report(s: Setting, face: str) -> dict[str, Any]:
 
 
 def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
+    from rich.text import Text
+
     from fusion_attention.explorer.draw import is_seen, text
     from fusion_attention.explorer.words import RULES
 
@@ -331,6 +337,7 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
 
 def _show_face(found: dict[str, Any], console: Console, whole: bool) -> None:
     from rich.syntax import Syntax
+    from rich.text import Text
 
     colour, state = VERDICTS[found["verdict"]]
     console.print()
@@ -348,6 +355,7 @@ def _show_face(found: dict[str, Any], console: Console, whole: bool) -> None:
 def _show_gallery(console: Console) -> None:
     """All modes, small, with what each is for."""
     from rich.table import Table
+    from rich.text import Text
 
     from fusion_attention.explorer.draw import cells_of, example, text
     from fusion_attention.explorer.seen import BAND, MODES
