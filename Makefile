@@ -124,7 +124,6 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
-	$(BIN)/python -m website --check
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
