@@ -6,6 +6,9 @@ Decodes a few tokens behind a prompt, by latents that all heads share (MLA), wit
 holds each step beside a cache of one process.
 """
 
+import os
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -16,7 +19,8 @@ BANDS = (fa.Band.causal(), fa.Band.window(255))  # of the layers
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # Every rank draws the same tokens, as the ranks of one model do.
     make = {"heads": 1, "dim": LATENT, "dim_v": VALUES, "shares_kv": True, "page_size": PAGE}

@@ -335,6 +335,7 @@ CACHE_LIMITS = (
         spoil=dict.fromkeys(("key", "value"), ("8 32 16", "int32")),
     ),
 )
+_OF_ROPE = ("query_rope", "key_rope", "quant_scale2")
 LATENT_QUERIES = (
     typed(
         f"dtype_of(query_rope) in {tuple(FLOATS.split())}",
@@ -344,7 +345,7 @@ LATENT_QUERIES = (
         when="query_rope is not None and key_rope is not None and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
-        spoil={"query_rope": ("B S1 N1*Dr", "int8"), "key_rope": ("8 1 2 128 32", "int8")},
+        spoil=dict(zip(_OF_ROPE, (("B S1 N1*Dr", "int8"), ("8 1 2 128 32", "int8"), ("1", "float32")), strict=True)),
     ),
     Rule(
         "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
