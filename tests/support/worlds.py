@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 4
-SECONDS = 180.0  # a case, on a busy machine
+SECONDS = 60.0  # a case, on a busy machine
 TIMEOUT = 20.0  # of the process groups
 
 
 class Failed(Exception):
     """What a rank raised, as text."""
+
+
+class Hangs(AssertionError):
+    """A rank that answers too late."""
 
 
 class Worlds:
@@ -51,7 +55,19 @@ class Worlds:
         return results
 
     def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """run(), with a Failed in the place of what a rank that raises would return."""
+        """run(), with a Failed in the place of what a rank that raises would return.
+
+        A case that hangs in processes that served others gets fresh ones once: torch names a new group by how many each
+        rank knows, which cases of fewer ranks leave uneven.
+        """
+        if self._processes and not kill:
+            try:
+                return self._outcomes(world, case, args, kill)
+            except Hangs:
+                pass
+        return self._outcomes(world, case, args, kill)
+
+    def _outcomes(self, world: int, case: Callable[..., Any], args: tuple[Any, ...], kill: Sequence[int]) -> list[Any]:
         if not self._processes:
             self._begin()
         try:
@@ -73,7 +89,8 @@ class Worlds:
                 if dies:
                     return None
                 raise AssertionError(f"rank {rank} died: exit code {process.returncode}")
-            assert time.monotonic() < until, f"rank {rank} hangs"
+            if time.monotonic() > until:
+                raise Hangs(f"rank {rank} hangs")
         try:
             return pickle.loads(end.recv_bytes())
         except EOFError:
