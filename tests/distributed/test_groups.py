@@ -77,14 +77,9 @@ def of_a_kept_group(group: Any) -> str:
     return str(error.value)
 
 
-def test_a_destroyed_group_is_an_error() -> None:
-    """In a world of its own: torch names a new group by how many each rank knows, and cases of few ranks made some."""
-    pool = Worlds()
-    try:
-        for text in pool.run(4, of_a_kept_group):
-            assert "the process group was destroyed (make another)" in text
-    finally:
-        pool.end()
+def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
+    for text in worlds.run(4, of_a_kept_group):
+        assert "the process group was destroyed (make another)" in text
 
 
 def of_equal_meshes(group: Any) -> list[float]:
@@ -101,6 +96,17 @@ def of_equal_meshes(group: Any) -> list[float]:
 
 def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
     assert worlds.run(4, of_equal_meshes) == [[4.0, 8.0, 12.0]] * 4
+
+
+def of_new_ones(group: Any) -> float:
+    made = dist.new_group(list(range(dist.get_world_size(group))))
+    return group_of(made).call("new", {}, CPU).sum_to_all("summing", torch.ones(1)).item()
+
+
+def test_worlds_of_fewer_ranks_leave_nothing_to_wait_for(worlds: Worlds) -> None:
+    """The pool's own: a group that some ranks made does not keep all of them from making the next."""
+    assert worlds.run(2, of_new_ones) == [2.0] * 2
+    assert worlds.run(4, of_new_ones) == [4.0] * 4
 
 
 def different(group: Any, name: str) -> str:

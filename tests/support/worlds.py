@@ -3,11 +3,14 @@
     def case(group, factor): return factor * dist.get_rank(group)     # a function of a module, run on every rank
     def test_it(worlds): assert worlds.run(3, case, 2) == [0, 2, 4]
 
-One pool of processes serves worlds of every size: those of n ranks are a group of the first n.
+One pool of processes serves worlds of every size: those of n ranks are a group of the first n. torch names a new group
+by how many a process has made, and ranks with two names for one group wait for ever: cases of fewer ranks leave uneven
+numbers behind, so every case begins to count at one of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import subprocess
@@ -24,14 +27,11 @@ from typing import Any
 LARGEST = 4
 SECONDS = 60.0  # a case, on a busy machine
 TIMEOUT = 20.0  # of the process groups
+GROUPS = 1000  # that a case may make
 
 
 class Failed(Exception):
     """What a rank raised, as text."""
-
-
-class Hangs(AssertionError):
-    """A rank that answers too late."""
 
 
 class Worlds:
@@ -41,6 +41,7 @@ class Worlds:
         self.largest, self.timeout = largest, timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[Connection] = []
+        self._cases = itertools.count(1)
 
     def run(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
         """What case(group, *args) returns on each rank of a world; raises Failed where one raises.
@@ -55,24 +56,13 @@ class Worlds:
         return results
 
     def outcomes(self, world: int, case: Callable[..., Any], *args: Any, kill: Sequence[int] = ()) -> list[Any]:
-        """run(), with a Failed in the place of what a rank that raises would return.
-
-        A case that hangs in processes that served others gets fresh ones once: torch names a new group by how many each
-        rank knows, which cases of fewer ranks leave uneven.
-        """
-        if self._processes and not kill:
-            try:
-                return self._outcomes(world, case, args, kill)
-            except Hangs:
-                pass
-        return self._outcomes(world, case, args, kill)
-
-    def _outcomes(self, world: int, case: Callable[..., Any], args: tuple[Any, ...], kill: Sequence[int]) -> list[Any]:
+        """run(), with a Failed in the place of what a rank that raises would return."""
         if not self._processes:
             self._begin()
+        request = pickle.dumps((world, next(self._cases) * GROUPS, case, args))
         try:
             for end in self._ends[:world]:
-                end.send_bytes(pickle.dumps((world, case, args)))
+                end.send_bytes(request)
             until = time.monotonic() + SECONDS + self.timeout
             return [self._result(rank, until, rank in kill) for rank in range(world)]
         except BaseException:
@@ -90,7 +80,7 @@ class Worlds:
                     return None
                 raise AssertionError(f"rank {rank} died: exit code {process.returncode}")
             if time.monotonic() > until:
-                raise Hangs(f"rank {rank} hangs")
+                raise AssertionError(f"rank {rank} hangs")
         try:
             return pickle.loads(end.recv_bytes())
         except EOFError:
@@ -125,9 +115,11 @@ def member(address: str, store: str, rank: int, largest: int, timeout: float) ->
     with Client(address, family="AF_UNIX") as end:
         end.send(rank)
         groups = _initialised(store, rank, largest, timeout)
+        from torch.distributed.distributed_c10d import _world
+
         while True:
             try:
-                world, case, args = pickle.loads(end.recv_bytes())
+                world, _world.group_count, case, args = pickle.loads(end.recv_bytes())
             except EOFError:
                 os._exit(0)  # No farewell: others may be gone.
             end.send_bytes(pickle.dumps(_outcome(case, groups[world], args)))
