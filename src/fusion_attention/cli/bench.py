@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fusion_attention.cli.output import progress, refuse, show_json
+from fusion_attention.cli.output import device_of, progress, refuse, show_json
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def _time(
         raise ValueError(f"--only: expected {ALL} or one of {', '.join(GROUPS)}, got {only!r}")
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"--output: there is no folder {output.absolute().parent}")
-    place = _device(device)
+    place = device_of(device)
     found = machine(place)
     if not as_json:
         _machine_lines(console, found)
@@ -163,17 +163,6 @@ def _write(output: Path, figures: dict[str, Any], timings: list[Timing]) -> None
     from fusion_attention.bench import chart
 
     chart.draw(timings, output.with_name(f"{output.name}.png"))
-
-
-def _device(text: str) -> torch.device:
-    import torch
-
-    device = torch.device(text)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {text}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
-    return device
 
 
 # -------------------------------------------------------------------------------------------------------- other runs

@@ -1,4 +1,4 @@
-"""How commands speak: JSON, one sentence where the input is wrong, and a progress bar on a terminal.
+"""How commands speak and are spoken to: JSON, a sentence where input is wrong, a progress bar on a terminal, devices.
 
 Knows no command.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
 BAD_INPUT = 2
@@ -29,6 +30,18 @@ def refuse(command: str, sentence: object) -> NoReturn:
 def show_json(value: Any) -> None:
     """Prints a value as JSON; numbers that JSON lacks are null."""
     typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False, default=str))
+
+
+def device_of(text: str) -> torch.device:
+    """What --device names; ValueError where it cannot compute here."""
+    import torch
+
+    device = torch.device(text)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda, got {text}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
+    return device
 
 
 def _finite(value: Any) -> Any:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fusion_attention.cli.output import BAD_INPUT, progress, refuse, show_json
+from fusion_attention.cli.output import BAD_INPUT, device_of, progress, refuse, show_json
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from fusion_attention.captures.replay import Replay
@@ -79,7 +78,7 @@ def replay(
     from rich.console import Console
 
     try:
-        place, files = _device(device), session(paths)
+        place, files = device_of(device), session(paths)
     except (ValueError, OSError, RuntimeError) as error:
         refuse(COMMAND, error)
     found: list[Call] = []
@@ -188,17 +187,6 @@ def _verdict(found: Replay) -> tuple[str, str]:
         return UNJUDGED, _sentence(error)
     told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
     return judgement.verdict, "" if judgement.passes else "; ".join(reversed(told))
-
-
-def _device(text: str) -> torch.device:
-    import torch
-
-    device = torch.device(text)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device: expected cpu or cuda, got {text}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device: there is no GPU here (fusion-attention doctor says why)")
-    return device
 
 
 def _order(file: Path) -> tuple[int, str]:
