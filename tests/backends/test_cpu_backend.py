@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
+from fusion_attention.backends.cpu import means
 from fusion_attention.testing import compare
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import Band
@@ -168,3 +169,16 @@ def test_reasons_against_name_what_does_not_fit(dtype: str, device: str, count: 
     reasons = cpu.reasons_against(dataclasses.replace(PLAIN, dtype=dtype), torch.device(device))
     assert len(reasons) == count
     assert all(reason.endswith(".") and (dtype in reason or device in reason) for reason in reasons)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
+    """So no number of threads, which add in another order, changes a bit."""
+    torch.manual_seed(3)
+    kept, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
+    values[0, 7], values[1, 9, 3] = 0.0, torch.inf
+    order = torch.randperm(256)
+    found, turned = means._kept_sum(kept, values), means._kept_sum(kept[:, :, order], values[:, order])
+    assert torch.equal(found, turned)
+    want = torch.where(kept[..., None], values[:, None].double(), 0.0).sum(2)
+    torch.testing.assert_close(found.double() / size, want / size)

@@ -19,6 +19,8 @@ from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # Rows and keys at a time: memory stays linear in a sequence's length.
 _ROWS = _KEYS = 256
+# Binary digits of a value in a sum of that many: float64 holds 53 of the sum's.
+_DIGITS = 53 - 1 - 8
 
 
 @torch.no_grad()
@@ -109,9 +111,16 @@ def _kept(problem: Problem, extents: Extents, operands: Operands, b: int, rows: 
 
 
 def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN."""
+    """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN.
+
+    Sums are of integers, too few and too small for float64 to round: in whatever order they are added, by however many
+    threads, the bits are the same.
+    """
     finite = values.isfinite()
-    total = kept.float() @ values.where(finite, 0.0)
+    clean = values.where(finite, 0.0).double()
+    peak = clean.abs().amax((1, 2), keepdim=True)
+    unit = torch.ldexp(torch.ones_like(peak), peak.frexp().exponent - _DIGITS)
+    total = ((kept.double() @ (clean / unit).round_()) * unit).float()
     for n in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         wild = values[:, n].where(~finite[:, n], 0.0)[:, None]
         total += wild.where(kept[:, :, n, None], 0.0)
