@@ -22,7 +22,7 @@ def is_summed(name: str | int, what: str) -> bool:
     return what == "dsink" or (name, what) == ("bias_keys", "dbias")
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, SOME), (2, SOME), (3, EVERY), (4, SOME)])
+@pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), (2, SOME), (3, EVERY), (4, SOME)])
 def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
     for name, found in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
         for what, ours in found.items():

@@ -216,7 +216,7 @@ def test_a_wrong_result_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> N
             return found
 
         monkeypatch.setattr(selftest, "run", wrong)
-    found = facts("--seconds", "6")
+    found = facts("--seconds", "6" if part == "indices" else "2")
     assert found["self_test"]["wrong"]
     assert found["problems"][0].startswith("self test: ")
     assert len(found["problems"]) <= module.SHOWN + 1

@@ -160,8 +160,15 @@ def common_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...
     return stored_case(call, problem, ["rows"], random.Random(3), 3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("problem", COMMON, ids=str)
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        pytest.param(problem, variant, marks=[] if i == 1 or variant == VARIANTS[-1] else pytest.mark.slow)
+        for i, problem in enumerate(COMMON)
+        for variant in VARIANTS
+    ],
+    ids=str,
+)
 def test_neighbours_and_threads_do_not_change_a_bit_over_common_keys(problem: Problem, variant: str) -> None:
     common, count = 4200, 21  # two runs of leaves; rows of two blocks and a sequence in both
     q_len = tuple([1, 1, 2, 0, 1, 5, 1] * 3)
