@@ -26,7 +26,7 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     // The loss without selection, of the loss_tile_rows rows from an item on.
     void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss,
                       void *scratch);
-    // The indexer's forward: keys packed once for all rows of a sequence, or (`packed` is null) a chunk at a time.
+    // The indexer's forward: keys packed once for all rows of a sequence, or (`packed` is null) a panel at a time.
     std::size_t (*index_packed_bytes)(const SparseProblem &, std::int64_t keys);
     // Panels [first, end) of keys.
     void (*index_pack)(const SparseJob &, std::int64_t seq, std::int64_t first, std::int64_t end, char *packed);

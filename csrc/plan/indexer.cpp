@@ -14,9 +14,9 @@ namespace {
 constexpr std::size_t wave_bytes = std::size_t{64} << 20;
 constexpr std::int64_t panels_per_item = 16;
 constexpr std::int64_t keys_per_share = 512;  // where threads share a row's keys: a chunk of the kernels
-// Rows of a sequence up to which packing its keys through memory costs more than packing a chunk at a time, which may
-// happen to every few rows anew.
-constexpr std::int64_t few_rows = 4;
+// Rows of a sequence up to which packing its keys through memory costs more than packing a panel at a time, which
+// happens to every row anew.
+constexpr std::int64_t few_rows = index_tile_rows;
 constexpr std::size_t unpacked = ~std::size_t{0};  // the offset of keys that are not packed beforehand
 
 constexpr Require require{"indexer"};
@@ -55,7 +55,7 @@ IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &prob
 
 // Whether threads share the keys of a row, since there are few rows.
 bool IndexerPlan::shares_rows(const Wave &wave, int threads) const {
-    return problem_.select_count && threads > 1 && wave.rows < 4 * static_cast<std::int64_t>(threads);
+    return problem_.select_count && threads > 1 && wave.rows <= 4 * static_cast<std::int64_t>(threads);
 }
 
 std::size_t IndexerPlan::scores_bytes(int threads) const {
@@ -93,12 +93,14 @@ void IndexerPlan::run(const SparseOperands &operands, int threads) const {
     });
 }
 
-// Last rows first: under a causal band they take longest.
+// Last rows first: under a causal band they take longest. Few rows of a sequence stay together where tiles need not be
+// many: what one has read from memory the next finds in a cache.
 std::vector<IndexerPlan::Tile> IndexerPlan::cut(const Wave &wave, int threads) const {
+    const bool together = threads == 1 || shares_rows(wave, threads);
     const std::int64_t most = std::clamp<std::int64_t>(wave.rows / (4 * threads), 1, index_tile_rows);
     std::vector<Tile> tiles;
     for (std::size_t b = wave.end; b-- > wave.first;) {
-        const std::int64_t size = offset_[b] == unpacked ? few_rows : most;
+        const std::int64_t size = together && offset_[b] == unpacked ? few_rows : most;
         for (std::int64_t end = sequences_[b].q_len; end > 0; end -= size) {
             tiles.push_back({static_cast<std::int64_t>(b), std::max<std::int64_t>(end - size, 0), end});
         }

@@ -4,7 +4,7 @@
 // keeps candidates by ascending index, and when their memory is full only the top_k largest. A key that comes later
 // loses a tie, so what is not larger than the smallest of these need not be kept. The choice is exact: it does not
 // depend on chunks. Keys that many rows meet are packed for all of them before; those that few rows meet are packed a
-// chunk at a time, by who meets them, and never leave a cache. Start reading at index_rows().
+// panel at a time, by each row that meets them, and never leave the first cache. Start reading at index_rows().
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct IndexSizes {
 template <class Format> struct IndexScratch {
     using Word = typename Format::Word;
     Word *q;               // [row][head][word]
-    Word *keys;            // [panel][word][key], a chunk's where they are not packed before
+    Word *keys;            // [word][key], a panel's where they are not packed before
     float *weights;        // [row][head]
     float *scores;         // [index_chunk + lanes]
     std::int32_t *ranks;   // [row][capacity + lanes], of candidates: scores as integers in the same order
@@ -42,7 +42,7 @@ template <class Format> struct IndexScratch {
     IndexScratch(const SparseProblem &p, const IndexSizes &sizes, std::int64_t rows, void *memory) {
         Carver carver(memory);
         carver.take(q, rows * sizes.heads * Sizes<Format>(p).words);
-        carver.take(keys, (index_chunk + panel) * Sizes<Format>(p).words);
+        carver.take(keys, panel * Sizes<Format>(p).words);
         carver.take(weights, rows * round_up<std::int64_t>(sizes.heads, lanes));
         carver.take(scores, index_chunk + lanes);
         carver.take(ranks, rows * (sizes.capacity + lanes));
@@ -82,18 +82,25 @@ template <class Format, class T>
 void pack_keys(const SparseJob &job, std::int64_t seq, std::int64_t first, std::int64_t end,
                typename Format::Word *to) {
     const SparseProblem &p = *job.problem;
+    const Keys &k = job.operands->k;
     const std::int64_t words = Sizes<Format>(p).words, there = job.sequences[seq].kv_len;
-    for (std::int64_t j = first * panel; j < end * panel; j += lanes) {
-        auto *const own = to + (j / panel - first) * panel * words + j % panel;
-        const T *rows[lanes];
-        for (int i = 0; i < lanes; ++i) rows[i] = j + i < there ? row_of<T>(job.operands->k, seq, 0, j + i) : nullptr;
-        for (std::int64_t d = 0; d < words; d += lanes) {
-            Words block[lanes];
-            FUSION_UNROLL for (int i = 0; i < lanes; ++i) block[i] =
-                rows[i] ? load_words<Format>(rows[i], d, p.dim_qk) : Words{};
-            transpose(block);
-            for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
-                store(own + (d + i) * panel, block[i]);
+    for (std::int64_t j = first * panel; j < end * panel; j += panel, to += panel * words) {
+        const std::int64_t here = least<std::int64_t>(panel, there - j);
+        if (!k.table || j % k.page_size + here <= k.page_size) {
+            pack_keys<Format>(row_of<T>(k, seq, 0, j), k.rows.stride_token, here, p.dim_qk, words, to);
+            continue;
+        }
+        for (int c = 0; c < panel; c += lanes) {
+            for (std::int64_t d = 0; d < words; d += lanes) {
+                Words block[lanes];
+                for (int i = 0; i < lanes; ++i) {
+                    block[i] =
+                        c + i < here ? load_words<Format>(row_of<T>(k, seq, 0, j + c + i), d, p.dim_qk) : Words{};
+                }
+                transpose(block);
+                for (std::int64_t i = 0; i < least<std::int64_t>(lanes, words - d); ++i)
+                    store(to + (d + i) * panel + c, block[i]);
+            }
         }
     }
 }
@@ -104,11 +111,11 @@ void index_pack(const SparseJob &job, std::int64_t seq, std::int64_t first, std:
     pack_keys<Format, T>(job, seq, first, end, keys + first * panel * Sizes<Format>(*job.problem).words);
 }
 
-// Keys [first, end) in panels: those that are packed, or a chunk of them, now; first is a multiple of the panel.
+// The panel of keys that begins at `first`: packed before, or now.
 template <class Format, class T>
-const typename Format::Word *keys_of(const IndexWork<Format> &w, std::int64_t first, std::int64_t end) {
+const typename Format::Word *panel_of(const IndexWork<Format> &w, std::int64_t first) {
     if (w.packed) return w.packed + first * w.words;
-    pack_keys<Format, T>(w.job, w.seq, first / panel, (end + panel - 1) / panel, w.s.keys);
+    pack_keys<Format, T>(w.job, w.seq, first / panel, first / panel + 1, w.s.keys);
     return w.s.keys;
 }
 
@@ -132,14 +139,48 @@ template <class Format, class T> void load_index_row(const IndexWork<Format> &w,
 
 // ------------------------------------------------------------------------------------------------------------- scores
 
+// Asks for keys that are to be packed later, while a row meets others: packing reads faster than memory gives. A few
+// lines at a time, since requests that find none of the first cache's few buffers free are dropped.
+template <class Format, class T> class KeysAhead {
+public:
+    explicit KeysAhead(const IndexWork<Format> &w)
+        : step(w.packed ? w.words : 16), w_(w),
+          pace_(panel / (((w.p.heads_q + block_rows - 1) / block_rows) * ((w.words + step - 1) / step)) + 1) {}
+
+    const std::int64_t step;  // words of a block's heads that are multiplied between two requests
+
+    // A panel of them, while another is met.
+    void aim(std::int64_t first) {
+        next_ = first;
+        end_ = least(first + panel, w_.job.sequences[w_.seq].kv_len);
+    }
+    FUSION_INLINE void operator()() {
+        if (next_ < end_) ask();
+    }
+
+private:
+    __attribute__((noinline)) void ask() {
+        for (std::int64_t i = 0; i < pace_ && next_ < end_; ++i, ++next_) {
+            prefetch<2>(row_of<T>(w_.job.operands->k, w_.seq, 0, next_), w_.p.dim_qk);
+        }
+    }
+
+    const IndexWork<Format> &w_;
+    const std::int64_t pace_;  // keys at a time
+    std::int64_t next_ = 0, end_ = 0;
+};
+
 // Adds to one panel's scores what the first `heads` of M rows give.
-template <class Format, int M>
+template <class Format, int M, class T>
 __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, std::int64_t words,
                                                 const typename Format::Word *keys, const float *weights,
-                                                std::int64_t heads, float *to) {
+                                                std::int64_t heads, float *to, KeysAhead<Format, T> &ahead) {
     constexpr int N = panel_vectors;
     RegisterTile<Format, M, N> tile;
-    tile.add(0, words, RowMajor<typename Format::Word>{q, words}, keys, panel);
+    for (std::int64_t k = 0; k < words; k += ahead.step) {
+        ahead();
+        keys = tile.add(k, least(k + ahead.step, words), RowMajor<typename Format::Word>{q, words}, keys, panel);
+    }
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
@@ -150,33 +191,23 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
     }
 }
 
-// Scores of `count` packed keys against the row in a slot; whole panels are written. meanwhile(first, end): before the
-// products that a share of a panel's heads makes, with as large a share of its keys.
-template <class Format, class Meanwhile>
-void score_keys(const IndexWork<Format> &w, std::int64_t slot, const typename Format::Word *keys, std::int64_t count,
-                float *scores, Meanwhile meanwhile) {
+// Scores of `count` keys from `first` on, which begins a panel, against the row in a slot; whole panels are written.
+// Where they are not packed before, and later is not negative, keys from there on are asked for.
+template <class Format, class T>
+void score_keys(const IndexWork<Format> &w, std::int64_t slot, std::int64_t first, std::int64_t count, float *scores,
+                std::int64_t later) {
     const auto *q = w.s.q + slot * w.sizes.heads * w.words;
     const float *weights = w.s.weights + slot * round_up<std::int64_t>(w.sizes.heads, lanes);
+    KeysAhead<Format, T> ahead(w);
     for (std::int64_t j = 0; j < count; j += panel, scores += panel) {
+        const auto *const keys = panel_of<Format, T>(w, first + j);
+        if (!w.packed && later >= 0) ahead.aim(later + j);
         for (int i = 0; i < panel; i += lanes) store(scores + i, Floats{});
         in_blocks(w.p.heads_q, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            const std::int64_t behind = least<std::int64_t>(h + height(), w.p.heads_q);
-            meanwhile(j + panel * h / w.p.heads_q, j + panel * behind / w.p.heads_q);
-            add_index_scores<Format, height()>(q + h * w.words, w.words, keys + j * w.words, weights + h,
-                                               w.p.heads_q - h, scores);
+            add_index_scores<Format, height()>(q + h * w.words, w.words, keys, weights + h, w.p.heads_q - h, scores,
+                                               ahead);
         });
     }
-}
-
-// Asks for the keys from `later` on that are to be packed, while a row meets others: packing reads faster than memory
-// gives, and a few lines at a time, since more than memory has under way hold up what comes behind them.
-template <class Format, class T> auto asks_for_keys(const IndexWork<Format> &w, bool first_row, std::int64_t later) {
-    return [&w, asks = first_row && !w.packed, later](std::int64_t first, std::int64_t end) {
-        end = asks ? least(later + end, w.job.sequences[w.seq].kv_len) : 0;
-        for (std::int64_t i = later + first; i < end; ++i) {
-            prefetch<2>(row_of<T>(w.job.operands->k, w.seq, 0, i), w.p.dim_qk);
-        }
-    };
 }
 
 // ----------------------------------------------------------------------------------------------------------- choosing
@@ -352,16 +383,13 @@ FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, s
         last = most(last, end_key(lengths, row));
     }
     for (std::int64_t at = 0; at < last; at += index_chunk) {
-        const std::int64_t origin = most(at, first_key(lengths, row0)) / panel * panel;  // the first row's is the least
-        if (origin >= least(at + index_chunk, last)) continue;
-        const auto *keys = keys_of<Format, T>(w, origin, least(at + index_chunk, last));
         for (std::int64_t row = row0; row < row1; ++row) {
             const std::int64_t first = most(at, first_key(lengths, row));
             const std::int64_t end = least(at + index_chunk, end_key(lengths, row));
             if (end <= first) continue;
             const std::int64_t begin = first / panel * panel;
-            score_keys(w, row - row0, keys + (begin - origin) * w.words, end - begin, w.s.scores,
-                       asks_for_keys<Format, T>(w, row == row0, begin + index_chunk));
+            score_keys<Format, T>(w, row - row0, begin, end - begin, w.s.scores,
+                                  row == row0 ? begin + index_chunk : -1);
             use(row - row0, first, end, w.s.scores + (first - begin));
         }
     }
@@ -396,10 +424,9 @@ void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row0, std
                   std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
                   void *scratch) {
     const IndexWork<Format> w(job, seq, 1, packed, scratch);
-    const auto *keys = keys_of<Format, T>(w, first, end);
     for (std::int64_t row = row0; row < row1; ++row, scores += pitch) {
         load_index_row<Format, T>(w, row, 0);
-        score_keys(w, 0, keys, end - first, scores + first, asks_for_keys<Format, T>(w, row == row0, later));
+        score_keys<Format, T>(w, 0, first, end - first, scores + first, row == row0 ? later : -1);
     }
 }
 

@@ -42,7 +42,7 @@ struct IndexCase {
     bool sink;
 };
 
-const IndexCase choices[] = {{"choice", 5, 16, {{3, 100}, {0, 4}, {2, 1}}, 7, false},
+const IndexCase choices[] = {{"choice", 5, 40, {{3, 100}, {0, 4}, {2, 1}}, 7, false},
                              {"choice, long lists", 8, 33, {{11, 700}}, 600, false}};
 const IndexCase losses[] = {{"loss, lists", 5, 20, {{9, 90}, {1, 3}, {2, 0}}, 40, false},
                             {"loss, lists, ranges", 13, 33, {{5, 1100}}, 500, true},

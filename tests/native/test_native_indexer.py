@@ -127,14 +127,14 @@ def test_threads_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("keys", "size"), [(5, 0), (1100, 0), (1100, 16)])
+@pytest.mark.parametrize(("keys", "size"), [(5, 0), (1100, 0), (1100, 16), (300, 40)])
 def test_few_rows_choose_as_many_do(keys: int, size: int, dtype: str) -> None:
-    """Their keys are packed a chunk at a time, by the thread that meets them."""
+    """Their keys are packed a panel at a time, by each row that meets them."""
     case = IndexerCase("TND", 0, dtype, (9,), (keys,), mode=0, heads=13, dim=33, top_k=130)
     args = drawn(case)
     for variant in VARIANTS:
         indices, values = choose(args, variant, threads=1)
-        for rows, threads in ((1, 1), (1, 2), (3, 1), (4, 2), (4, 9)):
+        for rows, threads in ((1, 1), (1, 2), (3, 1), (8, 1), (4, 2), (8, 2), (4, 9)):
             few = replace(case, q_len=(rows,))
             some = {**drawn(few), **args, "query": args["query"][:rows], "weights": args["weights"][:rows]}
             some["actual_seq_qlen"] = [rows]

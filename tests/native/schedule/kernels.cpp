@@ -285,9 +285,8 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes,
 // --------------------------------------------------------------------------------------------------------- the indexer
 
 constexpr double index_packing = 0.14;  // a byte of a key, from memory and back
-constexpr double index_meeting =
-    0.06;                       // the same by who meets it: 0.02 where keys lie in a cache, 0.1 where none helps
-constexpr double choosing = 1;  // a score
+constexpr double index_meeting = 0.02;  // the same by each row that meets it, 0.05 where pages of memory are small
+constexpr double choosing = 1;          // a score
 
 std::size_t index_packed_bytes(const SparseProblem &p, std::int64_t keys) {
     return lines(round_up<std::int64_t>(keys, panel) * p.dim_qk * item(p.dtype));
@@ -298,8 +297,8 @@ void index_pack(const SparseJob &job, std::int64_t, std::int64_t first, std::int
     advance(index_packing * static_cast<double>((end - first) * panel * p.dim_qk * item(p.dtype)));
 }
 
-void meet_keys(const SparseProblem &p, std::int64_t keys, const char *packed) {
-    if (!packed) advance(index_meeting * static_cast<double>(keys * p.dim_qk * item(p.dtype)));
+void meet_keys(const SparseProblem &p, std::int64_t rows, std::int64_t keys, const char *packed) {
+    if (!packed) advance(index_meeting * static_cast<double>(rows * keys * p.dim_qk * item(p.dtype)));
 }
 
 std::size_t index_scratch_bytes(const SparseProblem &p, std::int64_t rows) {
@@ -310,14 +309,14 @@ void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::
                 void *) {
     const SparseProblem &p = *job.problem;
     const double pairs = visible_pairs(job.sequences[seq], row0, row1, 0, job.sequences[seq].kv_len);
-    meet_keys(p, job.sequences[seq].kv_len, packed);
+    meet_keys(p, row1 - row0, job.sequences[seq].kv_len, packed);
     advance(products(p.dtype, pairs * index_products(p), indexer_share) + choosing * pairs);
 }
 
 void index_scores(const SparseJob &job, std::int64_t, std::int64_t row0, std::int64_t row1, std::int64_t first,
                   std::int64_t end, std::int64_t, const char *packed, float *, std::int64_t, void *) {
     const SparseProblem &p = *job.problem;
-    meet_keys(p, end - first, packed);
+    meet_keys(p, row1 - row0, end - first, packed);
     advance(products(p.dtype, static_cast<double>((row1 - row0) * (end - first)) * index_products(p), indexer_share));
 }
 
