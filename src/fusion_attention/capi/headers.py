@@ -13,7 +13,7 @@ from fusion_attention.contract import Attr, Op, Param, Prototype, Tensor, Tensor
 
 PHASE_1 = "GetWorkspaceSize"
 _NUMBERS = {int: "int64_t ", float: "double ", bool: "bool ", str: "char *"}
-_WRITTEN = "Written from the operators' records: fusion-attention capi --write src/fusion_attention/capi/include"
+_WRITTEN = "Written from the operators' records by `make docs`."
 _TAIL = ["uint64_t *workspaceSize", "aclOpExecutor **executor"]
 _RUN = ["void *workspace", "uint64_t workspaceSize", "aclOpExecutor *executor", "const aclrtStream stream"]
 
