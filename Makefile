@@ -124,12 +124,14 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
+	$(BIN)/python -m fusion_attention capi --check src/fusion_attention/capi/include --source csrc/capi
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
 docs: $(VENV)/.extra-docs ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
 	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
+	$(BIN)/python -m fusion_attention capi --write src/fusion_attention/capi/include --source csrc/capi
 	$(BIN)/python -m website
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
