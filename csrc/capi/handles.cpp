@@ -1,0 +1,121 @@
+#include "capi/handles.h"
+
+#include <algorithm>
+#include <iterator>
+#include <mutex>
+#include <unordered_map>
+
+#include "capi/runtime.h"
+
+namespace fusion::capi {
+namespace {
+
+// A handle is tag | kind | count << 8: no address on any processor here, so following one by mistake faults at once.
+constexpr std::uintptr_t tag = std::uintptr_t{0xac} << 48;
+constexpr int kind_at = 44, count_at = 8;
+constexpr std::uintptr_t counts = (std::uintptr_t{1} << (kind_at - count_at)) - 1;
+constexpr const char *names[] = {"aclTensor",     "aclTensorList", "aclScalar",     "aclScalarList",
+                                 "aclIntArray",   "aclFloatArray", "aclBoolArray",  "aclOpExecutor",
+                                 "aclrtContext",  "aclrtStream",   "aclrtEvent"};
+
+struct Registry {
+    std::mutex mutex;
+    std::uintptr_t last = 0;
+    std::unordered_map<std::uintptr_t, std::shared_ptr<Object>> objects;
+};
+
+Registry &registry() {
+    static Registry &made = *new Registry;
+    return made;
+}
+
+std::uintptr_t number(Handle handle) { return reinterpret_cast<std::uintptr_t>(handle); }
+
+bool is_tagged(std::uintptr_t handle) {
+    const std::uintptr_t kind = handle >> kind_at & 15;
+    return handle >> 48 == tag >> 48 && (handle & 255) == 0 && kind < std::size(names);
+}
+
+bool is_of(Handle handle, Kind kind) {
+    return is_tagged(number(handle)) && (number(handle) >> kind_at & 15) == static_cast<std::uintptr_t>(kind);
+}
+
+}  // namespace
+
+Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept {
+    object->made_by = made_by(call);
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::uintptr_t handle = 0;
+    do {
+        all.last = all.last == counts ? 1 : all.last + 1;
+        handle = tag | static_cast<std::uintptr_t>(kind) << kind_at | all.last << count_at;
+    } while (!all.objects.emplace(handle, object).second);
+    return reinterpret_cast<Handle>(handle);  // NOLINT(performance-no-int-to-ptr)
+}
+
+std::shared_ptr<Object> look_up(Handle handle, Kind kind) noexcept {
+    if (!is_of(handle, kind)) return nullptr;
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.objects.find(number(handle));
+    return found == all.objects.end() ? nullptr : found->second;
+}
+
+bool replace(Handle handle, Kind kind, std::shared_ptr<Object> object) noexcept {
+    if (!is_of(handle, kind)) return false;
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.objects.find(number(handle));
+    if (found == all.objects.end()) return false;
+    object->made_by = found->second->made_by;
+    found->second.swap(object);
+    return true;
+}
+
+std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept {
+    if (!is_of(handle, kind)) return nullptr;
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.objects.find(number(handle));
+    if (found == all.objects.end()) return nullptr;
+    std::shared_ptr<Object> object = std::move(found->second);
+    all.objects.erase(found);
+    return object;
+}
+
+std::string wrong(Handle handle) noexcept {
+    const std::uintptr_t found = number(handle);
+    if (found == 0) return "null";
+    if (is_tagged(found)) {
+        const auto kind = static_cast<Kind>(found >> kind_at & 15);
+        const std::string name = std::string("an ") + names[static_cast<std::size_t>(kind)];
+        if (look_up(handle, kind) != nullptr) return name;
+        const std::uintptr_t count = found >> count_at & counts;
+        Registry &all = registry();
+        const std::lock_guard<std::mutex> lock(all.mutex);
+        const char *ended = kind == Kind::executor ? " that has run, or was destroyed" : " that was destroyed";
+        if (count != 0 && count <= all.last) return name + ended;
+    }
+    return "an address that is no handle";
+}
+
+void report_handles(const Call &call) {
+    std::vector<std::pair<std::uintptr_t, std::string>> left;
+    Registry &all = registry();
+    {
+        const std::lock_guard<std::mutex> lock(all.mutex);
+        for (const auto &[handle, object] : all.objects) {
+            const auto kind = static_cast<Kind>(handle >> kind_at & 15);
+            const auto *context = kind == Kind::context ? static_cast<const Context *>(object.get()) : nullptr;
+            if (context != nullptr && context->of_device) continue;
+            left.emplace_back(handle >> count_at & counts,
+                              std::string(names[static_cast<std::size_t>(kind)]) + " was not destroyed" +
+                                  (object->made_by.empty() ? "" : " (" + object->made_by + ")"));
+        }
+    }
+    std::sort(left.begin(), left.end());
+    for (const auto &[count, text] : left) call.defect("leak: " + text);
+}
+
+}  // namespace fusion::capi

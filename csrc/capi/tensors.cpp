@@ -1,0 +1,260 @@
+// The C functions for what operators take: tensors, lists, scalars, arrays (libnnopbase).
+#include <atomic>
+#include <cstring>
+
+#include "capi/dtypes.h"
+#include "capi/handles.h"
+
+namespace fusion::capi {
+namespace {
+
+using std::to_string;
+
+constexpr std::uint64_t most_dims = 25;                       // CANN's own limit
+constexpr std::uint64_t most_values = std::uint64_t{1} << 40;  // of an array; beyond any memory
+constexpr int formats[] = {-1, 0, 1, 2, 3, 4, 12, 16, 27, 29, 30, 32, 33, 35, 47, 50, 51};
+
+// What aclCreateTensor() and aclInitTensor() take.
+struct Request {
+    const std::int64_t *dims;
+    std::uint64_t dims_count;
+    int dtype;
+    const std::int64_t *strides;
+    std::int64_t offset;
+    int format;
+    const std::int64_t *storage_dims;
+    std::uint64_t storage_dims_count;
+    void *data;
+};
+
+std::vector<std::int64_t> sizes(const std::int64_t *values, std::uint64_t count, const char *param) {
+    if (count > most_dims) {
+        throw Refusal(nn_invalid, std::string(param) + ": expected at most 25 dimensions, got " + to_string(count));
+    }
+    if (values == nullptr && count != 0) {
+        throw Refusal(nn_null, std::string(param) + ": expected " + to_string(count) + " values, got null");
+    }
+    std::vector<std::int64_t> found(values, values + count);
+    for (const std::int64_t value : found) {
+        if (value < 0) {
+            throw Refusal(nn_invalid, std::string(param) + ": expected no negative number, got " + to_string(value));
+        }
+    }
+    return found;
+}
+
+// Elements from the first of a window to the one behind its last; 0: it has none.
+std::int64_t reach(const std::vector<std::int64_t> &dims, const std::vector<std::int64_t> &strides) {
+    std::int64_t last = 0, all = 1;
+    bool empty = false, large = false;
+    for (std::size_t axis = 0; axis < dims.size(); ++axis) {
+        std::int64_t step = 0;
+        empty = empty || dims[axis] == 0;
+        large = large || __builtin_mul_overflow(all, dims[axis] == 0 ? 1 : dims[axis], &all);
+        large = large || __builtin_mul_overflow(dims[axis] == 0 ? 0 : dims[axis] - 1, strides[axis], &step);
+        large = large || __builtin_add_overflow(last, step, &last);
+    }
+    if (large || last == INT64_MAX) {
+        throw Refusal(nn_invalid, "viewDims: expected fewer elements than 64 bits can count");
+    }
+    return empty ? 0 : last + 1;
+}
+
+std::int64_t bytes_of(std::int64_t elements, int bits) {
+    std::int64_t all = 0;
+    if (__builtin_mul_overflow(elements, std::int64_t{bits}, &all)) {
+        throw Refusal(nn_invalid, "viewDims: expected fewer bytes than 64 bits can count");
+    }
+    return all / 8 + (all % 8 != 0);
+}
+
+// Bytes from the data's address on that a tensor has: those of its storage, where that is given.
+struct Extent {
+    std::int64_t begin, end;
+};
+
+Extent extent_of(const Tensor &tensor) {
+    const int bits = dtype_of(tensor.dtype)->bits;
+    const std::int64_t count = reach(tensor.dims, tensor.strides);
+    std::int64_t stop = 0;
+    if (__builtin_add_overflow(tensor.offset, count, &stop)) {
+        throw Refusal(nn_invalid, "offset: expected fewer elements than 64 bits can count");
+    }
+    if (count == 0) return {0, 0};
+    if (!tensor.storage_dims.empty()) {
+        std::int64_t room = 1;
+        for (const std::int64_t size : tensor.storage_dims) {
+            if (__builtin_mul_overflow(room, size, &room)) {
+                throw Refusal(nn_invalid, "storageDims: expected fewer elements than 64 bits can count");
+            }
+        }
+        if (stop > room) {
+            throw Refusal(nn_invalid, "viewDims: the view ends at element " + to_string(stop) + " of a storage of " +
+                                          to_string(room));
+        }
+    }
+    return {bytes_of(tensor.offset, bits), bytes_of(stop, bits)};
+}
+
+// In the checked mode: what the program copied to the tensor's place before has as many bytes as the tensor.
+void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t begin, std::int64_t end,
+                         const Call &call) {
+    const auto first = static_cast<std::size_t>(begin), stop = static_cast<std::size_t>(end);
+    const std::lock_guard<std::mutex> lock(memory.mutex);
+    for (auto trace = memory.traces.rbegin(); trace != memory.traces.rend(); ++trace) {
+        if (trace->dtype >= 0 || trace->begin != first) continue;
+        const std::size_t copied = trace->end - trace->begin, size = stop - first;
+        if (copied != size && copied != 0 && (copied % size == 0 || size % copied == 0)) {
+            call.defect("dataType: a tensor of " + std::string(dtype_name(tensor.dtype)) + " has " + to_string(size) +
+                        " bytes where the program put " + to_string(copied) + " (call " + to_string(trace->call) +
+                        "): the host's type is not the tensor's; " + described(memory.address));
+        }
+        break;
+    }
+    memory.traces.push_back({first, stop, tensor.dtype, call.number, call.caller});
+}
+
+// Lays a tensor over memory; refused where no allocation holds it.
+void lay(Tensor &tensor, void *data, const Call &call) {
+    static std::atomic<std::uint64_t> versions = 0;
+    tensor.version = ++versions;
+    tensor.data = data;
+    tensor.memory.reset();
+    const Extent extent = extent_of(tensor);
+    if (data == nullptr) return;
+    const auto memory = allocation_of(data);
+    if (memory == nullptr || memory->host) {
+        throw Refusal(nn_invalid, "tensorData: expected memory of aclrtMalloc(), got " + described(data));
+    }
+    const std::int64_t first = static_cast<char *>(data) - memory->address;
+    const int bits = dtype_of(tensor.dtype)->bits;
+    if (bits >= 8 && first % (bits / 8) != 0) {
+        throw Refusal(nn_invalid, "tensorData: expected memory aligned to " + to_string(bits / 8) + " bytes, got " +
+                                      described(data));
+    }
+    const auto room = static_cast<std::int64_t>(memory->granted) - first;
+    const auto asked = static_cast<std::int64_t>(memory->asked) - first;
+    const std::string text = "tensorData: the view ends at byte " + to_string(first + extent.end) + " of " +
+                             described(memory->address);
+    if (extent.end > room) throw Refusal(nn_invalid, text);
+    tensor.memory = memory;
+    if (call.number == 0 || extent.end == 0) return;
+    if (extent.end > asked) call.defect(text + ", within the pages that the chip gives");
+    compare_with_copies(tensor, *memory, first + extent.begin, first + extent.end, call);
+}
+
+std::shared_ptr<Tensor> tensor_of(const Request &from, const Call &call) {
+    auto made = std::make_shared<Tensor>();
+    made->dims = sizes(from.dims, from.dims_count, "viewDims");
+    made->storage_dims = sizes(from.storage_dims, from.storage_dims_count, "storageDims");
+    const Dtype *dtype = dtype_of(from.dtype);
+    if (dtype == nullptr || dtype->bits == 0) {
+        throw Refusal(nn_invalid, "dataType: expected an aclDataType of numbers, got " + to_string(from.dtype));
+    }
+    made->dtype = from.dtype;
+    bool known = false;
+    for (const int format : formats) known = known || format == from.format;
+    if (!known) throw Refusal(nn_invalid, "format: expected an aclFormat, got " + to_string(from.format));
+    made->format = from.format;
+    if (from.offset < 0) throw Refusal(nn_invalid, "offset: expected no negative number, got " + to_string(from.offset));
+    made->offset = from.offset;
+    if (from.strides != nullptr) {
+        made->strides = sizes(from.strides, from.dims_count, "stride");
+    } else {
+        made->strides.assign(made->dims.size(), 1);
+        for (std::size_t axis = made->dims.size(); axis-- > 1;) {
+            if (__builtin_mul_overflow(made->dims[axis], made->strides[axis], &made->strides[axis - 1])) {
+                throw Refusal(nn_invalid, "viewDims: expected fewer elements than 64 bits can count");
+            }
+        }
+    }
+    lay(*made, from.data, call);
+    return made;
+}
+
+template <class T>
+T *handle_of(Handle handle) {
+    return static_cast<T *>(const_cast<void *>(handle));
+}
+
+template <class T>
+void *made_array(const char *name, const void *caller, const void *values, std::uint64_t size) {
+    return made(name, caller, [&](const Call &call) {
+        if (values == nullptr && size != 0) {
+            throw Refusal(nn_null, "value: expected " + to_string(size) + " values, got null");
+        }
+        if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer values, got " + to_string(size));
+        auto array = std::make_shared<T>();
+        array->values.resize(size);
+        if (size != 0) std::memcpy(array->values.data(), values, size * sizeof array->values[0]);
+        return handle_of<void>(add(T::kind, array, call));
+    });
+}
+
+// A list of live handles of another kind.
+template <class List, class Member>
+void *made_list(const char *name, const void *caller, const void *const *values, std::uint64_t size,
+                std::vector<Handle> List::*members) {
+    return made(name, caller, [&](const Call &call) {
+        if (values == nullptr && size != 0) {
+            throw Refusal(nn_null, "value: expected " + to_string(size) + " handles, got null");
+        }
+        if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer handles, got " + to_string(size));
+        auto list = std::make_shared<List>();
+        for (std::uint64_t i = 0; i < size; ++i) {
+            need<Member>(values[i], ("value[" + to_string(i) + "]").c_str());
+            ((*list).*members).push_back(values[i]);
+        }
+        return handle_of<void>(add(List::kind, list, call));
+    });
+}
+
+// Ends a handle; null is none to end, as in CANN.
+template <class T>
+int destroy(const char *name, const void *caller, Handle handle, const char *param) {
+    return coded(name, caller, [&](const Call &) {
+        if (handle == nullptr) return;
+        need<T>(handle, param);
+        remove(handle, T::kind);
+    });
+}
+
+template <class List>
+int destroy_list(const char *name, const void *caller, Handle handle, const char *param, Kind members_kind,
+                 std::vector<Handle> List::*members) {
+    return coded(name, caller, [&](const Call &call) {
+        if (handle == nullptr) return;
+        const auto list = need<List>(handle, param);
+        remove(handle, List::kind);
+        for (const Handle member : (*list).*members) {
+            if (remove(member, members_kind) == nullptr) {
+                call.defect(std::string(param) + ": it owns its members, and one was destroyed before");
+            }
+        }
+    });
+}
+
+template <class T>
+void write(T *place, const char *param, T value) {
+    if (place == nullptr) throw Refusal(nn_null, std::string(param) + ": expected an address, got null");
+    *place = value;
+}
+
+// Hands out numbers as CANN does: in an array of new[], which the program deletes.
+int hand_out(const char *name, const void *caller, const aclTensor *tensor, std::int64_t **values, const char *values_name,
+             std::uint64_t *count, const char *count_name, std::vector<std::int64_t> Tensor::*member) {
+    return coded(
+        name, caller,
+        [&](const Call &) {
+            const auto found = need<Tensor>(tensor, "tensor");
+            if (values == nullptr) throw Refusal(nn_null, std::string(values_name) + ": expected an address, got null");
+            const std::vector<std::int64_t> &from = (*found).*member;
+            write<std::uint64_t>(count, count_name, from.size());
+            *values = new std::int64_t[from.size()];
+            std::copy(from.begin(), from.end(), *values);
+        },
+        nn_runtime);
+}
+
+}  // namespace
+}  // namespace fusion::capi
