@@ -49,6 +49,9 @@ FUSION_SHARED std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept;
 // What is wrong with a handle that look_up() did not find: "null", "an aclTensor destroyed before", "an aclIntArray" ...
 FUSION_SHARED std::string wrong(Handle handle) noexcept;
 
+// Whether a handle was one of that kind, and is no more.
+FUSION_SHARED bool ended(Handle handle, Kind kind) noexcept;
+
 template <class T>
 std::shared_ptr<const T> find(Handle handle) noexcept {
     return std::static_pointer_cast<const T>(look_up(handle, T::kind));
