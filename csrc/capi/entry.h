@@ -40,11 +40,12 @@ struct Operator {
     std::uint64_t outputs;  // bit i: parameter i is written
 };
 
-// aclnnXxxGetWorkspaceSize. values: one for each parameter.
-aclnnStatus plan(const Operator &op, const Value *values, std::uint64_t *workspace_size, aclOpExecutor **executor);
+// aclnnXxxGetWorkspaceSize. values: one for each parameter; caller: who called the C function that asks.
+aclnnStatus plan(const Operator &op, const Value *values, std::uint64_t *workspace_size, aclOpExecutor **executor,
+                 const void *caller = __builtin_return_address(0)) noexcept;
 
 // aclnnXxx.
 aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_size, aclOpExecutor *executor,
-                aclrtStream stream);
+                aclrtStream stream, const void *caller = __builtin_return_address(0)) noexcept;
 
 }  // namespace fusion::capi
