@@ -51,8 +51,8 @@ void need_kind(int kind, const End &source, const End &target) {
     const bool at_source = ((kind ^ given) & 2) != 0;
     const End &end = at_source ? source : target;
     const char *expected = (kind & (at_source ? 2 : 1)) != 0 ? "device" : "host";
-    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected +
-                                        " memory, as " + kinds[kind] + " says, got " + described(end.address));
+    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected + " memory, as " +
+                                        kinds[kind] + " says, got " + described(end.address));
 }
 
 // What tensors say about bytes that the host copies from or to their place: twice or half as many are the most common
@@ -233,9 +233,8 @@ FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, s
 
 FUSION_C int aclrtMemcpy2d(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
                            std::size_t height, aclrtMemcpyKind kind) {
-    return coded("aclrtMemcpy2d", FUSION_CALLER, [&](const Call &call) {
-        copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind);
-    });
+    return coded("aclrtMemcpy2d", FUSION_CALLER,
+                 [&](const Call &call) { copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind); });
 }
 
 FUSION_C int aclrtMemcpy2dAsync(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,

@@ -20,8 +20,8 @@ Handle slot(const Executor &of, std::size_t index, Side side, const char *param)
     if (side != Side::outputs) slots = of.inputs;
     if (side != Side::inputs) slots.insert(slots.end(), of.outputs.begin(), of.outputs.end());
     if (index >= slots.size()) {
-        throw Refusal(nn_invalid, std::string(param) + ": expected 0 to " + std::to_string(slots.size() - 1) + ", got " +
-                                      std::to_string(index));
+        throw Refusal(nn_invalid, std::string(param) + ": expected 0 to " + std::to_string(slots.size() - 1) +
+                                      ", got " + std::to_string(index));
     }
     if (slots[index] == nullptr) {
         throw Refusal(nn_invalid, std::string(param) + ": " + std::to_string(index) + " was null in phase 1");
@@ -94,14 +94,14 @@ FUSION_C aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
 }
 
 // CANN has every one of these under two spellings.
-#define FUSION_SET_TENSOR(NAME, SIDE)                                                                              \
-    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, const std::size_t index, aclTensor *tensor, void *addr) {   \
-        return set_tensor(#NAME, FUSION_CALLER, {executor, index, addr, SIDE}, tensor);                            \
+#define FUSION_SET_TENSOR(NAME, SIDE)                                                                            \
+    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, const std::size_t index, aclTensor *tensor, void *addr) { \
+        return set_tensor(#NAME, FUSION_CALLER, {executor, index, addr, SIDE}, tensor);                          \
     }
-#define FUSION_SET_MEMBER(NAME, SIDE)                                                                              \
-    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, std::size_t irIndex, const std::size_t relativeIndex,       \
-                              aclTensorList *tensors, void *addr) {                                                \
-        return set_member(#NAME, FUSION_CALLER, {executor, irIndex, addr, SIDE}, relativeIndex, tensors);          \
+#define FUSION_SET_MEMBER(NAME, SIDE)                                                                        \
+    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, std::size_t irIndex, const std::size_t relativeIndex, \
+                              aclTensorList *tensors, void *addr) {                                          \
+        return set_member(#NAME, FUSION_CALLER, {executor, irIndex, addr, SIDE}, relativeIndex, tensors);    \
     }
 
 FUSION_SET_TENSOR(aclSetInputTensorAddr, Side::inputs)

@@ -47,7 +47,8 @@ FUSION_C aclFloat16 aclFloatToFloat16(float value) {
     // A multiple of the last place that this size has: 2^-24 for the smallest, which have no leading one.
     const int last = exponent < -13 ? -24 : exponent - 11;
     const auto places = static_cast<std::uint32_t>(std::lrint(std::ldexp(size, -last)));
-    const std::uint32_t found = places < 1024 || last == -24 ? places : places + ((static_cast<std::uint32_t>(last + 24)) << 10);
+    const std::uint32_t found =
+        places < 1024 || last == -24 ? places : places + ((static_cast<std::uint32_t>(last + 24)) << 10);
     return static_cast<aclFloat16>(sign | found);
 }
 

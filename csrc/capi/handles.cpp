@@ -14,9 +14,9 @@ namespace {
 constexpr std::uintptr_t tag = std::uintptr_t{0xac} << 48;
 constexpr int kind_at = 44, count_at = 8;
 constexpr std::uintptr_t counts = (std::uintptr_t{1} << (kind_at - count_at)) - 1;
-constexpr const char *names[] = {"aclTensor",     "aclTensorList", "aclScalar",     "aclScalarList",
-                                 "aclIntArray",   "aclFloatArray", "aclBoolArray",  "aclOpExecutor",
-                                 "aclrtContext",  "aclrtStream",   "aclrtEvent"};
+constexpr const char *names[] = {"aclTensor",    "aclTensorList", "aclScalar",    "aclScalarList",
+                                 "aclIntArray",  "aclFloatArray", "aclBoolArray", "aclOpExecutor",
+                                 "aclrtContext", "aclrtStream",   "aclrtEvent"};
 
 struct Registry {
     std::mutex mutex;

@@ -347,16 +347,19 @@ static int query(const char *name, const void *caller, void *event, Status *stat
 }
 
 FUSION_C int aclrtQueryEvent(void *event, aclrtEventStatus *status) {
-    return query("aclrtQueryEvent", FUSION_CALLER, event, status, ACL_EVENT_STATUS_COMPLETE, ACL_EVENT_STATUS_NOT_READY);
+    return query("aclrtQueryEvent", FUSION_CALLER, event, status, ACL_EVENT_STATUS_COMPLETE,
+                 ACL_EVENT_STATUS_NOT_READY);
 }
 
 FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status) {
-    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE, ACL_EVENT_RECORDED_STATUS_NOT_READY);
+    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE,
+                 ACL_EVENT_RECORDED_STATUS_NOT_READY);
 }
 
 // Whoever waits for it waits no longer: streams are synchronous.
 FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
-    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE, ACL_EVENT_WAIT_STATUS_COMPLETE);
+    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
+                 ACL_EVENT_WAIT_STATUS_COMPLETE);
 }
 
 FUSION_C int aclrtSynchronizeEvent(void *event) {
