@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -173,18 +174,18 @@ private:
 
     PyObject *object_of(const Python &py, std::size_t i) {
         const Value &value = values_[i];
-        const bool absent = value.kind == Value::Kind::text ? !value.text : value.handle == nullptr;
         switch (value.kind) {
             case Value::Kind::integer: return py.PyLong_FromLongLong(value.integer);
             case Value::Kind::number: return py.PyFloat_FromDouble(value.number);
             case Value::Kind::flag: return py.PyBool_FromLong(value.flag);
             default: break;
         }
-        if (absent) {
+        if (value.kind == Value::Kind::text ? !value.text : !value.handle) {
             py.Py_IncRef(py.none);
             return py.none;
         }
-        if (value.kind == Value::Kind::text) return text_of(py, {value.text, strnlen(value.text, text_limit)});
+        if (value.kind == Value::Kind::text)
+            return text_of(py, std::string(value.text, strnlen(value.text, text_limit)));
         if (value.kind == Value::Kind::int_array) {
             const IntArray &array = *arrays_[next_array_++];
             return py.PyBytes_FromStringAndSize(reinterpret_cast<const char *>(array.values.data()),
