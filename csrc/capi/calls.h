@@ -52,13 +52,21 @@ public:
     int code;
 };
 
-// One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
-struct FUSION_SHARED Call {
-    Call(const char *name, const void *caller) noexcept;
+// Where a program called, as far as the checked mode remembers it: number 0 otherwise.
+struct Place {
+    const char *name = nullptr;
+    std::uint64_t number = 0;
+    const void *caller = nullptr;
+};
 
-    const char *name;
-    const void *caller;
-    std::uint64_t number;
+// "aclrtMalloc, call 3, program+0x1a2b in main"; "" where calls were not counted.
+FUSION_SHARED std::string text_of(const Place &place);
+// The same in brackets, behind a space.
+inline std::string in_brackets(const Place &place) { return place.number == 0 ? "" : " (" + text_of(place) + ")"; }
+
+// One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
+struct FUSION_SHARED Call : Place {
+    Call(const char *name, const void *caller) noexcept;
 
     // The call fails: keeps "name: text" as this thread's recent message; in the checked mode also a line on stderr.
     int fail(int code, const std::string &text) const noexcept;
@@ -70,8 +78,6 @@ struct FUSION_SHARED Call {
 FUSION_SHARED bool checked() noexcept;
 // Keeps a text as this thread's recent message as it is.
 FUSION_SHARED void note(const std::string &text) noexcept;
-// "call 12, program+0x1a2b": where an object comes from; "" where calls were not counted then.
-std::string place(std::uint64_t number, const void *caller);
 
 // Runs the body of a C function; what it throws becomes a code.
 template <class Body>
