@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "acl/acl.h"
 #include "capi/runtime.h"
 
 namespace fusion::capi {
@@ -59,10 +60,11 @@ void Call::defect(const std::string &text) const noexcept {
 
 void note(const std::string &text) noexcept { next_message = text; }
 
+// As in CANN null where no call failed.
 FUSION_C const char *aclGetRecentErrMsg() {
     last_message.swap(next_message);
     next_message.clear();
-    return last_message.c_str();
+    return last_message.empty() ? nullptr : last_message.c_str();
 }
 
 void report(const Call &call, const std::string &text) noexcept {

@@ -1,5 +1,5 @@
-// How a C function of CANN's answers: a code or a handle for its caller, a sentence for aclGetRecentErrMsg(), and in the
-// checked mode a line on stderr. Nothing thrown leaves a library: each has a C++ runtime of its own.
+// How a C function of CANN's answers: a code or a handle for its caller, a sentence for aclGetRecentErrMsg(), and in
+// the checked mode a line on stderr. Nothing thrown leaves a library: each has a C++ runtime of its own.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "acl/acl.h"
 #include "capi/dtypes.h"
 #include "capi/runtime.h"
 
@@ -50,8 +51,8 @@ void need_kind(int kind, const End &source, const End &target) {
     const bool at_source = ((kind ^ given) & 2) != 0;
     const End &end = at_source ? source : target;
     const char *expected = (kind & (at_source ? 2 : 1)) != 0 ? "device" : "host";
-    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected +
-                                        " memory, as " + kinds[kind] + " says, got " + described(end.address));
+    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected + " memory, as " +
+                                        kinds[kind] + " says, got " + described(end.address));
 }
 
 // What tensors say about bytes that the host copies from or to their place: twice or half as many are the most common
@@ -183,17 +184,17 @@ std::size_t grain_of(int policy) {
 
 }  // namespace
 
-FUSION_C int aclrtMalloc(void **devPtr, std::size_t size, int policy) {
+FUSION_C int aclrtMalloc(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
     return coded("aclrtMalloc", FUSION_CALLER,
                  [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
 }
 
-FUSION_C int aclrtMallocAlign32(void **devPtr, std::size_t size, int policy) {
+FUSION_C int aclrtMallocAlign32(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
     return coded("aclrtMallocAlign32", FUSION_CALLER,
                  [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
 }
 
-FUSION_C int aclrtMallocCached(void **devPtr, std::size_t size, int policy) {
+FUSION_C int aclrtMallocCached(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
     return coded("aclrtMallocCached", FUSION_CALLER,
                  [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
 }
@@ -217,11 +218,11 @@ FUSION_C int aclrtFreeHost(void *hostPtr) {
     });
 }
 
-FUSION_C int aclrtMemcpy(void *dst, std::size_t destMax, const void *src, std::size_t count, int kind) {
+FUSION_C int aclrtMemcpy(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind) {
     return coded("aclrtMemcpy", FUSION_CALLER, [&](const Call &call) { copy(call, dst, destMax, src, count, kind); });
 }
 
-FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, std::size_t count, int kind,
+FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind,
                               void *stream) {
     return coded("aclrtMemcpyAsync", FUSION_CALLER, [&](const Call &call) {
         need_init();
@@ -231,14 +232,13 @@ FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, s
 }
 
 FUSION_C int aclrtMemcpy2d(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
-                           std::size_t height, int kind) {
-    return coded("aclrtMemcpy2d", FUSION_CALLER, [&](const Call &call) {
-        copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind);
-    });
+                           std::size_t height, aclrtMemcpyKind kind) {
+    return coded("aclrtMemcpy2d", FUSION_CALLER,
+                 [&](const Call &call) { copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind); });
 }
 
 FUSION_C int aclrtMemcpy2dAsync(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
-                                std::size_t height, int kind, void *stream) {
+                                std::size_t height, aclrtMemcpyKind kind, void *stream) {
     return coded("aclrtMemcpy2dAsync", FUSION_CALLER, [&](const Call &call) {
         need_init();
         need_stream(stream);
@@ -273,7 +273,7 @@ FUSION_C int aclrtMemInvalidate(void *devPtr, std::size_t size) {
     });
 }
 
-FUSION_C int aclrtGetMemInfo(int attr, std::size_t *free, std::size_t *total) {
+FUSION_C int aclrtGetMemInfo(aclrtMemAttr attr, std::size_t *free, std::size_t *total) {
     return coded("aclrtGetMemInfo", FUSION_CALLER, [&](const Call &) {
         need_init();
         if (free == nullptr || total == nullptr) {

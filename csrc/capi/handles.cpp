@@ -14,9 +14,9 @@ namespace {
 constexpr std::uintptr_t tag = std::uintptr_t{0xac} << 48;
 constexpr int kind_at = 44, count_at = 8;
 constexpr std::uintptr_t counts = (std::uintptr_t{1} << (kind_at - count_at)) - 1;
-constexpr const char *names[] = {"aclTensor",     "aclTensorList", "aclScalar",     "aclScalarList",
-                                 "aclIntArray",   "aclFloatArray", "aclBoolArray",  "aclOpExecutor",
-                                 "aclrtContext",  "aclrtStream",   "aclrtEvent"};
+constexpr const char *names[] = {"aclTensor",    "aclTensorList", "aclScalar",    "aclScalarList",
+                                 "aclIntArray",  "aclFloatArray", "aclBoolArray", "aclOpExecutor",
+                                 "aclrtContext", "aclrtStream",   "aclrtEvent"};
 
 struct Registry {
     std::mutex mutex;
@@ -84,18 +84,22 @@ std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept {
     return object;
 }
 
+bool ended(Handle handle, Kind kind) noexcept {
+    if (!is_of(handle, kind) || look_up(handle, kind) != nullptr) return false;
+    const std::uintptr_t count = number(handle) >> count_at & counts;
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    return count != 0 && count <= all.last;
+}
+
 std::string wrong(Handle handle) noexcept {
-    const std::uintptr_t found = number(handle);
-    if (found == 0) return "null";
-    if (is_tagged(found)) {
-        const auto kind = static_cast<Kind>(found >> kind_at & 15);
+    if (handle == nullptr) return "null";
+    if (is_tagged(number(handle))) {
+        const auto kind = static_cast<Kind>(number(handle) >> kind_at & 15);
         const std::string name = std::string("an ") + names[static_cast<std::size_t>(kind)];
         if (look_up(handle, kind) != nullptr) return name;
-        const std::uintptr_t count = found >> count_at & counts;
-        Registry &all = registry();
-        const std::lock_guard<std::mutex> lock(all.mutex);
-        const char *ended = kind == Kind::executor ? " that has run, or was destroyed" : " that was destroyed";
-        if (count != 0 && count <= all.last) return name + ended;
+        const char *how = kind == Kind::executor ? " that has run, or was destroyed" : " that was destroyed";
+        if (ended(handle, kind)) return name + how;
     }
     return "an address that is no handle";
 }

@@ -1,6 +1,6 @@
-// What stands behind CANN's opaque handles. A handle is a number, never an address of ours: it is looked up, so one that
-// was destroyed, of another kind or of nobody's is an answer and no crash. Numbers are not used again; their low byte is
-// 0, as programs of the operators' pages need it (one overwrites that byte of its stream).
+// What stands behind CANN's opaque handles. A handle is a number, never an address of ours: it is looked up, so one
+// that was destroyed, of another kind or of nobody's is an answer and no crash. Numbers are not used again; their low
+// byte is 0, as programs of the operators' pages need it (one overwrites that byte of its stream).
 //
 // Objects do not change: a tensor that gets another address is another object behind the same handle, so who has looked
 // one up may use it while other threads move or destroy it.
@@ -46,8 +46,12 @@ FUSION_SHARED std::shared_ptr<Object> look_up(Handle handle, Kind kind) noexcept
 FUSION_SHARED bool replace(Handle handle, Kind kind, std::shared_ptr<Object> object) noexcept;
 // Ends a handle; its object, or null where it was none of that kind.
 FUSION_SHARED std::shared_ptr<Object> remove(Handle handle, Kind kind) noexcept;
-// What is wrong with a handle that look_up() did not find: "null", "an aclTensor destroyed before", "an aclIntArray" ...
+// What is wrong with a handle that look_up() did not find: "null", "an aclTensor destroyed before", "an aclIntArray"
+// ...
 FUSION_SHARED std::string wrong(Handle handle) noexcept;
+
+// Whether a handle was one of that kind, and is no more.
+FUSION_SHARED bool ended(Handle handle, Kind kind) noexcept;
 
 template <class T>
 std::shared_ptr<const T> find(Handle handle) noexcept {
@@ -56,7 +60,8 @@ std::shared_ptr<const T> find(Handle handle) noexcept {
 
 // find(), or a refusal that names the parameter: null_code for null, invalid_code otherwise.
 template <class T>
-std::shared_ptr<const T> need(Handle handle, const char *param, int null_code = nn_null, int invalid_code = nn_invalid) {
+std::shared_ptr<const T> need(Handle handle, const char *param, int null_code = nn_null,
+                              int invalid_code = nn_invalid) {
     if (auto object = find<T>(handle)) return object;
     throw Refusal(handle == nullptr ? null_code : invalid_code,
                   std::string(param) + ": expected an " + T::name + ", got " + wrong(handle));

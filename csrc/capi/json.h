@@ -12,7 +12,7 @@ struct Json {
 
     Type type = Type::null;
     bool boolean = false;
-    std::string text;                                // of a string; of a number as it is written
+    std::string text;                                   // of a string; of a number as it is written
     std::vector<std::pair<std::string, Json>> members;  // of an object; of an array without names
 
     // The member of that name (the last, as everywhere); null: none.

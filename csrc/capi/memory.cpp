@@ -12,7 +12,6 @@
 namespace fusion::capi {
 namespace {
 
-
 // From here on huge pages pay; below, their zeros would cost more than they save.
 constexpr std::size_t worth_huge_pages = std::size_t{1} << 20;
 // Of the checked mode: as many freed allocations are remembered, and their addresses not used again.

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "acl/acl.h"
+
 namespace fusion::capi {
 namespace {
 

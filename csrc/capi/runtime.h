@@ -27,8 +27,8 @@ std::string made_by(const Call &call);
 
 struct Configuration {
     Settings settings;
-    bool abort = false;          // "checked": "abort"
-    bool functions = false;      // "memory": "torch": the device's memory is asked for from Python even on "cpu"
+    bool abort = false;      // "checked": "abort"
+    bool functions = false;  // "memory": "torch": the device's memory is asked for from Python even on "cpu"
 };
 
 // A configuration file (null: none), then the environment, which wins. Throws Refusal.

@@ -3,7 +3,7 @@
 #include <chrono>
 #include <vector>
 
-#include "capi/dtypes.h"
+#include "acl/acl.h"
 #include "capi/runtime.h"
 
 namespace fusion::capi {
@@ -180,10 +180,10 @@ FUSION_C int aclrtGetDeviceCount(std::uint32_t *count) {
     });
 }
 
-FUSION_C int aclrtGetRunMode(int *runMode) {
+FUSION_C int aclrtGetRunMode(aclrtRunMode *runMode) {
     return coded("aclrtGetRunMode", FUSION_CALLER, [&](const Call &) {
         need_init();
-        *need_place(runMode, "runMode") = 1;  // ACL_HOST: host and device memory are two things, also where they are not
+        *need_place(runMode, "runMode") = ACL_HOST;  // host and device memory are two things, also where they are not
     });
 }
 
@@ -285,11 +285,11 @@ FUSION_C int aclrtSynchronizeStreamWithTimeout(void *stream, std::int32_t timeou
     });
 }
 
-FUSION_C int aclrtStreamQuery(void *stream, int *status) {
+FUSION_C int aclrtStreamQuery(void *stream, aclrtStreamStatus *status) {
     return coded("aclrtStreamQuery", FUSION_CALLER, [&](const Call &) {
         need_init();
         need_stream(stream);
-        *need_place(status, "status") = 0;  // ACL_STREAM_STATUS_COMPLETE
+        *need_place(status, "status") = ACL_STREAM_STATUS_COMPLETE;
     });
 }
 
@@ -338,24 +338,28 @@ FUSION_C int aclrtResetEvent(void *event, void *stream) {
     });
 }
 
-static int query(const char *name, const void *caller, void *event, int *status, int done, int not_yet) {
+template <class Status>
+static int query(const char *name, const void *caller, void *event, Status *status, Status done, Status not_yet) {
     return coded(name, caller, [&](const Call &) {
         const auto found = need_event(event);
         *need_place(status, "status") = found->nanoseconds >= 0 ? done : not_yet;
     });
 }
 
-FUSION_C int aclrtQueryEvent(void *event, int *status) {
-    return query("aclrtQueryEvent", FUSION_CALLER, event, status, 0, 1);
+FUSION_C int aclrtQueryEvent(void *event, aclrtEventStatus *status) {
+    return query("aclrtQueryEvent", FUSION_CALLER, event, status, ACL_EVENT_STATUS_COMPLETE,
+                 ACL_EVENT_STATUS_NOT_READY);
 }
 
-FUSION_C int aclrtQueryEventStatus(void *event, int *status) {
-    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, 1, 0);
+FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status) {
+    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE,
+                 ACL_EVENT_RECORDED_STATUS_NOT_READY);
 }
 
 // Whoever waits for it waits no longer: streams are synchronous.
-FUSION_C int aclrtQueryEventWaitStatus(void *event, int *status) {
-    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, 0, 0);
+FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
+    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
+                 ACL_EVENT_WAIT_STATUS_COMPLETE);
 }
 
 FUSION_C int aclrtSynchronizeEvent(void *event) {
@@ -380,24 +384,6 @@ FUSION_C int aclrtEventElapsedTime(float *ms, void *startEvent, void *endEvent) 
         if (to < from) throw Refusal(rt_event_reversal, "endEvent: recorded before startEvent");
         *ms = static_cast<float>(static_cast<double>(to - from) * 1e-6);
     });
-}
-
-// ------------------------------------------------------------------------------------------------------- other facts
-
-FUSION_C const char *aclrtGetSocName() { return "Ascend910B"; }
-
-FUSION_C int aclrtGetVersion(std::int32_t *majorVersion, std::int32_t *minorVersion, std::int32_t *patchVersion) {
-    return coded("aclrtGetVersion", FUSION_CALLER, [&](const Call &) {
-        need_place(majorVersion, "majorVersion");
-        need_place(minorVersion, "minorVersion");
-        need_place(patchVersion, "patchVersion");
-        *majorVersion = 1, *minorVersion = 14, *patchVersion = 0;
-    });
-}
-
-FUSION_C std::size_t aclDataTypeSize(int dataType) {
-    const Dtype *found = dtype_of(dataType);
-    return found == nullptr ? 0 : static_cast<std::size_t>(found->bits / 8);
 }
 
 }  // namespace fusion::capi

@@ -1,16 +1,18 @@
 // The C functions for what operators take: tensors, lists, scalars, arrays (libnnopbase).
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
+#include "aclnn/acl_meta.h"
 #include "capi/dtypes.h"
-#include "capi/handles.h"
+#include "capi/executors.h"
 
 namespace fusion::capi {
 namespace {
 
 using std::to_string;
 
-constexpr std::uint64_t most_dims = 25;                       // CANN's own limit
+constexpr std::uint64_t most_dims = 25;                        // CANN's own limit
 constexpr std::uint64_t most_values = std::uint64_t{1} << 40;  // of an array; beyond any memory
 constexpr int formats[] = {-1, 0, 1, 2, 3, 4, 12, 16, 27, 29, 30, 32, 33, 35, 47, 50, 51};
 
@@ -134,8 +136,8 @@ void lay(Tensor &tensor, void *data, const Call &call) {
     }
     const auto room = static_cast<std::int64_t>(memory->granted) - first;
     const auto asked = static_cast<std::int64_t>(memory->asked) - first;
-    const std::string text = "tensorData: the view ends at byte " + to_string(first + extent.end) + " of " +
-                             described(memory->address);
+    const std::string text =
+        "tensorData: the view ends at byte " + to_string(first + extent.end) + " of " + described(memory->address);
     if (extent.end > room) throw Refusal(nn_invalid, text);
     tensor.memory = memory;
     if (call.number == 0 || extent.end == 0) return;
@@ -156,7 +158,8 @@ std::shared_ptr<Tensor> tensor_of(const Request &from, const Call &call) {
     for (const int format : formats) known = known || format == from.format;
     if (!known) throw Refusal(nn_invalid, "format: expected an aclFormat, got " + to_string(from.format));
     made->format = from.format;
-    if (from.offset < 0) throw Refusal(nn_invalid, "offset: expected no negative number, got " + to_string(from.offset));
+    if (from.offset < 0)
+        throw Refusal(nn_invalid, "offset: expected no negative number, got " + to_string(from.offset));
     made->offset = from.offset;
     if (from.strides != nullptr) {
         made->strides = sizes(from.strides, from.dims_count, "stride");
@@ -240,21 +243,219 @@ void write(T *place, const char *param, T value) {
     *place = value;
 }
 
+// Where an answer goes, and what the program calls the place.
+template <class T>
+struct Place {
+    T *address;
+    const char *param;
+};
+
 // Hands out numbers as CANN does: in an array of new[], which the program deletes.
-int hand_out(const char *name, const void *caller, const aclTensor *tensor, std::int64_t **values, const char *values_name,
-             std::uint64_t *count, const char *count_name, std::vector<std::int64_t> Tensor::*member) {
+int hand_out(const char *name, const void *caller, const aclTensor *tensor, Place<std::int64_t *> values,
+             Place<std::uint64_t> count, std::vector<std::int64_t> Tensor::*member) {
     return coded(
         name, caller,
         [&](const Call &) {
             const auto found = need<Tensor>(tensor, "tensor");
-            if (values == nullptr) throw Refusal(nn_null, std::string(values_name) + ": expected an address, got null");
             const std::vector<std::int64_t> &from = (*found).*member;
-            write<std::uint64_t>(count, count_name, from.size());
-            *values = new std::int64_t[from.size()];
-            std::copy(from.begin(), from.end(), *values);
+            if (values.address == nullptr) {
+                throw Refusal(nn_null, std::string(values.param) + ": expected an address, got null");
+            }
+            write<std::uint64_t>(count.address, count.param, from.size());
+            *values.address = new std::int64_t[from.size()];
+            std::copy(from.begin(), from.end(), *values.address);
+        },
+        nn_runtime);
+}
+
+template <class T, class Of>
+int count(const char *name, const void *caller, Handle handle, const char *param, std::uint64_t *size, Of of) {
+    return coded(
+        name, caller,
+        [&](const Call &) {
+            const auto found = need<T>(handle, param);
+            write<std::uint64_t>(size, "size", of(*found));
         },
         nn_runtime);
 }
 
 }  // namespace
+
+void move(Handle tensor, void *data, const Call &call, const char *param) {
+    auto moved = std::make_shared<Tensor>(*need<Tensor>(tensor, param));
+    lay(*moved, data, call);
+    if (!replace(tensor, Kind::tensor, moved)) throw Refusal(nn_invalid, std::string(param) + ": destroyed meanwhile");
+}
+
+FUSION_C aclTensor *aclCreateTensor(const std::int64_t *viewDims, std::uint64_t viewDimsNum, aclDataType dataType,
+                                    const std::int64_t *stride, std::int64_t offset, aclFormat format,
+                                    const std::int64_t *storageDims, std::uint64_t storageDimsNum, void *tensorData) {
+    const Request request = {viewDims, viewDimsNum, dataType,       stride,    offset,
+                             format,   storageDims, storageDimsNum, tensorData};
+    return handle_of<aclTensor>(made("aclCreateTensor", FUSION_CALLER, [&](const Call &call) {
+        return handle_of<void>(add(Kind::tensor, tensor_of(request, call), call));
+    }));
+}
+
+FUSION_C aclnnStatus aclInitTensor(aclTensor *tensor, const std::int64_t *viewDims, std::uint64_t viewDimsNum,
+                                   aclDataType dataType, const std::int64_t *stride, std::int64_t offset,
+                                   aclFormat format, const std::int64_t *storageDims, std::uint64_t storageDimsNum,
+                                   void *tensorDataAddr) {
+    const Request request = {viewDims, viewDimsNum, dataType,       stride,        offset,
+                             format,   storageDims, storageDimsNum, tensorDataAddr};
+    return coded(
+        "aclInitTensor", FUSION_CALLER,
+        [&](const Call &call) {
+            need<Tensor>(tensor, "tensor");
+            replace(tensor, Kind::tensor, tensor_of(request, call));
+        },
+        nn_runtime);
+}
+
+FUSION_C aclScalar *aclCreateScalar(void *value, aclDataType dataType) {
+    return handle_of<aclScalar>(made("aclCreateScalar", FUSION_CALLER, [&](const Call &call) {
+        if (value == nullptr) throw Refusal(nn_null, "value: expected an address, got null");
+        const Dtype *dtype = dtype_of(dataType);
+        if (dtype == nullptr || dtype->bits < 8) {
+            throw Refusal(nn_invalid, "dataType: expected an aclDataType of numbers, got " + to_string(dataType));
+        }
+        auto scalar = std::make_shared<Scalar>();
+        scalar->dtype = dataType;
+        std::memcpy(scalar->bytes, value, static_cast<std::size_t>(dtype->bits / 8));
+        return handle_of<void>(add(Kind::scalar, scalar, call));
+    }));
+}
+
+FUSION_C aclIntArray *aclCreateIntArray(const std::int64_t *value, std::uint64_t size) {
+    return handle_of<aclIntArray>(made_array<IntArray>("aclCreateIntArray", FUSION_CALLER, value, size));
+}
+
+FUSION_C aclFloatArray *aclCreateFloatArray(const float *value, std::uint64_t size) {
+    return handle_of<aclFloatArray>(made_array<FloatArray>("aclCreateFloatArray", FUSION_CALLER, value, size));
+}
+
+FUSION_C aclBoolArray *aclCreateBoolArray(const bool *value, std::uint64_t size) {
+    return handle_of<aclBoolArray>(made_array<BoolArray>("aclCreateBoolArray", FUSION_CALLER, value, size));
+}
+
+FUSION_C aclTensorList *aclCreateTensorList(const aclTensor *const *value, std::uint64_t size) {
+    const auto *values = reinterpret_cast<const void *const *>(value);
+    return handle_of<aclTensorList>(
+        made_list<TensorList, Tensor>("aclCreateTensorList", FUSION_CALLER, values, size, &TensorList::tensors));
+}
+
+FUSION_C aclScalarList *aclCreateScalarList(const aclScalar *const *value, std::uint64_t size) {
+    const auto *values = reinterpret_cast<const void *const *>(value);
+    return handle_of<aclScalarList>(
+        made_list<ScalarList, Scalar>("aclCreateScalarList", FUSION_CALLER, values, size, &ScalarList::scalars));
+}
+
+FUSION_C aclnnStatus aclDestroyTensor(const aclTensor *tensor) {
+    return destroy<Tensor>("aclDestroyTensor", FUSION_CALLER, tensor, "tensor");
+}
+
+FUSION_C aclnnStatus aclDestroyScalar(const aclScalar *scalar) {
+    return destroy<Scalar>("aclDestroyScalar", FUSION_CALLER, scalar, "scalar");
+}
+
+FUSION_C aclnnStatus aclDestroyIntArray(const aclIntArray *array) {
+    return destroy<IntArray>("aclDestroyIntArray", FUSION_CALLER, array, "array");
+}
+
+FUSION_C aclnnStatus aclDestroyFloatArray(const aclFloatArray *array) {
+    return destroy<FloatArray>("aclDestroyFloatArray", FUSION_CALLER, array, "array");
+}
+
+FUSION_C aclnnStatus aclDestroyBoolArray(const aclBoolArray *array) {
+    return destroy<BoolArray>("aclDestroyBoolArray", FUSION_CALLER, array, "array");
+}
+
+FUSION_C aclnnStatus aclDestroyTensorList(const aclTensorList *array) {
+    return destroy_list<TensorList>("aclDestroyTensorList", FUSION_CALLER, array, "array", Kind::tensor,
+                                    &TensorList::tensors);
+}
+
+FUSION_C aclnnStatus aclDestroyScalarList(const aclScalarList *array) {
+    return destroy_list<ScalarList>("aclDestroyScalarList", FUSION_CALLER, array, "array", Kind::scalar,
+                                    &ScalarList::scalars);
+}
+
+FUSION_C aclnnStatus aclSetRawTensorAddr(aclTensor *tensor, void *addr) {
+    return coded("aclSetRawTensorAddr", FUSION_CALLER, [&](const Call &call) { move(tensor, addr, call); }, nn_runtime);
+}
+
+FUSION_C aclnnStatus aclGetRawTensorAddr(const aclTensor *tensor, void **addr) {
+    return coded(
+        "aclGetRawTensorAddr", FUSION_CALLER,
+        [&](const Call &) { write<void *>(addr, "addr", need<Tensor>(tensor, "tensor")->data); }, nn_runtime);
+}
+
+FUSION_C aclnnStatus aclGetViewShape(const aclTensor *tensor, std::int64_t **viewDims, std::uint64_t *viewDimsNum) {
+    return hand_out("aclGetViewShape", FUSION_CALLER, tensor, {viewDims, "viewDims"}, {viewDimsNum, "viewDimsNum"},
+                    &Tensor::dims);
+}
+
+FUSION_C aclnnStatus aclGetStorageShape(const aclTensor *tensor, std::int64_t **storageDims,
+                                        std::uint64_t *storageDimsNum) {
+    return hand_out("aclGetStorageShape", FUSION_CALLER, tensor, {storageDims, "storageDims"},
+                    {storageDimsNum, "storageDimsNum"}, &Tensor::storage_dims);
+}
+
+FUSION_C aclnnStatus aclGetViewStrides(const aclTensor *tensor, std::int64_t **stridesValue,
+                                       std::uint64_t *stridesNum) {
+    return hand_out("aclGetViewStrides", FUSION_CALLER, tensor, {stridesValue, "stridesValue"},
+                    {stridesNum, "stridesNum"}, &Tensor::strides);
+}
+
+FUSION_C aclnnStatus aclGetViewOffset(const aclTensor *tensor, std::int64_t *offset) {
+    return coded(
+        "aclGetViewOffset", FUSION_CALLER,
+        [&](const Call &) { write(offset, "offset", need<Tensor>(tensor, "tensor")->offset); }, nn_runtime);
+}
+
+FUSION_C aclnnStatus aclGetFormat(const aclTensor *tensor, aclFormat *format) {
+    return coded(
+        "aclGetFormat", FUSION_CALLER,
+        [&](const Call &) { write(format, "format", static_cast<aclFormat>(need<Tensor>(tensor, "tensor")->format)); },
+        nn_runtime);
+}
+
+FUSION_C aclnnStatus aclGetDataType(const aclTensor *tensor, aclDataType *dataType) {
+    return coded(
+        "aclGetDataType", FUSION_CALLER,
+        [&](const Call &) {
+            write(dataType, "dataType", static_cast<aclDataType>(need<Tensor>(tensor, "tensor")->dtype));
+        },
+        nn_runtime);
+}
+
+FUSION_C aclnnStatus aclGetIntArraySize(const aclIntArray *array, std::uint64_t *size) {
+    return count<IntArray>("aclGetIntArraySize", FUSION_CALLER, array, "array", size,
+                           [](const auto &of) { return of.values.size(); });
+}
+
+FUSION_C aclnnStatus aclGetFloatArraySize(const aclFloatArray *array, std::uint64_t *size) {
+    return count<FloatArray>("aclGetFloatArraySize", FUSION_CALLER, array, "array", size,
+                             [](const auto &of) { return of.values.size(); });
+}
+
+FUSION_C aclnnStatus aclGetBoolArraySize(const aclBoolArray *array, std::uint64_t *size) {
+    return count<BoolArray>("aclGetBoolArraySize", FUSION_CALLER, array, "array", size,
+                            [](const auto &of) { return of.values.size(); });
+}
+
+FUSION_C aclnnStatus aclGetTensorListSize(const aclTensorList *tensorList, std::uint64_t *size) {
+    return count<TensorList>("aclGetTensorListSize", FUSION_CALLER, tensorList, "tensorList", size,
+                             [](const auto &of) { return of.tensors.size(); });
+}
+
+FUSION_C aclnnStatus aclGetScalarListSize(const aclScalarList *scalarList, std::uint64_t *size) {
+    return count<ScalarList>("aclGetScalarListSize", FUSION_CALLER, scalarList, "scalarList", size,
+                             [](const auto &of) { return of.scalars.size(); });
+}
+
+// The runtime of operators has nothing to begin or to end beyond aclInit() and aclFinalize().
+FUSION_C aclnnStatus aclnnInit(const char * /*configPath*/) { return success; }
+FUSION_C aclnnStatus aclnnFinalize() { return success; }
+
 }  // namespace fusion::capi
