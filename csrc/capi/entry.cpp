@@ -221,9 +221,8 @@ std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
     const auto found = std::static_pointer_cast<Planned>(look_up(handle, Kind::executor));
     const std::string expected = std::string("executor: expected one of ") + op.name + "GetWorkspaceSize, got ";
     if (!found) {
-        const std::string got = wrong(handle);
-        const bool ended = got.rfind("an aclOpExecutor", 0) == 0;
-        throw Refusal(handle == nullptr ? nn_null : ended ? nn_runtime : nn_invalid, expected + got);
+        const bool has_ended = ended(handle, Kind::executor);
+        throw Refusal(!handle ? nn_null : has_ended ? nn_runtime : nn_invalid, expected + wrong(handle));
     }
     if (found->op != &op) throw Refusal(nn_invalid, expected + "one of " + found->operation + "GetWorkspaceSize");
     return found;

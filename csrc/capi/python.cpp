@@ -49,6 +49,7 @@ Python functions_of(void *library) {
     FUSION_TAKE(PyList_New);
     FUSION_TAKE(PyList_SetItem);
     FUSION_TAKE(PyLong_FromLongLong);
+    FUSION_TAKE(PyLong_FromUnsignedLongLong);
     FUSION_TAKE(PyBool_FromLong);
     FUSION_TAKE(PyFloat_FromDouble);
     FUSION_TAKE(PyBytes_FromStringAndSize);
@@ -113,7 +114,7 @@ Entry import_entry(const Python &py) {
     const Reference module(py, py.PyImport_ImportModule("fusion_attention.capi.entry"));
     if (!module.get()) throw Refusal(nn_runtime, "Python: fusion_attention cannot be imported: " + exception_text(py));
     return {py.PyObject_GetAttrString(module.get(), "plan"), py.PyObject_GetAttrString(module.get(), "run"),
-            py.PyObject_GetAttrString(module.get(), "memory")};
+            py.PyObject_GetAttrString(module.get(), "DeviceMemory")};
 }
 
 }  // namespace

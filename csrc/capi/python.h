@@ -33,6 +33,7 @@ struct Python {
     PyObject *(*PyList_New)(std::ptrdiff_t size);
     int (*PyList_SetItem)(PyObject *list, std::ptrdiff_t at, PyObject *item);
     PyObject *(*PyLong_FromLongLong)(long long value);
+    PyObject *(*PyLong_FromUnsignedLongLong)(unsigned long long value);
     PyObject *(*PyBool_FromLong)(long value);
     PyObject *(*PyFloat_FromDouble)(double value);
     PyObject *(*PyBytes_FromStringAndSize)(const char *bytes, std::ptrdiff_t size);

@@ -20,10 +20,10 @@ int main(void) {
     const double scale = 1 / sqrt(DIM);
     const size_t cached = (size_t)PAGES * PAGE * KEY_HEADS * DIM, width = (size_t)HEADS * DIM;
     float *k = drawn(cached, 2), *v = drawn(cached, 3);
-    const Buffer K = rounded(k, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS *DIM));
-    const Buffer V = rounded(v, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS *DIM));
+    const Buffer K = rounded(k, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS * DIM));
+    const Buffer V = rounded(v, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS * DIM));
     const Buffer BLOCKS = buffer(TABLE, ACL_INT32, SIZES(ITEMS, 3));
-    const Buffer OUT = buffer(NULL, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS *DIM));
+    const Buffer OUT = buffer(NULL, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS * DIM));
     const aclTensor *key_list[] = {K.tensor}, *value_list[] = {V.tensor};
     aclTensorList *keys = aclCreateTensorList(key_list, 1), *values = aclCreateTensorList(value_list, 1);
     float *key_rows = floats(3 * PAGE * KEY_HEADS * DIM), *value_rows = floats(3 * PAGE * KEY_HEADS * DIM);
@@ -34,15 +34,15 @@ int main(void) {
         int64_t lengths[ITEMS];
         for (int b = 0; b < ITEMS; b++) lengths[b] = FILLED[b] + step + 1;
         float *q = drawn(ITEMS * width, 10 + (uint64_t)step);
-        const Buffer Q = rounded(q, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS *DIM));
+        const Buffer Q = rounded(q, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS * DIM));
         aclIntArray *tokens = aclCreateIntArray(lengths, ITEMS);
 
         char layout[] = "BSH";
         uint64_t size = 0;
         aclOpExecutor *executor = NULL;
-        CHECK(aclnnIncreFlashAttentionV4GetWorkspaceSize(
-            Q.tensor, keys, values, NULL, NULL, tokens, NULL, NULL, NULL, NULL, NULL, NULL, NULL, BLOCKS.tensor, NULL,
-            HEADS, scale, layout, KEY_HEADS, PAGE, 1, OUT.tensor, &size, &executor));
+        CHECK(aclnnIncreFlashAttentionV4GetWorkspaceSize(Q.tensor, keys, values, NULL, NULL, tokens, NULL, NULL, NULL,
+                                                         NULL, NULL, NULL, NULL, BLOCKS.tensor, NULL, HEADS, scale,
+                                                         layout, KEY_HEADS, PAGE, 1, OUT.tensor, &size, &executor));
         run(aclnnIncreFlashAttentionV4, size, executor, stream);
 
         for (int b = 0; b < ITEMS; b++) {

@@ -1,5 +1,5 @@
-/* Inference: FusedInferAttentionScoreV4, a causal prompt with the log of its sums, in float16. Planned once: the executor
- * is made repeatable, and runs again with another query behind the same tensor. */
+/* Inference: FusedInferAttentionScoreV4, a causal prompt with the log of its sums, in float16. Planned once: the
+ * executor is made repeatable, and runs again with another query behind the same tensor. */
 #include "aclnnop/aclnn_fused_infer_attention_score_v4.h"
 #include "attention.h"
 

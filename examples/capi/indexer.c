@@ -1,5 +1,5 @@
-/* The indexer: LightningIndexer scores keys by ReLU-weighted heads and gives every row its 16 best, in float16.
- * Whether these are the best is asked of the formula's scores: float16 may order two that are nearly equal either way. */
+/* The indexer: LightningIndexer scores keys by ReLU-weighted heads and gives every row its 16 best, in float16. Whether
+ * these are the best is asked of the formula's scores: float16 may order two that are nearly equal either way. */
 #include "aclnnop/aclnn_lightning_indexer.h"
 #include "program.h"
 

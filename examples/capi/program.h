@@ -76,17 +76,16 @@ static inline Buffer buffer(const void *host, aclDataType type, int dims, const 
     for (int i = 0; i < dims; i++) made.count *= (size_t)sizes[i];
     const size_t bytes = made.count * aclDataTypeSize(type);
     CHECK(aclrtMalloc(&made.address, bytes ? bytes : 1, ACL_MEM_MALLOC_HUGE_FIRST));
-    if (host)
-        CHECK(aclrtMemcpy(made.address, bytes, host, bytes, ACL_MEMCPY_HOST_TO_DEVICE));
-    else
-        CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN: what no one writes does not compare equal */
-    made.tensor = aclCreateTensor(sizes, (uint64_t)dims, type, NULL, 0, ACL_FORMAT_ND, sizes, (uint64_t)dims,
-                                  made.address);
+    if (host) CHECK(aclrtMemcpy(made.address, bytes, host, bytes, ACL_MEMCPY_HOST_TO_DEVICE));
+    else CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN: what no one writes does not compare equal */
+    made.tensor =
+        aclCreateTensor(sizes, (uint64_t)dims, type, NULL, 0, ACL_FORMAT_ND, sizes, (uint64_t)dims, made.address);
     if (!made.tensor) check(1, "aclCreateTensor");
     return made;
 }
 
-#define SIZES(...) (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]){__VA_ARGS__}
+#define SIZES(...) \
+    (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
 
 /* Floats as a tensor of another type. They are rounded in place too: formulas read what the tensor holds. */
 static inline Buffer rounded(float *values, aclDataType type, int dims, const int64_t *sizes) {
@@ -147,8 +146,9 @@ static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor,
     if (workspace) CHECK(aclrtFree(workspace));
 }
 
-/* How far numbers are from the formula's, as a share of them; what the type rounds to is what may be. 1: too far. */
-static inline int differs(const char *name, Buffer got, const double *wanted) {
+/* How far numbers are from the formula's, as a share of their size: what the type rounds to is what may be.
+ * size: of the terms that numbers are sums of, where these cancel; 0: of the numbers themselves. 1: too far. */
+static inline int differs_by(const char *name, Buffer got, const double *wanted, double size) {
     const double unit = got.type == ACL_FLOAT ? FLT_EPSILON : got.type == ACL_BF16 ? 1.0 / 128 : 1.0 / 1024;
     float *values = contents(got);
     double error = 0, total = 0;
@@ -157,10 +157,14 @@ static inline int differs(const char *name, Buffer got, const double *wanted) {
         total += wanted[i] * wanted[i];
     }
     free(values);
-    const double share = sqrt(error / total);
+    const double share = sqrt(error) / (size > 0 ? size : sqrt(total));
     const int far = !(share <= 4 * unit); /* also where it is not a number */
     printf("%-14s %zu numbers, %.1e from the formula%s\n", name, got.count, share, far ? ": WRONG" : "");
     return far;
+}
+
+static inline int differs(const char *name, Buffer got, const double *wanted) {
+    return differs_by(name, got, wanted, 0);
 }
 
 #endif

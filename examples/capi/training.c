@@ -25,14 +25,14 @@ int main(void) {
     char layout[] = "BSND";
     uint64_t size = 0;
     aclOpExecutor *executor = NULL;
-    CHECK(aclnnFlashAttentionScoreV2GetWorkspaceSize(
-        Q.tensor, K.tensor, V.tensor, NULL, NULL, NULL, MASK.tensor, NULL, NULL, NULL, head.scale, 1.0, NO_LIMIT,
-        NO_LIMIT, HEADS, layout, 0, 2, 1, MAX.tensor, SUM.tensor, NULL, OUT.tensor, &size, &executor));
+    CHECK(aclnnFlashAttentionScoreV2GetWorkspaceSize(Q.tensor, K.tensor, V.tensor, NULL, NULL, NULL, MASK.tensor, NULL,
+                                                     NULL, NULL, head.scale, 1.0, NO_LIMIT, NO_LIMIT, HEADS, layout, 0,
+                                                     2, 1, MAX.tensor, SUM.tensor, NULL, OUT.tensor, &size, &executor));
     run(aclnnFlashAttentionScoreV2, size, executor, stream);
     CHECK(aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
         Q.tensor, K.tensor, V.tensor, DY.tensor, NULL, NULL, NULL, MASK.tensor, MAX.tensor, SUM.tensor, NULL,
-        OUT.tensor, NULL, NULL, NULL, head.scale, 1.0, NO_LIMIT, NO_LIMIT, HEADS, layout, 0, 2, 1, DQ.tensor,
-        DK.tensor, DV.tensor, NULL, &size, &executor));
+        OUT.tensor, NULL, NULL, NULL, head.scale, 1.0, NO_LIMIT, NO_LIMIT, HEADS, layout, 0, 2, 1, DQ.tensor, DK.tensor,
+        DV.tensor, NULL, &size, &executor));
     run(aclnnFlashAttentionScoreGradV2, size, executor, stream);
 
     double *out = doubles(queries), *dq = doubles(queries), *dk = doubles(keys), *dv = doubles(keys);

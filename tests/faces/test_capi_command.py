@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def test_missing_libraries_are_named(built: Path) -> None:
     assert "libnnopbase.so: not in" in text
     assert "libopapi" not in text
     assert invoke("--cflags")[0] == 0
+
+
+def test_everything_as_json(built: Path) -> None:
+    (built / "libopapi.so").unlink()
+    code, text = invoke("--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["missing"] == [str(built / "libopapi.so")]
+    assert found["lib_dir"] == str(built)
+    assert found["libs"] in text
 
 
 def test_nothing_asked_is_said() -> None:

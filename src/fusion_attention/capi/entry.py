@@ -19,7 +19,10 @@ from fusion_attention import acl, aclnn
 from fusion_attention.acl.jobs import Options, handles
 from fusion_attention.acl.state import Memory, Refusal
 from fusion_attention.acl.tensors import ACL_DTYPES, TORCH_DTYPES
+from fusion_attention.capi.device import DeviceMemory
 from fusion_attention.contract import INVALID
+
+__all__ = ["DeviceMemory", "plan", "run"]
 
 # Whether memory is the program's the library asks, at every call.
 _MEMORY = Memory(torch.zeros(0, dtype=torch.uint8), host=False)

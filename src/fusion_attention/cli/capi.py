@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from fusion_attention.cli.output import refuse
+from fusion_attention.cli.output import refuse, show_json
 
 DEFINITIONS = "operators.inc"
 
@@ -22,6 +22,7 @@ def capi(
     lib_dir: bool = typer.Option(False, "--lib-dir", help="The folder of libascendcl.so and its two neighbours."),
     cmake_dir: bool = typer.Option(False, "--cmake-dir", help="For CMAKE_PREFIX_PATH: find_package(fusion_attention)."),
     pkg_config_dir: bool = typer.Option(False, "--pkg-config-dir", help="For PKG_CONFIG_PATH: fusion_attention.pc."),
+    as_json: bool = typer.Option(False, "--json", help="All of these as JSON, and which libraries are missing."),
     write: Path | None = typer.Option(
         None, metavar="DIR", file_okay=False, hidden=True, help="Write the operators' headers into this folder."
     ),
@@ -47,15 +48,21 @@ def capi(
     if libs and places.missing():
         lacks = ", ".join(path.name for path in places.missing())
         refuse("capi", f"{lacks}: not in {places.LIBRARY}; wheels for Linux have them: pip install fusion-attention")
-    asked = {
-        str(places.ROOT): prefix,
-        str(places.INCLUDE): include_dir,
-        str(places.LIBRARY): lib_dir,
-        str(places.CMAKE): cmake_dir,
-        str(places.PKG_CONFIG): pkg_config_dir,
+    found = {
+        "prefix": str(places.ROOT),
+        "include_dir": str(places.INCLUDE),
+        "lib_dir": str(places.LIBRARY),
+        "cmake_dir": str(places.CMAKE),
+        "pkg_config_dir": str(places.PKG_CONFIG),
     }
-    flags = [text for text, wanted in ((places.cflags(), cflags), (places.libs(), libs)) if wanted]
-    lines = [line for line, wanted in asked.items() if wanted] + [" ".join(flags)] * bool(flags)
+    if as_json:
+        flags = {"cflags": places.cflags(), "libs": places.libs(), "missing": places.missing()}
+        show_json({**found, **flags})
+        return
+    wanted = (prefix, include_dir, lib_dir, cmake_dir, pkg_config_dir)
+    lines = [line for line, one in zip(found.values(), wanted, strict=True) if one]
+    flags_line = " ".join([places.cflags()] * cflags + [places.libs()] * libs)
+    lines += [flags_line] * bool(flags_line)
     if not lines:
         refuse("capi", "say what to print: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")
     typer.echo("\n".join(lines))

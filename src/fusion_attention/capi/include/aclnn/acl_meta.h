@@ -86,8 +86,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclSetDynamicOutputTensorAddr(aclOpExecutor *exe
                                                               const size_t relativeIndex, aclTensorList *tensors,
                                                               void *addr);
 ACL_FUNC_VISIBILITY aclnnStatus aclSetDynamicTensorAddr(aclOpExecutor *executor, size_t irIndex,
-                                                        const size_t relativeIndex, aclTensorList *tensors,
-                                                        void *addr);
+                                                        const size_t relativeIndex, aclTensorList *tensors, void *addr);
 /* The same under the names of older programs. */
 ACL_FUNC_VISIBILITY aclnnStatus AclSetInputTensorAddr(aclOpExecutor *executor, const size_t index, aclTensor *tensor,
                                                       void *addr);
@@ -102,8 +101,7 @@ ACL_FUNC_VISIBILITY aclnnStatus AclSetDynamicOutputTensorAddr(aclOpExecutor *exe
                                                               const size_t relativeIndex, aclTensorList *tensors,
                                                               void *addr);
 ACL_FUNC_VISIBILITY aclnnStatus AclSetDynamicTensorAddr(aclOpExecutor *executor, size_t irIndex,
-                                                        const size_t relativeIndex, aclTensorList *tensors,
-                                                        void *addr);
+                                                        const size_t relativeIndex, aclTensorList *tensors, void *addr);
 
 #ifdef __cplusplus
 }
