@@ -35,13 +35,14 @@ std::string place_of(const void *caller) {
 
 }  // namespace
 
-std::string text_of(const Place &place) {
-    if (place.number == 0) return "";
-    const std::string at = place_of(place.caller);
-    return std::string(place.name) + ", call " + std::to_string(place.number) + (at.empty() ? "" : ", " + at);
+std::string in_brackets(const CallSite &site) {
+    if (site.number == 0) return "";
+    const std::string at = place_of(site.caller);
+    return " (" + site.name + ", call " + std::to_string(site.number) + (at.empty() ? "" : ", " + at) + ")";
 }
 
-Call::Call(const char *name, const void *caller) noexcept : Place{name, checked() ? next_call() : 0, caller} {}
+Call::Call(const char *name, const void *caller) noexcept
+    : name(name), caller(caller), number(checked() ? next_call() : 0) {}
 
 int Call::fail(int code, const std::string &text) const noexcept {
     const std::string whole = std::string(name) + ": " + text;

@@ -53,21 +53,25 @@ public:
 };
 
 // Where a program called, as far as the checked mode remembers it: number 0 otherwise.
-struct Place {
-    const char *name = nullptr;
+struct CallSite {
+    std::string name;
     std::uint64_t number = 0;
     const void *caller = nullptr;
 };
 
-// "aclrtMalloc, call 3, program+0x1a2b in main"; "" where calls were not counted.
-FUSION_SHARED std::string text_of(const Place &place);
-// The same in brackets, behind a space.
-inline std::string in_brackets(const Place &place) { return place.number == 0 ? "" : " (" + text_of(place) + ")"; }
+// " (aclrtMalloc, call 3, program+0x1a2b in main)"; "" where calls were not counted.
+FUSION_SHARED std::string in_brackets(const CallSite &site);
 
 // One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
-struct FUSION_SHARED Call : Place {
+struct FUSION_SHARED Call {
     Call(const char *name, const void *caller) noexcept;
 
+    const char *name;
+    const void *caller;
+    std::uint64_t number;
+
+    // What outlives the call.
+    CallSite site() const { return number == 0 ? CallSite{} : CallSite{name, number, caller}; }
     // The call fails: keeps "name: text" as this thread's recent message; in the checked mode also a line on stderr.
     int fail(int code, const std::string &text) const noexcept;
     // The call does what the chip would do, but the program is wrong: as fail(), where the mode is checked.

@@ -77,7 +77,7 @@ void trace_copy(const End &source, const End &target, std::size_t count, const C
     if (target.on_device() && !source.on_device()) {
         compare_with_traces("src", target, count, call);
         const std::lock_guard<std::mutex> lock(target.memory->mutex);
-        target.memory->traces.push_back({target.first, target.first + count, -1, call});
+        target.memory->traces.push_back({target.first, target.first + count, -1, call.site()});
     }
     if (source.on_device() && !target.on_device()) compare_with_traces("dst", source, count, call);
 }
@@ -158,7 +158,7 @@ void set(const Call &call, void *address, std::size_t room, int value, std::size
     }
     if (call.number == 0 || end.memory == nullptr) return;
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
-    end.memory->traces.push_back({end.first, end.first + count, -1, call});
+    end.memory->traces.push_back({end.first, end.first + count, -1, call.site()});
 }
 
 void need_stream(const void *stream) {

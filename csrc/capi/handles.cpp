@@ -42,7 +42,7 @@ bool is_of(Handle handle, Kind kind) {
 }  // namespace
 
 Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept {
-    object->made = call;
+    object->made = call.site();
     Registry &all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
     std::uintptr_t handle = 0;

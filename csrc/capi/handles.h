@@ -33,7 +33,7 @@ enum class Kind : std::uint8_t {
 
 struct Object {
     virtual ~Object() = default;
-    Place made;
+    CallSite made;
 };
 
 using Handle = const void *;

@@ -110,7 +110,7 @@ std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool 
     }
     auto made = std::make_shared<Allocation>(address, asked, granted, host);
     made->functions = functions;
-    made->made = call;
+    made->made = call.site();
     Memory &all = memory();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.live[made->address] = made;
@@ -137,7 +137,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
     found->alive = false;
     if (call.number == 0 || found->functions != nullptr) return;
     // Nobody gets these addresses again for a while: a late use is found, not mistaken for another allocation's.
-    found->freed = call;
+    found->freed = call.site();
     madvise(found->address, found->granted, MADV_DONTNEED);
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.freed.push_back(found);

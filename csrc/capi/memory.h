@@ -35,7 +35,7 @@ inline constexpr const char *device_functions_of = "fusion_attention_device_func
 struct Trace {
     std::size_t begin, end;  // bytes
     int dtype;               // of a tensor that was laid there; -1: the host's data were copied there
-    Place made;
+    CallSite made;
 };
 
 struct Allocation {
@@ -52,7 +52,7 @@ struct Allocation {
     std::atomic<bool> alive = true;  // not freed; whoever still holds this may read the memory
     const DeviceFunctions *functions = nullptr;
 
-    Place made, freed;
+    CallSite made, freed;
     std::mutex mutex;  // of traces
     std::vector<Trace> traces;
 };

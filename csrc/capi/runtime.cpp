@@ -54,7 +54,7 @@ std::shared_ptr<const Settings> settings() noexcept {
     return own.settings;
 }
 
-void Leaks::add(const std::string &what, const Place &made) {
+void Leaks::add(const std::string &what, const CallSite &made) {
     for (Leak &leak : found_) {
         if (leak.first.caller == made.caller && leak.what == what) {
             if (made.number < leak.first.number) leak.first = made;

@@ -67,13 +67,13 @@ void close_contexts() noexcept;
 // place in the program.
 class Leaks {
 public:
-    void add(const std::string &what, const Place &made);
+    void add(const std::string &what, const CallSite &made);
     void report(const Call &call) const;
 
 private:
     struct Leak {
         std::string what;
-        Place first;
+        CallSite first;
         std::size_t count;
     };
     std::vector<Leak> found_;

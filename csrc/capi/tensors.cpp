@@ -111,7 +111,7 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
         }
         break;
     }
-    memory.traces.push_back({first, stop, tensor.dtype, call});
+    memory.traces.push_back({first, stop, tensor.dtype, call.site()});
 }
 
 // Lays a tensor over memory; refused where no allocation holds it.

@@ -27,8 +27,8 @@ FAR = 1 << 62
 FLOAT, FLOAT16, INT32, BF16 = 0, 1, 3, 27
 TO_DEVICE, TO_HOST, ON_DEVICE, BY_ADDRESS = 1, 2, 3, 4
 # docs/two_phase.md's table, and those that only C has: files and events.
-CODES = {0, 100000, 100001, 100002, 100003, 100005, 100006, 100008, 100037, 107000, 107001, 107002, 107006, 107007, 107017,
-         161001, 161002, 207001, 207002, 207004, 361001, 561103}  # fmt: skip
+CODES = {0, 100000, 100001, 100002, 100003, 100005, 100006, 100008, 100037, 107000, 107001, 107002, 107006, 107007,
+         107017, 161001, 161002, 207001, 207002, 207004, 361001, 561103}  # fmt: skip
 
 
 @pytest.fixture
@@ -66,10 +66,9 @@ def exported(name: str) -> set[str]:
     reader = shutil.which("nm")
     if reader is None:
         pytest.fail("nm, of binutils, is missing")
-    table = subprocess.run(
-        [reader, "-D", "--defined-only", LIBRARY / f"lib{name}.so"], capture_output=True, text=True, check=True
-    )
-    return {line.split()[-1] for line in table.stdout.splitlines()}
+    command = [reader, "-D", "--defined-only", str(LIBRARY / f"lib{name}.so")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {line.split()[-1] for line in table.splitlines()}
 
 
 def test_headers_declare_what_the_libraries_export() -> None:
@@ -120,7 +119,7 @@ def test_a_process_that_never_began_cannot_end() -> None:
     assert done.stdout == "100001\n"
 
 
-@pytest.mark.parametrize("text, code, says", [
+@pytest.mark.parametrize(("text", "code", "says"), [
     ("{}", 0, None),
     ('{"profiler": {"switch": "on"}, "x": [1, -2.5e3, null, "\\u00e9\\n"], "fusion_attention": {"checked": false}}', 0, None),
     ("", 100006, "expected a value, got the end of the file"),
@@ -243,7 +242,7 @@ def test_events_measure(acl: Runtime) -> None:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-@pytest.mark.parametrize("policy, grain", [(0, 2 * MIB), (1, 2 * MIB), (2, 4096), (3, 2 * MIB), (5, 4096)])
+@pytest.mark.parametrize(("policy", "grain"), [(0, 2 * MIB), (1, 2 * MIB), (2, 4096), (3, 2 * MIB), (5, 4096)])
 def test_memory_comes_in_the_chips_pages(acl: Runtime, policy: int, grain: int) -> None:
     """Programs copy and lay tensors over more than they asked for; on the chip the page has it."""
     address, data = acl.malloc(100, policy), np.zeros(2 * grain, np.uint8)
