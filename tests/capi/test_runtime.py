@@ -1,7 +1,4 @@
-"""The C runtime: memory, streams, handles and what goes wrong with them, called as C programs call it.
-
-Without Python in the libraries: nothing here reaches an operator.
-"""
+"""The C runtime: its configuration, devices, streams, memory; called as C programs call it, without an operator."""
 
 from __future__ import annotations
 
@@ -11,55 +8,18 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.c_runtime import HEADERS, LIBRARIES, Parameter, Runtime, functions, numbers
+from support.c_runtime import BY_ADDRESS, FAR, LIBRARIES, MIB, ON_DEVICE, TO_DEVICE, TO_HOST, Runtime, copied, functions
 
 from fusion_attention.capi.environment import LIBRARY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the C libraries are built for Linux")
-MIB = 1 << 20
-FAR = 1 << 62
-FLOAT, FLOAT16, INT32, BF16 = 0, 1, 3, 27
-TO_DEVICE, TO_HOST, ON_DEVICE, BY_ADDRESS = 1, 2, 3, 4
-# docs/two_phase.md's table, and those that only C has: files and events.
-CODES = {0, 100000, 100001, 100002, 100003, 100005, 100006, 100008, 100037, 107000, 107001, 107002, 107006, 107007,
-         107017, 161001, 161002, 207001, 207002, 207004, 361001, 561103}  # fmt: skip
 
-
-@pytest.fixture
-def library() -> Iterator[Runtime]:
-    """Before aclInit(); whatever a test leaves running ends with it."""
-    found = Runtime()
-    yield found
-    found.aclFinalize()
-    found.message()
-
-
-@pytest.fixture
-def acl(library: Runtime) -> Iterator[Runtime]:
-    yield from library.started()
-
-
-@pytest.fixture
-def checked(library: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Runtime]:
-    config = tmp_path / "acl.json"
-    config.write_text('{"dump": {"dump_list": []}, "fusion_attention": {"checked": true}}')
-    yield from library.started(config)
-
-
-def copied(acl: Runtime, data: np.ndarray, size: int | None = None) -> int:
-    """Device memory with an array's bytes."""
-    address = acl.malloc(data.nbytes if size is None else size)
-    assert acl.aclrtMemcpy(address, data.nbytes, data.ctypes.data, data.nbytes, TO_DEVICE) == 0, acl.message()
-    return address
-
-
-# ------------------------------------------------------------------------------------------- what the libraries are
+# ----------------------------------------------------------------------------------------------- what the libraries are
 
 
 def exported(name: str) -> set[str]:
@@ -99,7 +59,12 @@ def test_libraries_need_no_python_no_torch_and_no_new_glibc() -> None:
         assert "NODELETE" in text
 
 
-# ------------------------------------------------------------------------------------------------- begin and end
+def test_headers_are_all_read() -> None:
+    assert len(HEADERS) == 5
+    assert len(functions()) > 90
+
+
+# -------------------------------------------------------------------------------------------------------- begin and end
 
 
 def test_a_runtime_begins_once_and_ends_once(library: Runtime) -> None:
@@ -121,7 +86,7 @@ def test_a_process_that_never_began_cannot_end() -> None:
 
 @pytest.mark.parametrize(("text", "code", "says"), [
     ("{}", 0, None),
-    ('{"profiler": {"switch": "on"}, "x": [1, -2.5e3, null, "\\u00e9\\n"], "fusion_attention": {"checked": false}}', 0, None),
+    ('{"profiler": {"x": "on"}, "y": [1, -2.5e3, null, "\\u00e9\\n"], "fusion_attention": {"checked": false}}', 0, None),
     ("", 100006, "expected a value, got the end of the file"),
     ("[]", 100006, "expected {...}"),
     ('{"a": 1', 100006, "line 1: expected ',' or '}', got the end of the file"),
@@ -162,7 +127,7 @@ def test_the_environment_wins_over_the_file(library: Runtime, tmp_path: Path, mo
     assert library.message() == "aclInit: FUSION_ATTENTION_DEVICE: expected cpu, cuda or cuda:<number>, got 'tpu'"
 
 
-# -------------------------------------------------------------------------------------------------- devices, streams
+# ----------------------------------------------------------------------------------------------------- devices, streams
 
 
 def test_devices_and_contexts(acl: Runtime) -> None:
@@ -239,7 +204,7 @@ def test_events_measure(acl: Runtime) -> None:
     assert acl.aclrtDestroyEvent(second) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize(("policy", "grain"), [(0, 2 * MIB), (1, 2 * MIB), (2, 4096), (3, 2 * MIB), (5, 4096)])
@@ -345,236 +310,6 @@ def test_more_than_there_is(acl: Runtime) -> None:
     assert free.value == before.value <= total.value
 
 
-# ----------------------------------------------------------------------------------------------------------- handles
-
-
-def test_tensors_say_what_they_are(acl: Runtime) -> None:
-    data = acl.malloc(4096)
-    tensor = acl.tensor((2, 3, 4), BF16, data, strides=(24, 8, 2), offset=5, storage=(60,))
-    assert tensor is not None
-    assert tensor % 256 == 0
-    for name, expected in (
-        ("aclGetViewShape", [2, 3, 4]),
-        ("aclGetViewStrides", [24, 8, 2]),
-        ("aclGetStorageShape", [60]),
-    ):
-        values, count = ctypes.c_void_p(), ctypes.c_uint64()
-        assert getattr(acl, name)(tensor, ctypes.byref(values), ctypes.byref(count)) == 0
-        assert list((ctypes.c_int64 * count.value).from_address(values.value or 0)) == expected
-    number, wide, place = ctypes.c_int(), ctypes.c_int64(), ctypes.c_void_p()
-    assert acl.aclGetDataType(tensor, ctypes.byref(number)) == 0
-    assert number.value == BF16
-    assert acl.aclGetFormat(tensor, ctypes.byref(number)) == 0
-    assert number.value == 2
-    assert acl.aclGetViewOffset(tensor, ctypes.byref(wide)) == 0
-    assert wide.value == 5
-    assert acl.aclSetRawTensorAddr(tensor, data + 64) == 0
-    assert acl.aclGetRawTensorAddr(tensor, ctypes.byref(place)) == 0
-    assert place.value == data + 64
-    assert acl.aclSetRawTensorAddr(tensor, data + 2 * MIB - 2) == 161002
-    assert acl.aclGetRawTensorAddr(tensor, ctypes.byref(place)) == 0
-    assert place.value == data + 64  # as before
-    assert acl.aclDestroyTensor(tensor) == 0
-
-
-def test_tensors_that_cannot_be(acl: Runtime) -> None:
-    data, host = acl.malloc(100), np.zeros(100, np.uint8)
-    more: dict[str, Any]
-    for shape, dtype, address, more, text in (
-        ((-1,), FLOAT, data, {}, "viewDims: expected no negative number, got -1"),
-        ((4,), FLOAT, data, {"strides": (-1,)}, "stride: expected no negative number"),
-        ((4,), FLOAT, data, {"offset": -1}, "offset: expected no negative number"),
-        ((4,), 5, data, {}, "dataType: expected an aclDataType"),
-        ((4,), 13, data, {}, "dataType: expected an aclDataType"),
-        ((4,), FLOAT, data, {"format": 99}, "format: expected an aclFormat, got 99"),
-        ((1,) * 26, FLOAT, data, {}, "viewDims: expected at most 25 dimensions"),
-        ((4,), FLOAT, data, {"storage": (3,)}, "viewDims: the view ends at element 4 of a storage of 3"),
-        ((4,), FLOAT, data, {"storage": (FAR, FAR)}, "storageDims: expected fewer elements"),
-        ((FAR, FAR), FLOAT, data, {"storage": ()}, "viewDims: expected fewer elements"),
-        ((FAR,), FLOAT, data, {"storage": ()}, "viewDims: expected fewer bytes"),
-        ((2,), FLOAT, data, {"strides": (FAR,), "storage": ()}, "viewDims: expected fewer bytes"),
-        ((2,), FLOAT, data, {"offset": (1 << 63) - 1, "storage": ()}, "offset: expected fewer elements"),
-        ((MIB,), FLOAT, data, {}, "tensorData: the view ends at byte 4194304 of an allocation of 100 bytes"),
-        ((4,), FLOAT, data + 1, {}, "tensorData: expected memory aligned to 4 bytes"),
-        ((4,), FLOAT, host.ctypes.data, {}, "tensorData: expected memory of aclrtMalloc()"),
-        ((4,), FLOAT, 8, {}, "tensorData: expected memory of aclrtMalloc()"),
-    ):
-        assert acl.tensor(shape, dtype, address, **more) is None, text
-        message = acl.message() or ""
-        assert message.startswith(f"aclCreateTensor: {text}"), message
-    assert acl.aclCreateTensor(None, 2, FLOAT, None, 0, 2, None, 0, data) is None
-    assert acl.aclCreateTensor(None, FAR, FLOAT, None, 0, 2, None, 0, data) is None
-    assert acl.aclCreateTensor(numbers((2,)), 1, FLOAT, None, 0, 2, None, FAR, data) is None
-    scalar = acl.aclCreateTensor(None, 0, FLOAT, None, 0, 2, None, 0, data)
-    assert scalar is not None
-    assert acl.aclDestroyTensor(scalar) == 0
-    # Phase 1 may do without an address: aclSetInputTensorAddr() brings it.
-    later = acl.tensor((4,), FLOAT, None)
-    assert later is not None
-    assert acl.aclDestroyTensor(later) == 0
-
-
-def test_lists_own_their_tensors(acl: Runtime) -> None:
-    data = acl.malloc(64)
-    tensors = [acl.tensor((4,), FLOAT, data) for _ in range(3)]
-    kept = acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3)
-    size = ctypes.c_uint64()
-    assert acl.aclGetTensorListSize(kept, ctypes.byref(size)) == 0
-    assert size.value == 3
-    # As in a program of an operator's page: one ends before its list does.
-    assert acl.aclDestroyTensor(tensors[1]) == 0
-    assert acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3) is None
-    assert acl.message() == "aclCreateTensorList: value[1]: expected an aclTensor, got an aclTensor that was destroyed"
-    assert acl.aclDestroyTensorList(kept) == 0
-    assert [acl.aclDestroyTensor(tensor) for tensor in tensors] == [161002] * 3
-
-
-def test_arrays_are_copies(acl: Runtime) -> None:
-    values, size = numbers((1, -2, 1 << 62)), ctypes.c_uint64()
-    array = acl.aclCreateIntArray(values, 3)
-    assert acl.aclGetIntArraySize(array, ctypes.byref(size)) == 0
-    assert size.value == 3
-    assert acl.aclDestroyIntArray(array) == 0
-    assert acl.aclDestroyIntArray(array) == 161002
-    for name in ("Int", "Float", "Bool"):
-        create = getattr(acl, f"aclCreate{name}Array")
-        assert create(None, 1) is None
-        assert create(values, FAR) is None
-        empty = create(None, 0)
-        assert empty is not None
-        assert getattr(acl, f"aclDestroy{name}Array")(empty) == 0
-    scalar = acl.aclCreateScalar(values, FLOAT)
-    assert acl.aclCreateScalar(None, FLOAT) is None
-    assert acl.aclCreateScalar(values, 13) is None
-    assert acl.aclDestroyScalar(scalar) == 0
-
-
-def test_handles_are_never_used_again(acl: Runtime) -> None:
-    seen = set()
-    for _ in range(2000):
-        array = acl.aclCreateIntArray(None, 0)
-        assert acl.aclDestroyIntArray(array) == 0
-        seen.add(array)
-    assert len(seen) == 2000
-    assert all(handle % 256 == 0 for handle in seen)
-
-
-# ------------------------------------------------------------------------------------------------ anything anywhere
-
-
-def one_of_each(acl: Runtime) -> dict[str, int]:
-    """A live handle of every kind that can be made without an operator."""
-    data = acl.malloc(64)
-    tensor, scalar = acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)
-    assert tensor is not None
-    assert scalar is not None
-    held = [acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)]
-    return {
-        "tensor": tensor, "scalar": scalar,
-        "tensor list": acl.aclCreateTensorList((ctypes.c_void_p * 1)(held[0]), 1),
-        "scalar list": acl.aclCreateScalarList((ctypes.c_void_p * 1)(held[1]), 1),
-        "int array": acl.aclCreateIntArray(None, 0), "float array": acl.aclCreateFloatArray(None, 0),
-        "bool array": acl.aclCreateBoolArray(None, 0), "context": acl.made("aclrtCreateContext", 0),
-        "stream": acl.made("aclrtCreateStream"), "event": acl.made("aclrtCreateEvent"),
-    }  # fmt: skip
-
-
-def ordinary(parameter: Parameter, room: Any) -> Any:
-    """A value that is no mistake by itself, so that only the hostile one next to it is."""
-    return ctypes.addressof(room) if parameter.is_pointer and not parameter.is_handle else 0
-
-
-NOT_FOR_ALL = {"aclInit", "aclFinalize", "aclGetRecentErrMsg", "aclrtGetSocName", "aclrtSetDevice", "aclrtResetDevice",
-               "aclnnInit"}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", sorted(set(functions()) - NOT_FOR_ALL))
-def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> None:
-    """Null, freed and wild addresses, ended handles, handles of every other kind, in every position; before and after."""
-    function = functions()[name]
-    room = (ctypes.c_uint64 * 32)()
-    for begun in (False, True):
-        gone: dict[str, int] = {}
-        alive: dict[str, int] = {}
-        if begun:
-            assert library.aclInit(None) == 0
-            assert library.aclrtSetDevice(0) == 0
-            alive = one_of_each(library)
-            gone = {"ended": library.aclCreateIntArray(None, 0), "stream": library.made("aclrtCreateStream")}
-            library.aclDestroyIntArray(gone["ended"])
-            library.aclrtDestroyStream(gone["stream"])
-        for i, parameter in enumerate(function.parameters):
-            hostile = [None, *gone.values()] if parameter.is_pointer else [-1, FAR]
-            if parameter.is_handle:
-                hostile += [1, 256, 1 << 40, 0xAC << 48, (0xAC << 48) + (1 << 43), (1 << 64) - 1, *alive.values()]
-            for value in hostile:
-                args = [ordinary(p, room) for p in function.parameters]
-                args[i] = value
-                library.aclGetRecentErrMsg()
-                answer = getattr(library, name)(*args)
-                if function.returns in ("aclError", "aclnnStatus"):
-                    assert answer in CODES, (parameter, value, answer)
-                    message = library.message()
-                    assert (message is None) == (answer == 0), (parameter, value, answer, message)
-                    assert answer == 0 or (message or "").startswith(name + ": "), message
-                elif parameter.is_handle and function.returns.endswith("*"):
-                    assert answer is None
-        if not function.parameters:
-            assert getattr(library, name)() in CODES
-        if begun:
-            assert library.aclFinalize() == 0
-    library.message()
-
-
-def test_the_runtime_is_needed(library: Runtime) -> None:
-    for name, function in functions().items():
-        of_runtime = name.startswith("aclrt") and function.returns == "aclError" and name != "aclrtGetVersion"
-        if of_runtime:
-            room = (ctypes.c_uint64 * 32)()
-            assert getattr(library, name)(*[ordinary(p, room) for p in function.parameters]) == 100001, name
-            assert library.message() == f"{name}: called before aclInit() or after aclFinalize()"
-            assert bytes(room) == bytes(256)
-
-
-def test_what_was_made_ends_with_the_runtime(library: Runtime) -> None:
-    assert library.aclInit(None) == 0
-    assert library.aclrtSetDevice(0) == 0
-    made, data = one_of_each(library), library.malloc(64)
-    assert library.aclFinalize() == 0
-    assert library.aclInit(None) == 0
-    assert library.aclrtSynchronizeStream(made["stream"]) == 107017
-    assert library.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0) == 107002
-    assert library.aclrtFree(data) == 207002
-    assert library.aclDestroyTensor(made["tensor"]) == 0  # handles of operators are the program's
-    assert library.aclFinalize() == 0
-
-
-def test_threads_share_the_runtime(acl: Runtime) -> None:
-    """Each copies through its own memory and through one that others move and destroy meanwhile."""
-    shared, wrong = [acl.tensor((4,), FLOAT, None)], []
-
-    def work(seed: int) -> None:
-        assert acl.aclrtSetDevice(seed % 8) == 0
-        data, back = np.random.default_rng(seed).integers(0, 256, 5000, np.uint8), np.zeros(5000, np.uint8)
-        for turn in range(100):
-            device = copied(acl, data)
-            tensor = acl.tensor((1250,), FLOAT, device)
-            acl.aclSetRawTensorAddr(shared[0], device)
-            if turn % 7 == seed % 7:
-                acl.aclDestroyTensor(shared[0])
-                shared[0] = acl.tensor((4,), FLOAT, None)
-            code = acl.aclrtMemcpy(back.ctypes.data, 5000, device, 5000, TO_HOST)
-            if code or not np.array_equal(back, data) or acl.aclDestroyTensor(tensor) or acl.aclrtFree(device):
-                wrong.append((seed, turn, code, acl.message()))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_float16_both_ways(library: Runtime) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     values = every.view(np.float16).astype(np.float32)
@@ -589,136 +324,3 @@ def test_float16_both_ways(library: Runtime) -> None:
     with np.errstate(over="ignore"):
         for value in np.concatenate([draws[~np.isnan(draws)], edges, near, near * np.float32(1e-5)]):
             assert library.aclFloatToFloat16(float(value)) == value.astype(np.float16).view(np.uint16), value
-
-
-# ------------------------------------------------------------------------------------------------------ checked mode
-
-
-def reported(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert all(line.startswith("fusion_attention: checked: ") for line in err.splitlines()), err
-    return err.splitlines()
-
-
-def test_off_nothing_is_reported(acl: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    address = acl.malloc(100)
-    assert acl.aclrtMemset(address, 200, 0, 200) == 0
-    assert acl.aclrtFree(address) == 0
-    assert acl.aclrtFree(address) == 207002
-    assert reported(capfd) == []
-
-
-def test_copies_beyond_what_was_asked_for(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    address, data = checked.malloc(100), np.zeros(3 * MIB, np.uint8)
-    assert checked.aclrtMemcpy(address, 128, data.ctypes.data, 128, TO_DEVICE) == 0  # as on the chip
-    assert "128 bytes asked of an allocation of 100 bytes" in (checked.message() or "")
-    (line,) = reported(capfd)
-    assert "aclrtMemcpy: dst: 128 bytes asked of an allocation of 100 bytes (aclrtMalloc, call " in line
-    assert re.search(r"\[call \d+, .*\+0x[0-9a-f]+", line)
-    assert checked.aclrtMemcpy(address, 3 * MIB, data.ctypes.data, 3 * MIB, TO_DEVICE) == 107000
-    (line,) = reported(capfd)
-    assert "(107000)" in line
-    assert checked.aclrtFree(address) == 0
-    checked.message()
-
-
-def test_uses_after_free(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    address, data = checked.malloc(64), np.zeros(64, np.uint8)
-    assert checked.aclrtFree(address) == 0
-    others = [checked.malloc(64) for _ in range(8)]
-    assert address not in others
-    assert checked.aclrtMemcpy(data.ctypes.data, 64, address, 64, TO_HOST) == 107000
-    assert checked.aclrtFree(address) == 207002
-    assert checked.tensor((4,), FLOAT, address) is None
-    lines = reported(capfd)
-    assert len(lines) == 3
-    for line in lines:
-        assert re.search(
-            r"an allocation of 64 bytes \(aclrtMalloc, call \d+, .*\) that was freed \(aclrtFree, call \d+, ", line
-        ), line
-    for other in others:
-        assert checked.aclrtFree(other) == 0
-
-
-def test_ends_that_overlap(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    address = checked.malloc(4096)
-    assert checked.aclrtMemcpy(address + 10, 100, address, 100, ON_DEVICE) == 0
-    assert checked.aclrtMemcpy(address + 200, 100, address, 100, ON_DEVICE) == 0
-    (line,) = reported(capfd)
-    assert "src and dst overlap in an allocation of 4096 bytes" in line
-    assert checked.aclrtFree(address) == 0
-
-
-def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    """16-bit values copied to where a tensor of 32 bits is laid; 32-bit values read where one of 16 bits lies."""
-    address = copied(checked, np.zeros(16, np.float16), 64)
-    wide = checked.tensor((16,), FLOAT, address)
-    (line,) = reported(capfd)
-    assert (
-        "aclCreateTensor: dataType: a tensor of ACL_FLOAT has 64 bytes where the program put 32 (aclrtMemcpy, call "
-        in line
-    )
-    other = checked.malloc(64)
-    narrow = checked.tensor((16,), BF16, other)
-    back = np.zeros(16, np.float32)
-    assert checked.aclrtMemcpy(back.ctypes.data, 64, other, 64, TO_HOST) == 0
-    (line,) = reported(capfd)
-    assert (
-        "aclrtMemcpy: dst: 64 bytes where a tensor of ACL_BF16 has 32 bytes: the host's type is not the tensor's"
-        in line
-    )
-    for tensor in (wide, narrow):
-        assert checked.aclDestroyTensor(tensor) == 0
-    for memory in (address, other):
-        assert checked.aclrtFree(memory) == 0
-    right = copied(checked, np.zeros(16, np.float32))
-    tensor = checked.tensor((16,), FLOAT, right)
-    assert checked.aclrtMemcpy(back.ctypes.data, 64, right, 64, TO_HOST) == 0
-    assert checked.aclDestroyTensor(tensor) == 0
-    assert checked.aclrtFree(right) == 0
-    assert reported(capfd) == []
-
-
-def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "acl.json"
-    config.write_text('{"fusion_attention": {"checked": true}}')
-    assert library.aclInit(str(config).encode()) == 0
-    assert library.aclrtSetDevice(0) == 0
-    library.malloc(300)
-    library.made("aclrtMallocHost", 200)
-    made = one_of_each(library)
-    assert library.aclrtDestroyEvent(made["event"]) == 0
-    capfd.readouterr()
-    assert library.aclFinalize() == 0
-    lines = reported(capfd)
-    for text in ("an aclTensor is still there, 2 times, the first (aclCreateTensor, call", "an aclrtStream is still there (",
-                 "an aclIntArray is still there", "an allocation of 300 bytes is still there (aclrtMalloc, call",
-                 "a host allocation of 200 bytes is still there (aclrtMallocHost, call"):  # fmt: skip
-        assert sum(text in line and "aclFinalize: leak: " in line for line in lines) == 1, (text, lines)
-    assert not any("aclrtEvent" in line for line in lines)
-    for name, handle in made.items():
-        if name not in ("context", "stream", "event"):
-            kind = "".join(word.title() for word in name.split())
-            assert getattr(library, f"aclDestroy{kind}")(handle) == 0
-
-
-def test_an_abort_ends_the_process_at_the_first_defect() -> None:
-    text = """if True:
-        import sys; sys.path[:0] = ['tests']
-        from support.c_runtime import Runtime
-        acl = Runtime(); acl.aclInit(None); acl.aclrtSetDevice(0)
-        acl.aclrtMemset(acl.malloc(64), 65, 0, 65)
-        print("went on")"""
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, check=False,
-        env={"FUSION_ATTENTION_CHECKED": "abort", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert done.returncode == -6
-    assert "65 bytes asked of an allocation of 64 bytes" in done.stderr
-    assert "went on" not in done.stdout
-
-
-def test_headers_are_all_read() -> None:
-    assert len(HEADERS) == 5
-    assert len(functions()) > 90

@@ -10,8 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fusion_attention.capi.environment import INCLUDE, LIBRARY
 
+MIB, FAR = 1 << 20, 1 << 62
+FLOAT, BF16 = 0, 27
+TO_DEVICE, TO_HOST, ON_DEVICE, BY_ADDRESS = 1, 2, 3, 4
 HEADERS = ("acl/acl.h", "acl/acl_base.h", "acl/acl_rt.h", "aclnn/acl_meta.h", "aclnn/aclnn_base.h")
 LIBRARIES = ("ascendcl", "nnopbase")
 NUMBERS = {
@@ -136,3 +141,27 @@ class Runtime:
 def numbers(values: tuple[int, ...]) -> Any:
     """int64_t values[]."""
     return (ctypes.c_int64 * max(len(values), 1))(*values)
+
+
+def copied(acl: Runtime, data: np.ndarray, size: int | None = None) -> int:
+    """Device memory with an array's bytes."""
+    address = acl.malloc(data.nbytes if size is None else size)
+    assert acl.aclrtMemcpy(address, data.nbytes, data.ctypes.data, data.nbytes, TO_DEVICE) == 0, acl.message()
+    return address
+
+
+def one_of_each(acl: Runtime) -> dict[str, int]:
+    """A live handle of every kind that can be made without an operator."""
+    data = acl.malloc(64)
+    tensor, scalar = acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)
+    assert tensor is not None
+    assert scalar is not None
+    held = [acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)]
+    return {
+        "tensor": tensor, "scalar": scalar,
+        "tensor list": acl.aclCreateTensorList((ctypes.c_void_p * 1)(held[0]), 1),
+        "scalar list": acl.aclCreateScalarList((ctypes.c_void_p * 1)(held[1]), 1),
+        "int array": acl.aclCreateIntArray(None, 0), "float array": acl.aclCreateFloatArray(None, 0),
+        "bool array": acl.aclCreateBoolArray(None, 0), "context": acl.made("aclrtCreateContext", 0),
+        "stream": acl.made("aclrtCreateStream"), "event": acl.made("aclrtCreateEvent"),
+    }  # fmt: skip
