@@ -112,9 +112,13 @@ def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: py
     capfd.readouterr()
     assert library.aclFinalize() == 0
     lines = reported(capfd)
-    for text in ("an aclTensor is still there, 2 times, the first (aclCreateTensor, call",
-                 "an aclrtStream is still there (", "an aclIntArray is still there", "an allocation of 300 bytes is still there (aclrtMalloc, call",
-                 "a host allocation of 200 bytes is still there (aclrtMallocHost, call"):  # fmt: skip
+    for text in (
+        "an aclTensor is still there, 2 times, the first (aclCreateTensor, call",
+        "an aclrtStream is still there (",
+        "an aclIntArray is still there (",
+        "an allocation of 300 bytes is still there (aclrtMalloc, call",
+        "a host allocation of 200 bytes is still there (aclrtMallocHost, call",
+    ):
         assert sum(text in line and "aclFinalize: leak: " in line for line in lines) == 1, (text, lines)
     assert not any("aclrtEvent" in line for line in lines)
     for name, handle in made.items():
