@@ -25,7 +25,6 @@ MAY_ALLOCATE = {
     "backends.triton.memory::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "capi.device::allocate": "as acl.rt's",
-    "capi.device::allocate": "as acl.rt's",
 }
 COMPUTES_NOTHING = ("cli", "testing")
 
