@@ -35,10 +35,10 @@ std::string place_of(const void *caller) {
 
 }  // namespace
 
-std::string made_by(const Call &call) {
-    if (call.number == 0) return "";
-    const std::string at = place_of(call.caller);
-    return std::string(call.name) + ", call " + std::to_string(call.number) + (at.empty() ? "" : ", " + at);
+std::string in_brackets(const CallSite &site) {
+    if (site.number == 0) return "";
+    const std::string at = place_of(site.caller);
+    return " (" + site.name + ", call " + std::to_string(site.number) + (at.empty() ? "" : ", " + at) + ")";
 }
 
 Call::Call(const char *name, const void *caller) noexcept

@@ -52,6 +52,16 @@ public:
     int code;
 };
 
+// Where a program called, as far as the checked mode remembers it: number 0 otherwise.
+struct CallSite {
+    std::string name;
+    std::uint64_t number = 0;
+    const void *caller = nullptr;
+};
+
+// " (aclrtMalloc, call 3, program+0x1a2b in main)"; "" where calls were not counted.
+FUSION_SHARED std::string in_brackets(const CallSite &site);
+
 // One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
 struct FUSION_SHARED Call {
     Call(const char *name, const void *caller) noexcept;
@@ -60,6 +70,8 @@ struct FUSION_SHARED Call {
     const void *caller;
     std::uint64_t number;
 
+    // What outlives the call.
+    CallSite site() const { return number == 0 ? CallSite{} : CallSite{name, number, caller}; }
     // The call fails: keeps "name: text" as this thread's recent message; in the checked mode also a line on stderr.
     int fail(int code, const std::string &text) const noexcept;
     // The call does what the chip would do, but the program is wrong: as fail(), where the mode is checked.
@@ -70,8 +82,6 @@ struct FUSION_SHARED Call {
 FUSION_SHARED bool checked() noexcept;
 // Keeps a text as this thread's recent message as it is.
 FUSION_SHARED void note(const std::string &text) noexcept;
-// "call 12, program+0x1a2b": where an object comes from; "" where calls were not counted then.
-std::string place(std::uint64_t number, const void *caller);
 
 // Runs the body of a C function; what it throws becomes a code.
 template <class Body>

@@ -1,8 +1,8 @@
+#include <fcntl.h>
 #include <sys/stat.h>
 
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 
 #include "capi/json.h"
 #include "capi/runtime.h"
@@ -14,17 +14,22 @@ constexpr const char *section = "fusion_attention";
 constexpr std::size_t largest = 10 << 20;  // bytes, CANN's own limit
 
 std::string contents(const std::string &path) {
-    struct stat about{};
+    struct statx about{};  // stat() is another function in every few versions of glibc
     // A pipe or a terminal would wait for ever.
-    if (stat(path.c_str(), &about) != 0 || !S_ISREG(about.st_mode)) {
+    if (statx(AT_FDCWD, path.c_str(), 0, STATX_TYPE | STATX_SIZE, &about) != 0 || !S_ISREG(about.stx_mode)) {
         throw Refusal(invalid_file, "configPath: expected a file, got '" + path + "'");
     }
-    if (static_cast<std::size_t>(about.st_size) > largest) {
+    if (about.stx_size > largest) {
         throw Refusal(invalid_file_size, "configPath: expected at most 10 MiB, got '" + path + "'");
     }
-    std::ifstream file(path, std::ios::binary);
-    if (!file) throw Refusal(invalid_file, "configPath: '" + path + "' cannot be read");
-    return {std::istreambuf_iterator<char>(file), {}};
+    std::string text(static_cast<std::size_t>(about.stx_size), ' ');
+    std::FILE *file = std::fopen(path.c_str(), "rb");
+    const std::size_t read = file == nullptr ? 0 : std::fread(text.data(), 1, text.size(), file);
+    if (file != nullptr) std::fclose(file);
+    if (file == nullptr || read != text.size()) {
+        throw Refusal(invalid_file, "configPath: '" + path + "' cannot be read");
+    }
+    return text;
 }
 
 // One setting, from the file or the environment; `from` says which.

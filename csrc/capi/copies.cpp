@@ -27,7 +27,7 @@ struct End {
 
     End(const char *param, const void *at, std::size_t count, const Call &call)
         : memory(allocation_of(at)), address(static_cast<char *>(const_cast<void *>(at))) {
-        if (at == nullptr) throw Refusal(invalid_param, std::string(param) + ": expected an address, got null");
+        need_address(at, param);
         if (memory == nullptr) {
             const auto begin = reinterpret_cast<std::uintptr_t>(at);
             if (begin > last_address || count > last_address - begin) {
@@ -77,7 +77,7 @@ void trace_copy(const End &source, const End &target, std::size_t count, const C
     if (target.on_device() && !source.on_device()) {
         compare_with_traces("src", target, count, call);
         const std::lock_guard<std::mutex> lock(target.memory->mutex);
-        target.memory->traces.push_back({target.first, target.first + count, -1, call.number, call.caller});
+        target.memory->traces.push_back({target.first, target.first + count, -1, call.site()});
     }
     if (source.on_device() && !target.on_device()) compare_with_traces("dst", source, count, call);
 }
@@ -158,7 +158,7 @@ void set(const Call &call, void *address, std::size_t room, int value, std::size
     }
     if (call.number == 0 || end.memory == nullptr) return;
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
-    end.memory->traces.push_back({end.first, end.first + count, -1, call.number, call.caller});
+    end.memory->traces.push_back({end.first, end.first + count, -1, call.site()});
 }
 
 void need_stream(const void *stream) {
@@ -168,7 +168,7 @@ void need_stream(const void *stream) {
 
 void give(const Call &call, void **pointer, const char *param, std::size_t size, std::size_t grain, bool host) {
     need_init();
-    if (pointer == nullptr) throw Refusal(invalid_param, std::string(param) + ": expected an address, got null");
+    need_address(pointer, param);
     if (!host) need_context();
     *pointer = allocate(size, grain, host, call)->address;
 }
@@ -276,9 +276,8 @@ FUSION_C int aclrtMemInvalidate(void *devPtr, std::size_t size) {
 FUSION_C int aclrtGetMemInfo(aclrtMemAttr attr, std::size_t *free, std::size_t *total) {
     return coded("aclrtGetMemInfo", FUSION_CALLER, [&](const Call &) {
         need_init();
-        if (free == nullptr || total == nullptr) {
-            throw Refusal(invalid_param, std::string(free == nullptr ? "free" : "total") + ": got null");
-        }
+        need_address(free, "free");
+        need_address(total, "total");
         if (attr < 0 || attr > 15) {
             throw Refusal(invalid_param, "attr: expected an aclrtMemAttr, got " + std::to_string(attr));
         }

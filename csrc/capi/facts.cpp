@@ -12,9 +12,9 @@ FUSION_C const char *aclrtGetSocName() { return "Ascend910B"; }
 
 FUSION_C int aclrtGetVersion(std::int32_t *majorVersion, std::int32_t *minorVersion, std::int32_t *patchVersion) {
     return coded("aclrtGetVersion", FUSION_CALLER, [&](const Call &) {
-        if (majorVersion == nullptr || minorVersion == nullptr || patchVersion == nullptr) {
-            throw Refusal(invalid_param, "expected three addresses, got null");
-        }
+        need_address(majorVersion, "majorVersion");
+        need_address(minorVersion, "minorVersion");
+        need_address(patchVersion, "patchVersion");
         *majorVersion = 1, *minorVersion = 14, *patchVersion = 0;
     });
 }

@@ -1,6 +1,5 @@
 #include "capi/handles.h"
 
-#include <algorithm>
 #include <iterator>
 #include <mutex>
 #include <unordered_map>
@@ -10,8 +9,8 @@
 namespace fusion::capi {
 namespace {
 
-// A handle is tag | kind | count << 8: no address on any processor here, so following one by mistake faults at once.
-constexpr std::uintptr_t tag = std::uintptr_t{0xac} << 48;
+// A handle is tag | kind | count << 8.
+constexpr std::uintptr_t tag = handle_tag << 48;
 constexpr int kind_at = 44, count_at = 8;
 constexpr std::uintptr_t counts = (std::uintptr_t{1} << (kind_at - count_at)) - 1;
 constexpr const char *names[] = {"aclTensor",    "aclTensorList", "aclScalar",    "aclScalarList",
@@ -33,7 +32,7 @@ std::uintptr_t number(Handle handle) { return reinterpret_cast<std::uintptr_t>(h
 
 bool is_tagged(std::uintptr_t handle) {
     const std::uintptr_t kind = handle >> kind_at & 15;
-    return handle >> 48 == tag >> 48 && (handle & 255) == 0 && kind < std::size(names);
+    return handle >> 48 == handle_tag && (handle & 255) == 0 && kind < std::size(names);
 }
 
 bool is_of(Handle handle, Kind kind) {
@@ -43,7 +42,7 @@ bool is_of(Handle handle, Kind kind) {
 }  // namespace
 
 Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept {
-    object->made_by = made_by(call);
+    object->made = call.site();
     Registry &all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
     std::uintptr_t handle = 0;
@@ -68,7 +67,7 @@ bool replace(Handle handle, Kind kind, std::shared_ptr<Object> object) noexcept 
     const std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.objects.find(number(handle));
     if (found == all.objects.end()) return false;
-    object->made_by = found->second->made_by;
+    object->made = found->second->made;
     found->second.swap(object);
     return true;
 }
@@ -104,22 +103,24 @@ std::string wrong(Handle handle) noexcept {
     return "an address that is no handle";
 }
 
-void report_handles(const Call &call) {
-    std::vector<std::pair<std::uintptr_t, std::string>> left;
+void add_handles(Leaks &leaks, std::uint64_t first) {
     Registry &all = registry();
-    {
-        const std::lock_guard<std::mutex> lock(all.mutex);
-        for (const auto &[handle, object] : all.objects) {
-            const auto kind = static_cast<Kind>(handle >> kind_at & 15);
-            const auto *context = kind == Kind::context ? static_cast<const Context *>(object.get()) : nullptr;
-            if (context != nullptr && context->of_device) continue;
-            left.emplace_back(handle >> count_at & counts,
-                              std::string(names[static_cast<std::size_t>(kind)]) + " was not destroyed" +
-                                  (object->made_by.empty() ? "" : " (" + object->made_by + ")"));
-        }
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto &[handle, object] : all.objects) {
+        const auto kind = handle >> kind_at & 15;
+        const bool context = kind == static_cast<std::uintptr_t>(Kind::context);
+        if (context && static_cast<const Context &>(*object).of_device) continue;
+        if (object->made.number > first) leaks.add(std::string("an ") + names[kind], object->made);
     }
-    std::sort(left.begin(), left.end());
-    for (const auto &[count, text] : left) call.defect("leak: " + text);
+}
+
+void close_streams() noexcept {
+    Registry &all = registry();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    std::erase_if(all.objects, [](const auto &one) {
+        const auto kind = static_cast<Kind>(one.first >> kind_at & 15);
+        return kind == Kind::stream || kind == Kind::event;
+    });
 }
 
 }  // namespace fusion::capi

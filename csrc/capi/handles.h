@@ -33,10 +33,21 @@ enum class Kind : std::uint8_t {
 
 struct Object {
     virtual ~Object() = default;
-    std::string made_by;  // in the checked mode
+    CallSite made;
 };
 
 using Handle = const void *;
+// The upper bits of every handle. They make it no address on any processor here.
+inline constexpr std::uintptr_t handle_tag = 0xac;
+
+// Refuses null, and a handle, where a program shall give an address of its own: aclrtCreateStream(stream) for
+// (&stream).
+inline void need_address(const void *place, const char *param, int null_code = invalid_param) {
+    const bool handle = reinterpret_cast<std::uintptr_t>(place) >> 48 == handle_tag;
+    if (place != nullptr && !handle) return;
+    const int code = handle && null_code == nn_null ? int{nn_invalid} : null_code;
+    throw Refusal(code, std::string(param) + ": expected an address, got " + (handle ? "a handle" : "null"));
+}
 
 // A new handle of an object; made_by says who asked for it.
 FUSION_SHARED Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept;

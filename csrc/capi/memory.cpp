@@ -49,7 +49,7 @@ std::size_t physical() {
 
 std::string size_of(const Allocation &of) {
     return std::string(of.host ? "a host" : "an") + " allocation of " + std::to_string(of.asked) + " bytes" +
-           (of.made_by.empty() ? "" : " (" + of.made_by + ")");
+           in_brackets(of.made);
 }
 
 template <class Found>
@@ -88,7 +88,7 @@ std::string described(const void *address) noexcept {
     for (auto found = all.freed.rbegin(); found != all.freed.rend(); ++found) {
         const Allocation &one = **found;
         if (at >= one.address && at < one.address + one.granted) {
-            return size_of(one) + " that was freed" + (one.freed_by.empty() ? "" : " (" + one.freed_by + ")");
+            return size_of(one) + " that was freed" + in_brackets(one.freed);
         }
     }
     char text[64];
@@ -110,7 +110,7 @@ std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool 
     }
     auto made = std::make_shared<Allocation>(address, asked, granted, host);
     made->functions = functions;
-    made->made_by = made_by(call);
+    made->made = call.site();
     Memory &all = memory();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.live[made->address] = made;
@@ -137,7 +137,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
     found->alive = false;
     if (call.number == 0 || found->functions != nullptr) return;
     // Nobody gets these addresses again for a while: a late use is found, not mistaken for another allocation's.
-    found->freed_by = made_by(call);
+    found->freed = call.site();
     madvise(found->address, found->granted, MADV_DONTNEED);
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.freed.push_back(found);
@@ -158,14 +158,14 @@ std::size_t total_bytes() {
     return total;
 }
 
-void report_allocations(const Call &call) {
-    std::vector<std::string> left;
-    {
-        Memory &all = memory();
-        const std::lock_guard<std::mutex> lock(all.mutex);
-        for (const auto &[address, one] : all.live) left.push_back(size_of(*one) + " was not freed");
+void add_allocations(Leaks &leaks) {
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto &[address, one] : all.live) {
+        leaks.add(
+            (one->host ? "a host" : "an") + std::string(" allocation of ") + std::to_string(one->asked) + " bytes",
+            one->made);
     }
-    for (const std::string &text : left) call.defect("leak: " + text);
 }
 
 void release_all() noexcept {

@@ -35,8 +35,7 @@ inline constexpr const char *device_functions_of = "fusion_attention_device_func
 struct Trace {
     std::size_t begin, end;  // bytes
     int dtype;               // of a tensor that was laid there; -1: the host's data were copied there
-    std::uint64_t call;
-    const void *caller;
+    CallSite made;
 };
 
 struct Allocation {
@@ -53,8 +52,8 @@ struct Allocation {
     std::atomic<bool> alive = true;  // not freed; whoever still holds this may read the memory
     const DeviceFunctions *functions = nullptr;
 
-    std::string made_by, freed_by;  // in the checked mode
-    std::mutex mutex;               // of traces
+    CallSite made, freed;
+    std::mutex mutex;  // of traces
     std::vector<Trace> traces;
 };
 

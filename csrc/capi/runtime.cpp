@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "acl/acl.h"
@@ -16,6 +17,7 @@ struct Process {
 
     std::atomic<bool> running = false, checked = false, abort = false;
     std::atomic<std::uint64_t> calls = 0;
+    std::uint64_t first = 0;  // calls before this aclInit()
     DeviceFunctions table{};
     std::atomic<const DeviceFunctions *> functions = nullptr;
 };
@@ -52,6 +54,27 @@ std::shared_ptr<const Settings> settings() noexcept {
     return own.settings;
 }
 
+void Leaks::add(const std::string &what, const CallSite &made) {
+    for (Leak &leak : found_) {
+        if (leak.first.caller == made.caller && leak.what == what) {
+            if (made.number < leak.first.number) leak.first = made;
+            ++leak.count;
+            return;
+        }
+    }
+    found_.push_back({what, made, 1});
+}
+
+void Leaks::report(const Call &call) const {
+    std::vector<Leak> sorted = found_;
+    std::sort(sorted.begin(), sorted.end(),
+              [](const Leak &a, const Leak &b) { return a.first.number < b.first.number; });
+    for (const Leak &leak : sorted) {
+        const std::string times = leak.count == 1 ? "" : ", " + std::to_string(leak.count) + " times, the first";
+        call.defect("leak: " + leak.what + " is still there" + times + in_brackets(leak.first));
+    }
+}
+
 void need_init() {
     if (!process().running) throw Refusal(uninitialized, "called before aclInit() or after aclFinalize()");
 }
@@ -68,6 +91,7 @@ FUSION_C int aclInit(const char *configPath) {
             own.functions = &own.table;
         }
         own.settings = std::make_shared<const Settings>(found.settings);
+        own.first = own.calls;
         own.checked = found.settings.checked;
         own.abort = found.abort;
         own.running = true;
@@ -82,13 +106,16 @@ FUSION_C int aclFinalize() {
             throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
         }
         if (own.checked) {
-            report_handles(call);
-            report_allocations(call);
+            Leaks leaks;
+            add_handles(leaks, own.first);
+            add_allocations(leaks);
+            leaks.report(call);
         }
         own.running = false;
         own.finalized = true;
         own.checked = false;
         own.settings = nullptr;
+        close_streams();
         close_contexts();
         release_all();
     });

@@ -22,8 +22,6 @@ std::uint64_t next_call() noexcept;
 // Whether a defect ends the process ("checked": "abort").
 bool aborts() noexcept;
 void report(const Call &call, const std::string &text) noexcept;
-// "aclrtMalloc, call 3, program+0x1a2b"; "" where calls are not counted.
-std::string made_by(const Call &call);
 
 struct Configuration {
     Settings settings;
@@ -65,9 +63,25 @@ std::shared_ptr<const Context> need_context();
 // Closes all contexts, for aclFinalize().
 void close_contexts() noexcept;
 
-// Of the checked mode, at aclFinalize(): a line per handle, and per allocation, that is still there; how many.
-void report_handles(const Call &call);
-void report_allocations(const Call &call);
+// Of the checked mode, at aclFinalize(): what was made since `first` calls and is still there, a line for each kind and
+// place in the program.
+class Leaks {
+public:
+    void add(const std::string &what, const CallSite &made);
+    void report(const Call &call) const;
+
+private:
+    struct Leak {
+        std::string what;
+        CallSite first;
+        std::size_t count;
+    };
+    std::vector<Leak> found_;
+};
+void add_handles(Leaks &leaks, std::uint64_t first);
+void add_allocations(Leaks &leaks);
+// Ends the handles of streams and events: contexts end with close_contexts().
+void close_streams() noexcept;
 // Memory of the device or the host, in whole grains; refused where there is none.
 inline constexpr std::size_t small_page = 4096, huge_page = std::size_t{2} << 20;
 std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call);

@@ -34,7 +34,7 @@ void need_device(int device) {
 
 template <class T>
 T *need_place(T *place, const char *param) {
-    if (place == nullptr) throw Refusal(invalid_param, std::string(param) + ": expected an address, got null");
+    need_address(place, param);
     return place;
 }
 

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "aclnn/acl_meta.h"
+#include "aclnn/aclnn_base.h"
 #include "capi/dtypes.h"
 #include "capi/executors.h"
 
@@ -33,9 +33,7 @@ std::vector<std::int64_t> sizes(const std::int64_t *values, std::uint64_t count,
     if (count > most_dims) {
         throw Refusal(nn_invalid, std::string(param) + ": expected at most 25 dimensions, got " + to_string(count));
     }
-    if (values == nullptr && count != 0) {
-        throw Refusal(nn_null, std::string(param) + ": expected " + to_string(count) + " values, got null");
-    }
+    if (count != 0) need_address(values, param, nn_null);
     std::vector<std::int64_t> found(values, values + count);
     for (const std::int64_t value : found) {
         if (value < 0) {
@@ -108,12 +106,12 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
         const std::size_t copied = trace->end - trace->begin, size = stop - first;
         if (copied != size && copied != 0 && (copied % size == 0 || size % copied == 0)) {
             call.defect("dataType: a tensor of " + std::string(dtype_name(tensor.dtype)) + " has " + to_string(size) +
-                        " bytes where the program put " + to_string(copied) + " (call " + to_string(trace->call) +
-                        "): the host's type is not the tensor's; " + described(memory.address));
+                        " bytes where the program put " + to_string(copied) + in_brackets(trace->made) +
+                        ": the host's type is not the tensor's; " + described(memory.address));
         }
         break;
     }
-    memory.traces.push_back({first, stop, tensor.dtype, call.number, call.caller});
+    memory.traces.push_back({first, stop, tensor.dtype, call.site()});
 }
 
 // Lays a tensor over memory; refused where no allocation holds it.
@@ -183,9 +181,7 @@ T *handle_of(Handle handle) {
 template <class T>
 void *made_array(const char *name, const void *caller, const void *values, std::uint64_t size) {
     return made(name, caller, [&](const Call &call) {
-        if (values == nullptr && size != 0) {
-            throw Refusal(nn_null, "value: expected " + to_string(size) + " values, got null");
-        }
+        if (size != 0) need_address(values, "value", nn_null);
         if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer values, got " + to_string(size));
         auto array = std::make_shared<T>();
         array->values.resize(size);
@@ -199,9 +195,7 @@ template <class List, class Member>
 void *made_list(const char *name, const void *caller, const void *const *values, std::uint64_t size,
                 std::vector<Handle> List::*members) {
     return made(name, caller, [&](const Call &call) {
-        if (values == nullptr && size != 0) {
-            throw Refusal(nn_null, "value: expected " + to_string(size) + " handles, got null");
-        }
+        if (size != 0) need_address(values, "value", nn_null);
         if (size > most_values) throw Refusal(nn_invalid, "size: expected fewer handles, got " + to_string(size));
         auto list = std::make_shared<List>();
         for (std::uint64_t i = 0; i < size; ++i) {
@@ -239,7 +233,7 @@ int destroy_list(const char *name, const void *caller, Handle handle, const char
 
 template <class T>
 void write(T *place, const char *param, T value) {
-    if (place == nullptr) throw Refusal(nn_null, std::string(param) + ": expected an address, got null");
+    need_address(place, param, nn_null);
     *place = value;
 }
 
@@ -258,9 +252,7 @@ int hand_out(const char *name, const void *caller, const aclTensor *tensor, Plac
         [&](const Call &) {
             const auto found = need<Tensor>(tensor, "tensor");
             const std::vector<std::int64_t> &from = (*found).*member;
-            if (values.address == nullptr) {
-                throw Refusal(nn_null, std::string(values.param) + ": expected an address, got null");
-            }
+            need_address(values.address, values.param, nn_null);
             write<std::uint64_t>(count.address, count.param, from.size());
             *values.address = new std::int64_t[from.size()];
             std::copy(from.begin(), from.end(), *values.address);
@@ -314,7 +306,7 @@ FUSION_C aclnnStatus aclInitTensor(aclTensor *tensor, const std::int64_t *viewDi
 
 FUSION_C aclScalar *aclCreateScalar(void *value, aclDataType dataType) {
     return handle_of<aclScalar>(made("aclCreateScalar", FUSION_CALLER, [&](const Call &call) {
-        if (value == nullptr) throw Refusal(nn_null, "value: expected an address, got null");
+        need_address(value, "value", nn_null);
         const Dtype *dtype = dtype_of(dataType);
         if (dtype == nullptr || dtype->bits < 8) {
             throw Refusal(nn_invalid, "dataType: expected an aclDataType of numbers, got " + to_string(dataType));

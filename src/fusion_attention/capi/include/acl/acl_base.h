@@ -102,7 +102,9 @@ typedef enum aclFormat {
     ACL_FORMAT_NDC1HWC0 = 32,
     ACL_FRACTAL_Z_3D = 33,
     ACL_FORMAT_NC = 35,
-    ACL_FORMAT_NCL = 47
+    ACL_FORMAT_NCL = 47,
+    ACL_FORMAT_FRACTAL_NZ_C0_16 = 50,
+    ACL_FORMAT_FRACTAL_NZ_C0_32 = 51
 } aclFormat;
 
 /* Bytes of one element; 0 for kinds without whole ones. */
