@@ -1,8 +1,8 @@
 """The complete C++ programs that CANN's pages print, from the pages' text: compiled and run unchanged.
 
 Where their text lies FUSION_SEEDS says: a folder of pages. Without it there is nothing here to run; examples/capi has
-programs of our own after the same interface. What the programs ought to print, tests/contract/test_page_programs.py says
-of the same calls in Python; here the bytes that they copy back are compared with that, and with the golden model's.
+programs of our own after the same interface. The bytes that the programs copy back are compared with those of the same
+calls in Python, of which tests/contract/test_page_programs.py says what they ought to be, and with the golden model's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from support import page_programs
