@@ -1,8 +1,8 @@
 """The complete C++ programs that CANN's pages print, from the pages' text: compiled and run unchanged.
 
 Where their text lies FUSION_SEEDS says: a folder of pages. Without it there is nothing here to run; examples/capi has
-programs of our own after the same interface. What the programs ought to print, tests/contract/test_page_programs.py says
-of the same calls in Python; here the bytes that they copy back are compared with that, and with the golden model's.
+programs of our own after the same interface. The bytes that the programs copy back are compared with those of the same
+calls in Python, of which tests/contract/test_page_programs.py says what they ought to be, and with the golden model's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from support import page_programs
@@ -48,6 +47,15 @@ MENDED = {
     "<short> softmaxMaxHostData": "<float> softmaxMaxHostData",
     "<short> softmaxSumHostData": "<float> softmaxSumHostData",
     "<short> lossHostData": "<float> lossHostData",
+}
+# What the programs do wrong, as the checked mode says it.
+TYPES, LEAK = r"dataType: .* the host's type is not the tensor's", r"aclFinalize: leak: "
+DEFECTS = {
+    "aclnnFlashAttentionUnpaddingScoreGradV3": (TYPES, f"{LEAK}aclIntArray was not destroyed"),
+    "aclnnFlashAttentionScoreV2": ("131072 bytes asked of an allocation of 65536", f"{LEAK}aclIntArray"),
+    "aclnnIncreFlashAttentionV4": (TYPES, "256 bytes asked of an allocation of 128", f"{LEAK}aclTensorList"),
+    "aclnnSparseFlashAttentionGrad": ("aclrtFree: .* got null", f"{LEAK}an allocation of 2048 bytes"),
+    LOSS: ("65536 bytes asked of an allocation of 32768", f"{LEAK}aclIntArray"),
 }
 
 
@@ -142,45 +150,45 @@ def same(ran: Ran, twin: Printed) -> None:
 
 
 def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
-    """Random queries, keys and values: for the C program by its variables, for its twin by the same names."""
+    """Random numbers at the start of queries, keys and values: by the program's variables, and by its twin's names."""
     generator = torch.Generator().manual_seed(25)
     dtype = torch.bfloat16 if "Unpadding" in operator else torch.float16
     own, twin = {}, {}
     for name in tensors(mended(operator))[0]:
         plain = name.removesuffix("Tensor")
         if plain in ("q", "k", "v", "query", "key", "value", "dx", "dOut", "qIndex", "kIndex"):
-            data = torch.randn(512, generator=generator).mul(0.05).to(dtype)
+            data = torch.randn(16, generator=generator).mul(0.05).to(dtype)
             own[name], twin[plain] = data.view(torch.uint8).numpy().tobytes(), data
     return own, twin
 
 
 @EACH
-def test_it_gives_the_bytes_of_the_same_calls_in_python(operator: str, bench: Bench) -> None:
-    """On its own data, and on random ones."""
+def test_it_gives_the_bytes_of_the_same_calls_in_python_and_of_golden(
+    operator: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = mended(operator)
-    same(bench.run(text, poisoned(text, {})), TWINS[operator]({}))
+    ran = bench.run(text, poisoned(text, {}))
+    same(ran, TWINS[operator]({}))
+    init = acl.init
+    monkeypatch.setattr(acl, "init", lambda config: init(config, backend="golden"))
+    same(ran, TWINS[operator]({}))
 
 
+def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
+    ran = bench.run(printed()[LOSS], {}, FUSION_ATTENTION_CHECKED="1")
+    assert (ran.code, ran.copies) == (161002 % 256, [])
+    (refused,) = [line for line in ran.errors.splitlines() if f"{LOSS}GetWorkspaceSize: " in line]
+    assert "(161002)" in ran.errors
+    assert re.search(r"\bweights\b", refused)
+
+
+@pytest.mark.slow
 @EACH
 def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, bench: Bench) -> None:
     text = mended(operator)
     own, twin = drawn(operator)
     assert own
     same(bench.run(text, poisoned(text, own)), TWINS[operator](twin))
-
-
-@EACH
-def test_it_gives_what_golden_gives(operator: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, init = mended(operator), acl.init
-    monkeypatch.setattr(acl, "init", lambda config: init(config, backend="golden"))
-    same(bench.run(text, poisoned(text, {})), TWINS[operator]({}))
-
-
-def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
-    ran = bench.run(printed()[LOSS], {})
-    assert (ran.code, ran.copies) == (161002 % 256, [])
-    assert ran.message.startswith(f"{LOSS}GetWorkspaceSize: ")
-    assert re.search(r"\bweights\b", ran.message)
 
 
 @pytest.mark.slow
@@ -191,10 +199,11 @@ def test_optimised(operator: str, level: str, bench: Bench) -> None:
     same(bench.run(text, poisoned(text, {}), level), TWINS[operator]({}))
 
 
+@pytest.mark.slow
 @EACH
-def test_checked_it_runs_as_far(operator: str, bench: Bench) -> None:
-    """The checked mode changes no result; what it finds it says."""
+def test_the_checked_mode_changes_nothing_and_says_what_is_wrong(operator: str, bench: Bench) -> None:
     text = mended(operator)
     ran = bench.run(text, poisoned(text, {}), FUSION_ATTENTION_CHECKED="1")
     same(ran, TWINS[operator]({}))
-    print(operator, ran.errors)
+    for defect in DEFECTS[operator]:
+        assert re.search(defect, ran.errors), (defect, ran.errors)

@@ -30,7 +30,9 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
 
 def plain_shell(**settings: str) -> dict[str, str]:
     """Of an environment what any shell has."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ}
+    kept = {
+        name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ
+    }
     return kept | settings
 
 
