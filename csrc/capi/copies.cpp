@@ -150,13 +150,18 @@ void set(const Call &call, void *address, std::size_t room, int value, std::size
     need_init();
     check_room("maxCount", room, count);
     const End end("devPtr", address, count, call);
+    // Whoever may write anywhere by a wrong address should do it without this library's help.
+    if (end.memory == nullptr) {
+        throw Refusal(rt_invalid_param, "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " +
+                                            described(address));
+    }
     const DeviceFunctions *functions = device_functions();
     if (functions == nullptr || !end.on_device()) {
         std::memset(address, value, count);
     } else if (functions->set(address, value & 255, count) != 0) {
         throw Refusal(rt_internal, functions->error());
     }
-    if (call.number == 0 || end.memory == nullptr) return;
+    if (call.number == 0) return;
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
     end.memory->traces.push_back({end.first, end.first + count, -1, call.site()});
 }

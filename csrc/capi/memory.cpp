@@ -101,7 +101,7 @@ std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool 
     const std::string sentence = std::to_string(asked) + " bytes could not be allocated";
     if (asked > SIZE_MAX / 4) throw Refusal(rt_memory_allocation, sentence);
     const DeviceFunctions *functions = host ? nullptr : device_functions();
-    const std::size_t granted = functions != nullptr ? asked : (asked + grain - 1) / grain * grain;
+    const std::size_t granted = (asked + grain - 1) / grain * grain;
     const bool huge = grain == huge_page && asked >= worth_huge_pages;
     void *address = functions != nullptr ? functions->allocate(granted) : from_system(granted, huge);
     if (address == nullptr) {

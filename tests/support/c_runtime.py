@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.sources import ROOT
 
 from fusion_attention.capi.environment import INCLUDE, LIBRARY
 
@@ -82,6 +83,14 @@ def functions() -> dict[str, Function]:
             taken = [] if parameters.strip() in ("", "void") else parameters.split(",")
             found[name] = Function(name, returns.strip(), tuple(map(_parameter, taken)))
     return found
+
+
+def sources(library: str) -> list[Path]:
+    """The C++ files of a library, as its CMakeLists.txt names them."""
+    folder = ROOT / "csrc/capi"
+    text = (folder / "CMakeLists.txt").read_text(encoding="utf-8")
+    (listed,) = re.findall(rf"^fusion_capi\({library} \S+\.map ([^)]*)\)", text, re.MULTILINE)
+    return [folder / name for name in listed.split()]
 
 
 class Runtime:
