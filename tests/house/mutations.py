@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mutant import Mutant, core, house
 from mutations_of_ranks import PIECES, RANKS
+from mutations_of_runtime import RUNTIME
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -446,6 +447,19 @@ PAGES = [
 ]  # fmt: skip
 
 MUTANTS = (
-    *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+    *(
+        *ATTENTION,
+        *BANDS,
+        *DROPOUT,
+        *LOWERING,
+        *DECODING,
+        *INFERENCE,
+        *SPARSE,
+        *FACES,
+        *CALLERS,
+        *TRITON,
+        *NATIVE,
+        *RUNTIME,
+    ),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
 )

@@ -1,11 +1,10 @@
-"""The mutations of the C face; part of mutations.py's."""
+"""The mutations of the C runtime; part of mutations.py's."""
 
 from __future__ import annotations
 
 from mutant import capi
 
-HOSTILE = "test_handles.py::test_nothing_that_is_handed_over_crashes"
-CAPI = [
+RUNTIME = [
     capi("a handle is used a second time", "handles.cpp",
          "all.last = all.last == counts ? 1 : all.last + 1;", "all.last = 1;",
          "test_handles.py::test_handles_are_never_used_again"),
