@@ -447,19 +447,7 @@ PAGES = [
 ]  # fmt: skip
 
 MUTANTS = (
-    *(
-        *ATTENTION,
-        *BANDS,
-        *DROPOUT,
-        *LOWERING,
-        *DECODING,
-        *INFERENCE,
-        *SPARSE,
-        *FACES,
-        *CALLERS,
-        *TRITON,
-        *NATIVE,
-        *RUNTIME,
-    ),
+    *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
+    *RUNTIME,
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
 )
