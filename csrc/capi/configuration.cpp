@@ -58,6 +58,16 @@ void apply(Configuration &found, const std::string &name, const std::string &val
     }
 }
 
+void apply_member(Configuration &found, const Json::Member &member, const std::string &where) {
+    const Json &value = member.value;
+    const bool flag = value.type == Json::Type::boolean;
+    if (!flag && value.type != Json::Type::string) {
+        throw Refusal(invalid_file_attribute, where + member.name + ": expected a text or true");
+    }
+    const std::string text = flag ? (value.boolean ? "true" : "false") : value.text;
+    apply(found, member.name, text, where + member.name);
+}
+
 void apply_file(Configuration &found, const std::string &path) {
     Json file;
     try {
@@ -74,14 +84,7 @@ void apply_file(Configuration &found, const std::string &path) {
     if (ours->type != Json::Type::object) {
         throw Refusal(invalid_file_attribute, shown + ": " + section + ": expected {...}");
     }
-    for (const auto &[name, value] : ours->members) {
-        const bool flag = value.type == Json::Type::boolean;
-        if (!flag && value.type != Json::Type::string) {
-            throw Refusal(invalid_file_attribute, shown + ": " + section + "." + name + ": expected a text or true");
-        }
-        const std::string text = flag ? (value.boolean ? "true" : "false") : value.text;
-        apply(found, name, text, shown + ": " + section + "." + name);
-    }
+    for (const Json::Member &member : ours->members) apply_member(found, member, shown + ": " + section + ".");
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "acl/acl.h"
+#include "acl/acl_rt.h"
 #include "capi/dtypes.h"
 #include "capi/runtime.h"
 

@@ -4,7 +4,7 @@
 
 #include "acl/acl.h"
 #include "capi/dtypes.h"
-#include "capi/runtime.h"
+#include "capi/handles.h"
 
 namespace fusion::capi {
 

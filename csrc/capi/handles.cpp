@@ -41,7 +41,7 @@ bool is_of(Handle handle, Kind kind) {
 
 }  // namespace
 
-Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept {
+Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) noexcept {
     object->made = call.site();
     Registry &all = registry();
     const std::lock_guard<std::mutex> lock(all.mutex);
@@ -95,7 +95,7 @@ std::string wrong(Handle handle) noexcept {
     if (handle == nullptr) return "null";
     if (is_tagged(number(handle))) {
         const auto kind = static_cast<Kind>(number(handle) >> kind_at & 15);
-        const std::string name = std::string("an ") + names[static_cast<std::size_t>(kind)];
+        std::string name = std::string("an ") + names[static_cast<std::size_t>(kind)];
         if (look_up(handle, kind) != nullptr) return name;
         const char *how = kind == Kind::executor ? " that has run, or was destroyed" : " that was destroyed";
         if (ended(handle, kind)) return name + how;

@@ -50,7 +50,7 @@ inline void need_address(const void *place, const char *param, int null_code = i
 }
 
 // A new handle of an object; made_by says who asked for it.
-FUSION_SHARED Handle add(Kind kind, std::shared_ptr<Object> object, const Call &call) noexcept;
+FUSION_SHARED Handle add(Kind kind, const std::shared_ptr<Object> &object, const Call &call) noexcept;
 // The object of a live handle of that kind; null otherwise.
 FUSION_SHARED std::shared_ptr<Object> look_up(Handle handle, Kind kind) noexcept;
 // Puts another object behind a live handle; false where it is none any more.

@@ -82,7 +82,7 @@ private:
                 name = string();
                 if (!take(':')) fail("':'");
             }
-            value.members.emplace_back(std::move(name), read(depth + 1));
+            value.members.push_back({name, read(depth + 1)});
         } while (take(','));
         if (!take(closing)) fail(std::string("',' or '") + closing + "'");
     }
@@ -140,8 +140,8 @@ private:
 }  // namespace
 
 const Json *Json::at(const std::string &name) const {
-    const auto found = std::find_if(members.rbegin(), members.rend(), [&](const auto &m) { return m.first == name; });
-    return type == Type::object && found != members.rend() ? &found->second : nullptr;
+    const auto found = std::find_if(members.rbegin(), members.rend(), [&](const Member &m) { return m.name == name; });
+    return type == Type::object && found != members.rend() ? &found->value : nullptr;
 }
 
 Json json_of(const std::string &text) { return Reader(text).whole(); }

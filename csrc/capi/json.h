@@ -2,7 +2,6 @@
 #pragma once
 
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace fusion::capi {
@@ -12,11 +11,17 @@ struct Json {
 
     Type type = Type::null;
     bool boolean = false;
-    std::string text;                                   // of a string; of a number as it is written
-    std::vector<std::pair<std::string, Json>> members;  // of an object; of an array without names
+    std::string text;  // of a string; of a number as it is written
+    struct Member;
+    std::vector<Member> members;  // of an object; of an array without names
 
     // The member of that name (the last, as everywhere); null: none.
     const Json *at(const std::string &name) const;
+};
+
+struct Json::Member {
+    std::string name;
+    Json value;
 };
 
 // Throws std::runtime_error, which says what is wrong at which line.

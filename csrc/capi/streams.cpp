@@ -3,7 +3,7 @@
 #include <chrono>
 #include <vector>
 
-#include "acl/acl.h"
+#include "acl/acl_rt.h"
 #include "capi/runtime.h"
 
 namespace fusion::capi {
