@@ -1,6 +1,7 @@
 #include "capi/python.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 
 #include <atomic>
 #include <clocale>
@@ -87,10 +88,14 @@ void start(const Python &py, void *library, const std::string &program) {
     if (!name) throw Refusal(nn_runtime, "Python: its path cannot be decoded: " + program);
     const char *const before = std::setlocale(LC_CTYPE, nullptr);
     const std::string locale = before ? before : "C";
+    struct sigaction interrupt = {};
+    sigaction(SIGINT, nullptr, &interrupt);
     py.Py_SetProgramName(name);
     py.Py_InitializeEx(0);
+    // Whoever imports this module first gives SIGINT to Python, which was told not to take it.
+    const Reference signals(py, py.PyImport_ImportModule("signal"));
+    sigaction(SIGINT, &interrupt, nullptr);
     std::setlocale(LC_CTYPE, locale.c_str());
-    py.PyEval_SaveThread();
 }
 
 // Python's functions; of the interpreter that runs already, else of ours, started.
@@ -105,7 +110,10 @@ Python run_python() {
     const Interpreter found = find_interpreter();
     void *const library = opened(found);
     const Python py = functions_of(library);
-    if (!py.Py_IsInitialized()) start(py, library, found.program);
+    if (!py.Py_IsInitialized()) {
+        start(py, library, found.program);
+        py.PyEval_SaveThread();
+    }
     return py;
 }
 

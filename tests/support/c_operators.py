@@ -71,7 +71,7 @@ class Operators:
     def argument(self, kind: str, value: Any) -> Any:
         """A value as C has it."""
         if kind in KINDS:
-            if isinstance(value, (str, torch.Tensor)) or value is None or (kind != "double" and value != int(value)):
+            if not isinstance(value, (int, float)) or (kind != "double" and value != int(value)):
                 raise Inexpressible(kind)
             if kind == "int64_t" and not -(1 << 63) <= value < 1 << 63:
                 raise Inexpressible(kind)
