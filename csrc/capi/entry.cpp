@@ -229,7 +229,8 @@ std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
 }
 
 // The workspace, held; null where none is needed.
-std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *workspace, std::uint64_t size) {
+std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *workspace, std::uint64_t size,
+                                            const Call &call) {
     const std::uint64_t needed = planned.workspace;
     if (needed == 0) return nullptr;
     const std::string advice = " (phase 1 said " + std::to_string(needed) + ")";
@@ -240,11 +241,14 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
     auto memory = allocation_of(workspace);
     if (!memory || memory->host)
         throw Refusal(nn_runtime, "workspace: expected device memory, got " + described(workspace) + advice);
-    const std::size_t room =
-        memory->granted - static_cast<std::size_t>(static_cast<char *>(workspace) - memory->address);
+    const auto first = static_cast<std::size_t>(static_cast<char *>(workspace) - memory->address);
+    const std::size_t room = memory->granted - first;
     if (room < size)
         throw Refusal(nn_runtime, "workspace: expected " + std::to_string(size) + " bytes of device memory, got " +
                                       std::to_string(room) + " up to the end of " + described(workspace));
+    if (first + needed > memory->asked)
+        call.defect("workspace: expected " + std::to_string(needed) + " bytes, got " + described(workspace) +
+                    ", within the pages that the chip gives");
     return memory;
 }
 
@@ -337,13 +341,13 @@ aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_siz
                 aclrtStream stream, const void *caller) noexcept {
     return coded(
         op.name, caller,
-        [&](const Call &) {
+        [&](const Call &call) {
             const auto now = initialized();
             const auto planned = planned_of(op, executor);
             std::string why;
             if (const int code = check_stream(stream, why))
                 throw Refusal(code == invalid_param ? nn_invalid : nn_runtime, why);
-            const auto room = check_workspace(*planned, workspace, workspace_size);
+            const auto room = check_workspace(*planned, workspace, workspace_size, call);
             const Python &py = python();
             const auto mine = turn(py, planned->running);
             Run job(op, *planned);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -9,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.c_operators import Operators, prototypes
 from support.c_runtime import BF16, FLOAT, MIB, ON_DEVICE, TO_DEVICE, TO_HOST, Runtime, copied, one_of_each
+from support.two_phase import outputs_of
+
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops import RECORDS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the C libraries are built for Linux")
 
@@ -141,3 +147,32 @@ def test_an_abort_ends_the_process_at_the_first_defect() -> None:
     assert done.returncode == -6
     assert "65 bytes asked of an allocation of 64 bytes" in done.stderr
     assert "went on" not in done.stdout
+
+
+def test_what_operators_are_given(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    """A workspace that is too small, an executor that has run, memory that was freed between the phases."""
+    c, op = Operators(checked), RECORDS["aclnnFlashAttentionScore"]
+    args = sample(op)
+    given = outputs_of(op, args) | {name: value for name, value in args.items() if value is not None}
+    arguments = [
+        c.argument(kind, given.get(p.name)) for p, kind in zip(op.params, prototypes()[op.name], strict=True)
+    ]  # fmt: skip
+    ret, size, executor = c.first(op.name, arguments)
+    assert ret == 0
+    assert size > 0
+    small = checked.malloc(size - 1)
+    assert reported(capfd) == []
+    assert c.second(op.name, executor, size, small) == 0, checked.message()  # as on the chip
+    (line,) = reported(capfd)
+    assert f"{op.name}: workspace: expected {size} bytes, got an allocation of {size - 1} bytes (aclrtMalloc, " in line
+    assert c.second(op.name, executor, size, small) == 361001
+    (line,) = reported(capfd)
+    assert f"{op.name}: executor: expected one" in line
+    _, _, executor = c.first(op.name, arguments)
+    place = ctypes.c_void_p()
+    assert checked.aclGetRawTensorAddr(arguments[0], ctypes.byref(place)) == 0
+    assert checked.aclrtFree(place) == 0
+    assert c.second(op.name, executor, size) == 361001
+    (line,) = reported(capfd)
+    assert "query: expected device memory, got an allocation of " in line
+    assert "that was freed (aclrtFree, call " in line
