@@ -1,11 +1,10 @@
-"""The mutations of the C face; part of mutations.py's."""
+"""The mutations of the C runtime; part of mutations.py's."""
 
 from __future__ import annotations
 
 from mutant import capi
 
-HOSTILE = "test_handles.py::test_nothing_that_is_handed_over_crashes"
-CAPI = [
+RUNTIME = [
     capi("a handle is used a second time", "handles.cpp",
          "all.last = all.last == counts ? 1 : all.last + 1;", "all.last = 1;",
          "test_handles.py::test_handles_are_never_used_again"),
@@ -21,7 +20,8 @@ CAPI = [
     capi("a tensor is laid behind its allocation", "tensors.cpp",
          "if (extent.end > room)", "if (extent.end > 2 * room)", "test_handles.py::test_tensors_that_cannot_be"),
     capi("a thread has the device of another one", "streams.cpp",
-         "thread_local Handle current", "Handle current", "test_runtime.py::test_a_thread_has_no_device_of_another_ones"),
+         "thread_local Handle current", "Handle current",
+         "test_runtime.py::test_a_thread_has_no_device_of_another_ones"),
     capi("freed addresses are given out again at once in the checked mode", "memory.cpp",
          "all.freed.push_back(found);", "", "test_checked.py::test_uses_after_free"),
     capi("a host type of half the size is not noticed", "tensors.cpp",
