@@ -60,6 +60,15 @@ def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
     assert 0 in codes, "no sample is within the limits of the chip"
 
 
+def test_windows_of_larger_memory_give_what_python_gives(c: Operators) -> None:
+    args = sample(OPERATORS[SCORE], input_layout="BSND")
+    for name in ("query", "key", "value"):
+        wide = torch.randn(*args[name].shape[:-1], 3 * args[name].shape[-1], generator=torch.Generator().manual_seed(1))
+        args[name] = wide.to(args[name].dtype)[..., args[name].shape[-1] : 2 * args[name].shape[-1]]
+        assert args[name].storage_offset() > 0
+    assert both(c, OPERATORS[SCORE], args) == (0, 0)
+
+
 def test_every_operator_is_declared() -> None:
     assert prototypes().keys() == OPERATORS.keys()
     assert all(len(prototypes()[name]) == len(op.params) for name, op in OPERATORS.items())
@@ -93,8 +102,8 @@ def test_all_broken_calls_are_refused_as_in_python(op: Op, c: Operators) -> None
 
 
 class Attention:
-    """2 heads over 2^n tokens, in device memory. All keys are alike, so that the output is the mean of the values: small
-    whole numbers, of which it is exact."""
+    """2 heads over 2^n tokens, in device memory. Keys are alike, so that the output is the mean of the values: small whole
+    numbers, of which it is exact."""
 
     def __init__(self, c: Operators, tokens: int = 16, seed: int = 0) -> None:
         self.c, generator = c, torch.Generator().manual_seed(seed)
