@@ -102,8 +102,8 @@ def test_all_broken_calls_are_refused_as_in_python(op: Op, c: Operators) -> None
 
 
 class Attention:
-    """2 heads over 2^n tokens, in device memory. Keys are alike, so that the output is the mean of the values: small whole
-    numbers, of which it is exact."""
+    """2 heads over 2^n tokens, in device memory. Keys are alike: the output is the mean of the values, small whole
+    numbers, and exact."""
 
     def __init__(self, c: Operators, tokens: int = 16, seed: int = 0) -> None:
         self.c, generator = c, torch.Generator().manual_seed(seed)
