@@ -112,7 +112,8 @@ STUB := src/fusion_attention/_aclnn.pyi
 
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
   tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h examples/capi/*.c \
-  examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h)
+  examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
+  src/fusion_attention/capi/include/aclnn/opdev/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
 AS_BASE := -std=c++20 -Icsrc -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base

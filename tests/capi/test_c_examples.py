@@ -42,8 +42,20 @@ PROGRAM = """
 #include <stdio.h>
 #include "acl/acl.h"
 #include "aclnnop/aclnn_flash_attention_score.h"
+#ifdef __cplusplus
+#include <vector>
+#include "acl_meta.h"
+#include "aclnn/opdev/fp16_t.h"
+static bool halves() {
+    const std::vector<op::fp16_t> data = {0.1, 1, -2.5f};
+    return sizeof(op::fp16_t) == 2 && data[0].val == 0x2E66 && data[1].val == 0x3C00 && data[2] == -2.5f;
+}
+#else
+static bool halves(void) { return true; }
+#endif
 int main(void) {
     void *memory = NULL;
+    if (!halves()) return 4;
     if (aclnnFlashAttentionScore(NULL, 0, NULL, NULL) == ACL_SUCCESS) return 1;
     if (aclInit(NULL) || aclrtSetDevice(0) || aclrtMalloc(&memory, 64, ACL_MEM_MALLOC_HUGE_FIRST)) return 2;
     if (aclrtFree(memory) || aclrtResetDevice(0) || aclFinalize()) return 3;

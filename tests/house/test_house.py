@@ -219,7 +219,8 @@ CANN_WORDS = re.compile(
 
 def test_no_cann_word_below_the_waist() -> None:
     files = [path for pattern in BELOW_THE_WAIST for path in SOURCE.glob(pattern)]
-    files += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    core = ROOT / "csrc"  # of which capi is another face, and no part of the core
+    files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
         for path in files

@@ -2,7 +2,6 @@
 // prints one line per finding, and ends with the number of those that are not "ok".
 #include <atomic>
 #include <clocale>
-#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -27,7 +26,7 @@ aclTensor *tensor(const std::vector<int64_t> &shape, void *memory) {
                            memory);
 }
 
-// One head of 16 equal keys: the mean of equal values is that value.
+// One head of 16 equal keys: the mean of equal values is that value, exactly.
 bool attention(float value) {
     constexpr int64_t tokens = 16, dims = 16;
     if (aclrtSetDevice(0) != 0) return false;
@@ -57,7 +56,7 @@ bool attention(float value) {
     if (ret == 0) ret = aclrtMemcpy(out.data(), out.size() * 4, memory[3], out.size() * 4, ACL_MEMCPY_DEVICE_TO_HOST);
     if (ret != 0) std::printf("%d %s\n", ret, aclGetRecentErrMsg());
     for (const float each : out)
-        if (std::fabs(each - value) > 1e-6f * value) return false;
+        if (each != value) return false;
     return ret == 0;
 }
 
