@@ -219,7 +219,8 @@ CANN_WORDS = re.compile(
 
 def test_no_cann_word_below_the_waist() -> None:
     files = [path for pattern in BELOW_THE_WAIST for path in SOURCE.glob(pattern)]
-    files += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    core = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    files += [path for path in core if path.parent.name != "capi"]  # The C face is a face.
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
         for path in files
