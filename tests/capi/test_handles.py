@@ -115,6 +115,8 @@ def test_arrays_are_copies(acl: Runtime) -> None:
     array = acl.aclCreateIntArray(values, 3)
     assert acl.aclGetIntArraySize(array, ctypes.byref(size)) == 0
     assert size.value == 3
+    assert acl.aclDestroyFloatArray(array) == 161002
+    assert "expected an aclFloatArray, got an aclIntArray" in (acl.message() or "")
     assert acl.aclDestroyIntArray(array) == 0
     assert acl.aclDestroyIntArray(array) == 161002
     for name in ("Int", "Float", "Bool"):
