@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +260,29 @@ def test_before_init_and_after_finalize(library: Runtime) -> None:
     assert c.first(SCORE, nothing(SCORE)) == (361001, 0, None)
     assert "called before aclInit" in message(c)
     assert c.second(SCORE, None) == 361001
+
+
+# ------------------------------------------------------------------------------------------------ memory from elsewhere
+
+
+def test_memory_that_torch_allocates(library: Runtime, tmp_path: Path) -> None:
+    """The table that a GPU's memory goes through, on the CPU."""
+    config = tmp_path / "acl.json"
+    config.write_text('{"fusion_attention": {"memory": "torch"}}')
+    for _ in library.started(config):
+        c = Operators(library)
+        attention = Attention(c)
+        ret, size, executor = attention.plan()
+        assert ret == 0, message(c)
+        assert c.second(SCORE, executor, size) == 0, message(c)
+        assert attention.is_right()
+        assert library.aclrtMemset(attention.places[3], 64, 7, 64) == 0
+        raw = attention.found().view(torch.uint8).flatten()
+        assert bool((raw[:64] == 7).all())
+        assert bool((raw[64:68].view(torch.float32) == attention.values.mean(1).flatten()[16]).all())
+        assert library.aclrtFree(attention.places[0]) == 0
+        assert library.aclrtFree(attention.places[0]) != 0
+        assert library.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 1 << 62, 0) == 207001
 
 
 # ------------------------------------------------------------------------------------------------------------- threads
