@@ -111,7 +111,9 @@ wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into d
 STUB := src/fusion_attention/_aclnn.pyi
 
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
-  tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h)
+  tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h examples/capi/*.c \
+  examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
+  src/fusion_attention/capi/include/aclnn/opdev/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
 AS_BASE := -std=c++20 -Icsrc -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
@@ -124,12 +126,14 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
+	$(BIN)/python -m fusion_attention capi --check src/fusion_attention/capi/include --source csrc/capi
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
 docs: $(VENV)/.extra-docs ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
 	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
+	$(BIN)/python -m fusion_attention capi --write src/fusion_attention/capi/include --source csrc/capi
 	$(BIN)/python -m website
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks import (
     backward,
     busy,
+    capi,
     decode_rows,
     dense,
     distributed,
@@ -61,7 +62,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
 MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE)
+CAPI = "capi"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE, CAPI)
 
 
 TITLE = (
@@ -126,6 +128,7 @@ def main(
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
     shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
     scales = scale.show(quick, turns, console) if only in ("all", SCALE) else {}
+    calls = capi.show(quick, turns, console) if only in ("all", CAPI) else []
     others = {}
     for group, (name, cost, goal) in COSTS.items():
         if only in ("all", group):
@@ -137,7 +140,7 @@ def main(
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
-        tables |= {SCALE: scales}
+        tables |= {SCALE: scales, CAPI: [asdict(cost) for cost in calls]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         if timings:

@@ -1,6 +1,7 @@
 // Lets a module that was linked on a newer system run wherever glibc is 2.28 or later: what got a new version, or a new
-// home, since then is asked for by the version that every such glibc has. Linked into the Python module alone, where
-// CMakeLists.txt makes it portable; tests/backends/test_portable.py reads which versions the module asks for.
+// home, since then is asked for by the version that every such glibc has. Linked into the Python module and the C face's
+// libraries, where CMakeLists.txt makes them portable; tests/backends/test_portable.py and tests/capi/test_runtime.py read
+// which versions they ask for.
 
 #if defined(__x86_64__)
 #define FUSION_FIRST_VERSION "GLIBC_2.2.5"
@@ -28,6 +29,15 @@ FUSION_OLD(fusion_old_dlopen, dlopen);
 FUSION_OLD(fusion_old_dlsym, dlsym);
 void *dlopen(const char *file, int mode) noexcept { return fusion_old_dlopen(file, mode); }
 void *dlsym(void *library, const char *name) noexcept { return fusion_old_dlsym(library, name); }
+
+// The same; csrc/capi asks where it lies itself, and what dlopen() missed.
+struct Dl_info;
+int fusion_old_dladdr(const void *address, Dl_info *info);
+char *fusion_old_dlerror();
+FUSION_OLD(fusion_old_dladdr, dladdr);
+FUSION_OLD(fusion_old_dlerror, dlerror);
+int dladdr(const void *address, Dl_info *info) noexcept { return fusion_old_dladdr(address, info); }
+char *dlerror() noexcept { return fusion_old_dlerror(); }
 
 // There since 2.32: whether counters of shared pointers may do without atomic instructions. Never.
 char __libc_single_threaded = 0;  // NOLINT(bugprone-reserved-identifier)

@@ -3,6 +3,7 @@
 Runs in an environment that holds the wheel and torch, outside the repository; prints one line, or ends with an error.
 """
 
+import ctypes
 import importlib
 import sys
 from pathlib import Path
@@ -13,6 +14,27 @@ def runtimes() -> list[str]:
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     files = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
     return sorted(f for f in files if any(name in Path(f).name for name in ("gomp", "iomp5", "libomp")))
+
+
+def check_c_face() -> None:
+    """A program in this process asks the C libraries: memory, and an operator that refuses what it was given."""
+    from fusion_attention.capi import environment
+
+    assert not environment.missing(), environment.missing()
+    opapi, _, ascendcl = (ctypes.CDLL(str(environment.LIBRARY / f"lib{name}.so")) for name in environment.LIBRARIES)
+    ascendcl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    memory, size, executor = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_void_p()
+    assert ascendcl.aclInit(None) == 0, ascendcl.aclGetRecentErrMsg()
+    assert ascendcl.aclrtSetDevice(0) == ascendcl.aclrtMalloc(ctypes.byref(memory), ctypes.c_size_t(64), 0) == 0
+    integer, number, nothing = ctypes.c_int64(1), ctypes.c_double(1), ctypes.c_void_p()
+    layout = ctypes.create_string_buffer(b"BSND")
+    refused = opapi.aclnnFlashAttentionScoreGetWorkspaceSize(
+        *[nothing] * 8, number, number, *[integer] * 3, layout, *[integer] * 2, *[nothing] * 4,
+        ctypes.byref(size), ctypes.byref(executor),
+    )  # fmt: skip
+    assert refused == 161001, (refused, ascendcl.aclGetRecentErrMsg())
+    assert b"aclnnFlashAttentionScoreGetWorkspaceSize: query" in ascendcl.aclGetRecentErrMsg()
+    assert ascendcl.aclrtFree(memory) == ascendcl.aclFinalize() == 0
 
 
 def main(first: str) -> None:
@@ -48,6 +70,7 @@ def main(first: str) -> None:
         all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
         for name, mine, exact, plain in all_three:
             compare(f"{name}, {dtype}", mine, exact, plain, 300)
+    check_c_face()
     found = runtimes()
     assert len(found) == 1, f"one OpenMP runtime serves torch and the core, but there are {found}"
     python = ".".join(map(str, sys.version_info[:2]))

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = 28  # of manylinux_2_28
 MEGABYTES, SECONDS = 15, 30  # of a wheel; of its installation
+LIBRARIES = {f"fusion_attention/capi/lib64/lib{name}.so" for name in ("ascendcl", "nnopbase", "opapi")}
 MACHINES = {"x86_64": 62, "aarch64": 183}  # as an ELF file says it
 
 
@@ -80,13 +81,12 @@ def tagged(wheel: Path, machine: str, dist: Path) -> Path:
 
 
 def check_contents(wheel: Path, machine: str) -> None:
-    """The package and nothing else, one native module for the right processor, linked to nothing that may be absent."""
+    """The package and nothing else: one module and the three C libraries, for the right processor."""
     if wheel.stat().st_size > MEGABYTES << 20:
         fail(f"{wheel.name} has {wheel.stat().st_size >> 20} MB, expected at most {MEGABYTES}")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-        natives = [name for name in names if name.endswith(".so")]
-        module = archive.read(natives[0]) if natives else b""
+        natives = {name: archive.read(name) for name in names if name.endswith(".so")}
     source = ROOT / "src"
     expected = {
         path.relative_to(source).as_posix()
@@ -97,10 +97,12 @@ def check_contents(wheel: Path, machine: str) -> None:
         odd = sorted((set(names) - set(natives)) ^ expected)
         fail(f"{wheel.name}: expected what src/ holds, these are too many or missing: {odd}")
     expected_suffix = ".abi3.so" if "-abi3-" in wheel.name else f"-{machine}-linux-gnu.so"
-    if len(natives) != 1 or not natives[0].endswith(expected_suffix):
-        fail(f"{wheel.name}: expected one native module named *{expected_suffix}, got {natives}")
-    if struct.unpack_from("<H", module, 18)[0] != MACHINES[machine]:
-        fail(f"{wheel.name}: its native module is for another processor than {machine}")
+    modules = set(natives) - LIBRARIES
+    if len(modules) != 1 or not modules.pop().endswith(expected_suffix) or not set(natives) > LIBRARIES:
+        fail(f"{wheel.name}: expected one module named *{expected_suffix} and {LIBRARIES}, got {sorted(natives)}")
+    for name, content in natives.items():
+        if struct.unpack_from("<H", content, 18)[0] != MACHINES[machine]:
+            fail(f"{wheel.name}: {name} is for another processor than {machine}")
 
 
 def check_metadata(files: list[Path]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from fusion_attention import acl
 from fusion_attention.acl import rt, state
-from fusion_attention.acl.jobs import Job, check_disjoint, handles, job_of, layout_of, may_lack, refusal
+from fusion_attention.acl.jobs import Job, Options, check_disjoint, handles, job_of, layout_of, may_lack, refusal
 from fusion_attention.acl.state import STATE, Refusal
 from fusion_attention.contract import (
     INVALID,
@@ -51,17 +51,35 @@ __all__ = [name + phase for name in OPERATORS for phase in (PHASE_1, "")]
 def _first(op: Op, values: tuple[Any, ...], strict: bool, check_content: bool) -> tuple[int, int, acl.Executor | None]:
     """(ret, workspace_size, executor) of any operator."""
     try:
-        job = _lay(op, values, strict)
-        size = job.layout.workspace
-        return SUCCESS, size, acl.Executor(op, size, values, (strict, check_content), job)
+        if STATE.device is None:
+            raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
+        executor = planned(op, values, Options(strict, check_content, STATE.device, STATE.backend))
+        return SUCCESS, executor.workspace_size, executor
     except Exception as error:
         return _code(op, error), 0, None
 
 
+def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
+    """A checked call on the memory of its tensors; values: one for each parameter.
+
+    Raises:
+        Exception: anything; failure() has its code and text.
+    """
+    job = _lay(op, values, options)
+    return acl.Executor(op, job.layout.workspace, values, options, job)
+
+
 def _code(op: Op, error: Exception) -> int:
-    """The code of a failure, its text kept. Whatever goes wrong inside is a code too: callers of C catch nothing."""
+    """The code of a failure, its text kept."""
     if isinstance(error, ContractWarning):
         raise error  # The caller asked for warnings to be exceptions.
+    code, text = failure(op, error)
+    state.note(text)
+    return code
+
+
+def failure(op: Op, error: Exception) -> tuple[int, str]:
+    """(code, text) of a failure. Whatever goes wrong inside has a code too: callers of C catch nothing."""
     code, text = INNER, f"{op.name}: {type(error).__name__}: {error}"
     if isinstance(error, (ContractError, Refusal)):
         code, text = error.code, str(error)
@@ -69,22 +87,20 @@ def _code(op: Op, error: Exception) -> int:
         code = NO_KERNEL
     elif isinstance(error, MemoryError) or "memory" in str(error):
         code = RUNTIME
-    state.note(text)
-    return code
+    return code, text
 
 
-def _lay(op: Op, values: tuple[Any, ...], strict: bool) -> Job:
+def _lay(op: Op, values: tuple[Any, ...], options: Options) -> Job:
     """Checks a call and lays it on the memory of its tensors."""
-    if STATE.device is None:
-        raise Refusal(RUNTIME, f"{op.name}: called before acl.init() or after acl.finalize()")
     args = _arguments(op, values)
-    bound = bind(op, args, strict=strict, reads=False)  # Tensor content is read in phase 2: it may come after phase 1.
+    # Tensor content is read in phase 2: it may come after phase 1.
+    bound = bind(op, args, strict=options.strict, reads=False)
     assert op.lower is not None
     call = op.lower(bound)
     layouts = bound.memo.two_phase
-    layout = layouts.get((STATE.backend, STATE.device))
+    layout = layouts.get((options.backend, options.device))
     if layout is None:
-        layout = layouts[STATE.backend, STATE.device] = layout_of(bound, call, args, strict)
+        layout = layouts[options.backend, options.device] = layout_of(bound, call, args, options)
     check_disjoint(op, values, layout)
     return job_of(layout, call, args)
 
@@ -160,15 +176,7 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
         ready = _check_executor(op, executor)
         _check_stream(op, stream)
         _check_workspace(op, workspace, workspace_size, ready.workspace_size)
-        strict, check_content = ready.options
-        job = ready.job
-        if _moved(op, job, ready.values):
-            # Int arrays were read in phase 1, and need not be there any more.
-            pairs = zip(op.params, ready.values, strict=True)
-            values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
-            job = ready.job = _lay(op, values, strict)
-        if check_content or job.layout.reads:
-            _check_content(op, job.args, strict, check_content)
+        job = due(ready)
         ready.used = True
         if not ready.repeatable:
             ready.end()
@@ -176,6 +184,23 @@ def _second(op: Op, workspace: Any, workspace_size: Any, executor: Any, stream: 
     except Exception as error:
         return _code(op, error)
     return SUCCESS
+
+
+def due(executor: acl.Executor) -> Job:
+    """What an executor runs next: its call where its tensors lie now, with content that was checked.
+
+    Raises:
+        Exception: as planned(); nothing was written.
+    """
+    op, job, options = executor.op, executor.job, executor.options
+    if _moved(op, job, executor.values):
+        # Int arrays were read in phase 1, and need not be there any more.
+        pairs = zip(op.params, executor.values, strict=True)
+        values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
+        job = executor.job = _lay(op, values, options)
+    if options.check_content or job.layout.reads:
+        _check_content(op, job.args, options.strict, options.check_content)
+    return job
 
 
 def _moved(op: Op, job: Job, values: tuple[Any, ...]) -> bool:

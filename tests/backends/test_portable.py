@@ -1,4 +1,4 @@
-"""The native module runs on other systems than the one that it was built on, beside any torch."""
+"""The native module and the C libraries run on other systems than the one that they were built on, beside any torch."""
 
 import re
 import shutil
@@ -9,33 +9,40 @@ from pathlib import Path
 import pytest
 
 from fusion_attention import _native
+from fusion_attention.capi import environment
 
 MODULE = Path(_native.__file__ or "")
+LIBRARIES = [environment.LIBRARY / f"lib{name}.so" for name in environment.LIBRARIES]
+FILES = [MODULE, *(path for path in LIBRARIES if path not in environment.missing())]
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda path: path.name.partition(".")[0])
 READER = shutil.which("readelf") or ""
 linux = pytest.mark.skipif(
     sys.platform != "linux" or not READER, reason="asks readelf, of binutils, about a module of Linux"
 )
 
 
-def of_elf(option: str) -> str:
-    return subprocess.run([READER, "--wide", option, str(MODULE)], capture_output=True, text=True, check=True).stdout
+def of_elf(option: str, file: Path = MODULE) -> str:
+    return subprocess.run([READER, "--wide", option, str(file)], capture_output=True, text=True, check=True).stdout
 
 
 @linux
-def test_the_module_asks_for_no_version_later_than_glibc_2_28() -> None:
+@every_file
+def test_a_file_asks_for_no_version_later_than_glibc_2_28(file: Path) -> None:
     """As manylinux_2_28 allows; what is too new gets an old version in csrc/old_glibc.cpp."""
-    versions = {tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info"))}
+    found = re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info", file))
+    versions = {tuple(map(int, version)) for version in found}
     assert versions
-    assert max(versions) <= (2, 28), of_elf("--dyn-syms")
+    assert max(versions) <= (2, 28), of_elf("--dyn-syms", file)
 
 
 @linux
-def test_the_module_needs_nothing_that_a_system_or_torch_may_lack() -> None:
-    """No libstdc++ (another one may be loaded), no libgomp (torch's has any name), nothing of torch's."""
-    needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", of_elf("--dynamic")))
-    assert {name for name in needed if not name.startswith("ld-linux-")} == {
-        "libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6",
-    }  # fmt: skip
+@every_file
+def test_a_file_needs_nothing_that_a_system_or_torch_may_lack(file: Path) -> None:
+    """No libstdc++ (another one may be loaded), no libgomp (torch's has any name), nothing of torch's or Python's."""
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*?)\]", of_elf("--dynamic", file)))
+    system = {"libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6"}
+    others = {path.name for path in LIBRARIES} if file != MODULE else set()  # each lies beside those that it needs
+    assert {name for name in needed if not name.startswith("ld-linux-")} - others - {"libpthread.so.0"} <= system
 
 
 BOTH_COMPUTE = """

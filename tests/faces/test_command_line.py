@@ -202,7 +202,7 @@ def test_a_gpu_that_is_not_there(command: str, tmp_path: Path) -> None:
     assert "no GPU here" in refused(command, *more, "--device", "cuda")
 
 
-COMMANDS = ("bench", "demo", "doctor", "explain", "ops", "replay")
+COMMANDS = ("bench", "capi", "demo", "doctor", "explain", "ops", "replay")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,4 +1,4 @@
-"""What a mutation is, and the two kinds of sources that they change."""
+"""What a mutation is, and the kinds of sources that they change."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class Mutant:
 def house(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
     """A mutation of the package."""
     return Mutant(name, f"src/fusion_attention/{file}", old, new, tuple(f"tests/{test}" for test in tests))
+
+
+def capi(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+    """A mutation of the C face's libraries, which are built anew for it."""
+    return Mutant(name, f"csrc/capi/{file}", old, new, tuple(f"tests/capi/{test}" for test in tests))
 
 
 def core(name: str, file: str, old: str, new: str) -> Mutant:

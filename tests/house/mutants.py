@@ -148,13 +148,37 @@ class Copy:
         ran = self.run([folder / "core_test"]) if linked.code == 0 else Run(1000, linked.text, 0.0)
         return Run(ran.code, ran.text, seconds + linked.seconds + ran.seconds)
 
+    def capi(self) -> None:
+        """Builds the C face's libraries, what changed alone; the tests of the copy then call them."""
+        csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
+        text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
+        made: list[str | Path] = []
+        for name, exports, listed in re.findall(r"^fusion_capi\((\w+) (\S+\.map) ([^)]*)\)", text, re.MULTILINE):
+            (self.root / "capi").mkdir(exist_ok=True)
+            objects = []
+            for source in [csrc / "capi" / word for word in listed.split()]:
+                objects.append(self.root / "capi" / f"{source.stem}.o")
+                if stale(objects[-1]):
+                    flags = ["-std=c++20", "-O0", "-w", "-fPIC", f"-I{csrc}", f"-I{package / 'include'}", "-MMD"]
+                    built = self.run([CORE[0], *flags, "-c", source, "-o", objects[-1]])
+                    assert built.code == 0, built.text
+            library = package / "lib64" / f"lib{name}.so"
+            library.unlink(missing_ok=True)
+            options = ["-shared", f"-Wl,--version-script={csrc / 'capi' / exports}", "-Wl,-rpath,$ORIGIN", "-ldl"]
+            linked = self.run([CORE[0], *objects, *made, *options, f"-Wl,-soname,{library.name}", "-o", library])
+            assert linked.code == 0, linked.text
+            made.append(library)
+
     def survived(self, mutant: Mutant) -> tuple[list[str], float, str]:
         """(the tests named that did not catch a mutant, CPU seconds, what they said)."""
         path = self.root / mutant.file
         source = path.read_text(encoding="utf-8")
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
         blind, seconds, said = [], 0.0, ""
+        of_capi = mutant.file.startswith("csrc/capi/")
         try:
+            if of_capi:
+                self.capi()
             for name in mutant.tests:
                 ran = self.tests([name], "-x")
                 seconds += ran.seconds
@@ -163,6 +187,8 @@ class Copy:
                     said += f"{name}: exit code {ran.code}\n{ran.text[-2000:]}\n"
         finally:
             path.write_text(source, encoding="utf-8")
+            if of_capi:
+                self.capi()
         return blind, seconds, said
 
 

@@ -22,7 +22,7 @@ from fusion_attention import _native
 # A module, or a package with all it holds -> its floor. Imports run down, or stay on a floor.
 FLOORS = {
     "__main__": 7, "cli": 7, "api": 7, "calls": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
-    "integrations": 7, "explorer": 7, "judging": 7,
+    "integrations": 7, "explorer": 7, "judging": 7, "capi": 7,
     "aclnn": 6, "acl": 6, "torch_ops": 6, "_aclnn": 6,
     "plan": 5,
     "ops": 4, "backends": 4,
@@ -219,7 +219,8 @@ CANN_WORDS = re.compile(
 
 def test_no_cann_word_below_the_waist() -> None:
     files = [path for pattern in BELOW_THE_WAIST for path in SOURCE.glob(pattern)]
-    files += [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    core = ROOT / "csrc"  # of which capi is another face, and no part of the core
+    files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
         for path in files

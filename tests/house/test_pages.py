@@ -23,6 +23,7 @@ DOCS = ROOT / "docs"
 LANGUAGES = {
     "python": "test_examples.py", "pycon": "test_examples.py, as a docstring", "pyi": "a signature",
     "bash": "test_commands_exist", "sh": "test_commands_exist", "text": "nobody", "diff": "nobody", "": "nobody",
+    "c": "a fragment", "json": "a fragment",
 }  # fmt: skip
 
 
@@ -84,7 +85,12 @@ def unknown_words(line: str) -> list[str]:
         return [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in options]
     if program.endswith("python") and "pytest" in rest:
         return [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()]
-    return [] if program in ("pip", "apt-get", "python", "git", "cd", "torchrun") or "python" in program else [program]
+    return (
+        []
+        if program in ("pip", "apt-get", "python", "git", "cd", "torchrun", "cmake", "ctest", "cc")
+        or "python" in program
+        else [program]
+    )
 
 
 @pytest.mark.parametrize(("page", "line"), commands())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.acl.overlap import overlaps_itself, share
-from fusion_attention.acl.state import STATE, Refusal
+from fusion_attention.acl.state import Refusal
 from fusion_attention.acl.tensors import TensorList
 from fusion_attention.acl.workspace import workspace
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Op, Tensor, evaluate, members, scope, show
@@ -23,6 +23,21 @@ from fusion_attention.waist.lowered import Filled, Lowered
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:
     """A failure in the wording of every error of this library."""
     return Refusal(code, str(op.failure(param, expected, got, advice, code)))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call is planned with beside its arguments.
+
+    Attributes:
+        strict: the chip's limits are errors too; check_content: phase 2 checks tensor content too.
+        device: where its memory lies; backend: what computes, by name or "auto".
+    """
+
+    strict: bool
+    check_content: bool
+    device: torch.device
+    backend: str
 
 
 # ---------------------------------------------------------------------------------------------------- what calls share
@@ -111,18 +126,18 @@ def job_of(layout: Layout, call: Lowered, args: dict[str, Any]) -> Job:
     return job
 
 
-def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], strict: bool) -> Layout:
+def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Options) -> Layout:
     """Checks the outputs of a new signature, plans it and adds up what it needs."""
     op = bound.op
-    if call.device != STATE.device:
+    if call.device != options.device:
         first = op.tensors()[0].shown
-        raise refusal(op, first, f"memory on {STATE.device}", str(call.device), "acl.init(device=...) chose it")
+        raise refusal(op, first, f"memory on {options.device}", str(call.device), "acl.init(device=...) chose it")
     given = tuple((i, name) for i, name in enumerate(op.by_name) if isinstance(args[name], (torch.Tensor, tuple)))
-    written = _written(bound, args, strict)
+    written = _written(bound, args, options.strict)
     outputs = {name: args[name] for name in written}
     found = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.device, STATE.backend, call.verb)
+        found = plan(call.problem, call.extents, call.device, options.backend, call.verb)
     filled = call.fill(outputs)
     own = [t for _, name in given for t in members(args[name]) or ()]
     bytes_, copies = workspace(filled, own, found)

@@ -16,6 +16,7 @@ from fusion_attention import __version__
 
 # Under other names: the modules of these names stay reachable as attributes of the package.
 from fusion_attention.cli.bench import bench as bench_command
+from fusion_attention.cli.capi import capi as capi_command
 from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
 from fusion_attention.cli.explain import explain as explain_command
@@ -40,6 +41,7 @@ def _add(name: str, function: Callable[..., None]) -> None:
 
 
 _add("bench", bench_command)
+_add("capi", capi_command)
 _add("demo", demo_command)
 _add("doctor", doctor_command)
 _add("explain", explain_command)

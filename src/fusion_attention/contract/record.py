@@ -201,10 +201,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Prototype:
-    """What CANN calls an operator's parameters, in its order, and where that was read."""
+    """CANN's C declaration of an operator, as far as its record does not give it.
+
+    Args:
+        names: what CANN calls its parameters, in its order.
+        source: where they were read.
+        header: CANN's file that declares it.
+        tensors: parameters that are integers in the record, and for CANN a tensor, not an aclIntArray.
+    """
 
     names: tuple[str, ...]
     source: str
+    header: str = ""
+    tensors: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

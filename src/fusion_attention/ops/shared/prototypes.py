@@ -1,10 +1,11 @@
-"""What CANN calls the parameters of its operators: the names of every aclnnXxxGetWorkspaceSize, in their order.
+"""CANN's C declarations of its operators: the names of every aclnnXxxGetWorkspaceSize's parameters, in their order.
 
 Spelled as where they were read, mistakes and all: the versions of one operator differ in some names.
 """
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from fusion_attention.contract import Op, Prototype
@@ -178,9 +179,30 @@ _HEADERS = {
         queryIndex keyIndex weight actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional layoutOptional
         sparseMode preTokens nextTokens softmaxMaxOut softmaxSumOut""",
 }
+# Operators that take lengths as tensors: selections run without asking the host.
+_LENGTHS_ON_DEVICE = {
+    f"aclnn{name}"
+    for name in ("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad")
+}
+
+
+def _header(name: str) -> str:
+    """CANN's file that declares an operator: the training operators share two, every other one has its own."""
+    if name.startswith("aclnnFlashAttention"):
+        return f"aclnn_flash_attention_score{'_grad' if 'Grad' in name else ''}.h"
+    words = re.sub(r"([a-z\d])(?=[A-Z])|([A-Z])(?=[A-Z][a-z])", r"\1\2_", name)
+    return words.lower() + ".h"
+
+
+def _prototype(name: str, text: str, source: str) -> Prototype:
+    names = tuple(text.split())
+    lengths = r"PaddingSize|actualSeq" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    return Prototype(names, source, _header(name), frozenset(found for found in names if re.search(lengths, found)))
+
+
 PROTOTYPES = {
-    **{name: Prototype(tuple(names.split()), "this operator's page") for name, names in _PAGES.items()},
-    **{name: Prototype(tuple(names.split()), PUBLIC) for name, names in _HEADERS.items()},
+    **{name: _prototype(name, names, "this operator's page") for name, names in _PAGES.items()},
+    **{name: _prototype(name, names, PUBLIC) for name, names in _HEADERS.items()},
 }
 # A record of CANN's; further ones are versions of it.
 of_cann = partial(Op, source="CANN", prototypes=PROTOTYPES, blank_is_absent=True)

@@ -1,0 +1,144 @@
+"""What the C face costs: a start, a call's two phases, and how much of a large problem's time is its own.
+
+benchmarks/capi_calls.cpp is the program. Times are of the processor, on one thread: neighbours disturb them little.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.schedule import compiler
+from fusion_attention import acl, aclnn
+from fusion_attention.bench.report import Report
+from fusion_attention.capi import environment
+
+SOURCE = Path(__file__).with_name("capi_calls.cpp")
+ONE = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One figure; goal: it should be at most this, None: it is shown beside another."""
+
+    name: str
+    unit: str
+    value: float
+    goal: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        return self.goal is None or self.value <= self.goal
+
+
+def build(folder: Path) -> Path:
+    """The program, compiled and linked as any program of CANN's.
+
+    Raises:
+        FileNotFoundError: there is no C++ compiler.
+    """
+    found = compiler()
+    if found is None:
+        raise FileNotFoundError("the C face's benchmark needs a C++ compiler: install g++, or name one in CXX")
+    program = folder / "calls"
+    flags = ["-std=c++17", "-O2", *shlex.split(environment.cflags())]
+    subprocess.run([found, *flags, str(SOURCE), "-o", str(program), *shlex.split(environment.libs())], check=True)
+    return program
+
+
+def seconds(command: Sequence[str]) -> tuple[float, float]:
+    """(wall, processor) seconds of a process from start to end."""
+    began, before = time.perf_counter(), os.times()
+    subprocess.run(command, check=True, env=ONE, stdout=subprocess.DEVNULL)
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - began, used
+
+
+def said(program: Path, *words: str) -> list[list[float]]:
+    """The numbers that the program prints, line by line."""
+    run = subprocess.run([str(program), *words], check=True, env=ONE, capture_output=True, text=True)
+    return [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
+
+
+def in_python(tokens: int, turns: int) -> tuple[float, float]:
+    """Microseconds of the same call on one thread in Python: phase 2, and of it what is computed (a job's run)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    acl.init()
+    acl.rt.set_device(0)
+    rows, statistic = [torch.zeros(1, tokens, 2, 64) for _ in range(4)], torch.zeros(1, 2, tokens, 8)
+    q, k, v, out = map(acl.Tensor.of, rows)
+    top, total = acl.Tensor.of(statistic), acl.Tensor.of(statistic.clone())
+    first = aclnn.aclnnFlashAttentionScoreGetWorkspaceSize
+    ret, size, executor = first(q, k, v, *[None] * 5, 0.125, 1.0, 65536, 65536, 2, "BSND", 0, 0, top, total, None, out)
+    assert ret == 0, acl.get_recent_err_msg()
+    acl.set_acl_op_executor_repeatable(executor)
+    workspace = acl.rt.malloc(size)[0] if size else None
+    count = 1 if tokens > 256 else 200
+    phases, runs = [], []
+    for turn in range(turns + 1):
+        for found, work in (
+            (phases, lambda: aclnn.aclnnFlashAttentionScore(workspace, size, executor, None)),
+            (runs, executor.job.run),
+        ):
+            began = time.thread_time()
+            for _ in range(count):
+                work()
+            if turn:
+                found.append(1e6 * (time.thread_time() - began) / count)
+    acl.finalize()
+    torch.set_num_threads(threads)
+    return statistics.median(phases), statistics.median(runs)
+
+
+def measured(quick: bool, turns: int) -> list[Cost]:
+    """All figures: medians of the turns, pairs in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        start = [said(program, "start")[0][0] for _ in range(turns)]
+        ours, torchs = [], []
+        for _ in range(turns):
+            ours.append(seconds([str(program), "16", "0"]))
+            torchs.append(seconds([sys.executable, "-c", "import torch"]))
+        fresh, known, second = map(statistics.median, zip(*said(program, "16", str(turns)), strict=True))
+        _, computed = in_python(16, turns)
+        large = 512 if quick else 2048
+        in_c = statistics.median(row[2] for row in said(program, str(large), str(turns)))
+        beside, _ = in_python(large, turns)
+    wall, used = ([statistics.median(pair[i] for pair in side) for side in (ours, torchs)] for i in (0, 1))
+    return [
+        Cost("aclInit to aclrtMalloc", "s", statistics.median(start) / 1e6, 0.3),
+        Cost("smallest program, of the processor", "s", used[0]),
+        Cost("  python -c 'import torch'", "s", used[1]),
+        Cost("  the difference", "s", used[0] - used[1], 1.0),
+        Cost("smallest program, by the clock, less the same", "s", wall[0] - wall[1], 1.0),
+        Cost("phase 1 on new tensors", "us", fresh, 60.0),
+        Cost("phase 1 on known tensors", "us", known, 60.0),
+        Cost("phase 2, with what it computes of 16 tokens", "us", second),
+        Cost("  without", "us", second - computed, 30.0),
+        Cost(f"phase 2 on {large} tokens, beside Python's", "x", in_c / beside, 1.05),
+    ]
+
+
+def show(quick: bool, turns: int, console: Console) -> list[Cost]:
+    """A table of all figures; returns them."""
+    title = "The C face; medians, on one thread"
+    report = Report(console, title, {"cost": -48, "": -3, "figure": 10, "goal": 8, "reached": -7})
+    found = measured(quick, turns)
+    for cost in found:
+        goal = "" if cost.goal is None else f"{cost.goal:g}"
+        reached = "" if cost.goal is None else "yes" if cost.reached else "no"
+        report.add(cost.name, cost.unit, f"{cost.value:.4g}", goal, reached)
+    return found

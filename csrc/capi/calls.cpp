@@ -1,0 +1,86 @@
+#include "capi/calls.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "acl/acl.h"
+#include "capi/runtime.h"
+
+namespace fusion::capi {
+namespace {
+
+// Of each thread: the text that aclGetRecentErrMsg() hands out next, and the one that it handed out last. Programs call
+// when they end too, from destructors: their thread's texts are gone by then.
+thread_local bool texts_ended = false;
+struct Messages {
+    ~Messages() { texts_ended = true; }
+    std::string next, last;
+};
+thread_local Messages messages;
+
+std::string hexadecimal(std::uintptr_t number) {
+    char text[2 + 2 * sizeof number + 1];
+    std::snprintf(text, sizeof text, "0x%zx", static_cast<std::size_t>(number));
+    return text;
+}
+
+// "program+0x1a2b": what addr2line takes; with the function, where its name is exported.
+std::string place_of(const void *caller) {
+    Dl_info found;
+    if (caller == nullptr || dladdr(caller, &found) == 0 || found.dli_fname == nullptr) return "";
+    const std::string path = found.dli_fname;
+    const auto base = reinterpret_cast<std::uintptr_t>(found.dli_fbase);
+    // The byte before the return address belongs to the call.
+    const std::string at = hexadecimal(reinterpret_cast<std::uintptr_t>(caller) - base - 1);
+    const std::string in = found.dli_sname == nullptr ? "" : std::string(" in ") + found.dli_sname;
+    return path.substr(path.rfind('/') + 1) + "+" + at + in;
+}
+
+}  // namespace
+
+std::string in_brackets(const CallSite &site) {
+    if (site.number == 0) return "";
+    const std::string at = place_of(site.caller);
+    return " (" + site.name + ", call " + std::to_string(site.number) + (at.empty() ? "" : ", " + at) + ")";
+}
+
+Call::Call(const char *name, const void *caller) noexcept
+    : name(name), caller(caller), number(checked() ? next_call() : 0) {}
+
+int Call::fail(int code, const std::string &text) const noexcept {
+    const std::string whole = std::string(name) + ": " + text;
+    note(whole);
+    if (number != 0) report(*this, whole + " (" + std::to_string(code) + ")");
+    return code;
+}
+
+void Call::defect(const std::string &text) const noexcept {
+    if (number == 0) return;
+    const std::string whole = std::string(name) + ": " + text;
+    note(whole);
+    report(*this, whole);
+}
+
+void note(const std::string &text) noexcept {
+    if (!texts_ended) messages.next = text;
+}
+
+// As in CANN null where no call failed.
+FUSION_C const char *aclGetRecentErrMsg() {
+    if (texts_ended) return nullptr;
+    messages.last.swap(messages.next);
+    messages.next.clear();
+    return messages.last.empty() ? nullptr : messages.last.c_str();
+}
+
+void report(const Call &call, const std::string &text) noexcept {
+    const std::string at = place_of(call.caller);
+    // One write, so that lines of several threads do not mix; stderr is the program's, whatever its buffer.
+    std::fprintf(stderr, "fusion_attention: checked: %s [call %llu%s%s]\n", text.c_str(),
+                 static_cast<unsigned long long>(call.number), at.empty() ? "" : ", ", at.c_str());
+    if (aborts()) std::abort();
+}
+
+}  // namespace fusion::capi

@@ -1,0 +1,110 @@
+// How a C function of CANN's answers: a code or a handle for its caller, a sentence for aclGetRecentErrMsg(), and in
+// the checked mode a line on stderr. Nothing thrown leaves a library: each has a C++ runtime of its own.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+// What one of the three libraries offers the others.
+#define FUSION_SHARED __attribute__((visibility("default")))
+// What programs call.
+#define FUSION_C extern "C" __attribute__((visibility("default")))
+#define FUSION_CALLER __builtin_return_address(0)
+
+namespace fusion::capi {
+
+enum Code : int {
+    success = 0,
+    invalid_param = 100000,
+    uninitialized = 100001,
+    repeat_initialize = 100002,
+    invalid_file = 100003,
+    invalid_file_size = 100005,
+    parse_file = 100006,
+    invalid_file_attribute = 100008,
+    repeat_finalize = 100037,
+    rt_invalid_param = 107000,
+    rt_invalid_device = 107001,
+    rt_no_context = 107002,
+    rt_stream_context = 107003,
+    rt_event_timestamp = 107006,
+    rt_event_reversal = 107007,
+    rt_invalid_handle = 107017,
+    nn_null = 161001,
+    nn_invalid = 161002,
+    rt_memory_allocation = 207001,
+    rt_memory_free = 207002,
+    rt_no_device = 207004,
+    nn_runtime = 361001,
+    rt_internal = 507000,
+    nn_inner = 561000,
+    nn_inner_null = 561103,
+};
+
+// A call that fails: its code and its text. Thrown and caught within one function of the interface.
+class Refusal : public std::runtime_error {
+public:
+    Refusal(int code, const std::string &text) : std::runtime_error(text), code(code) {}
+    int code;
+};
+
+// Where a program called, as far as the checked mode remembers it: number 0 otherwise.
+struct CallSite {
+    std::string name;
+    std::uint64_t number = 0;
+    const void *caller = nullptr;
+};
+
+// " (aclrtMalloc, call 3, program+0x1a2b in main)"; "" where calls were not counted.
+FUSION_SHARED std::string in_brackets(const CallSite &site);
+
+// One call of a program's, by name, number and place. Numbers are counted in the checked mode alone, and begin at 1.
+struct FUSION_SHARED Call {
+    Call(const char *name, const void *caller) noexcept;
+
+    const char *name;
+    const void *caller;
+    std::uint64_t number;
+
+    // What outlives the call.
+    CallSite site() const { return number == 0 ? CallSite{} : CallSite{name, number, caller}; }
+    // The call fails: keeps "name: text" as this thread's recent message; in the checked mode also a line on stderr.
+    int fail(int code, const std::string &text) const noexcept;
+    // The call does what the chip would do, but the program is wrong: as fail(), where the mode is checked.
+    void defect(const std::string &text) const noexcept;
+};
+
+// Whether defects are looked for: what costs time asks first.
+FUSION_SHARED bool checked() noexcept;
+// Keeps a text as this thread's recent message as it is.
+FUSION_SHARED void note(const std::string &text) noexcept;
+
+// Runs the body of a C function; what it throws becomes a code.
+template <class Body>
+int coded(const char *name, const void *caller, Body body, int no_memory = rt_memory_allocation) noexcept {
+    const Call call(name, caller);
+    try {
+        body(call);
+        return success;
+    } catch (const Refusal &refusal) {
+        return call.fail(refusal.code, refusal.what());
+    } catch (const std::bad_alloc &) {
+        return call.fail(no_memory, "no memory");
+    } catch (const std::exception &error) {
+        return call.fail(no_memory == rt_memory_allocation ? int{rt_internal} : int{nn_inner}, error.what());
+    }
+}
+
+// The same of a function that returns what it makes, or null.
+template <class Body>
+void *made(const char *name, const void *caller, Body body) noexcept {
+    void *handle = nullptr;
+    coded(name, caller, [&](const Call &call) { handle = body(call); }, nn_runtime);
+    return handle;
+}
+
+}  // namespace fusion::capi

@@ -1,0 +1,296 @@
+// The C functions for memory: aclrtMalloc(), aclrtMemcpy() and their kin.
+#include <algorithm>
+#include <cstring>
+
+#include "acl/acl_rt.h"
+#include "capi/dtypes.h"
+#include "capi/runtime.h"
+
+namespace fusion::capi {
+namespace {
+
+enum Copy : int { host_to_host, host_to_device, device_to_host, device_to_device, by_addresses };
+constexpr const char *kinds[] = {"ACL_MEMCPY_HOST_TO_HOST", "ACL_MEMCPY_HOST_TO_DEVICE", "ACL_MEMCPY_DEVICE_TO_HOST",
+                                 "ACL_MEMCPY_DEVICE_TO_DEVICE", "ACL_MEMCPY_DEFAULT"};
+// Newer names of three of them, which say who buffers and where devices lie.
+constexpr int newer[] = {host_to_device, device_to_device, device_to_device};
+// No address of a program lies beyond.
+constexpr std::uintptr_t last_address = ~std::uintptr_t{0} >> 8;
+
+std::string bytes(std::size_t count) { return std::to_string(count) + " bytes"; }
+
+// One end of a copy: `count` bytes at an address, held while they are copied.
+struct End {
+    std::shared_ptr<Allocation> memory;  // null: the program's own, of which nothing is known
+    char *address = nullptr;
+    std::size_t first = 0;  // byte of the allocation
+
+    End(const char *param, const void *at, std::size_t count, const Call &call)
+        : memory(allocation_of(at)), address(static_cast<char *>(const_cast<void *>(at))) {
+        need_address(at, param);
+        if (memory == nullptr) {
+            const auto begin = reinterpret_cast<std::uintptr_t>(at);
+            if (begin > last_address || count > last_address - begin) {
+                throw Refusal(rt_invalid_param, "count: " + bytes(count) + " do not fit behind " + param);
+            }
+            return;
+        }
+        first = static_cast<std::size_t>(address - memory->address);
+        const std::string text = std::string(param) + ": " + bytes(count) + " asked of " + described(at);
+        if (count > memory->granted - first) throw Refusal(rt_invalid_param, text);
+        if (first + count > memory->asked) call.defect(text + ", within the pages that the chip gives");
+    }
+
+    bool on_device() const { return memory != nullptr && !memory->host; }
+};
+
+// What copies() of a kind must be; refused otherwise, and no byte is copied.
+void need_kind(int kind, const End &source, const End &target) {
+    const int given = (source.on_device() ? 2 : 0) + (target.on_device() ? 1 : 0);
+    if (kind == by_addresses || kind == given) return;
+    const bool at_source = ((kind ^ given) & 2) != 0;
+    const End &end = at_source ? source : target;
+    const char *expected = (kind & (at_source ? 2 : 1)) != 0 ? "device" : "host";
+    throw Refusal(rt_invalid_param, std::string(at_source ? "src" : "dst") + ": expected " + expected + " memory, as " +
+                                        kinds[kind] + " says, got " + described(end.address));
+}
+
+// What tensors say about bytes that the host copies from or to their place: twice or half as many are the most common
+// mistake there is, a host type that is not the tensor's.
+void compare_with_traces(const char *param, const End &end, std::size_t count, const Call &call) {
+    const std::lock_guard<std::mutex> lock(end.memory->mutex);
+    const auto &traces = end.memory->traces;
+    const auto last = std::find_if(traces.rbegin(), traces.rend(),
+                                   [&](const Trace &t) { return t.dtype >= 0 && t.begin == end.first; });
+    if (last == traces.rend() || last->end - last->begin == count || last->end == last->begin) return;
+    const std::size_t size = last->end - last->begin;
+    if (count % size != 0 && size % count != 0) return;
+    call.defect(std::string(param) + ": " + bytes(count) + " where a tensor of " + dtype_name(last->dtype) + " has " +
+                bytes(size) + ": the host's type is not the tensor's");
+}
+
+void trace_copy(const End &source, const End &target, std::size_t count, const Call &call) {
+    if (source.memory != nullptr && source.memory == target.memory &&
+        std::max(source.first, target.first) < std::min(source.first, target.first) + count) {
+        call.defect("src and dst overlap in " + described(target.memory->address));
+    }
+    if (target.on_device() && !source.on_device()) {
+        compare_with_traces("src", target, count, call);
+        const std::lock_guard<std::mutex> lock(target.memory->mutex);
+        target.memory->traces.push_back({target.first, target.first + count, -1, call.site()});
+    }
+    if (source.on_device() && !target.on_device()) compare_with_traces("dst", source, count, call);
+}
+
+void check_room(const char *room_name, std::size_t room, std::size_t count) {
+    if (count <= room) return;
+    throw Refusal(rt_invalid_param, "count: expected 0 to " + std::string(room_name) + "=" + std::to_string(room) +
+                                        ", got " + std::to_string(count));
+}
+
+int kind_of(int kind) {
+    if (kind < 0 || kind > 7) throw Refusal(invalid_param, "kind: expected 0 to 7, got " + std::to_string(kind));
+    return kind <= by_addresses ? kind : newer[kind - by_addresses - 1];
+}
+
+void move(const End &source, const End &target, std::size_t count) {
+    const DeviceFunctions *functions = device_functions();
+    const bool device = source.on_device() || target.on_device();
+    if (functions == nullptr || !device) {
+        std::memmove(target.address, source.address, count);
+        return;
+    }
+    const int kind = (source.on_device() ? 2 : 0) + (target.on_device() ? 1 : 0);
+    if (functions->copy(target.address, source.address, count, kind) != 0) {
+        throw Refusal(rt_internal, functions->error());
+    }
+}
+
+void copy(const Call &call, void *dst, std::size_t room, const void *src, std::size_t count, int kind) {
+    need_init();
+    kind = kind_of(kind);
+    check_room("destMax", room, count);
+    const End target("dst", dst, count, call), source("src", src, count, call);
+    need_kind(kind, source, target);
+    if (call.number != 0) trace_copy(source, target, count, call);
+    if (count != 0) move(source, target, count);
+}
+
+struct Plane {
+    void *dst;
+    std::size_t dst_pitch;
+    const void *src;
+    std::size_t src_pitch, width, height;
+};
+
+void copy_plane(const Call &call, const Plane &of, int kind) {
+    need_init();
+    kind = kind_of(kind);
+    if (of.width > of.dst_pitch || of.width > of.src_pitch) {
+        throw Refusal(rt_invalid_param, "width: expected 0 to both pitches, got " + std::to_string(of.width));
+    }
+    std::size_t target_size = 0, source_size = 0;
+    const std::size_t rows = of.height == 0 ? 0 : of.height - 1;
+    if (__builtin_mul_overflow(rows, of.dst_pitch, &target_size) ||
+        __builtin_mul_overflow(rows, of.src_pitch, &source_size) || target_size > SIZE_MAX - of.width ||
+        source_size > SIZE_MAX - of.width) {
+        throw Refusal(rt_invalid_param, "height: " + std::to_string(of.height) + " rows fit in no memory");
+    }
+    const std::size_t width = of.height == 0 ? 0 : of.width;
+    End target("dst", of.dst, target_size + width, call), source("src", of.src, source_size + width, call);
+    need_kind(kind, source, target);
+    for (std::size_t row = 0; row < of.height && width != 0; ++row) {
+        move(source, target, width);
+        target.address += of.dst_pitch;
+        source.address += of.src_pitch;
+    }
+}
+
+void set(const Call &call, void *address, std::size_t room, int value, std::size_t count) {
+    need_init();
+    check_room("maxCount", room, count);
+    const End end("devPtr", address, count, call);
+    // Whoever may write anywhere by a wrong address should do it without this library's help.
+    if (end.memory == nullptr) {
+        throw Refusal(rt_invalid_param, "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " +
+                                            described(address));
+    }
+    const DeviceFunctions *functions = device_functions();
+    if (functions == nullptr || !end.on_device()) {
+        std::memset(address, value, count);
+    } else if (functions->set(address, value & 255, count) != 0) {
+        throw Refusal(rt_internal, functions->error());
+    }
+    if (call.number == 0) return;
+    const std::lock_guard<std::mutex> lock(end.memory->mutex);
+    end.memory->traces.push_back({end.first, end.first + count, -1, call.site()});
+}
+
+void need_stream(const void *stream) {
+    std::string why;
+    if (const int code = check_stream(stream, why)) throw Refusal(code, why);
+}
+
+void give(const Call &call, void **pointer, const char *param, std::size_t size, std::size_t grain, bool host) {
+    need_init();
+    need_address(pointer, param);
+    if (!host) need_context();
+    *pointer = allocate(size, grain, host, call)->address;
+}
+
+std::size_t grain_of(int policy) {
+    if (policy < 0 || policy > 0x7fff) {
+        throw Refusal(invalid_param, "policy: expected an aclrtMemMallocPolicy, got " + std::to_string(policy));
+    }
+    // Of the first six, each third asks for no huge page; further bits say what memory shall be used for.
+    const int kind = policy & 0xff;
+    return kind == 2 || kind == 5 ? small_page : huge_page;
+}
+
+}  // namespace
+
+FUSION_C int aclrtMalloc(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
+    return coded("aclrtMalloc", FUSION_CALLER,
+                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
+}
+
+FUSION_C int aclrtMallocAlign32(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
+    return coded("aclrtMallocAlign32", FUSION_CALLER,
+                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
+}
+
+FUSION_C int aclrtMallocCached(void **devPtr, std::size_t size, aclrtMemMallocPolicy policy) {
+    return coded("aclrtMallocCached", FUSION_CALLER,
+                 [&](const Call &call) { give(call, devPtr, "devPtr", size, grain_of(policy), false); });
+}
+
+FUSION_C int aclrtMallocHost(void **hostPtr, std::size_t size) {
+    return coded("aclrtMallocHost", FUSION_CALLER,
+                 [&](const Call &call) { give(call, hostPtr, "hostPtr", size, small_page, true); });
+}
+
+FUSION_C int aclrtFree(void *devPtr) {
+    return coded("aclrtFree", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        release(devPtr, false, "aclrtMalloc()", call);
+    });
+}
+
+FUSION_C int aclrtFreeHost(void *hostPtr) {
+    return coded("aclrtFreeHost", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        release(hostPtr, true, "aclrtMallocHost()", call);
+    });
+}
+
+FUSION_C int aclrtMemcpy(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind) {
+    return coded("aclrtMemcpy", FUSION_CALLER, [&](const Call &call) { copy(call, dst, destMax, src, count, kind); });
+}
+
+FUSION_C int aclrtMemcpyAsync(void *dst, std::size_t destMax, const void *src, std::size_t count, aclrtMemcpyKind kind,
+                              void *stream) {
+    return coded("aclrtMemcpyAsync", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        need_stream(stream);
+        copy(call, dst, destMax, src, count, kind);
+    });
+}
+
+FUSION_C int aclrtMemcpy2d(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
+                           std::size_t height, aclrtMemcpyKind kind) {
+    return coded("aclrtMemcpy2d", FUSION_CALLER,
+                 [&](const Call &call) { copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind); });
+}
+
+FUSION_C int aclrtMemcpy2dAsync(void *dst, std::size_t dpitch, const void *src, std::size_t spitch, std::size_t width,
+                                std::size_t height, aclrtMemcpyKind kind, void *stream) {
+    return coded("aclrtMemcpy2dAsync", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        need_stream(stream);
+        copy_plane(call, {dst, dpitch, src, spitch, width, height}, kind);
+    });
+}
+
+FUSION_C int aclrtMemset(void *devPtr, std::size_t maxCount, std::int32_t value, std::size_t count) {
+    return coded("aclrtMemset", FUSION_CALLER, [&](const Call &call) { set(call, devPtr, maxCount, value, count); });
+}
+
+FUSION_C int aclrtMemsetAsync(void *devPtr, std::size_t maxCount, std::int32_t value, std::size_t count, void *stream) {
+    return coded("aclrtMemsetAsync", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        need_stream(stream);
+        set(call, devPtr, maxCount, value, count);
+    });
+}
+
+// There is no cache between the program and this memory.
+FUSION_C int aclrtMemFlush(void *devPtr, std::size_t size) {
+    return coded("aclrtMemFlush", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        const End checked("devPtr", devPtr, size, call);
+    });
+}
+
+FUSION_C int aclrtMemInvalidate(void *devPtr, std::size_t size) {
+    return coded("aclrtMemInvalidate", FUSION_CALLER, [&](const Call &call) {
+        need_init();
+        const End checked("devPtr", devPtr, size, call);
+    });
+}
+
+FUSION_C int aclrtGetMemInfo(aclrtMemAttr attr, std::size_t *free, std::size_t *total) {
+    return coded("aclrtGetMemInfo", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        need_address(free, "free");
+        need_address(total, "total");
+        if (attr < 0 || attr > 15) {
+            throw Refusal(invalid_param, "attr: expected an aclrtMemAttr, got " + std::to_string(attr));
+        }
+        need_context();
+        const std::size_t all = total_bytes();
+        *free = all - std::min(all, held_bytes());
+        *total = all;
+    });
+}
+
+}  // namespace fusion::capi

@@ -1,0 +1,370 @@
+#include "capi/entry.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "capi/exchange.h"
+#include "capi/handles.h"
+#include "capi/memory.h"
+#include "capi/python.h"
+
+namespace fusion::capi {
+namespace {
+
+constexpr std::size_t text_limit = 256;  // of a string argument: longer than any word that an operator knows
+
+// Memory that reads as zeros and costs none, for tensors whose address comes after phase 1.
+class Placeholder {
+public:
+    explicit Placeholder(std::size_t size) : size_(size) {
+        address_ = mmap(nullptr, size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (address_ == MAP_FAILED) throw std::bad_alloc();
+    }
+    ~Placeholder() { munmap(address_, size_); }
+    Placeholder(const Placeholder &) = delete;
+    Placeholder &operator=(const Placeholder &) = delete;
+
+    char *address() const { return static_cast<char *>(address_); }
+
+private:
+    void *address_;
+    std::size_t size_;
+};
+
+// A tensor of a call, and what keeps its memory while the call looks at it.
+struct Held {
+    std::shared_ptr<const Tensor> tensor;
+    std::shared_ptr<Allocation> memory;  // null where none is needed, or given yet
+    std::size_t end;                     // bytes from its address to behind its last element
+    std::size_t begin;                   // bytes from its address to its first element
+
+    bool lacks_address() const { return tensor->data == nullptr && end != 0; }
+    char *first(char *address) const { return address + begin; }
+    char *first() const { return first(static_cast<char *>(tensor->data)); }
+};
+
+// A tensor that an executor was planned with.
+struct Place {
+    Handle handle;
+    std::size_t position, member;  // of the arguments; of a list, 0 otherwise
+    std::uint64_t version;         // of the tensor whose memory Python has
+};
+
+struct Planned : Executor {
+    ~Planned() override {
+        if (const Python *const py = job ? running_python() : nullptr) {
+            const Locked locked(*py);
+            py->Py_DecRef(job);
+        }
+    }
+
+    const Operator *op = nullptr;
+    PyObject *job = nullptr;  // what entry.plan() returned
+    std::vector<Place> places;
+    std::vector<std::unique_ptr<Placeholder>> placeholders;
+    std::mutex running;  // of one run at a time
+};
+
+std::shared_ptr<const Settings> initialized() {
+    auto found = settings();
+    if (!found) throw Refusal(nn_runtime, "called before aclInit or after aclFinalize");
+    return found;
+}
+
+// A live tensor inside memory that was not freed. gone: the code where it is not there (any more).
+Held hold(Handle handle, const std::string &param, int gone) {
+    const auto tensor = need<Tensor>(handle, param.c_str(), nn_null, gone);
+    const Span span = span_of(*tensor, param.c_str());
+    Held found{tensor, nullptr, span.end, span.begin};
+    if (span.end == 0 || tensor->data == nullptr) return found;
+    found.memory = tensor->held();
+    if (!found.memory) throw Refusal(gone, param + ": expected device memory, got " + described(tensor->data));
+    if (found.memory->host) throw Refusal(nn_invalid, param + ": expected device memory, got memory of the host");
+    const auto before = static_cast<std::size_t>(static_cast<char *>(tensor->data) - found.memory->address);
+    if (before > found.memory->granted || span.end > found.memory->granted - before)
+        throw Refusal(nn_invalid, param + ": expected memory that holds it, got " + std::to_string(span.end) +
+                                      " bytes at byte " + std::to_string(before) + " of " +
+                                      std::to_string(found.memory->granted));
+    return found;
+}
+
+// The tensors of one argument: one, those of a list, or none.
+std::vector<Handle> tensors_of(const Value &value, const char *param) {
+    if (value.handle == nullptr) return {};
+    if (value.kind == Value::Kind::tensor) return {value.handle};
+    if (value.kind == Value::Kind::tensor_list) return need<TensorList>(value.handle, param)->tensors;
+    return {};
+}
+
+bool has_tensors(const Value &value) {
+    return value.kind == Value::Kind::tensor || value.kind == Value::Kind::tensor_list;
+}
+
+std::string named(const char *param, const Value &value, std::size_t member) {
+    return value.kind == Value::Kind::tensor ? param : std::string(param) + "[" + std::to_string(member) + "]";
+}
+
+PyObject *text_of(const Python &py, const std::string &text) {
+    return py.PyUnicode_DecodeUTF8(text.data(), static_cast<std::ptrdiff_t>(text.size()), "replace");
+}
+
+// ------------------------------------------------------------------------------------------------------------ phase 1
+
+// A call on its way to Python: what its handles stand for, held until it is planned.
+class Request {
+public:
+    Request(const Operator &op, const Value *values, const Settings &settings)
+        : op_(op), values_(values), settings_(settings), planned_(std::make_shared<Planned>()) {
+        planned_->op = &op;
+        planned_->operation = op.name;
+        for (std::size_t i = 0; i < op.count; ++i) hold_argument(i);
+    }
+
+    // Asks Python; under its lock.
+    void plan(const Python &py, std::uint64_t &workspace_size) {
+        const Reference arguments(py, py.PyTuple_New(4));
+        py.PyTuple_SetItem(arguments.get(), 0, text_of(py, op_.name));
+        py.PyTuple_SetItem(arguments.get(), 1, packed(py));
+        py.PyTuple_SetItem(arguments.get(), 2, text_of(py, settings_.device));
+        py.PyTuple_SetItem(arguments.get(), 3, text_of(py, settings_.backend));
+        const Reference answer(py, py.PyObject_CallObject(entry().plan, arguments.get()));
+        refuse(py, answer.get());
+        workspace_size = planned_->workspace = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer.get(), 1));
+        planned_->job = py.PyTuple_GetItem(answer.get(), 2);
+        py.Py_IncRef(planned_->job);
+    }
+
+    const std::shared_ptr<Planned> &planned() const { return planned_; }
+
+    // Throws what an answer (code, text, ...) says is wrong.
+    static void refuse(const Python &py, PyObject *answer) {
+        if (!answer) throw Refusal(nn_inner, exception_text(py));
+        const auto code = py.PyLong_AsUnsignedLongLong(py.PyTuple_GetItem(answer, 0));
+        if (code == 0) return;
+        const char *const text = py.PyUnicode_AsUTF8AndSize(py.PyTuple_GetItem(answer, 1), nullptr);
+        const std::string said = text ? text : exception_text(py);
+        throw Refusal(static_cast<int>(code), said);
+    }
+
+private:
+    void hold_argument(std::size_t i) {
+        const Value &value = values_[i];
+        const char *const param = op_.parameters[i];
+        if (value.kind == Value::Kind::int_array && value.handle != nullptr)
+            arrays_.push_back(need<IntArray>(value.handle, param));
+        if (!has_tensors(value)) return;
+        (op_.outputs >> i & 1 ? planned_->outputs : planned_->inputs).push_back(value.handle);
+        std::size_t member = 0;
+        for (const Handle handle : tensors_of(value, param)) {
+            held_.push_back(hold(handle, named(param, value, member), nn_invalid));
+            planned_->places.push_back({handle, i, member++, held_.back().tensor->version});
+        }
+    }
+
+    PyObject *packed(const Python &py) {
+        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(op_.count));
+        for (std::size_t i = 0; i < op_.count; ++i)
+            py.PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(i), object_of(py, i));
+        return all;
+    }
+
+    PyObject *object_of(const Python &py, std::size_t i) {
+        const Value &value = values_[i];
+        switch (value.kind) {
+            case Value::Kind::integer: return py.PyLong_FromLongLong(value.integer);
+            case Value::Kind::number: return py.PyFloat_FromDouble(value.number);
+            case Value::Kind::flag: return py.PyBool_FromLong(value.flag);
+            default: break;
+        }
+        if (value.kind == Value::Kind::text ? !value.text : !value.handle) {
+            py.Py_IncRef(py.none);
+            return py.none;
+        }
+        if (value.kind == Value::Kind::text)
+            return text_of(py, std::string(value.text, strnlen(value.text, text_limit)));
+        if (value.kind == Value::Kind::int_array) {
+            const IntArray &array = *arrays_[next_array_++];
+            return py.PyBytes_FromStringAndSize(reinterpret_cast<const char *>(array.values.data()),
+                                                static_cast<std::ptrdiff_t>(8 * array.values.size()));
+        }
+        if (value.kind == Value::Kind::tensor) return tensor_of(py, held_[next_tensor_++]);
+        const std::size_t first = next_tensor_;
+        while (next_tensor_ < held_.size() && planned_->places[next_tensor_].position == i) ++next_tensor_;
+        PyObject *const list = py.PyList_New(static_cast<std::ptrdiff_t>(next_tensor_ - first));
+        for (std::size_t at = first; at < next_tensor_; ++at)
+            py.PyList_SetItem(list, static_cast<std::ptrdiff_t>(at - first), tensor_of(py, held_[at]));
+        return list;
+    }
+
+    PyObject *tensor_of(const Python &py, const Held &held) {
+        if (!held.lacks_address()) return exchanged(py, *held.tensor, held.first(), settings_.device);
+        planned_->placeholders.push_back(std::make_unique<Placeholder>(held.end));
+        return exchanged(py, *held.tensor, held.first(planned_->placeholders.back()->address()), settings_.device);
+    }
+
+    const Operator &op_;
+    const Value *values_;
+    const Settings &settings_;
+    std::shared_ptr<Planned> planned_;
+    std::vector<Held> held_;  // as planned_->places
+    std::vector<std::shared_ptr<const IntArray>> arrays_;
+    std::size_t next_tensor_ = 0, next_array_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------------------ phase 2
+
+std::shared_ptr<Planned> planned_of(const Operator &op, Handle handle) {
+    const auto found = std::static_pointer_cast<Planned>(look_up(handle, Kind::executor));
+    const std::string expected = std::string("executor: expected one of ") + op.name + "GetWorkspaceSize, got ";
+    if (!found) {
+        const bool has_ended = ended(handle, Kind::executor);
+        throw Refusal(!handle ? nn_null : has_ended ? nn_runtime : nn_invalid, expected + wrong(handle));
+    }
+    if (found->op != &op) throw Refusal(nn_invalid, expected + "one of " + found->operation + "GetWorkspaceSize");
+    return found;
+}
+
+// The workspace, held; null where none is needed.
+std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *workspace, std::uint64_t size,
+                                            const Call &call) {
+    const std::uint64_t needed = planned.workspace;
+    if (needed == 0) return nullptr;
+    const std::string advice = " (phase 1 said " + std::to_string(needed) + ")";
+    if (workspace == nullptr) throw Refusal(nn_runtime, "workspace: expected device memory, got null" + advice);
+    if (size < needed)
+        throw Refusal(nn_runtime,
+                      "workspaceSize: expected at least " + std::to_string(needed) + ", got " + std::to_string(size));
+    auto memory = allocation_of(workspace);
+    if (!memory || memory->host)
+        throw Refusal(nn_runtime, "workspace: expected device memory, got " + described(workspace) + advice);
+    const auto first = static_cast<std::size_t>(static_cast<char *>(workspace) - memory->address);
+    const std::size_t room = memory->granted - first;
+    if (room < size)
+        throw Refusal(nn_runtime, "workspace: expected " + std::to_string(size) + " bytes of device memory, got " +
+                                      std::to_string(room) + " up to the end of " + described(workspace));
+    if (first + needed > memory->asked)
+        call.defect("workspace: expected " + std::to_string(needed) + " bytes, got " + described(workspace) +
+                    ", within the pages that the chip gives");
+    return memory;
+}
+
+// One run: everything checked, its memory held while it lasts.
+class Run {
+public:
+    Run(const Operator &op, Planned &planned) : op_(op), planned_(planned) {
+        for (const Place &place : planned.places) {
+            held_.push_back(hold(place.handle, name(place), nn_runtime));
+            if (held_.back().lacks_address())
+                throw Refusal(nn_runtime,
+                              name(place) + ": expected an address before phase 2, got null (aclSetTensorAddr)");
+        }
+    }
+
+    // Tells Python what lies elsewhere by now, and runs; under its lock.
+    void operator()(const Python &py, const Settings &settings) {
+        const Reference arguments(py, py.PyTuple_New(2));
+        py.Py_IncRef(planned_.job);
+        py.PyTuple_SetItem(arguments.get(), 0, planned_.job);
+        py.PyTuple_SetItem(arguments.get(), 1, moves(py, settings));
+        const Reference answer(py, py.PyObject_CallObject(entry().run, arguments.get()));
+        if (answer.get() != py.none) Request::refuse(py, answer.get());
+    }
+
+private:
+    std::string name(const Place &place) const {
+        const std::string param = op_.parameters[place.position];
+        return place.member ? param + "[" + std::to_string(place.member) + "]" : param;
+    }
+
+    PyObject *moves(const Python &py, const Settings &settings) {
+        std::vector<std::size_t> moved;
+        for (std::size_t i = 0; i < held_.size(); ++i)
+            if (planned_.places[i].version != held_[i].tensor->version) moved.push_back(i);
+        PyObject *const all = py.PyTuple_New(static_cast<std::ptrdiff_t>(moved.size()));
+        for (std::size_t at = 0; at < moved.size(); ++at) {
+            Place &place = planned_.places[moved[at]];
+            const Held &held = held_[moved[at]];
+            PyObject *const move = py.PyTuple_New(3);
+            py.PyTuple_SetItem(move, 0, py.PyLong_FromLongLong(static_cast<long long>(place.position)));
+            py.PyTuple_SetItem(move, 1, py.PyLong_FromLongLong(static_cast<long long>(place.member)));
+            py.PyTuple_SetItem(move, 2, exchanged(py, *held.tensor, held.first(), settings.device));
+            py.PyTuple_SetItem(all, static_cast<std::ptrdiff_t>(at), move);
+            place.version = held.tensor->version;
+        }
+        return all;
+    }
+
+    const Operator &op_;
+    Planned &planned_;
+    std::vector<Held> held_;
+};
+
+// This executor's turn. Who waits for it must not hold Python's lock, which the one that runs needs.
+std::unique_lock<std::mutex> turn(const Python &py, std::mutex &mutex) {
+    // Asked of the mutex first (try_to_lock) would cost less, and a glibc of 2.34.
+    void *const state = py.PyGILState_Check() ? py.PyEval_SaveThread() : nullptr;
+    std::unique_lock<std::mutex> lock(mutex);
+    if (state) py.PyEval_RestoreThread(state);
+    return lock;
+}
+
+}  // namespace
+
+aclnnStatus plan(const Operator &op, const Value *values, std::uint64_t *workspace_size, aclOpExecutor **executor,
+                 const void *caller) noexcept {
+    const std::string name = std::string(op.name) + "GetWorkspaceSize";
+    if (workspace_size) *workspace_size = 0;
+    if (executor) *executor = nullptr;
+    return coded(
+        name.c_str(), caller,
+        [&](const Call &call) {
+            const auto now = initialized();
+            if (!workspace_size) throw Refusal(nn_null, "workspaceSize: expected where to write it, got null");
+            if (!executor) throw Refusal(nn_null, "executor: expected where to write it, got null");
+            Request request(op, values, *now);
+            const Python &py = python();
+            {
+                const Locked locked(py);
+                request.plan(py, *workspace_size);
+            }
+            const void *const handle = add(Kind::executor, request.planned(), call);
+            *executor = static_cast<aclOpExecutor *>(const_cast<void *>(handle));
+        },
+        nn_runtime);
+}
+
+aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_size, aclOpExecutor *executor,
+                aclrtStream stream, const void *caller) noexcept {
+    return coded(
+        op.name, caller,
+        [&](const Call &call) {
+            const auto now = initialized();
+            const auto planned = planned_of(op, executor);
+            std::string why;
+            if (const int code = check_stream(stream, why))
+                throw Refusal(code == invalid_param ? nn_invalid : nn_runtime, why);
+            const auto room = check_workspace(*planned, workspace, workspace_size, call);
+            const Python &py = python();
+            const auto mine = turn(py, planned->running);
+            Run job(op, *planned);
+            if (!planned->begin())
+                throw Refusal(nn_runtime,
+                              "executor: expected one that has not run, got one that has "
+                              "(plan again, or aclSetAclOpExecutorRepeatable before its first run)");
+            try {
+                const Locked locked(py);
+                job(py, *now);
+            } catch (...) {
+                if (!planned->repeatable) planned->used = false;  // Nothing was written: it may be run when mended.
+                throw;
+            }
+            if (!planned->repeatable) remove(executor, Kind::executor);
+        },
+        nn_runtime);
+}
+
+}  // namespace fusion::capi

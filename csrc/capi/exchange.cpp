@@ -1,0 +1,114 @@
+#include "capi/exchange.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+namespace fusion::capi {
+namespace {
+
+// DLPack's structures, as its specification has them (version 0.x, which every torch reads).
+struct DLManagedTensor {
+    void *data;
+    std::int32_t device_type, device_id;
+    std::int32_t ndim;
+    std::uint8_t code, bits;
+    std::uint16_t lanes;
+    std::int64_t *shape, *strides;
+    std::uint64_t byte_offset;
+    void *owner;
+    void (*deleter)(DLManagedTensor *self);
+};
+constexpr const char *capsule_name = "dltensor";
+enum : std::uint8_t { dl_int, dl_uint, dl_float, dl_bfloat = 4, dl_complex, dl_bool };
+enum : std::int32_t { dl_cpu = 1, dl_cuda = 2 };
+
+// aclDataType: how DLPack says it; bits 0: torch has no such type. Types of 8 bits that torch learned late travel as
+// plain bytes, and entry.py says what they are.
+struct Type {
+    int number;
+    std::uint8_t code, bits;
+    bool plain = true;
+};
+constexpr Type types[] = {
+    {0, dl_float, 32},       {1, dl_float, 16},       {2, dl_int, 8},       {3, dl_int, 32},       {4, dl_uint, 8},
+    {6, dl_int, 16},         {7, dl_uint, 16},        {8, dl_uint, 32},     {9, dl_int, 64},       {10, dl_uint, 64},
+    {11, dl_float, 64},      {12, dl_bool, 8},        {16, dl_complex, 64}, {17, dl_complex, 128}, {27, dl_bfloat, 16},
+    {35, dl_uint, 8, false}, {36, dl_uint, 8, false},
+};
+constexpr int format_nd = 2;
+
+Type type_of(int number) {
+    const auto *const found =
+        std::find_if(std::begin(types), std::end(types), [number](const Type &type) { return type.number == number; });
+    return found == std::end(types) ? Type{number, 0, 0, false} : *found;
+}
+
+void delete_tensor(DLManagedTensor *tensor) { std::free(tensor); }
+
+// What nobody read is deleted with its capsule; the reader renames those that it took.
+void delete_capsule(PyObject *capsule) {
+    const Python *const py = running_python();
+    if (py && py->PyCapsule_IsValid(capsule, capsule_name))
+        delete_tensor(static_cast<DLManagedTensor *>(py->PyCapsule_GetPointer(capsule, capsule_name)));
+}
+
+PyObject *capsule_of(const Python &py, const Tensor &tensor, const Type &type, void *data, const std::string &device) {
+    const std::size_t rank = tensor.dims.size();
+    void *const memory = std::malloc(sizeof(DLManagedTensor) + 2 * rank * sizeof(std::int64_t));
+    if (!memory) throw std::bad_alloc();
+    auto *const made = new (memory) DLManagedTensor{};
+    made->shape = reinterpret_cast<std::int64_t *>(made + 1);
+    made->strides = made->shape + rank;
+    std::copy(tensor.dims.begin(), tensor.dims.end(), made->shape);
+    std::copy(tensor.strides.begin(), tensor.strides.end(), made->strides);
+    const auto colon = device.find(':');
+    made->data = data;
+    made->device_type = device == "cpu" ? dl_cpu : dl_cuda;
+    made->device_id = colon == std::string::npos ? 0 : std::atoi(device.c_str() + colon + 1);
+    made->ndim = static_cast<std::int32_t>(rank);
+    made->code = type.code, made->bits = type.bits, made->lanes = 1;
+    made->deleter = delete_tensor;
+    PyObject *const capsule = py.PyCapsule_New(made, capsule_name, delete_capsule);
+    if (!capsule) delete_tensor(made);
+    return capsule;
+}
+
+}  // namespace
+
+Span span_of(const Tensor &tensor, const char *param) {
+    using Wide = unsigned __int128;
+    const Type type = type_of(tensor.dtype);
+    const bool empty = std::find(tensor.dims.begin(), tensor.dims.end(), 0) != tensor.dims.end();
+    if (type.bits == 0 || empty) return {0, 0};
+    constexpr Wide limit = Wide{1} << 62;
+    Wide last = static_cast<std::uint64_t>(tensor.offset);
+    bool fits = tensor.offset >= 0 && tensor.strides.size() == tensor.dims.size();
+    for (std::size_t i = 0; fits && i < tensor.dims.size(); ++i) {
+        fits = tensor.dims[i] > 0 && tensor.strides[i] >= 0;
+        if (fits) last += static_cast<Wide>(tensor.dims[i] - 1) * static_cast<Wide>(tensor.strides[i]);
+        fits = fits && last < limit;
+    }
+    const Wide size = type.bits / 8;
+    if (!fits || (last + 1) * size >= limit)
+        throw Refusal(nn_invalid, std::string(param) + ": expected a window of memory, got sizes that none has");
+    return {static_cast<std::size_t>(tensor.offset) * static_cast<std::size_t>(size),
+            static_cast<std::size_t>((last + 1) * size)};
+}
+
+PyObject *exchanged(const Python &py, const Tensor &tensor, void *data, const std::string &device) {
+    const Type type = type_of(tensor.dtype);
+    PyObject *const capsule = type.bits ? capsule_of(py, tensor, type, data, device) : nullptr;
+    if (type.bits && !capsule) throw std::bad_alloc();
+    if (type.plain && tensor.format == format_nd) return capsule;
+    PyObject *const unusual = py.PyTuple_New(3);
+    if (!capsule) py.Py_IncRef(py.none);
+    py.PyTuple_SetItem(unusual, 0, capsule ? capsule : py.none);
+    py.PyTuple_SetItem(unusual, 1, py.PyLong_FromLongLong(tensor.dtype));
+    py.PyTuple_SetItem(unusual, 2, py.PyLong_FromLongLong(tensor.format));
+    return unusual;
+}
+
+}  // namespace fusion::capi

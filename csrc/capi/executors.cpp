@@ -1,0 +1,120 @@
+// The C functions for executors (libnnopbase): their life, and where their tensors lie.
+#include "aclnn/acl_meta.h"
+#include "capi/executors.h"
+
+namespace fusion::capi {
+namespace {
+
+enum class Side { inputs, outputs, both };
+
+std::shared_ptr<const Executor> live(Handle executor) {
+    if (auto found = find<Executor>(executor)) return found;
+    const std::string got = "executor: expected one from phase 1, got " + wrong(executor);
+    if (executor == nullptr) throw Refusal(nn_inner_null, got);
+    throw Refusal(ended(executor, Kind::executor) ? nn_runtime : nn_invalid, got);
+}
+
+// What phase 1 was given at an index, which counts absent ones too.
+Handle slot(const Executor &of, std::size_t index, Side side, const char *param) {
+    std::vector<Handle> slots;
+    if (side != Side::outputs) slots = of.inputs;
+    if (side != Side::inputs) slots.insert(slots.end(), of.outputs.begin(), of.outputs.end());
+    if (index >= slots.size()) {
+        throw Refusal(nn_invalid, std::string(param) + ": expected 0 to " + std::to_string(slots.size() - 1) +
+                                      ", got " + std::to_string(index));
+    }
+    if (slots[index] == nullptr) {
+        throw Refusal(nn_invalid, std::string(param) + ": " + std::to_string(index) + " was null in phase 1");
+    }
+    return slots[index];
+}
+
+template <class T>
+void need_slot(Handle executor, std::size_t index, Handle given, Side side, const char *index_name, const char *param) {
+    const auto of = live(executor);
+    need<T>(given, param, nn_inner_null);
+    if (!of->repeatable) {
+        throw Refusal(nn_runtime, "executor: " + of->operation + ": make it repeatable before addresses change");
+    }
+    if (slot(*of, index, side, index_name) != given) {
+        throw Refusal(nn_invalid, std::string(param) + ": expected the one that phase 1 was given at " + index_name +
+                                      " " + std::to_string(index));
+    }
+}
+
+struct Target {
+    Handle executor;
+    std::size_t index;
+    void *address;
+    Side side;
+};
+
+int set_tensor(const char *name, const void *caller, const Target &to, Handle tensor) {
+    return coded(
+        name, caller,
+        [&](const Call &call) {
+            need_slot<Tensor>(to.executor, to.index, tensor, to.side, "index", "tensor");
+            move(tensor, to.address, call);
+        },
+        nn_runtime);
+}
+
+int set_member(const char *name, const void *caller, const Target &to, std::size_t relative, Handle tensors) {
+    return coded(
+        name, caller,
+        [&](const Call &call) {
+            need_slot<TensorList>(to.executor, to.index, tensors, to.side, "irIndex", "tensors");
+            const auto list = need<TensorList>(tensors, "tensors");
+            if (relative >= list->tensors.size()) {
+                throw Refusal(nn_invalid, "relativeIndex: expected less than " + std::to_string(list->tensors.size()) +
+                                              ", got " + std::to_string(relative));
+            }
+            move(list->tensors[relative], to.address, call, "tensors");
+        },
+        nn_runtime);
+}
+
+}  // namespace
+
+FUSION_C aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
+    return coded("aclSetAclOpExecutorRepeatable", FUSION_CALLER, [&](const Call &) {
+        const auto found = live(executor);
+        if (found->used) {
+            throw Refusal(nn_runtime, "executor: " + found->operation + ": used before it was made repeatable");
+        }
+        found->repeatable = true;
+    });
+}
+
+FUSION_C aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
+    return coded("aclDestroyAclOpExecutor", FUSION_CALLER, [&](const Call &) {
+        live(executor);
+        remove(executor, Kind::executor);
+    });
+}
+
+// CANN has every one of these under two spellings.
+#define FUSION_SET_TENSOR(NAME, SIDE)                                                                            \
+    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, const std::size_t index, aclTensor *tensor, void *addr) { \
+        return set_tensor(#NAME, FUSION_CALLER, {executor, index, addr, SIDE}, tensor);                          \
+    }
+#define FUSION_SET_MEMBER(NAME, SIDE)                                                                        \
+    FUSION_C aclnnStatus NAME(aclOpExecutor *executor, std::size_t irIndex, const std::size_t relativeIndex, \
+                              aclTensorList *tensors, void *addr) {                                          \
+        return set_member(#NAME, FUSION_CALLER, {executor, irIndex, addr, SIDE}, relativeIndex, tensors);    \
+    }
+
+FUSION_SET_TENSOR(aclSetInputTensorAddr, Side::inputs)
+FUSION_SET_TENSOR(AclSetInputTensorAddr, Side::inputs)
+FUSION_SET_TENSOR(aclSetOutputTensorAddr, Side::outputs)
+FUSION_SET_TENSOR(AclSetOutputTensorAddr, Side::outputs)
+FUSION_SET_TENSOR(aclSetTensorAddr, Side::both)
+FUSION_SET_TENSOR(AclSetTensorAddr, Side::both)
+FUSION_SET_MEMBER(aclSetDynamicInputTensorAddr, Side::inputs)
+FUSION_SET_MEMBER(AclSetDynamicInputTensorAddr, Side::inputs)
+FUSION_SET_MEMBER(aclSetDynamicOutputTensorAddr, Side::outputs)
+FUSION_SET_MEMBER(AclSetDynamicOutputTensorAddr, Side::outputs)
+FUSION_SET_MEMBER(aclSetDynamicTensorAddr, Side::both)
+FUSION_SET_MEMBER(AclSetDynamicTensorAddr, Side::both)
+
+}  // namespace fusion::capi

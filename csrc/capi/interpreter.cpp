@@ -1,0 +1,113 @@
+#include "capi/interpreter.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <spawn.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "capi/calls.h"
+
+extern char **environ;
+
+namespace fusion::capi {
+namespace {
+
+constexpr const char *variable = "FUSION_ATTENTION_PYTHON";
+
+// What is known of an interpreter only to itself. Isolated: the program's folder must not hide modules.
+constexpr const char *question = R"(
+import os, sys, sysconfig
+var = sysconfig.get_config_var
+name = f"libpython{var('LDVERSION') or var('VERSION')}.so.1.0"
+print(sys.executable, name, sep="\n")
+for folder in dict.fromkeys((var("LIBDIR"), os.path.join(sys.base_prefix, "lib"), os.path.join(sys.base_prefix, "lib64"))):
+    path = os.path.join(folder or "", name)
+    if os.path.exists(path):
+        print(path)
+)";
+
+bool is_there(const std::string &path, int mode = F_OK) { return access(path.c_str(), mode) == 0; }
+
+std::string parent(const std::string &path) {
+    const auto slash = path.rfind('/');
+    return slash == std::string::npos ? "" : path.substr(0, slash);
+}
+
+// The environment around a path: .../lib/python3.11/site-packages/... (of a user's own packages: the python3.11 of
+// PATH), or a folder above with an environment in .venv.
+std::string environment_of(const std::string &path) {
+    std::string version;  // "python3.11", once passed on the way up
+    for (std::string at = parent(path); !at.empty(); at = parent(at)) {
+        const std::string name = at.substr(at.rfind('/') + 1);
+        if (name.rfind("python3", 0) == 0) version = name;
+        if (!version.empty() && is_there(at + "/bin/" + version, X_OK)) return at + "/bin/" + version;
+        if (is_there(at + "/pyvenv.cfg") && is_there(at + "/bin/python3", X_OK)) return at + "/bin/python3";
+        if (is_there(at + "/.venv/pyvenv.cfg")) return at + "/.venv/bin/python3";
+    }
+    return version;
+}
+
+std::string program() {
+    if (const char *const told = getenv(variable); told && *told) return told;
+    Dl_info here;
+    if (dladdr(reinterpret_cast<const void *>(&program), &here) && here.dli_fname) {
+        // As it was opened first: an environment may hold links to a tree elsewhere.
+        if (std::string found = environment_of(here.dli_fname); !found.empty()) return found;
+        char real[PATH_MAX];
+        if (realpath(here.dli_fname, real)) {
+            if (std::string found = environment_of(real); !found.empty()) return found;
+        }
+    }
+    return "python3";
+}
+
+// What a program prints; "" where it does not run.
+std::string output_of(const std::string &program, const char *text) {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) return "";
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], 1);
+    posix_spawn_file_actions_addopen(&actions, 2, "/dev/null", O_WRONLY, 0);
+    const char *const arguments[] = {program.c_str(), "-I", "-c", text, nullptr};
+    pid_t child = 0;
+    const int failed = posix_spawnp(&child, program.c_str(), &actions, nullptr, const_cast<char **>(arguments),
+                                    environ);  // NOLINT(*-const-cast): C's signature
+    posix_spawn_file_actions_destroy(&actions);
+    close(ends[1]);
+    std::string said;
+    char piece[512];
+    for (ssize_t got = 0; !failed;) {
+        got = read(ends[0], piece, sizeof piece);
+        if (got > 0) said.append(piece, static_cast<std::size_t>(got));
+        if (got == 0 || (got < 0 && errno != EINTR)) break;
+    }
+    close(ends[0]);
+    // The program may have waited for it already, whoever its children are: what was said counts, not how it ended.
+    while (!failed && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
+    }
+    return said;
+}
+
+}  // namespace
+
+Interpreter find_interpreter() {
+    const std::string asked = program();
+    const std::string said = output_of(asked, question);
+    std::vector<std::string> lines;
+    for (std::size_t at = 0, end; (end = said.find('\n', at)) != std::string::npos; at = end + 1)
+        lines.push_back(said.substr(at, end - at));
+    if (lines.size() < 2)
+        throw Refusal(nn_runtime, "Python: expected an interpreter that runs, got " + asked + " (set " + variable +
+                                      " to the one that fusion-attention is installed in)");
+    return {lines[0], lines[1], {lines.begin() + 2, lines.end()}};
+}
+
+}  // namespace fusion::capi

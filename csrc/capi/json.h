@@ -1,0 +1,30 @@
+// JSON as configuration files have it: a reader for what aclInit() is given.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace fusion::capi {
+
+struct Json {
+    enum class Type { null, boolean, number, string, array, object };
+
+    Type type = Type::null;
+    bool boolean = false;
+    std::string text;  // of a string; of a number as it is written
+    struct Member;
+    std::vector<Member> members;  // of an object; of an array without names
+
+    // The member of that name (the last, as everywhere); null: none.
+    const Json *at(const std::string &name) const;
+};
+
+struct Json::Member {
+    std::string name;
+    Json value;
+};
+
+// Throws std::runtime_error, which says what is wrong at which line.
+Json json_of(const std::string &text);
+
+}  // namespace fusion::capi

@@ -1,0 +1,184 @@
+#include "capi/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+
+#include "capi/runtime.h"
+
+namespace fusion::capi {
+namespace {
+
+// From here on huge pages pay; below, their zeros would cost more than they save.
+constexpr std::size_t worth_huge_pages = std::size_t{1} << 20;
+// Of the checked mode: as many freed allocations are remembered, and their addresses not used again.
+constexpr std::size_t remembered = 1024;
+
+struct Memory {
+    std::mutex mutex;
+    std::map<const char *, std::shared_ptr<Allocation>> live;
+    std::deque<std::shared_ptr<Allocation>> freed;  // in the checked mode, oldest first
+    std::size_t held = 0;                           // bytes of the device
+};
+
+Memory &memory() {
+    static Memory &made = *new Memory;
+    return made;
+}
+
+void *from_system(std::size_t size, bool aligned) {
+    // One huge page more than asked for, so that the memory can begin at one.
+    const std::size_t room = aligned ? size + huge_page : size;
+    void *found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) return nullptr;
+    if (!aligned) return found;
+    auto *begin = static_cast<char *>(found);
+    const std::size_t before = (huge_page - reinterpret_cast<std::uintptr_t>(begin) % huge_page) % huge_page;
+    if (before != 0) munmap(begin, before);
+    if (before != huge_page) munmap(begin + before + size, huge_page - before);
+    madvise(begin + before, size, MADV_HUGEPAGE);
+    return begin + before;
+}
+
+std::size_t physical() {
+    return static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+}
+
+std::string size_of(const Allocation &of) {
+    return std::string(of.host ? "a host" : "an") + " allocation of " + std::to_string(of.asked) + " bytes" +
+           in_brackets(of.made);
+}
+
+template <class Found>
+std::shared_ptr<Allocation> within(const Found &map, const char *address) {
+    auto next = map.upper_bound(address);
+    if (next == map.begin()) return nullptr;
+    const auto &found = std::prev(next)->second;
+    return address < found->address + std::max<std::size_t>(found->granted, 1) ? found : nullptr;
+}
+
+}  // namespace
+
+Allocation::~Allocation() {
+    if (functions != nullptr) {
+        functions->release(address);
+    } else {
+        munmap(address, granted);
+    }
+}
+
+std::shared_ptr<Allocation> allocation_of(const void *address) noexcept {
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    return within(all.live, static_cast<const char *>(address));
+}
+
+std::string described(const void *address) noexcept {
+    if (address == nullptr) return "null";
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto *at = static_cast<const char *>(address);
+    if (const auto found = within(all.live, at)) {
+        const std::string from = at == found->address ? "" : "byte " + std::to_string(at - found->address) + " of ";
+        return from + size_of(*found);
+    }
+    for (auto found = all.freed.rbegin(); found != all.freed.rend(); ++found) {
+        const Allocation &one = **found;
+        if (at >= one.address && at < one.address + one.granted) {
+            return size_of(one) + " that was freed" + in_brackets(one.freed);
+        }
+    }
+    char text[64];
+    std::snprintf(text, sizeof text, "%p, in no live allocation", address);
+    return text;
+}
+
+std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call) {
+    if (asked == 0) throw Refusal(invalid_param, "size: expected bytes > 0, got 0");
+    const std::string sentence = std::to_string(asked) + " bytes could not be allocated";
+    if (asked > SIZE_MAX / 4) throw Refusal(rt_memory_allocation, sentence);
+    const DeviceFunctions *functions = host ? nullptr : device_functions();
+    const std::size_t granted = (asked + grain - 1) / grain * grain;
+    const bool huge = grain == huge_page && asked >= worth_huge_pages;
+    void *address = functions != nullptr ? functions->allocate(granted) : from_system(granted, huge);
+    if (address == nullptr) {
+        const char *why = functions != nullptr ? functions->error() : nullptr;
+        throw Refusal(rt_memory_allocation, sentence + (why == nullptr ? "" : std::string(": ") + why));
+    }
+    auto made = std::make_shared<Allocation>(address, asked, granted, host);
+    made->functions = functions;
+    made->made = call.site();
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.live[made->address] = made;
+    all.held += host ? 0 : granted;
+    return made;
+}
+
+void release(const void *address, bool host, const char *maker, const Call &call) {
+    if (address == nullptr) throw Refusal(invalid_param, "expected an address of " + std::string(maker) + ", got null");
+    Memory &all = memory();
+    std::shared_ptr<Allocation> found;
+    {
+        const std::lock_guard<std::mutex> lock(all.mutex);
+        const auto at = all.live.find(static_cast<const char *>(address));
+        if (at != all.live.end() && at->second->host == host) {
+            found = at->second;
+            all.live.erase(at);
+            all.held -= host ? 0 : found->granted;
+        }
+    }
+    if (found == nullptr) {
+        throw Refusal(rt_memory_free, "expected an address of " + std::string(maker) + ", got " + described(address));
+    }
+    found->alive = false;
+    if (call.number == 0 || found->functions != nullptr) return;
+    // Nobody gets these addresses again for a while: a late use is found, not mistaken for another allocation's.
+    found->freed = call.site();
+    madvise(found->address, found->granted, MADV_DONTNEED);
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.freed.push_back(found);
+    if (all.freed.size() > remembered) all.freed.pop_front();
+}
+
+std::size_t held_bytes() noexcept {
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    return all.held;
+}
+
+std::size_t total_bytes() {
+    const DeviceFunctions *functions = device_functions();
+    std::size_t total = 0;
+    if (functions == nullptr) return physical();
+    if (functions->total(&total) != 0) throw Refusal(rt_internal, functions->error());
+    return total;
+}
+
+void add_allocations(Leaks &leaks) {
+    Memory &all = memory();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto &[address, one] : all.live) {
+        leaks.add(
+            (one->host ? "a host" : "an") + std::string(" allocation of ") + std::to_string(one->asked) + " bytes",
+            one->made);
+    }
+}
+
+void release_all() noexcept {
+    Memory &all = memory();
+    std::map<const char *, std::shared_ptr<Allocation>> live;
+    std::deque<std::shared_ptr<Allocation>> freed;
+    {
+        const std::lock_guard<std::mutex> lock(all.mutex);
+        live.swap(all.live);
+        freed.swap(all.freed);
+        all.held = 0;
+    }
+    for (const auto &[address, one] : live) one->alive = false;
+}
+
+}  // namespace fusion::capi

@@ -1,0 +1,161 @@
+#include "capi/python.h"
+
+#include <dlfcn.h>
+#include <signal.h>
+
+#include <atomic>
+#include <clocale>
+#include <mutex>
+
+#include "capi/calls.h"
+#include "capi/interpreter.h"
+
+namespace fusion::capi {
+namespace {
+
+// Of the process, which has one Python: its functions, and what is called in it. Never taken back: threads may be in it
+// until the process ends.
+Python functions;
+Entry entries;
+std::atomic<bool> started = false;
+
+template <class Function>
+void take(void *library, const char *name, Function &function) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (!function)
+        throw Refusal(nn_runtime, std::string("Python: expected CPython 3.10 or later, got one without ") + name);
+}
+
+Python functions_of(void *library) {
+    Python py = {};
+#define FUSION_TAKE(name) take(library, #name, py.name)
+    FUSION_TAKE(Py_IsInitialized);
+    FUSION_TAKE(Py_InitializeEx);
+    FUSION_TAKE(Py_SetProgramName);
+    FUSION_TAKE(Py_DecodeLocale);
+    FUSION_TAKE(PyGILState_Ensure);
+    FUSION_TAKE(PyGILState_Release);
+    FUSION_TAKE(PyEval_SaveThread);
+    FUSION_TAKE(PyEval_RestoreThread);
+    FUSION_TAKE(PyGILState_Check);
+    FUSION_TAKE(Py_DecRef);
+    FUSION_TAKE(Py_IncRef);
+    FUSION_TAKE(PyImport_ImportModule);
+    FUSION_TAKE(PyObject_GetAttrString);
+    FUSION_TAKE(PyObject_CallObject);
+    FUSION_TAKE(PyObject_Str);
+    FUSION_TAKE(PyTuple_New);
+    FUSION_TAKE(PyTuple_SetItem);
+    FUSION_TAKE(PyTuple_GetItem);
+    FUSION_TAKE(PyList_New);
+    FUSION_TAKE(PyList_SetItem);
+    FUSION_TAKE(PyLong_FromLongLong);
+    FUSION_TAKE(PyLong_FromUnsignedLongLong);
+    FUSION_TAKE(PyBool_FromLong);
+    FUSION_TAKE(PyFloat_FromDouble);
+    FUSION_TAKE(PyBytes_FromStringAndSize);
+    FUSION_TAKE(PyUnicode_DecodeUTF8);
+    FUSION_TAKE(PyUnicode_AsUTF8AndSize);
+    FUSION_TAKE(PyLong_AsUnsignedLongLong);
+    FUSION_TAKE(PyCapsule_New);
+    FUSION_TAKE(PyCapsule_GetPointer);
+    FUSION_TAKE(PyCapsule_IsValid);
+    FUSION_TAKE(PyErr_Fetch);
+    FUSION_TAKE(PyErr_Clear);
+#undef FUSION_TAKE
+    take(library, "_Py_NoneStruct", py.none);
+    return py;
+}
+
+// The library of the interpreter that this library belongs to. What it has is global: extension modules expect it.
+void *opened(const Interpreter &found) {
+    std::string why;
+    for (const std::string &path : found.libraries) {
+        if (void *const library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL)) return library;
+        why = std::string(": ") + dlerror();
+    }
+    const std::string package = found.name.substr(0, found.name.find(".so"));
+    throw Refusal(nn_runtime, "Python: expected an interpreter with a shared library, got " + found.program +
+                                  " without " + found.name + why + " (install " + package +
+                                  ", as Debian and Ubuntu call the package, or an interpreter that has one)");
+}
+
+// Starts Python as its own program would, but for what belongs to the program that calls us: signals, locale, and the
+// variables of its environment, which may be meant for another Python.
+void start(const Python &py, void *library, const std::string &program) {
+    if (int *const ignores = static_cast<int *>(dlsym(library, "Py_IgnoreEnvironmentFlag"))) *ignores = 1;
+    wchar_t *const name = py.Py_DecodeLocale(program.c_str(), nullptr);  // kept: Python refers to it as long as it runs
+    if (!name) throw Refusal(nn_runtime, "Python: its path cannot be decoded: " + program);
+    const char *const before = std::setlocale(LC_CTYPE, nullptr);
+    const std::string locale = before ? before : "C";
+    struct sigaction interrupt = {};
+    sigaction(SIGINT, nullptr, &interrupt);
+    py.Py_SetProgramName(name);
+    py.Py_InitializeEx(0);
+    // Whoever imports this module first gives SIGINT to Python, which was told not to take it.
+    const Reference signals(py, py.PyImport_ImportModule("signal"));
+    sigaction(SIGINT, &interrupt, nullptr);
+    std::setlocale(LC_CTYPE, locale.c_str());
+}
+
+// Python's functions; of the interpreter that runs already, else of ours, started.
+Python run_python() {
+    static std::mutex starting;  // Nobody holds Python's lock here who could wait for this one: there is no Python yet.
+    const std::lock_guard<std::mutex> lock(starting);
+    void *const process = dlopen(nullptr, RTLD_NOW);
+    if (dlsym(process, "Py_IsInitialized")) {
+        const Python py = functions_of(process);
+        if (py.Py_IsInitialized()) return py;
+    }
+    const Interpreter found = find_interpreter();
+    void *const library = opened(found);
+    const Python py = functions_of(library);
+    if (!py.Py_IsInitialized()) {
+        start(py, library, found.program);
+        py.PyEval_SaveThread();
+    }
+    return py;
+}
+
+// Under the lock. Python's own lock of imports lets one thread do this, others wait for it.
+Entry import_entry(const Python &py) {
+    const Reference module(py, py.PyImport_ImportModule("fusion_attention.capi.entry"));
+    if (!module.get()) throw Refusal(nn_runtime, "Python: fusion_attention cannot be imported: " + exception_text(py));
+    return {py.PyObject_GetAttrString(module.get(), "plan"), py.PyObject_GetAttrString(module.get(), "run"),
+            py.PyObject_GetAttrString(module.get(), "DeviceMemory")};
+}
+
+}  // namespace
+
+std::string exception_text(const Python &py) {
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    py.PyErr_Fetch(&type, &value, &traceback);
+    const Reference held_type(py, type), held_value(py, value), held_traceback(py, traceback);
+    const Reference text(py, value ? py.PyObject_Str(value) : nullptr);
+    const char *const found = text.get() ? py.PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
+    std::string said = found ? found : "an error without a text";
+    py.PyErr_Clear();
+    return said;
+}
+
+const Python &python() {
+    if (!started.load(std::memory_order_acquire)) {
+        const Python py = run_python();
+        const Locked locked(py);
+        const Entry found = import_entry(py);  // may let other threads run
+        if (!started.load(std::memory_order_relaxed)) {
+            functions = py;
+            entries = found;
+            started.store(true, std::memory_order_release);
+        }
+    }
+    return functions;
+}
+
+const Python *running_python() noexcept {
+    return started.load(std::memory_order_acquire) && functions.Py_IsInitialized() ? &functions : nullptr;
+}
+
+const Entry &entry() noexcept { return entries; }
+
+}  // namespace fusion::capi

@@ -1,0 +1,124 @@
+#include "capi/runtime.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "acl/acl.h"
+
+namespace fusion::capi {
+namespace {
+
+struct Process {
+    std::mutex mutex;  // of what follows, and of aclInit() and aclFinalize() as a whole
+    std::shared_ptr<const Settings> settings;
+    bool finalized = false;
+
+    std::atomic<bool> running = false, checked = false, abort = false;
+    std::atomic<std::uint64_t> calls = 0;
+    std::uint64_t first = 0;  // calls before this aclInit()
+    DeviceFunctions table{};
+    std::atomic<const DeviceFunctions *> functions = nullptr;
+};
+
+Process &process() {
+    static Process &made = *new Process;
+    return made;
+}
+
+// libopapi lies beside this library: it has Python, and with it torch.
+void fill(DeviceFunctions &table, const std::string &device) {
+    Dl_info own;
+    const std::string path = dladdr(reinterpret_cast<void *>(&process), &own) != 0 ? own.dli_fname : "";
+    const std::string other = path.substr(0, path.rfind('/') + 1) + "libopapi.so";
+    void *library = dlopen(other.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) throw Refusal(rt_no_device, "device: " + device + ": " + dlerror());
+    const auto ask = reinterpret_cast<DeviceFunctionsOf>(dlsym(library, device_functions_of));
+    char text[512] = "libopapi has no memory functions";
+    if (ask == nullptr || !ask(device.c_str(), &table, text, sizeof text)) {
+        throw Refusal(rt_no_device, "device: " + device + ": " + text);
+    }
+}
+
+}  // namespace
+
+bool checked() noexcept { return process().checked.load(std::memory_order_relaxed); }
+bool aborts() noexcept { return process().abort.load(std::memory_order_relaxed); }
+std::uint64_t next_call() noexcept { return process().calls.fetch_add(1) + 1; }
+const DeviceFunctions *device_functions() noexcept { return process().functions.load(); }
+
+std::shared_ptr<const Settings> settings() noexcept {
+    Process &own = process();
+    const std::lock_guard<std::mutex> lock(own.mutex);
+    return own.settings;
+}
+
+void Leaks::add(const std::string &what, const CallSite &made) {
+    for (Leak &leak : found_) {
+        if (leak.first.caller == made.caller && leak.what == what) {
+            if (made.number < leak.first.number) leak.first = made;
+            ++leak.count;
+            return;
+        }
+    }
+    found_.push_back({what, made, 1});
+}
+
+void Leaks::report(const Call &call) const {
+    std::vector<Leak> sorted = found_;
+    std::sort(sorted.begin(), sorted.end(),
+              [](const Leak &a, const Leak &b) { return a.first.number < b.first.number; });
+    for (const Leak &leak : sorted) {
+        const std::string times = leak.count == 1 ? "" : ", " + std::to_string(leak.count) + " times, the first";
+        call.defect("leak: " + leak.what + " is still there" + times + in_brackets(leak.first));
+    }
+}
+
+void need_init() {
+    if (!process().running) throw Refusal(uninitialized, "called before aclInit() or after aclFinalize()");
+}
+
+FUSION_C int aclInit(const char *configPath) {
+    return coded("aclInit", FUSION_CALLER, [&](const Call &) {
+        Process &own = process();
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        if (own.running) throw Refusal(repeat_initialize, "called before; aclFinalize() ends the running one");
+        Configuration found = configuration_of(configPath);
+        own.functions = nullptr;
+        if (found.functions || found.settings.device != "cpu") {
+            fill(own.table, found.settings.device);
+            own.functions = &own.table;
+        }
+        own.settings = std::make_shared<const Settings>(found.settings);
+        own.first = own.calls;
+        own.checked = found.settings.checked;
+        own.abort = found.abort;
+        own.running = true;
+    });
+}
+
+FUSION_C int aclFinalize() {
+    return coded("aclFinalize", FUSION_CALLER, [&](const Call &call) {
+        Process &own = process();
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        if (!own.running) {
+            throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
+        }
+        if (own.checked) {
+            Leaks leaks;
+            add_handles(leaks, own.first);
+            add_allocations(leaks);
+            leaks.report(call);
+        }
+        own.running = false;
+        own.finalized = true;
+        own.checked = false;
+        own.settings = nullptr;
+        close_streams();
+        close_contexts();
+        release_all();
+    });
+}
+
+}  // namespace fusion::capi

@@ -1,0 +1,96 @@
+// The process's runtime, within libascendcl: what aclInit() decided and what goes on until aclFinalize().
+// It must be global: CANN's C interface names no runtime. It is never destroyed: programs' threads may outlive main().
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "capi/handles.h"
+#include "capi/memory.h"
+
+namespace fusion::capi {
+
+inline constexpr int device_count = 8;
+
+// The number of this call, from 1.
+std::uint64_t next_call() noexcept;
+// Whether a defect ends the process ("checked": "abort").
+bool aborts() noexcept;
+void report(const Call &call, const std::string &text) noexcept;
+
+struct Configuration {
+    Settings settings;
+    bool abort = false;      // "checked": "abort"
+    bool functions = false;  // "memory": "torch": the device's memory is asked for from Python even on "cpu"
+};
+
+// A configuration file (null: none), then the environment, which wins. Throws Refusal.
+Configuration configuration_of(const char *path);
+
+// Refuses before aclInit() and after aclFinalize().
+void need_init();
+// The table of a device's memory; null: the host's own.
+const DeviceFunctions *device_functions() noexcept;
+
+// A context, a stream, an event. Contexts and streams close with their device, streams with their context.
+struct Context : Object {
+    static constexpr Kind kind = Kind::context;
+    static constexpr const char *name = "aclrtContext";
+    int device = 0;
+    bool of_device = false;  // its default one, which aclrtDestroyContext() refuses
+    mutable std::atomic<bool> open = true;
+};
+
+struct Stream : Object {
+    static constexpr Kind kind = Kind::stream;
+    static constexpr const char *name = "aclrtStream";
+    std::shared_ptr<const Context> context;
+};
+
+struct Event : Object {
+    static constexpr Kind kind = Kind::event;
+    static constexpr const char *name = "aclrtEvent";
+    mutable std::atomic<std::int64_t> nanoseconds = -1;  // when it was recorded; -1: not yet
+};
+
+// Refuses a thread that has no context.
+std::shared_ptr<const Context> need_context();
+// Closes all contexts, for aclFinalize().
+void close_contexts() noexcept;
+
+// Of the checked mode, at aclFinalize(): what was made since `first` calls and is still there, a line for each kind and
+// place in the program.
+class Leaks {
+public:
+    void add(const std::string &what, const CallSite &made);
+    void report(const Call &call) const;
+
+private:
+    struct Leak {
+        std::string what;
+        CallSite first;
+        std::size_t count;
+    };
+    std::vector<Leak> found_;
+};
+void add_handles(Leaks &leaks, std::uint64_t first);
+void add_allocations(Leaks &leaks);
+// Ends the handles of streams and events: contexts end with close_contexts().
+void close_streams() noexcept;
+// Memory of the device or the host, in whole grains; refused where there is none.
+inline constexpr std::size_t small_page = 4096, huge_page = std::size_t{2} << 20;
+std::shared_ptr<Allocation> allocate(std::size_t asked, std::size_t grain, bool host, const Call &call);
+// Ends the allocation that begins there; refused where none of `maker`'s does.
+void release(const void *address, bool host, const char *maker, const Call &call);
+// Bytes of the device that programs hold, and that there are.
+std::size_t held_bytes() noexcept;
+std::size_t total_bytes();
+// Gives all memory back.
+void release_all() noexcept;
+
+}  // namespace fusion::capi

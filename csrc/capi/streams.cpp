@@ -1,0 +1,389 @@
+// The C functions for devices, contexts, streams and events. Streams are synchronous: what is given to one is done when
+// the call returns.
+#include <chrono>
+#include <vector>
+
+#include "acl/acl_rt.h"
+#include "capi/runtime.h"
+
+namespace fusion::capi {
+namespace {
+
+using std::to_string;
+
+// The contexts of every device in use, its default one first; behind handles, which their threads hold too.
+struct Devices {
+    std::mutex mutex;
+    std::vector<Handle> contexts[device_count];
+};
+
+Devices &devices() {
+    static Devices &made = *new Devices;
+    return made;
+}
+
+// A thread has one context at a time, as in CANN; a thread that was just begun has none.
+thread_local Handle current = nullptr;
+
+void need_device(int device) {
+    need_init();
+    if (device >= 0 && device < device_count) return;
+    throw Refusal(rt_invalid_device,
+                  "deviceId: expected 0 to " + to_string(device_count - 1) + ", got " + to_string(device));
+}
+
+template <class T>
+T *need_place(T *place, const char *param) {
+    need_address(place, param);
+    return place;
+}
+
+template <class T>
+std::shared_ptr<const T> need_open(Handle handle, const char *param) {
+    return need<T>(handle, param, invalid_param, rt_invalid_handle);
+}
+
+Handle new_context(int device, bool of_device, const Call &call) {
+    auto made = std::make_shared<Context>();
+    made->device = device;
+    made->of_device = of_device;
+    return add(Kind::context, made, call);
+}
+
+// The contexts of a device, with a default one. Under the lock of devices().
+std::vector<Handle> &in_use(int device, const Call &call) {
+    std::vector<Handle> &contexts = devices().contexts[device];
+    if (contexts.empty()) contexts.push_back(new_context(device, true, call));
+    return contexts;
+}
+
+void close(std::vector<Handle> &contexts) noexcept {
+    for (Handle handle : contexts) {
+        if (const auto ended = remove(handle, Kind::context)) static_cast<const Context &>(*ended).open = false;
+    }
+    contexts.clear();
+}
+
+void synchronize() {
+    const DeviceFunctions *functions = device_functions();
+    if (functions != nullptr && functions->synchronize() != 0) throw Refusal(rt_internal, functions->error());
+}
+
+void need_stream(Handle stream) {
+    std::string why;
+    if (const int code = check_stream(stream, why)) throw Refusal(code, why);
+}
+
+void create_stream(void **stream, const Call &call) {
+    need_init();
+    need_place(stream, "stream");
+    auto made = std::make_shared<Stream>();
+    made->context = need_context();
+    *stream = const_cast<void *>(add(Kind::stream, made, call));
+}
+
+void destroy_stream(Handle stream) {
+    need_init();
+    need_open<Stream>(stream, "stream");
+    remove(stream, Kind::stream);
+}
+
+void create_event(void **event, const Call &call) {
+    need_init();
+    need_place(event, "event");
+    need_context();
+    *event = const_cast<void *>(add(Kind::event, std::make_shared<Event>(), call));
+}
+
+std::shared_ptr<const Event> need_event(Handle event, const char *param = "event") {
+    need_init();
+    return need_open<Event>(event, param);
+}
+
+void wait_for(Handle stream) {
+    need_init();
+    need_stream(stream);
+    synchronize();
+}
+
+void check_timeout(int timeout) {
+    if (timeout < -1) throw Refusal(invalid_param, "timeout: expected -1 or milliseconds, got " + to_string(timeout));
+}
+
+}  // namespace
+
+std::shared_ptr<const Context> need_context() {
+    if (auto found = find<Context>(current)) return found;
+    throw Refusal(rt_no_context, "no device: this thread calls aclrtSetDevice() first");
+}
+
+int check_stream(Handle stream, std::string &why) noexcept {
+    if (stream == nullptr) {
+        if (find<Context>(current) != nullptr) return success;
+        why = "stream: the default one has no device: this thread calls aclrtSetDevice() first";
+        return rt_no_context;
+    }
+    const auto found = find<Stream>(stream);
+    if (found != nullptr && found->context->open) return success;
+    why = "stream: expected an aclrtStream, got " +
+          (found != nullptr ? std::string("one of a device that was reset, or a context that was destroyed")
+                            : wrong(stream));
+    return rt_invalid_handle;
+}
+
+void close_contexts() noexcept {
+    const std::lock_guard<std::mutex> lock(devices().mutex);
+    for (std::vector<Handle> &contexts : devices().contexts) close(contexts);
+}
+
+// ------------------------------------------------------------------------------------------------------------ devices
+
+FUSION_C int aclrtSetDevice(std::int32_t deviceId) {
+    return coded("aclrtSetDevice", FUSION_CALLER, [&](const Call &call) {
+        need_device(deviceId);
+        const std::lock_guard<std::mutex> lock(devices().mutex);
+        current = in_use(deviceId, call).front();
+    });
+}
+
+static int reset(const char *name, const void *caller, std::int32_t device) {
+    return coded(name, caller, [&](const Call &) {
+        need_device(device);
+        synchronize();
+        const std::lock_guard<std::mutex> lock(devices().mutex);
+        std::vector<Handle> &contexts = devices().contexts[device];
+        if (contexts.empty()) {
+            throw Refusal(rt_no_context,
+                          "deviceId: " + to_string(device) + " is not in use (no aclrtSetDevice() before)");
+        }
+        close(contexts);
+    });
+}
+
+FUSION_C int aclrtResetDevice(std::int32_t deviceId) { return reset("aclrtResetDevice", FUSION_CALLER, deviceId); }
+
+FUSION_C int aclrtResetDeviceForce(std::int32_t deviceId) {
+    return reset("aclrtResetDeviceForce", FUSION_CALLER, deviceId);
+}
+
+FUSION_C int aclrtGetDevice(std::int32_t *deviceId) {
+    return coded("aclrtGetDevice", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        *need_place(deviceId, "deviceId") = need_context()->device;
+    });
+}
+
+FUSION_C int aclrtGetDeviceCount(std::uint32_t *count) {
+    return coded("aclrtGetDeviceCount", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        *need_place(count, "count") = device_count;
+    });
+}
+
+FUSION_C int aclrtGetRunMode(aclrtRunMode *runMode) {
+    return coded("aclrtGetRunMode", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        *need_place(runMode, "runMode") = ACL_HOST;  // host and device memory are two things, also where they are not
+    });
+}
+
+FUSION_C int aclrtSynchronizeDevice() {
+    return coded("aclrtSynchronizeDevice", FUSION_CALLER, [](const Call &) {
+        need_init();
+        need_context();
+        synchronize();
+    });
+}
+
+FUSION_C int aclrtSynchronizeDeviceWithTimeout(std::int32_t timeout) {
+    return coded("aclrtSynchronizeDeviceWithTimeout", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        check_timeout(timeout);
+        need_context();
+        synchronize();
+    });
+}
+
+// ----------------------------------------------------------------------------------------------------------- contexts
+
+FUSION_C int aclrtCreateContext(void **context, std::int32_t deviceId) {
+    return coded("aclrtCreateContext", FUSION_CALLER, [&](const Call &call) {
+        need_device(deviceId);
+        need_place(context, "context");
+        const std::lock_guard<std::mutex> lock(devices().mutex);
+        std::vector<Handle> &contexts = in_use(deviceId, call);
+        contexts.push_back(new_context(deviceId, false, call));
+        current = contexts.back();
+        *context = const_cast<void *>(current);
+    });
+}
+
+FUSION_C int aclrtDestroyContext(void *context) {
+    return coded("aclrtDestroyContext", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        const auto found = need_open<Context>(context, "context");
+        if (found->of_device) {
+            throw Refusal(invalid_param, "context: a device's default one ends with aclrtResetDevice()");
+        }
+        const std::lock_guard<std::mutex> lock(devices().mutex);
+        std::vector<Handle> &contexts = devices().contexts[found->device];
+        for (auto at = contexts.begin(); at != contexts.end(); ++at) {
+            if (*at == context) {
+                contexts.erase(at);
+                break;
+            }
+        }
+        found->open = false;
+        remove(context, Kind::context);
+    });
+}
+
+FUSION_C int aclrtSetCurrentContext(void *context) {
+    return coded("aclrtSetCurrentContext", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        need_open<Context>(context, "context");
+        current = context;
+    });
+}
+
+FUSION_C int aclrtGetCurrentContext(void **context) {
+    return coded("aclrtGetCurrentContext", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        need_place(context, "context");
+        need_context();
+        *context = const_cast<void *>(current);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------ streams
+
+FUSION_C int aclrtCreateStream(void **stream) {
+    return coded("aclrtCreateStream", FUSION_CALLER, [&](const Call &call) { create_stream(stream, call); });
+}
+
+FUSION_C int aclrtCreateStreamWithConfig(void **stream, std::uint32_t /*priority*/, std::uint32_t /*flag*/) {
+    return coded("aclrtCreateStreamWithConfig", FUSION_CALLER, [&](const Call &call) { create_stream(stream, call); });
+}
+
+FUSION_C int aclrtDestroyStream(void *stream) {
+    return coded("aclrtDestroyStream", FUSION_CALLER, [&](const Call &) { destroy_stream(stream); });
+}
+
+FUSION_C int aclrtDestroyStreamForce(void *stream) {
+    return coded("aclrtDestroyStreamForce", FUSION_CALLER, [&](const Call &) { destroy_stream(stream); });
+}
+
+FUSION_C int aclrtSynchronizeStream(void *stream) {
+    return coded("aclrtSynchronizeStream", FUSION_CALLER, [&](const Call &) { wait_for(stream); });
+}
+
+FUSION_C int aclrtSynchronizeStreamWithTimeout(void *stream, std::int32_t timeout) {
+    return coded("aclrtSynchronizeStreamWithTimeout", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        check_timeout(timeout);
+        wait_for(stream);
+    });
+}
+
+FUSION_C int aclrtStreamQuery(void *stream, aclrtStreamStatus *status) {
+    return coded("aclrtStreamQuery", FUSION_CALLER, [&](const Call &) {
+        need_init();
+        need_stream(stream);
+        *need_place(status, "status") = ACL_STREAM_STATUS_COMPLETE;
+    });
+}
+
+FUSION_C int aclrtStreamWaitEvent(void *stream, void *event) {
+    return coded("aclrtStreamWaitEvent", FUSION_CALLER, [&](const Call &) {
+        need_event(event);
+        need_stream(stream);
+    });
+}
+
+// ------------------------------------------------------------------------------------------------------------- events
+
+FUSION_C int aclrtCreateEvent(void **event) {
+    return coded("aclrtCreateEvent", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
+}
+
+FUSION_C int aclrtCreateEventWithFlag(void **event, std::uint32_t /*flag*/) {
+    return coded("aclrtCreateEventWithFlag", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
+}
+
+FUSION_C int aclrtCreateEventExWithFlag(void **event, std::uint32_t /*flag*/) {
+    return coded("aclrtCreateEventExWithFlag", FUSION_CALLER, [&](const Call &call) { create_event(event, call); });
+}
+
+FUSION_C int aclrtDestroyEvent(void *event) {
+    return coded("aclrtDestroyEvent", FUSION_CALLER, [&](const Call &) {
+        need_event(event);
+        remove(event, Kind::event);
+    });
+}
+
+FUSION_C int aclrtRecordEvent(void *event, void *stream) {
+    return coded("aclrtRecordEvent", FUSION_CALLER, [&](const Call &) {
+        const auto found = need_event(event);
+        wait_for(stream);
+        const auto now = std::chrono::steady_clock::now().time_since_epoch();
+        found->nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    });
+}
+
+FUSION_C int aclrtResetEvent(void *event, void *stream) {
+    return coded("aclrtResetEvent", FUSION_CALLER, [&](const Call &) {
+        const auto found = need_event(event);
+        need_stream(stream);
+        found->nanoseconds = -1;
+    });
+}
+
+template <class Status>
+static int query(const char *name, const void *caller, void *event, Status *status, Status done, Status not_yet) {
+    return coded(name, caller, [&](const Call &) {
+        const auto found = need_event(event);
+        *need_place(status, "status") = found->nanoseconds >= 0 ? done : not_yet;
+    });
+}
+
+FUSION_C int aclrtQueryEvent(void *event, aclrtEventStatus *status) {
+    return query("aclrtQueryEvent", FUSION_CALLER, event, status, ACL_EVENT_STATUS_COMPLETE,
+                 ACL_EVENT_STATUS_NOT_READY);
+}
+
+FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status) {
+    return query("aclrtQueryEventStatus", FUSION_CALLER, event, status, ACL_EVENT_RECORDED_STATUS_COMPLETE,
+                 ACL_EVENT_RECORDED_STATUS_NOT_READY);
+}
+
+// Whoever waits for it waits no longer: streams are synchronous.
+FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
+    return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
+                 ACL_EVENT_WAIT_STATUS_COMPLETE);
+}
+
+FUSION_C int aclrtSynchronizeEvent(void *event) {
+    return coded("aclrtSynchronizeEvent", FUSION_CALLER, [&](const Call &) { need_event(event); });
+}
+
+FUSION_C int aclrtSynchronizeEventWithTimeout(void *event, std::int32_t timeout) {
+    return coded("aclrtSynchronizeEventWithTimeout", FUSION_CALLER, [&](const Call &) {
+        need_event(event);
+        check_timeout(timeout);
+    });
+}
+
+FUSION_C int aclrtEventElapsedTime(float *ms, void *startEvent, void *endEvent) {
+    return coded("aclrtEventElapsedTime", FUSION_CALLER, [&](const Call &) {
+        const auto start = need_event(startEvent, "startEvent"), end = need_event(endEvent, "endEvent");
+        need_place(ms, "ms");
+        const std::int64_t from = start->nanoseconds, to = end->nanoseconds;
+        if (from < 0 || to < 0) {
+            throw Refusal(rt_event_timestamp, std::string(from < 0 ? "startEvent" : "endEvent") + ": never recorded");
+        }
+        if (to < from) throw Refusal(rt_event_reversal, "endEvent: recorded before startEvent");
+        *ms = static_cast<float>(static_cast<double>(to - from) * 1e-6);
+    });
+}
+
+}  // namespace fusion::capi

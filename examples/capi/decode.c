@@ -1,0 +1,73 @@
+/* Serving: IncreFlashAttentionV4, one new token for each of two sequences whose caches lie in pages of 16, in float16.
+ * Three steps: every step appends a token, and plans anew because the lengths are read when a call is planned. */
+#include "aclnnop/aclnn_incre_flash_attention_v4.h"
+#include "attention.h"
+
+enum { ITEMS = 2, HEADS = 8, KEY_HEADS = 2, DIM = 64, PAGE = 16, PAGES = 5, STEPS = 3 };
+static const int32_t TABLE[ITEMS][3] = {{4, 0, 2}, {1, 3, 0}};
+static const int64_t FILLED[ITEMS] = {36, 20};
+
+/* The keys of one item, in its order. */
+static void gather(const float *pages, int item, int64_t length, float *rows) {
+    for (int64_t t = 0; t < length; t++) {
+        const float *slot = pages + (TABLE[item][t / PAGE] * PAGE + t % PAGE) * KEY_HEADS * DIM;
+        memcpy(rows + t * KEY_HEADS * DIM, slot, sizeof(float) * KEY_HEADS * DIM);
+    }
+}
+
+int main(void) {
+    const aclrtStream stream = begin();
+    const double scale = 1 / sqrt(DIM);
+    const size_t cached = (size_t)PAGES * PAGE * KEY_HEADS * DIM, width = (size_t)HEADS * DIM;
+    float *k = drawn(cached, 2), *v = drawn(cached, 3);
+    const Buffer K = rounded(k, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS * DIM));
+    const Buffer V = rounded(v, ACL_FLOAT16, SIZES(PAGES, PAGE, KEY_HEADS * DIM));
+    const Buffer BLOCKS = buffer(TABLE, ACL_INT32, SIZES(ITEMS, 3));
+    const Buffer OUT = buffer(NULL, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS * DIM));
+    const aclTensor *key_list[] = {K.tensor}, *value_list[] = {V.tensor};
+    aclTensorList *keys = aclCreateTensorList(key_list, 1), *values = aclCreateTensorList(value_list, 1);
+    float *key_rows = floats(3 * PAGE * KEY_HEADS * DIM), *value_rows = floats(3 * PAGE * KEY_HEADS * DIM);
+    double *out = doubles(ITEMS * width);
+
+    int wrong = 0;
+    for (int step = 0; step < STEPS; step++) {
+        int64_t lengths[ITEMS];
+        for (int b = 0; b < ITEMS; b++) lengths[b] = FILLED[b] + step + 1;
+        float *q = drawn(ITEMS * width, 10 + (uint64_t)step);
+        const Buffer Q = rounded(q, ACL_FLOAT16, SIZES(ITEMS, 1, HEADS * DIM));
+        aclIntArray *tokens = aclCreateIntArray(lengths, ITEMS);
+
+        char layout[] = "BSH";
+        uint64_t size = 0;
+        aclOpExecutor *executor = NULL;
+        CHECK(aclnnIncreFlashAttentionV4GetWorkspaceSize(Q.tensor, keys, values, NULL, NULL, tokens, NULL, NULL, NULL,
+                                                         NULL, NULL, NULL, NULL, BLOCKS.tensor, NULL, HEADS, scale,
+                                                         layout, KEY_HEADS, PAGE, 1, OUT.tensor, &size, &executor));
+        run(aclnnIncreFlashAttentionV4, size, executor, stream);
+
+        for (int b = 0; b < ITEMS; b++) {
+            const Head head = {1, (int)lengths[b], DIM, HEADS * DIM, KEY_HEADS * DIM, 0, scale};
+            gather(k, b, lengths[b], key_rows);
+            gather(v, b, lengths[b], value_rows);
+            for (int n = 0; n < HEADS; n++) {
+                const size_t at = b * width + (size_t)n * DIM;
+                const int key = n / (HEADS / KEY_HEADS) * DIM;
+                forward(&head, q + at, key_rows + key, value_rows + key, out + at, NULL, NULL);
+            }
+        }
+        wrong += differs("out", OUT, out);
+        CHECK(aclDestroyIntArray(tokens));
+        release(Q);
+        free(q);
+    }
+
+    CHECK(aclDestroyTensorList(keys)); /* with the tensors that it holds */
+    CHECK(aclDestroyTensorList(values));
+    CHECK(aclrtFree(K.address));
+    CHECK(aclrtFree(V.address));
+    release(BLOCKS);
+    release(OUT);
+    free(k), free(v), free(key_rows), free(value_rows), free(out);
+    end(stream);
+    return wrong != 0;
+}

@@ -1,0 +1,170 @@
+/* What the programs share: calls that must succeed, tensors filled from the host, and the comparison with a formula. */
+#ifndef PROGRAM_H
+#define PROGRAM_H
+
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "acl/acl.h"
+#include "aclnn/acl_meta.h"
+
+enum { MAX_DIMS = 4, NO_LIMIT = 2147483647 };
+
+/* Ends the program with what the library says of a call that failed. */
+#define CHECK(call) check((call), #call)
+static inline void check(int code, const char *call) {
+    if (code == ACL_SUCCESS) return;
+    const char *why = aclGetRecentErrMsg();
+    fprintf(stderr, "%s: code %d: %s\n", call, code, why ? why : "");
+    exit(1);
+}
+
+static inline void *allocated(size_t size) {
+    void *memory = calloc(size ? size : 1, 1);
+    if (!memory) {
+        fprintf(stderr, "no memory\n");
+        exit(1);
+    }
+    return memory;
+}
+
+static inline float *floats(size_t count) { return allocated(count * sizeof(float)); }
+static inline double *doubles(size_t count) { return allocated(count * sizeof(double)); }
+
+/* A start of a program, and its end. */
+static inline aclrtStream begin(void) {
+    aclrtStream stream = NULL;
+    CHECK(aclInit(getenv("ACL_CONFIG"))); /* a JSON file of the reader's, or none */
+    CHECK(aclrtSetDevice(0));
+    CHECK(aclrtCreateStream(&stream));
+    return stream;
+}
+
+static inline void end(aclrtStream stream) {
+    CHECK(aclrtDestroyStream(stream));
+    CHECK(aclrtResetDevice(0));
+    CHECK(aclFinalize());
+}
+
+/* The 16 bits of a bfloat16: the upper half of a float, rounded to even. */
+static inline uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float from_bf16(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* A tensor, and the device memory below it. */
+typedef struct {
+    aclTensor *tensor;
+    void *address;
+    aclDataType type;
+    size_t count;
+} Buffer;
+
+static inline Buffer buffer(const void *host, aclDataType type, int dims, const int64_t *sizes) {
+    Buffer made = {NULL, NULL, type, 1};
+    for (int i = 0; i < dims; i++) made.count *= (size_t)sizes[i];
+    const size_t bytes = made.count * aclDataTypeSize(type);
+    CHECK(aclrtMalloc(&made.address, bytes ? bytes : 1, ACL_MEM_MALLOC_HUGE_FIRST));
+    if (host) CHECK(aclrtMemcpy(made.address, bytes, host, bytes, ACL_MEMCPY_HOST_TO_DEVICE));
+    else CHECK(aclrtMemset(made.address, bytes, 0x7F, bytes)); /* NaN: what no one writes does not compare equal */
+    made.tensor =
+        aclCreateTensor(sizes, (uint64_t)dims, type, NULL, 0, ACL_FORMAT_ND, sizes, (uint64_t)dims, made.address);
+    if (!made.tensor) check(1, "aclCreateTensor");
+    return made;
+}
+
+#define SIZES(...) \
+    (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
+
+/* Floats as a tensor of another type. They are rounded in place too: formulas read what the tensor holds. */
+static inline Buffer rounded(float *values, aclDataType type, int dims, const int64_t *sizes) {
+    size_t count = 1;
+    for (int i = 0; i < dims; i++) count *= (size_t)sizes[i];
+    if (type == ACL_FLOAT) return buffer(values, type, dims, sizes);
+    uint16_t *halves = allocated(count * sizeof *halves);
+    for (size_t i = 0; i < count; i++) {
+        halves[i] = type == ACL_BF16 ? to_bf16(values[i]) : aclFloatToFloat16(values[i]);
+        values[i] = type == ACL_BF16 ? from_bf16(halves[i]) : aclFloat16ToFloat(halves[i]);
+    }
+    const Buffer made = buffer(halves, type, dims, sizes);
+    free(halves);
+    return made;
+}
+
+/* What a tensor of floats holds by now. */
+static inline float *contents(Buffer from) {
+    const size_t bytes = from.count * aclDataTypeSize(from.type);
+    unsigned char *raw = allocated(bytes);
+    float *values = floats(from.count);
+    CHECK(aclrtMemcpy(raw, bytes, from.address, bytes, ACL_MEMCPY_DEVICE_TO_HOST));
+    for (size_t i = 0; i < from.count; i++) {
+        uint16_t half;
+        if (from.type == ACL_FLOAT) {
+            memcpy(values + i, raw + i * sizeof(float), sizeof(float));
+        } else {
+            memcpy(&half, raw + i * sizeof half, sizeof half);
+            values[i] = from.type == ACL_BF16 ? from_bf16(half) : aclFloat16ToFloat(half);
+        }
+    }
+    free(raw);
+    return values;
+}
+
+static inline void release(Buffer old) {
+    CHECK(aclDestroyTensor(old.tensor));
+    CHECK(aclrtFree(old.address));
+}
+
+/* Numbers in [-1, 1), the same in every run. */
+static inline float *drawn(size_t count, uint64_t seed) {
+    float *values = floats(count);
+    for (size_t i = 0; i < count; i++) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        values[i] = (float)((double)(seed >> 40) / (double)(1 << 23) - 1.0);
+    }
+    return values;
+}
+
+/* Runs what phase 1 planned: with workspace if it wants some, until it is done. */
+typedef aclnnStatus (*Phase2)(void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream stream);
+static inline void run(Phase2 operation, uint64_t size, aclOpExecutor *executor, aclrtStream stream) {
+    void *workspace = NULL;
+    if (size) CHECK(aclrtMalloc(&workspace, size, ACL_MEM_MALLOC_HUGE_FIRST));
+    CHECK(operation(workspace, size, executor, stream));
+    CHECK(aclrtSynchronizeStream(stream));
+    if (workspace) CHECK(aclrtFree(workspace));
+}
+
+/* How far numbers are from the formula's, as a share of their size: what the type rounds to is what may be.
+ * size: of the terms that numbers are sums of, where these cancel; 0: of the numbers themselves. 1: too far. */
+static inline int differs_by(const char *name, Buffer got, const double *wanted, double size) {
+    const double unit = got.type == ACL_FLOAT ? FLT_EPSILON : got.type == ACL_BF16 ? 1.0 / 128 : 1.0 / 1024;
+    float *values = contents(got);
+    double error = 0, total = 0;
+    for (size_t i = 0; i < got.count; i++) {
+        error += (values[i] - wanted[i]) * (values[i] - wanted[i]);
+        total += wanted[i] * wanted[i];
+    }
+    free(values);
+    const double share = sqrt(error) / (size > 0 ? size : sqrt(total));
+    const int far = !(share <= 4 * unit); /* also where it is not a number */
+    printf("%-14s %zu numbers, %.1e from the formula%s\n", name, got.count, share, far ? ": WRONG" : "");
+    return far;
+}
+
+static inline int differs(const char *name, Buffer got, const double *wanted) {
+    return differs_by(name, got, wanted, 0);
+}
+
+#endif

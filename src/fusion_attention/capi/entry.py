@@ -1,0 +1,109 @@
+"""What the C library libopapi calls: both phases of any operator, on memory that C programs have.
+
+Arguments come as plain objects, one for each parameter: None, an int, a float, a bool, a str; a DLPack capsule for a
+tensor, or (capsule or None, data type, format) for an unusual one; a list of these for a list; bytes for int64 values.
+Whether handles live, memory is there and an executor may run, the library has checked. Refuses to know any operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from fusion_attention import acl, aclnn
+from fusion_attention.acl.jobs import Options, handles
+from fusion_attention.acl.state import Memory, Refusal
+from fusion_attention.acl.tensors import ACL_DTYPES, TORCH_DTYPES
+from fusion_attention.capi.device import DeviceMemory
+from fusion_attention.contract import INVALID
+
+__all__ = ["DeviceMemory", "plan", "run"]
+
+# Whether memory is the program's the library asks, at every call.
+_MEMORY = Memory(torch.zeros(0, dtype=torch.uint8), host=False)
+
+
+def plan(name: str, values: tuple[Any, ...], device: str, backend: str) -> tuple[int, int | str, acl.Executor | None]:
+    """(0, workspace size, what run() takes), or (code, text, None). name: of the operator's second phase."""
+    op = aclnn.OPERATORS[name]
+    try:
+        executor = aclnn.planned(op, tuple([_READ.get(type(v), _tensor)(v) for v in values]), _options(device, backend))
+    except Exception as error:
+        return _refused(op, error)
+    return 0, executor.workspace_size, executor
+
+
+def run(executor: acl.Executor, moves: tuple[tuple[int, int, Any], ...]) -> tuple[int, str, None] | None:
+    """Runs a planned call; None, or (code, text, None) where nothing was written. moves: (position, place in its list,
+    tensor) of tensors that lie elsewhere than when they were planned, or ran last."""
+    try:
+        for position, member, tensor in moves:
+            moved = _READ.get(type(tensor), _tensor)(tensor)
+            handles(executor.values[position])[member]._attach(moved.view, _MEMORY)
+        aclnn.due(executor).run()
+    except Exception as error:
+        return _refused(executor.op, error)
+    return None
+
+
+def _refused(op: Any, error: Exception) -> tuple[int, str, None]:
+    """A failure's code and text, each line without the name of the function: the library says which one was called."""
+    code, text = aclnn.failure(op, error)
+    return code, "\n".join(line.removeprefix(f"{op.name}: ") for line in text.splitlines()), None
+
+
+@functools.lru_cache(maxsize=8)
+def _options(device: str, backend: str) -> Options:
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", 0)
+    return Options(strict=True, check_content=False, device=place, backend=backend)
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _tensor(capsule: Any) -> acl.Tensor:
+    view = from_dlpack(capsule)
+    return acl.Tensor(view, ACL_DTYPES[view.dtype], acl.Format.ACL_FORMAT_ND, 0, _MEMORY)
+
+
+def _unusual(value: tuple[Any, int, int]) -> acl.Tensor:
+    """A tensor of a type that DLPack lacks, or of another format than ND."""
+    capsule, number, layout = value
+    try:
+        dtype, form = acl.DataType(number), acl.Format(layout)
+    except ValueError as error:
+        raise Refusal(INVALID, str(error)) from None
+    if capsule is None:
+        raise Refusal(INVALID, f"dtype: {dtype.name} cannot be computed with here")
+    return acl.Tensor(from_dlpack(capsule).view(TORCH_DTYPES[dtype]), dtype, form, 0, _MEMORY)
+
+
+def _list(tensors: list[Any]) -> acl.TensorList:
+    return acl.TensorList(tuple([_READ.get(type(t), _tensor)(t) for t in tensors]))
+
+
+def _integers(values: bytes) -> acl.IntArray:
+    return acl.IntArray(np.frombuffer(values, np.int64))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+_READ: dict[type, Callable[[Any], Any]] = {
+    type(None): _itself,
+    int: _itself,
+    float: _itself,
+    bool: _itself,
+    str: _itself,
+    bytes: _integers,
+    list: _list,
+    tuple: _unusual,
+}

@@ -1,0 +1,49 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
+#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How far the indexer's distribution over all keys is from the attention's, and the gradients.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   queryIndex: Query rows of the indexer.
+ *   keyIndex: Key rows of the indexer, one head for all of its query heads.
+ *   weight: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
+ *   softmaxMax: Row maxima that the forward returned.
+ *   softmaxSum: Row sums that the forward returned.
+ *   softmaxMaxIndex: Row maxima of the indexer's scores.
+ *   softmaxSumIndex: Row sums of exp(score - max) of the indexer.
+ *   queryRopeOptional: Rope part of the query rows. Null: absent.
+ *   keyRopeOptional: Rope part of the key rows. Null: absent.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsKeyOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   layoutOptional: Axis order of query rows.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
+ *   dQueryIndexOut: Gradient of query_index.
+ *   dKeyIndexOut: Gradient of key_index.
+ *   dWeightOut: Gradient of weights.
+ *   lossOut: The loss, summed over all rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerGradKLLossGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *queryIndex, const aclTensor *keyIndex,
+    const aclTensor *weight, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
+    const aclTensor *softmaxMaxIndex, const aclTensor *softmaxSumIndex, const aclTensor *queryRopeOptional,
+    const aclTensor *keyRopeOptional, const aclIntArray *actualSeqLengthsQueryOptional,
+    const aclIntArray *actualSeqLengthsKeyOptional, double scaleValue, char *layoutOptional, int64_t sparseMode,
+    int64_t preTokens, int64_t nextTokens, const aclTensor *dQueryIndexOut, const aclTensor *dKeyIndexOut,
+    const aclTensor *dWeightOut, const aclTensor *lossOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerGradKLLoss(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,35 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_H
+#define FUSION_ATTENTION_ACLNN_DENSE_LIGHTNING_INDEXER_SOFTMAX_LSE_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The softmax statistics of an indexer's scores over all keys of a row.
+ *   queryIndex: Query rows of the indexer.
+ *   keyIndex: Key rows of the indexer, one head for all of its query heads.
+ *   weight: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsKeyOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   layoutOptional: Axis order of query rows.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
+ *   softmaxMaxOut: Row maxima of the scores; 0 where a row sees no key.
+ *   softmaxSumOut: Row sums of exp(score - max); 0 where a row sees none. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLseGetWorkspaceSize(
+    const aclTensor *queryIndex, const aclTensor *keyIndex, const aclTensor *weight,
+    const aclIntArray *actualSeqLengthsQueryOptional, const aclIntArray *actualSeqLengthsKeyOptional,
+    char *layoutOptional, int64_t sparseMode, int64_t preTokens, int64_t nextTokens, const aclTensor *softmaxMaxOut,
+    const aclTensor *softmaxSumOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnDenseLightningIndexerSoftmaxLse(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,321 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
+#define FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Attention for training, forward, padded layouts.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclIntArray *prefixOptional, double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens,
+    int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, const aclTensor *softmaxMaxOut,
+    const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScore(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* FlashAttentionScore with pse_type and start indices.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   scaleValueOptional: Factor on query . key.
+ *   keepProbOptional: Share of probabilities that dropout keeps.
+ *   preTokensOptional: Window to the left (modes 0 and 4).
+ *   nextTokensOptional: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPreciseOptional: 2: rows that see no key return zeros.
+ *   sparseModeOptional: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   pseTypeOptional: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclIntArray *prefixOptional, const aclIntArray *qStartIdxOptional, const aclIntArray *kvStartIdxOptional,
+    double scaleValueOptional, double keepProbOptional, int64_t preTokensOptional, int64_t nextTokensOptional,
+    int64_t headNum, char *inputLayout, int64_t innerPreciseOptional, int64_t sparseModeOptional,
+    int64_t pseTypeOptional, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
+    const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* FlashAttentionScoreV2 with sinks.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   sinkOptional: One more logit per query head in every denominator. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclTensor *sinkOptional, const aclIntArray *prefixOptional, const aclIntArray *qStartIdxOptional,
+    const aclIntArray *kvStartIdxOptional, double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens,
+    int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType,
+    const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
+    const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* Attention for training, forward, packed sequences.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
+ *       end, token by token only where a softmax_layout asks for it.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
+    const aclIntArray *actualSeqKvLenOptional, double scaleValue, double keepProb, int64_t preTokens,
+    int64_t nextTokens, int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode,
+    const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
+    const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScore(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* VarLenScore with pse_type and start indices.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
+ *       end, token by token only where a softmax_layout asks for it.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
+    const aclIntArray *actualSeqKvLenOptional, const aclIntArray *qStartIdxOptional,
+    const aclIntArray *kvStartIdxOptional, double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens,
+    int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType,
+    const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut, const aclTensor *softmaxOutOut,
+    const aclTensor *attentionOutOut, uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* VarLenScoreV2 with rope parts of query and key.
+ *   query: Query rows.
+ *   queryRope: Rope part of the query rows. Null: absent.
+ *   key: Key rows.
+ *   keyRope: Rope part of the key rows. Null: absent.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
+ *       end, token by token only where a softmax_layout asks for it.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
+    const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
+    const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional, const aclIntArray *prefixOptional,
+    const aclIntArray *actualSeqQLenOptional, const aclIntArray *actualSeqKvLenOptional,
+    const aclIntArray *qStartIdxOptional, const aclIntArray *kvStartIdxOptional, double scaleValue, double keepProb,
+    int64_t preTokens, int64_t nextTokens, int64_t headNum, char *inputLayout, int64_t innerPrecise,
+    int64_t sparseMode, int64_t pseType, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
+    const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* VarLenScore with a choice of the statistics' order.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
+ *       end, token by token only where a softmax_layout asks for it.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
+    const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
+    const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
+    const aclIntArray *actualSeqKvLenOptional, double scaleValue, double keepProb, int64_t preTokens,
+    int64_t nextTokens, int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode,
+    char *softmaxOutLayout, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
+    const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+/* VarLenScoreV3 with sinks and a choice of the statistics' order.
+ *   query: Query rows.
+ *   queryRope: Rope part of the query rows. Null: absent.
+ *   key: Key rows.
+ *   keyRope: Rope part of the key rows. Null: absent.
+ *   value: Value rows.
+ *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   paddingMaskOptional: Reserved. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   sinkOptional: One more logit per query head in every denominator. Null: absent.
+ *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
+ *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
+ *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   keepProb: Share of probabilities that dropout keeps.
+ *   preTokens: Window to the left (modes 0 and 4).
+ *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query, key, value and the output.
+ *   innerPrecise: 2: rows that see no key return zeros.
+ *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
+ *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major.
+ *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
+ *       token by token only where a softmax_layout asks for it.
+ *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
+ *       end, token by token only where a softmax_layout asks for it.
+ *   softmaxOutOut: Reserved: empty.
+ *   attentionOutOut: The output rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
+    const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
+    const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
+    const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional, const aclTensor *sinkOptional,
+    const aclIntArray *prefixOptional, const aclIntArray *actualSeqQLenOptional,
+    const aclIntArray *actualSeqKvLenOptional, const aclIntArray *qStartIdxOptional,
+    const aclIntArray *kvStartIdxOptional, double scaleValue, double keepProb, int64_t preTokens, int64_t nextTokens,
+    int64_t headNum, char *inputLayout, int64_t innerPrecise, int64_t sparseMode, int64_t pseType,
+    char *softmaxOutLayout, const aclTensor *softmaxMaxOut, const aclTensor *softmaxSumOut,
+    const aclTensor *softmaxOutOut, const aclTensor *attentionOutOut, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,41 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_GRAD_H
+#define FUSION_ATTENTION_ACLNN_LIGHTNING_INDEXER_GRAD_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradients of the values that LightningIndexer chose, padded or packed.
+ *   query: Query rows.
+ *   key: Key rows, one head for all query heads.
+ *   dy: Gradient of the values.
+ *   sparseIndices: The forward's indices.
+ *   weights: Weight of every query head, in the query's dtype or float32; scale factors belong into it.
+ *   actualSeqQLenOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqKvLenOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   headNum: Query heads.
+ *   inputLayout: Axis order of query rows.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
+ *   deterministic: Accepted; results are always reproducible on the CPU.
+ *   dqOut: Gradient of query.
+ *   dkOut: Gradient of key.
+ *   dweightsOut: Gradient of weights. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexerGradGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *dy, const aclTensor *sparseIndices,
+    const aclTensor *weights, const aclTensor *actualSeqQLenOptional, const aclTensor *actualSeqKvLenOptional,
+    int64_t headNum, char *inputLayout, int64_t sparseMode, int64_t preTokens, int64_t nextTokens,
+    bool deterministic, const aclTensor *dqOut, const aclTensor *dkOut, const aclTensor *dweightsOut,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnLightningIndexerGrad(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,48 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_H
+#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Attention over the blocks of keys that every row selects.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
+ *   sparseIndices: Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.
+ *   blockTableOptional: The pages of every sequence, for keys in layout PA_BSND. Null: absent.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsKvOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   queryRopeOptional: Rope part of the query rows. Null: absent.
+ *   keyRopeOptional: Rope part of the key rows. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   sparseBlockSizeOptional: Tokens of a selected block.
+ *   layoutQueryOptional: Axis order of query rows.
+ *   layoutKvOptional: Axis order of key rows: as the queries', or PA_BSND.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
+ *   attentionMode: 2: value is the key's first part, as everywhere here; the chip takes no other.
+ *   returnSoftmaxLse: Return row maxima and sums.
+ *   attentionOut: The output rows.
+ *   softmaxMax: Row maxima of the scaled scores; 0 where a row sees no key.
+ *   softmaxSum: Row sums of exp(score - max); 0 where a row sees no key. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *sparseIndices,
+    const aclTensor *blockTableOptional, const aclTensor *actualSeqLengthsQueryOptional,
+    const aclTensor *actualSeqLengthsKvOptional, const aclTensor *queryRopeOptional,
+    const aclTensor *keyRopeOptional, double scaleValue, int64_t sparseBlockSizeOptional, char *layoutQueryOptional,
+    char *layoutKvOptional, int64_t sparseMode, int64_t preTokens, int64_t nextTokens, int64_t attentionMode,
+    bool returnSoftmaxLse, const aclTensor *attentionOut, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttention(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,52 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
+#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Gradients of SparseFlashAttention, padded or packed.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
+ *   sparseIndices: Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.
+ *   dOut: Gradient of the output.
+ *   out: The forward's output.
+ *   softmaxMax: Row maxima that the forward returned.
+ *   softmaxSum: Row sums that the forward returned.
+ *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthskvOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   queryRopeOptional: Rope part of the query rows. Null: absent.
+ *   keyRopeOptional: Rope part of the key rows. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   sparseBlockSize: Tokens of a selected block.
+ *   layoutOptional: Axis order of query rows.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   preTokens: Without effect.
+ *   nextTokens: Without effect.
+ *   deterministic: Accepted; results are always reproducible on the CPU.
+ *   dQueryOut: Gradient of query.
+ *   dKeyOut: Gradient of key.
+ *   dValueOut: Gradient of value.
+ *   dQueryRopeOutOptional: Gradient of query_rope.
+ *   dKeyRopeOutOptional: Gradient of key_rope. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGradGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *sparseIndices,
+    const aclTensor *dOut, const aclTensor *out, const aclTensor *softmaxMax, const aclTensor *softmaxSum,
+    const aclTensor *actualSeqLengthsQueryOptional, const aclTensor *actualSeqLengthskvOptional,
+    const aclTensor *queryRopeOptional, const aclTensor *keyRopeOptional, double scaleValue, int64_t sparseBlockSize,
+    char *layoutOptional, int64_t sparseMode, int64_t preTokens, int64_t nextTokens, bool deterministic,
+    const aclTensor *dQueryOut, const aclTensor *dKeyOut, const aclTensor *dValueOut,
+    const aclTensor *dQueryRopeOutOptional, const aclTensor *dKeyRopeOutOptional, uint64_t *workspaceSize,
+    aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashAttentionGrad(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,49 @@
+/* Written from the operators' records by `make docs`. */
+#ifndef FUSION_ATTENTION_ACLNN_SPARSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
+#define FUSION_ATTENTION_ACLNN_SPARSE_LIGHTNING_INDEXER_GRAD_KL_LOSS_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* How far the indexer's distribution over the selected keys is from the attention's, and the gradients.
+ *   query: Query rows.
+ *   key: Key rows.
+ *   queryIndex: Query rows of the indexer.
+ *   keyIndex: Key rows of the indexer, one head for all of its query heads.
+ *   weights: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
+ *   sparseIndices: The keys that every row selects, for all heads; -1 ends a list.
+ *   softmaxMax: Row maxima that the forward returned.
+ *   softmaxSum: Row sums that the forward returned.
+ *   queryRope: Rope part of the query rows. Null: absent.
+ *   keyRope: Rope part of the key rows. Null: absent.
+ *   actualSeqLengthsQuery: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   actualSeqLengthsKey: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.
+ *   scaleValue: Factor on query . key.
+ *   layout: Axis order of query rows.
+ *   sparseMode: 0: rows see all keys; 3: causal, the last row sees the last key.
+ *   pre_tokens: Without effect.
+ *   next_tokens: Without effect.
+ *   deterministic: Accepted; results are always reproducible on the CPU.
+ *   dQueryIndex: Gradient of query_index.
+ *   dKeyIndex: Gradient of key_index.
+ *   dWeights: Gradient of weights.
+ *   loss: The loss, summed over all rows. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
+    const aclTensor *query, const aclTensor *key, const aclTensor *queryIndex, const aclTensor *keyIndex,
+    const aclTensor *weights, const aclTensor *sparseIndices, const aclTensor *softmaxMax,
+    const aclTensor *softmaxSum, const aclTensor *queryRope, const aclTensor *keyRope,
+    const aclIntArray *actualSeqLengthsQuery, const aclIntArray *actualSeqLengthsKey, double scaleValue,
+    char *layout, int64_t sparseMode, int64_t pre_tokens, int64_t next_tokens, bool deterministic,
+    const aclTensor *dQueryIndex, const aclTensor *dKeyIndex, const aclTensor *dWeights, const aclTensor *loss,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseLightningIndexerGradKLLoss(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,89 @@
+"""What builds need to know of the C face, one line each; and the files of it that are written from the records.
+
+Knows files and lines. Refuses to know what a header says: `capi.headers` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from fusion_attention.cli.output import refuse, show_json
+
+DEFINITIONS = "operators.inc"
+
+
+def capi(
+    cflags: bool = typer.Option(False, "--cflags", help="Flags of the compiler."),
+    libs: bool = typer.Option(False, "--libs", help="Flags of the linker; programs need no LD_LIBRARY_PATH."),
+    prefix: bool = typer.Option(False, "--prefix", help="The folder above, as ASCEND_CUSTOM_PATH of CANN's builds."),
+    include_dir: bool = typer.Option(False, "--include-dir", help="The folder of acl/acl.h and aclnnop/aclnn_*.h."),
+    lib_dir: bool = typer.Option(False, "--lib-dir", help="The folder of libascendcl.so and its two neighbours."),
+    cmake_dir: bool = typer.Option(False, "--cmake-dir", help="For CMAKE_PREFIX_PATH: find_package(fusion_attention)."),
+    pkg_config_dir: bool = typer.Option(False, "--pkg-config-dir", help="For PKG_CONFIG_PATH: fusion_attention.pc."),
+    as_json: bool = typer.Option(False, "--json", help="All of these as JSON, and which libraries are missing."),
+    write: Path | None = typer.Option(
+        None, metavar="DIR", file_okay=False, hidden=True, help="Write the operators' headers into this folder."
+    ),
+    check: Path | None = typer.Option(
+        None, metavar="DIR", file_okay=False, hidden=True, help="Fail where its files are not what the records give."
+    ),
+    source: Path | None = typer.Option(
+        None, metavar="DIR", file_okay=False, hidden=True, help="With --write or --check: operators.inc's folder too."
+    ),
+) -> None:
+    """Print what a C or C++ program for CANN is built with here.
+
+    \b
+    cc program.c $(fusion-attention capi --cflags --libs)
+    cmake -S . -B build -DCMAKE_PREFIX_PATH=$(fusion-attention capi --cmake-dir)
+    ASCEND_CUSTOM_PATH=$(fusion-attention capi --prefix) cmake -S . -B build
+    """
+    from fusion_attention.capi import environment as places
+
+    if write or check:
+        _write_or_check(write, check, source)
+        return
+    if libs and places.missing():
+        lacks = ", ".join(path.name for path in places.missing())
+        refuse("capi", f"{lacks}: not in {places.LIBRARY}; wheels for Linux have them: pip install fusion-attention")
+    found = {
+        "prefix": str(places.ROOT),
+        "include_dir": str(places.INCLUDE),
+        "lib_dir": str(places.LIBRARY),
+        "cmake_dir": str(places.CMAKE),
+        "pkg_config_dir": str(places.PKG_CONFIG),
+    }
+    if as_json:
+        flags = {"cflags": places.cflags(), "libs": places.libs(), "missing": places.missing()}
+        show_json({**found, **flags})
+        return
+    wanted = (prefix, include_dir, lib_dir, cmake_dir, pkg_config_dir)
+    lines = [line for line, one in zip(found.values(), wanted, strict=True) if one]
+    flags_line = " ".join([places.cflags()] * cflags + [places.libs()] * libs)
+    lines += [flags_line] * bool(flags_line)
+    if not lines:
+        refuse("capi", "say what to print: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")
+    typer.echo("\n".join(lines))
+
+
+def _write_or_check(write: Path | None, check: Path | None, source: Path | None) -> None:
+    from fusion_attention.capi import headers
+    from fusion_attention.ops import RECORDS
+
+    folder = write or check
+    assert folder is not None
+    texts = {folder / name: text for name, text in headers.files(RECORDS).items()}
+    if source is not None:
+        texts[source / DEFINITIONS] = headers.definitions(RECORDS)
+    if write:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", newline="\n")
+    there = {*texts, *(folder / "aclnnop").glob("*")}
+    stale = sorted(path for path in there if not path.is_file() or path.read_text(encoding="utf-8") != texts.get(path))
+    if stale:
+        names = ", ".join(map(str, stale))
+        refuse("capi", f"{names}: not what the records give; write them with --write, delete what no record declares")
+    typer.echo(f"{len(texts)} files are what the records give")

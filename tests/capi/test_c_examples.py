@@ -1,0 +1,153 @@
+"""Programs in C as their authors build them: examples/capi by the commands of its page, CANN's own kind of CMakeLists,
+pkg-config; and that the libraries have what the headers declare.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.markdown import blocks
+from support.sources import ROOT
+
+from fusion_attention.capi import environment
+
+TOOLS = ("cc", "c++", "cmake", "nm")
+pytestmark = [
+    pytest.mark.skipif(bool(environment.missing()), reason="installed without its C face"),
+    pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"one of {', '.join(TOOLS)} is not there"),
+]
+EXAMPLES = ROOT / "examples/capi"
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.c"))
+# As CANN's samples are: paths below ASCEND_CUSTOM_PATH, libraries as files, no package.
+CANN_STYLE = """
+cmake_minimum_required(VERSION 3.14)
+project(ACLNN_EXAMPLE)
+add_compile_options(-std=c++11)
+set(CMAKE_CXX_FLAGS_RELEASE "-fPIC -O0 -Wall")
+add_executable(opapi_test program.cpp)
+set(ASCEND_PATH $ENV{ASCEND_CUSTOM_PATH})
+set(INCLUDE_BASE_DIR "${ASCEND_PATH}/include")
+include_directories(${INCLUDE_BASE_DIR} ${INCLUDE_BASE_DIR}/aclnn)
+target_link_libraries(opapi_test PRIVATE ${ASCEND_PATH}/lib64/libascendcl.so ${ASCEND_PATH}/lib64/libnnopbase.so
+                      ${ASCEND_PATH}/lib64/libopapi.so)
+"""
+# The operator is called wrongly, before aclInit: its library answers without starting anything.
+PROGRAM = """
+#include <stdio.h>
+#include "acl/acl.h"
+#include "aclnnop/aclnn_flash_attention_score.h"
+#ifdef __cplusplus
+#include <vector>
+#include "acl_meta.h"
+#include "aclnn/opdev/fp16_t.h"
+static bool halves() {
+    const std::vector<op::fp16_t> data = {0.1, 1, -2.5f};
+    return sizeof(op::fp16_t) == 2 && data[0].val == 0x2E66 && data[1].val == 0x3C00 && data[2] == -2.5f;
+}
+#else
+static bool halves(void) { return true; }
+#endif
+int main(void) {
+    void *memory = NULL;
+    if (!halves()) return 4;
+    if (aclnnFlashAttentionScore(NULL, 0, NULL, NULL) == ACL_SUCCESS) return 1;
+    if (aclInit(NULL) || aclrtSetDevice(0) || aclrtMalloc(&memory, 64, ACL_MEM_MALLOC_HUGE_FIRST)) return 2;
+    if (aclrtFree(memory) || aclrtResetDevice(0) || aclFinalize()) return 3;
+    puts("ran");
+    return 0;
+}
+"""
+
+
+def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
+    """What a command prints, where no path of libraries is set."""
+    variables = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"} | more
+    words = [*map(str, command)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=variables, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def documented() -> list[str]:
+    """The two commands of the page."""
+    return blocks(EXAMPLES / "README.md", "sh")[0].splitlines()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs, built by the page's first command."""
+    folder = tmp_path_factory.mktemp("c examples") / "build"
+    tool = folder.parent / "bin/fusion-attention"  # of this Python, installed or not
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fusion_attention "$@"\n', encoding="utf-8")
+    tool.chmod(0o755)
+    build, test = (line.replace("build/capi", f"'{folder}'") for line in documented())
+    assert str(folder) in build
+    assert str(folder) in test
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+    run("bash", "-ec", build, cwd=ROOT, CFLAGS="-O0 -Werror", PATH=path)
+    return folder
+
+
+def test_the_page_names_every_program() -> None:
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [name for name in PROGRAMS if f"| `{name}.c` |" not in text] == []
+
+
+def test_a_program_is_right(built: Path) -> None:
+    assert "from the formula" in run(built / "decode")
+
+
+@pytest.mark.slow
+def test_every_program_is_right(built: Path) -> None:
+    text = run("bash", "-ec", documented()[1].replace("build/capi", f"'{built}'"), cwd=ROOT)
+    assert f"100% tests passed, 0 tests failed out of {len(PROGRAMS)}" in text
+
+
+def flags() -> list[str]:
+    return [f"-I{environment.INCLUDE}", f"-L{environment.LIBRARY}", f"-Wl,-rpath,{environment.LIBRARY}",
+            *(f"-l{name}" for name in environment.LIBRARIES)]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "spoilt"), [("decode", "-Dexp=exp2"), ("kl_loss", "-Dfmax=fmin")])
+def test_another_formula_ends_with_1(program: str, spoilt: str, tmp_path: Path) -> None:
+    run("cc", "-std=c11", spoilt, EXAMPLES / f"{program}.c", *flags(), "-lm", "-o", tmp_path / program)
+    done = subprocess.run([tmp_path / program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "WRONG" in done.stdout
+
+
+def test_a_build_of_cann_s_own_kind(tmp_path: Path) -> None:
+    """Nothing changes but the path."""
+    (tmp_path / "CMakeLists.txt").write_text(CANN_STYLE, encoding="utf-8")
+    (tmp_path / "program.cpp").write_text(PROGRAM, encoding="utf-8")
+    run("cmake", "-S", ".", "-B", "build", cwd=tmp_path, ASCEND_CUSTOM_PATH=str(environment.ROOT))
+    run("cmake", "--build", "build", cwd=tmp_path)
+    assert run(tmp_path / "build/opapi_test") == "ran\n"
+
+
+@pytest.mark.skipif(not shutil.which("pkg-config"), reason="no pkg-config")
+def test_a_build_through_pkg_config(tmp_path: Path) -> None:
+    (tmp_path / "program.c").write_text(PROGRAM, encoding="utf-8")
+    words = ("--cflags", "--libs", "fusion_attention")
+    found = run("pkg-config", *words, PKG_CONFIG_PATH=str(environment.PKG_CONFIG)).split()
+    run("cc", "program.c", "-o", "program", *found, cwd=tmp_path)
+    assert run(tmp_path / "program") == "ran\n"
+
+
+def test_libraries_have_what_headers_declare_and_no_more() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in environment.INCLUDE.rglob("*.h")]
+    declared = set(re.findall(r"ACL_FUNC_VISIBILITY [\w ]+?[ *](\w+)\(", "".join(texts)))
+    assert {"aclInit", "aclCreateTensor", "aclnnFlashAttentionScore", "aclGetRecentErrMsg"} <= declared
+    exported = set()
+    for name in environment.LIBRARIES:
+        lines = run("nm", "-D", "--defined-only", environment.LIBRARY / f"lib{name}.so").splitlines()
+        exported |= {line.split()[-1].partition("@")[0] for line in lines if line.split()[-2] in "TW"}
+    assert {name for name in exported if name.lower().startswith("acl")} == declared

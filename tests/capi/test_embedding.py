@@ -1,0 +1,117 @@
+"""Python inside C programs: which one is found, what it leaves alone, what is said where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from support.c_programs import compiled, ended, needs_compiler
+from support.sources import ROOT
+
+from fusion_attention.capi import environment
+
+pytestmark = needs_compiler
+# Calls an operator with nothing: as far as Python, and what it says.
+ASKS = """
+#include <cstdio>
+#include "acl/acl.h"
+#include "aclnnop/aclnn_lightning_indexer.h"
+int main() {
+    uint64_t size; aclOpExecutor *executor;
+    if (aclInit(nullptr) || aclrtSetDevice(0)) return 1;
+    const int ret = aclnnLightningIndexerGetWorkspaceSize(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+        nullptr, 1, 0, 0, 0, false, nullptr, nullptr, &size, &executor);
+    std::printf("%d %s", ret, aclGetRecentErrMsg());
+}
+"""
+# An interpreter as far as the library asks one: who it is, and that it has no shared library.
+FAKE = "#!/bin/sh\necho {path}\necho libpython9.9.so.1.0\n"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("asks")
+    (folder / "asks.cpp").write_text(ASKS)
+    return compiled(folder / "asks.cpp", folder / "asks")
+
+
+def interpreter(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FAKE.format(path=path))
+    path.chmod(0o755)
+    return path
+
+
+def package(folder: Path) -> Path:
+    """The libraries as a package below a folder has them; the folder that they lie in."""
+    libraries = folder / "fusion_attention/capi/lib64"
+    libraries.mkdir(parents=True)
+    for path in environment.LIBRARY.glob("*.so"):
+        shutil.copy(path, libraries)
+    return libraries
+
+
+def answer(program: Path, libraries: Path, **settings: str) -> str:
+    """What the program says with the libraries of a folder, which come before those that it was linked to."""
+    preloaded = ":".join(str(libraries / f"lib{name}.so") for name in ("ascendcl", "nnopbase", "opapi"))
+    run = ended(program, LD_PRELOAD=preloaded, **settings)
+    assert run.returncode == 0, run
+    return run.stdout
+
+
+@pytest.mark.parametrize("kind", ["environment", "no environment", "source tree", "user's packages", "variable"])
+def test_which_interpreter(kind: str, program: Path, tmp_path: Path) -> None:
+    settings: dict[str, str] = {}
+    if kind in ("environment", "no environment"):
+        libraries, found = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "bin/python3.99"
+        if kind == "environment":
+            (tmp_path / "pyvenv.cfg").touch()
+            found = tmp_path / "bin/python3"
+            libraries = package(tmp_path / "lib/elsewhere/site-packages")
+    elif kind == "source tree":
+        libraries, found = package(tmp_path / "src"), tmp_path / ".venv/bin/python3"
+        found.parent.mkdir(parents=True)
+        (tmp_path / ".venv/pyvenv.cfg").touch()
+    elif kind == "user's packages":
+        libraries, found = package(tmp_path / "home/lib/python3.9/site-packages"), tmp_path / "other/python3.9"
+        settings["PATH"] = f"{found.parent}:{os.environ['PATH']}"
+    else:
+        libraries, found = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "named/python"
+        interpreter(tmp_path / "bin/python3.99")
+        settings["FUSION_ATTENTION_PYTHON"] = str(found)
+    interpreter(found)
+    text = answer(program, libraries, **settings)
+    assert text.startswith("361001 aclnnLightningIndexerGetWorkspaceSize: Python: "), text
+    assert f"got {found} without libpython9.9.so.1.0 (install libpython9.9, " in text, text
+
+
+def test_no_interpreter(program: Path, tmp_path: Path) -> None:
+    text = answer(program, environment.LIBRARY, FUSION_ATTENTION_PYTHON=str(tmp_path / "nowhere"))
+    assert text == (
+        "361001 aclnnLightningIndexerGetWorkspaceSize: Python: expected an interpreter that runs, got "
+        f"{tmp_path}/nowhere (set FUSION_ATTENTION_PYTHON to the one that fusion-attention is installed in)"
+    )
+
+
+def test_an_interpreter_without_the_package(program: Path, tmp_path: Path) -> None:
+    """It starts, and nothing of it stays in the way of who says so."""
+    bare = tmp_path / "bare"
+    (bare / "bin").mkdir(parents=True)
+    (bare / "bin/python3").symlink_to(Path(sys.executable).resolve())
+    (bare / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    text = answer(program, environment.LIBRARY, FUSION_ATTENTION_PYTHON=str(bare / "bin/python3"))
+    assert text.startswith("361001 ")
+    assert "Python: fusion_attention cannot be imported: No module named" in text
+
+
+def test_a_program_that_starts_python(tmp_path: Path) -> None:
+    """From a shell without this environment, with variables that are meant for another Python."""
+    program = compiled(ROOT / "tests/native/capi/embedded.cpp", tmp_path / "embedded", "-std=c++17")
+    ours = {"FUSION_ATTENTION_PYTHON": sys.executable}  # a copy of the sources lies beside no environment
+    run = ended(program, PYTHONHOME="/nowhere", PYTHONPATH="/nowhere", LC_ALL="C.UTF-8", **ours)
+    lines = ["before", *(f"{what}: ok" for what in ("threads", "after its starter has ended", "signals", "locale"))]
+    assert run.stdout.splitlines() == [*lines, "finalize: ok", "initialised again: ok"], run
+    assert (run.returncode, run.stderr) == (0, "")

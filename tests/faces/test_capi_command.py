@@ -1,0 +1,105 @@
+"""`fusion-attention capi`: lines for build systems, and headers written and checked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fusion_attention as fa
+from fusion_attention.capi import environment
+from fusion_attention.cli import app
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    outcome = CliRunner().invoke(app, ["capi", *map(str, arguments)], terminal_width=200)
+    return outcome.exit_code, outcome.output
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of libraries, whose name a shell would divide."""
+    folder = tmp_path / "a place" / "lib64"
+    folder.mkdir(parents=True)
+    for name in environment.LIBRARIES:
+        (folder / f"lib{name}.so").touch()
+    monkeypatch.setattr(environment, "LIBRARY", folder)
+    return folder
+
+
+def test_lines_name_what_is_there(built: Path) -> None:
+    assert invoke("--include-dir") == (0, f"{environment.INCLUDE}\n")
+    assert (environment.INCLUDE / "acl/acl.h").is_file()
+    assert invoke("--lib-dir", "--prefix") == (0, f"{environment.ROOT}\n{built}\n")
+    assert (Path(invoke("--cmake-dir")[1].strip()) / "fusion_attention-config.cmake").is_file()
+    assert (Path(invoke("--pkg-config-dir")[1].strip()) / "fusion_attention.pc").is_file()
+
+
+def test_flags_are_one_line_that_a_shell_reads(built: Path) -> None:
+    code, text = invoke("--libs", "--cflags")
+    assert code == 0
+    assert text.count("\n") == 1
+    links = [f"-L{built}", f"-Wl,-rpath,{built}", "-lopapi", "-lnnopbase", "-lascendcl"]
+    assert shlex.split(text) == [f"-I{environment.INCLUDE}", *links]
+
+
+def test_missing_libraries_are_named(built: Path) -> None:
+    (built / "libnnopbase.so").unlink()
+    code, text = invoke("--libs")
+    assert code == 2
+    assert "libnnopbase.so: not in" in text
+    assert "libopapi" not in text
+    assert invoke("--cflags")[0] == 0
+
+
+def test_everything_as_json(built: Path) -> None:
+    (built / "libopapi.so").unlink()
+    code, text = invoke("--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["missing"] == [str(built / "libopapi.so")]
+    assert found["lib_dir"] == str(built)
+    assert found["libs"] in text
+
+
+def test_nothing_asked_is_said() -> None:
+    code, text = invoke()
+    assert code == 2
+    assert "say what to print" in text
+
+
+def test_headers_are_written_and_checked(tmp_path: Path) -> None:
+    assert invoke("--write", tmp_path, "--source", tmp_path / "source")[0] == 0
+    assert invoke("--check", tmp_path, "--source", tmp_path / "source")[0] == 0
+    (tmp_path / "source/operators.inc").write_text("", encoding="utf-8")
+    (tmp_path / "aclnnop/aclnn_other.h").touch()
+    code, text = invoke("--check", tmp_path, "--source", tmp_path / "source")
+    assert code == 2
+    assert "operators.inc" in text
+    assert "aclnn_other.h" in text
+    assert "lightning" not in text
+
+
+def test_builds_are_told_without_torch() -> None:
+    program = (
+        "import sys; sys.argv = ['fusion-attention', 'capi', '--cflags']\n"
+        "from fusion_attention.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("-I")
+
+
+def test_files_for_builds_have_the_package_version() -> None:
+    cmake = environment.CMAKE / "fusion_attention-config-version.cmake"
+    assert f'set(PACKAGE_VERSION "{fa.__version__}")' in cmake.read_text(encoding="utf-8")
+    package = environment.PKG_CONFIG / "fusion_attention.pc"
+    assert f"Version: {fa.__version__}\n" in package.read_text(encoding="utf-8")

@@ -1,0 +1,44 @@
+"""C and C++ programs on the C face, built and started as their authors would: a compiler, two folders, no Python."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.sources import ROOT
+
+from fusion_attention.capi.environment import cflags, libs, missing
+
+RECORDER = ROOT / "tests/native/capi/recorder.c"
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or bool(missing()), reason="no C++ compiler, or a package without the C libraries"
+)
+
+
+def compiled(source: Path, program: Path, *flags: str) -> Path:
+    """A program, linked with the three libraries."""
+    command = ["gcc" if source.suffix == ".c" else "g++", "-O0", "-w", *shlex.split(cflags()), *flags, str(source)]
+    command += ["-o", str(program), *shlex.split(libs()), "-ldl", "-lpthread"]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return program
+
+
+def plain_shell(**settings: str) -> dict[str, str]:
+    """Of an environment what any shell has."""
+    kept = {
+        name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ
+    }
+    return kept | settings
+
+
+def ended(program: Path | list[str], **settings: str) -> subprocess.CompletedProcess[str]:
+    """A program that has ended."""
+    command = [str(program)] if isinstance(program, Path) else program
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=plain_shell(**settings), timeout=120, check=False
+    )
