@@ -60,7 +60,7 @@ def _refused(op: Any, error: Exception) -> tuple[int, str, None]:
 @functools.lru_cache(maxsize=8)
 def _options(device: str, backend: str) -> Options:
     place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
+    if str(place) == "cuda":  # no number given
         place = torch.device("cuda", 0)
     return Options(strict=True, check_content=False, device=place, backend=backend)
 
