@@ -11,8 +11,14 @@
 namespace fusion::capi {
 namespace {
 
-// Of each thread: the text that aclGetRecentErrMsg() hands out next, and the one that it handed out last.
-thread_local std::string next_message, last_message;
+// Of each thread: the text that aclGetRecentErrMsg() hands out next, and the one that it handed out last. Programs call
+// when they end too, from destructors: their thread's texts are gone by then.
+thread_local bool texts_ended = false;
+struct Messages {
+    ~Messages() { texts_ended = true; }
+    std::string next, last;
+};
+thread_local Messages messages;
 
 std::string hexadecimal(std::uintptr_t number) {
     char text[2 + 2 * sizeof number + 1];
@@ -57,13 +63,16 @@ void Call::defect(const std::string &text) const noexcept {
     report(*this, whole);
 }
 
-void note(const std::string &text) noexcept { next_message = text; }
+void note(const std::string &text) noexcept {
+    if (!texts_ended) messages.next = text;
+}
 
 // As in CANN null where no call failed.
 FUSION_C const char *aclGetRecentErrMsg() {
-    last_message.swap(next_message);
-    next_message.clear();
-    return last_message.empty() ? nullptr : last_message.c_str();
+    if (texts_ended) return nullptr;
+    messages.last.swap(messages.next);
+    messages.next.clear();
+    return messages.last.empty() ? nullptr : messages.last.c_str();
 }
 
 void report(const Call &call, const std::string &text) noexcept {

@@ -110,7 +110,8 @@ def test_an_interpreter_without_the_package(program: Path, tmp_path: Path) -> No
 def test_a_program_that_starts_python(tmp_path: Path) -> None:
     """From a shell without this environment, with variables that are meant for another Python."""
     program = compiled(ROOT / "tests/native/capi/embedded.cpp", tmp_path / "embedded", "-std=c++17")
-    run = ended(program, PYTHONHOME="/nowhere", PYTHONPATH="/nowhere", LC_ALL="C.UTF-8")
+    ours = {"FUSION_ATTENTION_PYTHON": sys.executable}  # a copy of the sources lies beside no environment
+    run = ended(program, PYTHONHOME="/nowhere", PYTHONPATH="/nowhere", LC_ALL="C.UTF-8", **ours)
     lines = ["before", *(f"{what}: ok" for what in ("threads", "after its starter has ended", "signals", "locale"))]
     assert run.stdout.splitlines() == [*lines, "finalize: ok", "initialised again: ok"], run
     assert (run.returncode, run.stderr) == (0, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,15 @@ def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
     assert 0 in codes, "no sample is within the limits of the chip"
 
 
+def test_windows_of_larger_memory_give_what_python_gives(c: Operators) -> None:
+    args = sample(OPERATORS[SCORE], input_layout="BSND")
+    for name in ("query", "key", "value"):
+        wide = torch.randn(*args[name].shape[:-1], 3 * args[name].shape[-1], generator=torch.Generator().manual_seed(1))
+        args[name] = wide.to(args[name].dtype)[..., args[name].shape[-1] : 2 * args[name].shape[-1]]
+        assert args[name].storage_offset() > 0
+    assert both(c, OPERATORS[SCORE], args) == (0, 0)
+
+
 def test_every_operator_is_declared() -> None:
     assert prototypes().keys() == OPERATORS.keys()
     assert all(len(prototypes()[name]) == len(op.params) for name, op in OPERATORS.items())
@@ -93,8 +103,8 @@ def test_all_broken_calls_are_refused_as_in_python(op: Op, c: Operators) -> None
 
 
 class Attention:
-    """2 heads over 2^n tokens, in device memory. All keys are alike, so that the output is the mean of the values: small
-    whole numbers, of which it is exact."""
+    """2 heads over 2^n tokens, in device memory. Keys are alike: the output is the mean of the values, small whole
+    numbers, and exact."""
 
     def __init__(self, c: Operators, tokens: int = 16, seed: int = 0) -> None:
         self.c, generator = c, torch.Generator().manual_seed(seed)
@@ -250,6 +260,29 @@ def test_before_init_and_after_finalize(library: Runtime) -> None:
     assert c.first(SCORE, nothing(SCORE)) == (361001, 0, None)
     assert "called before aclInit" in message(c)
     assert c.second(SCORE, None) == 361001
+
+
+# ------------------------------------------------------------------------------------------------ memory from elsewhere
+
+
+def test_memory_that_torch_allocates(library: Runtime, tmp_path: Path) -> None:
+    """The table that a GPU's memory goes through, on the CPU."""
+    config = tmp_path / "acl.json"
+    config.write_text('{"fusion_attention": {"memory": "torch"}}')
+    for _ in library.started(config):
+        c = Operators(library)
+        attention = Attention(c)
+        ret, size, executor = attention.plan()
+        assert ret == 0, message(c)
+        assert c.second(SCORE, executor, size) == 0, message(c)
+        assert attention.is_right()
+        assert library.aclrtMemset(attention.places[3], 64, 7, 64) == 0
+        raw = attention.found().view(torch.uint8).flatten()
+        assert bool((raw[:64] == 7).all())
+        assert bool((raw[64:68].view(torch.float32) == attention.values.mean(1).flatten()[16]).all())
+        assert library.aclrtFree(attention.places[0]) == 0
+        assert library.aclrtFree(attention.places[0]) != 0
+        assert library.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 1 << 62, 0) == 207001
 
 
 # ------------------------------------------------------------------------------------------------------------- threads

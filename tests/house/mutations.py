@@ -7,6 +7,7 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
@@ -449,5 +450,6 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *C_FACE, *RUNTIME),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
+    *(*C_FACE, *ENTRY, *RUNTIME),
 )

@@ -74,6 +74,15 @@ std::string handlers() {
 
 }  // namespace
 
+// What programs do last: the libraries have ended by then, or will.
+struct Late {
+    ~Late() {
+        aclrtSetDevice(-1);
+        aclGetRecentErrMsg();
+    }
+};
+const Late late;
+
 int main() {
     std::printf("before\n");  // waits in the program's buffer: nobody but the program may write it out
     const std::string signals = handlers(), locale = std::setlocale(LC_ALL, nullptr);
