@@ -59,9 +59,7 @@ def _refused(op: Any, error: Exception) -> tuple[int, str, None]:
 
 @functools.lru_cache(maxsize=8)
 def _options(device: str, backend: str) -> Options:
-    place = torch.device(device)
-    if str(place) == "cuda":  # no number given
-        place = torch.device("cuda", 0)
+    place = torch.device("cuda:0" if device == "cuda" else device)
     return Options(strict=True, check_content=False, device=place, backend=backend)
 
 
