@@ -152,8 +152,8 @@ void set(const Call &call, void *address, std::size_t room, int value, std::size
     const End end("devPtr", address, count, call);
     // Whoever may write anywhere by a wrong address should do it without this library's help.
     if (end.memory == nullptr) {
-        throw Refusal(rt_invalid_param, "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " +
-                                            described(address));
+        throw Refusal(rt_invalid_param,
+                      "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " + described(address));
     }
     const DeviceFunctions *functions = device_functions();
     if (functions == nullptr || !end.on_device()) {
