@@ -59,13 +59,13 @@ void need_kind(int kind, const End &source, const End &target) {
 // mistake there is, a host type that is not the tensor's.
 void compare_with_traces(const char *param, const End &end, std::size_t count, const Call &call) {
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
-    const auto &traces = end.memory->traces;
-    const auto last = std::find_if(traces.rbegin(), traces.rend(),
-                                   [&](const Trace &t) { return t.dtype >= 0 && t.begin == end.first; });
-    if (last == traces.rend() || last->end - last->begin == count || last->end == last->begin) return;
-    const std::size_t size = last->end - last->begin;
+    const auto found = end.memory->traces.find({end.first, true});
+    if (found == end.memory->traces.end()) return;
+    const Trace &last = found->second;
+    if (last.end - last.begin == count || last.end == last.begin || count == 0) return;
+    const std::size_t size = last.end - last.begin;
     if (count % size != 0 && size % count != 0) return;
-    call.defect(std::string(param) + ": " + bytes(count) + " where a tensor of " + dtype_name(last->dtype) + " has " +
+    call.defect(std::string(param) + ": " + bytes(count) + " where a tensor of " + dtype_name(last.dtype) + " has " +
                 bytes(size) + ": the host's type is not the tensor's");
 }
 
@@ -77,7 +77,7 @@ void trace_copy(const End &source, const End &target, std::size_t count, const C
     if (target.on_device() && !source.on_device()) {
         compare_with_traces("src", target, count, call);
         const std::lock_guard<std::mutex> lock(target.memory->mutex);
-        target.memory->traces.push_back({target.first, target.first + count, -1, call.site()});
+        target.memory->remember({target.first, target.first + count, -1, call.site()});
     }
     if (source.on_device() && !target.on_device()) compare_with_traces("dst", source, count, call);
 }
@@ -163,7 +163,7 @@ void set(const Call &call, void *address, std::size_t room, int value, std::size
     }
     if (call.number == 0) return;
     const std::lock_guard<std::mutex> lock(end.memory->mutex);
-    end.memory->traces.push_back({end.first, end.first + count, -1, call.site()});
+    end.memory->remember({end.first, end.first + count, -1, call.site()});
 }
 
 void need_stream(const void *stream) {

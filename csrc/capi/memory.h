@@ -5,10 +5,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "capi/calls.h"
 
@@ -54,7 +55,10 @@ struct Allocation {
 
     CallSite made, freed;
     std::mutex mutex;  // of traces
-    std::vector<Trace> traces;
+    // The last of a tensor (true) and of the host's data (false) at each byte.
+    std::map<std::pair<std::size_t, bool>, Trace> traces;
+
+    void remember(const Trace &trace) { traces[{trace.begin, trace.dtype >= 0}] = trace; }
 };
 
 // The live allocation that holds an address; null: none does.

@@ -101,17 +101,16 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
                          const Call &call) {
     const auto first = static_cast<std::size_t>(begin), stop = static_cast<std::size_t>(end);
     const std::lock_guard<std::mutex> lock(memory.mutex);
-    for (auto trace = memory.traces.rbegin(); trace != memory.traces.rend(); ++trace) {
-        if (trace->dtype >= 0 || trace->begin != first) continue;
-        const std::size_t copied = trace->end - trace->begin, size = stop - first;
+    const auto trace = memory.traces.find({first, false});
+    if (trace != memory.traces.end()) {
+        const std::size_t copied = trace->second.end - first, size = stop - first;
         if (copied != size && copied != 0 && (copied % size == 0 || size % copied == 0)) {
             call.defect("dataType: a tensor of " + std::string(dtype_name(tensor.dtype)) + " has " + to_string(size) +
-                        " bytes where the program put " + to_string(copied) + in_brackets(trace->made) +
+                        " bytes where the program put " + to_string(copied) + in_brackets(trace->second.made) +
                         ": the host's type is not the tensor's; " + described(memory.address));
         }
-        break;
     }
-    memory.traces.push_back({first, stop, tensor.dtype, call.site()});
+    memory.remember({first, stop, tensor.dtype, call.site()});
 }
 
 // Lays a tensor over memory; refused where no allocation holds it.
