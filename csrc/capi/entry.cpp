@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "capi/exchange.h"

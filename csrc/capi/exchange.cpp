@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <memory>
 #include <new>
 
 namespace fusion::capi {
@@ -67,7 +66,9 @@ PyObject *capsule_of(const Python &py, const Tensor &tensor, const Type &type, v
     const auto colon = device.find(':');
     made->data = data;
     made->device_type = device == "cpu" ? dl_cpu : dl_cuda;
-    made->device_id = colon == std::string::npos ? 0 : std::atoi(device.c_str() + colon + 1);
+    made->device_id = colon == std::string::npos
+                          ? 0
+                          : static_cast<std::int32_t>(std::strtol(device.c_str() + colon + 1, nullptr, 10));
     made->ndim = static_cast<std::int32_t>(rank);
     made->code = type.code, made->bits = type.bits, made->lanes = 1;
     made->deleter = delete_tensor;

@@ -13,8 +13,6 @@
 
 #include "capi/calls.h"
 
-extern char **environ;
-
 namespace fusion::capi {
 namespace {
 
@@ -46,7 +44,8 @@ std::string environment_of(const std::string &path) {
     for (std::string at = parent(path); !at.empty(); at = parent(at)) {
         const std::string name = at.substr(at.rfind('/') + 1);
         if (name.rfind("python3", 0) == 0) version = name;
-        if (!version.empty() && is_there(at + "/bin/" + version, X_OK)) return at + "/bin/" + version;
+        std::string beside = std::string(at).append("/bin/").append(version);
+        if (!version.empty() && is_there(beside, X_OK)) return beside;
         if (is_there(at + "/pyvenv.cfg") && is_there(at + "/bin/python3", X_OK)) return at + "/bin/python3";
         if (is_there(at + "/.venv/pyvenv.cfg")) return at + "/.venv/bin/python3";
     }
