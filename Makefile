@@ -115,8 +115,8 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.
   examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
   src/fusion_attention/capi/include/aclnn/opdev/*.h)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
-TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
-AS_BASE := -std=c++20 -Icsrc -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
+TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp csrc/capi/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
+AS_BASE := -std=c++20 -Icsrc -Isrc/fusion_attention/capi/include -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .
