@@ -25,6 +25,7 @@ class Tile(NamedTuple):
     BN: int
     num_warps: int
     num_stages: int
+    TMA: bool = False  # rows come by tensor descriptors, which want them on 16 bytes
 
 
 def power(n: int) -> int:
@@ -180,4 +181,5 @@ def tile_of(kernel: str, problem: Problem, chip: int, aligned: bool = True) -> T
     light, weighed, _ = row
     if aligned:
         return weighed if heavy(problem) else light
+    weighed = weighed._replace(TMA=False)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed
