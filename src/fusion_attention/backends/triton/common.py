@@ -154,6 +154,42 @@ def load_three(base, offset, there, CUT: tl.constexpr,
 
 
 @triton.jit
+def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+            DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Where load_rows() finds rows: descriptors of their parts, which read zeros behind `count` rows, or
+    (first element, stride)."""
+    if TMA:
+        count = count.to(tl.int32)
+        x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W1])
+        if W2:
+            x2 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W2])
+        return x0, x1, x2
+    else:
+        return base, stride
+
+
+@triton.jit
+def load_rows(rows, j0, inside, CUT: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+              W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The parts of ROWS rows from j0 on, as load_three() gives them; rows: of rows_of()."""
+    if TMA:
+        x0 = rows[0].load([j0, 0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = rows[1].load([j0, W0])
+        if W2:
+            x2 = rows[2].load([j0, W0 + W1])
+        return x0, x1, x2
+    else:
+        base, stride = rows
+        offset = (j0 + tl.arange(0, ROWS)).to(tl.int64) * stride
+        return load_three(base, offset, inside, CUT, W0, W1, W2, DIM)
+
+
+@triton.jit
 def store_three(base, offset, there, parts, factor,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """The counterpart of load_three(), times a factor per row."""
