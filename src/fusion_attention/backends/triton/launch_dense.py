@@ -6,11 +6,13 @@ The constants made here are also what the tests compile ahead of time, so that w
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from fusion_attention.backends.triton import bias, common, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
@@ -75,7 +77,8 @@ def raw(problem: Problem) -> bool:
 
 def forward_constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:
     """What the forward kernel knows while compiling."""
-    return constants(problem, tile, mean, aligned) | {"RAW": raw(problem), "SINK": problem.has_sink}
+    known = constants(problem, tile, mean, aligned)
+    return known | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
@@ -333,7 +336,18 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known:
     if not TAKEN.issuperset(arguments):
         raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(arguments.keys() - TAKEN))}")
     named = {name: value for name, value in arguments.items() if name in kernel.arg_names and name not in known}
-    kernel[grid](**named, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if not known.get("TMA"):
+        kernel[grid](**named, **known, **options)
+        return
+    # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one
+    # set, and the caller's own has to stay. So such a launch has a context of its own.
+    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], named | known | options)
+
+
+def _launch_with_scratch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, given: dict[str, Any]) -> None:
+    triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
+    kernel[grid](**given)
 
 
 def on(device: torch.device) -> Any:
