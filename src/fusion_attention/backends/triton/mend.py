@@ -222,8 +222,8 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
         there, wide = one < q_len, one.to(tl.int64)
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
-        peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
-        end_key = tl.where(share <= 0, 0, end_key)
+        lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
+        end_key = tl.where(tl.abs(lse) == float("inf"), 0, end_key)
         at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
         at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
@@ -256,7 +256,7 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                 keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
-            ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :])
+            ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
@@ -328,16 +328,17 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
-            peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
-            first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
+            lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+            there = valid & ~(tl.abs(lse) == float("inf"))
+            first_key, end_key = interval(row, there, kv_len, lo, hi, prefix)
             seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
             s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
                        one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))
-            mean = (valid & (share < 0))[:, None]
-            p = tl.where(mean, -share[:, None], tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None])
+            mean = (lse == -float("inf"))[:, None]
+            p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
             at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = products(value, do, V1, V2)[:, None], seen | mean
