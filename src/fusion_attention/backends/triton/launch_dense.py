@@ -150,7 +150,8 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
-    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks)
+    flags = 4 * len(schedule.kept.extents) * problem.heads_kv if problem.dtype == "float16" else 0
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks) + flags
 
 
 def noted(extents: Extents) -> np.ndarray:
@@ -287,7 +288,7 @@ def backward_constants(
 ) -> tuple[Constants, Constants, Constants]:
     """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
     known = constants(problem, tile, mean, aligned) | {"RAW": raw(problem), "TMA": tile.TMA}
-    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
+    names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
     return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
 
@@ -314,8 +315,11 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
     part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
+    large = flat.new_zeros(count * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
     places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
-    shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
+    shared = tensors | numbers(p, o) | {
+        "places": places, "lengths": lengths, "count": count, "plane": plane, "large": large,
+    }  # fmt: skip
     known_prepare, known_query, _ = backward_constants(p, query, schedule.mean, aligned)
     _, _, known_key = backward_constants(p, key, schedule.mean, aligned)
     with on(device):
