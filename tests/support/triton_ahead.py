@@ -89,7 +89,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
     types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64"}
-    types |= dict.fromkeys(("tiles", "table", "large"), "i32")
+    types |= dict.fromkeys(("tiles", "table", "large", "work"), "i32")
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])

@@ -146,16 +146,18 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
     at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
     wide = row.to(tl.int64)
-    query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA), row0, valid, True, BM, D0, D1, D2,
-                      DIM, TMA)  # fmt: skip
+    # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
+    TMA_Q: tl.constexpr = TMA and BM >= 64
+    query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
+                      D0, D1, D2, DIM, TMA_Q)  # fmt: skip
     keys = rows_of(k + at_k, stride_k, kv_len, BN, D0, D1, D2, DIM, TMA)
     values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
     rope, kr = query[0], keys
     if R:
         at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
         at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
-        rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA), row0, valid, True, BM,
-                         R, 0, 0, DIM_ROPE, TMA)[0]  # fmt: skip
+        rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
+                         BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
         kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
 
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)

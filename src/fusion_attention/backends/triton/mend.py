@@ -298,8 +298,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
         wrong_k = nonfinite_three(dk, at_dk + wide * stride_dk, inside, D0, D1, D2, DIM)
         wrong_v = nonfinite_three(dv, at_dv + wide * stride_dv, inside, V0, V1, V2, DIM_V) > 0
         if R:
-            part = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
-            wrong_k = tl.maximum(wrong_k, nonfinite(part))
+            end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+            wrong_k = tl.maximum(wrong_k, nonfinite(end_of_row))
         wrong_k = wrong_k > 0
         at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
