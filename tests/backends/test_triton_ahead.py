@@ -1,7 +1,8 @@
 """The Triton kernels compiled for sm_80 and sm_90 without either: registers, spills, shared memory, instructions.
 
 The list covers every row of the tables of tiles; the everyday suite compiles a part that covers every kernel, dtype,
-class of head dims and feature, on and off. What each took when it was last recorded stands in resources.json:
+class of head dims and feature, on and off. What each took when it was last recorded stands in support/resources, a
+file for each Triton:
 
     python tests/support/triton_ahead.py     records it anew
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cache
-from importlib.metadata import version
 
 import pytest
 
@@ -20,7 +20,8 @@ triton = pytest.importorskip("triton")
 from support import triton_ahead as ahead
 
 NAMES = [pytest.param(n, marks=[] if n in ahead.EVERYDAY else pytest.mark.slow) for n in ahead.CONFIGS]
-RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8"))
+RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8")) if ahead.RESOURCES.exists() else {}
+recorded = pytest.mark.skipif(not RECORDED, reason=f"nothing is recorded of Triton {triton.__version__}")
 
 
 @cache
@@ -40,28 +41,34 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]
     }  # fmt: skip
 
 
-@pytest.mark.skipif(version("triton") != RECORDED["triton"], reason="the table belongs to another Triton")
+@recorded
 @pytest.mark.parametrize("chip", ahead.CHIPS)
 @pytest.mark.parametrize("name", NAMES)
 def test_resources(name: str, chip: int, compiled: dict[str, Future[ahead.Figures]]) -> None:
     found = compiled[f"{name} sm_{chip}"].result()
-    recorded = RECORDED["rows"][f"{name} sm_{chip}"]
-    assert found["spilled"] == 0
+    before = RECORDED[f"{name} sm_{chip}"]
     assert found["shared"] <= ahead.SHARED[chip]
-    assert found["registers"] <= recorded["registers"] + 8
-    assert found["shared"] <= recorded["shared"]
-    assert {key: found[key] for key in ("wgmma", "mma")} == {key: recorded[key] for key in ("wgmma", "mma")}
+    assert found["registers"] <= before["registers"] + 8
+    assert {key: found[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
+    assert found["ahead"] >= before["ahead"]
     # wgmma that the assembler runs one after the other waits after each.
-    assert found["waits"] <= recorded["waits"]
+    risen = [key for key in ("spilled", "shared", "waits", "cut", "whole") if found[key] > before[key]]
+    assert risen == []
 
 
+@recorded
+def test_nothing_recorded_spills() -> None:
+    assert [name for name, row in RECORDED.items() if row["spilled"]] == []
+
+
+@recorded
 def test_the_tables_say_how_much_memory_their_kernels_take() -> None:
     for name, config in ahead.CONFIGS.items():
         if config.kernel in ahead.shapes.TABLES:
             for chip in ahead.CHIPS:
                 row = ahead.shapes.row_of(config.kernel, config.problem, chip)
                 assert row is not None
-                assert RECORDED["rows"][f"{name} sm_{chip}"]["shared"] <= row[-1] * 1024, name
+                assert RECORDED[f"{name} sm_{chip}"]["shared"] <= row[-1] * 1024, name
 
 
 def test_the_list_covers_the_tables() -> None:

@@ -18,6 +18,3 @@ def test_caches(cache: Cache) -> None:
     judge(cache, operands, e)
 
 
-@pytest.mark.parametrize(("programs", "keys", "wanted"), [(1, 64, 2), (1, 32, 1), (1, 10_000, 12), (100, 10_000, 1)])
-def test_shares_fill_the_chip_a_few_times(programs: int, keys: int, wanted: int) -> None:
-    assert launch_decode.splits_of(programs, keys, shapes.Tile(16, 16, 4, 1), torch.device("cpu")) == wanted

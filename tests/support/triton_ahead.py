@@ -1,8 +1,9 @@
 """Compiles the kernels for a chip without having one, and reads from the binary what it takes.
 
-    figures("forward 128", 90) -> {"registers": 255, "spilled": 0, "shared": 131072, ...}
+    figures("forward 128", 90) -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
 
-`python tests/support/triton_ahead.py` compiles the whole list and writes resources.json.
+`python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/;
+with names of entries after it, it compiles these and prints what they take.
 
 The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
 pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
@@ -15,10 +16,10 @@ import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import sass
+
 from fusion_attention.backends.triton import backward, decode, forward, launch_decode, launch_dense, mend, shapes
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.waist.problem import Problem
 
-Figures = dict[str, int]
+Figures = dict[str, float]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LOOPS = ("forward", "query", "key", "decode")  # the kernels whose main loop is counted
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8"}
 KERNELS = {
     "forward": forward.forward,
@@ -80,7 +87,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32"}
+    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32", "work": "i32"}
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])
@@ -122,15 +129,37 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0,
         int(re.search(rf"{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
         for word in ("REG", "STACK", "LOCAL")
     )
+    turns = sass.loops(code) if kernel in LOOPS else []
     return {
         "registers": registers,
         "spilled": stack + local,
         "shared": compiled.metadata.shared,
         "wgmma": "HGMMA" in code,
         "mma": bool(re.search(r"\bHMMA\.", code)),
-        "copies": len(re.findall(r"\bLDGSTS", code)),
+        "copies": len(re.findall(r"\bLDGSTS", code)) + len(re.findall(r"\bUTMALDG", code)),
         "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
+        "ahead": ahead(compiled.asm["ttgir"]),
+        "cut": issued(kernel, tile, max((loop.most for loop in turns), default=0)),
+        "whole": issued(kernel, tile, min((loop.least for loop in turns), default=0)),
     }
+
+
+def issued(kernel: str, tile: Tile, instructions: int) -> float:
+    """Instructions of a turn of the main loop, per score that a thread owns; of decode, of all warps per 64 keys.
+
+    cut: of a turn that takes every branch, whole: of one that skips what it may, as where no mask cuts the tile.
+    """
+    if kernel == "decode":
+        return instructions * tile.num_warps * 64 / tile.BN
+    return round(instructions * 32 * tile.num_warps / (tile.BM * tile.BN), 2)
+
+
+def ahead(intermediate: str) -> int:
+    """Loads that a loop keeps in flight: groups of asynchronous copies, or tiles beside the one in use by TMA."""
+    groups = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", intermediate)]
+    copied = "async_tma_copy_global_to_local" in intermediate
+    stages = [int(n) for n in re.findall(r"memdesc_index .*?memdesc<(\d+)x\d+x\d+x", intermediate)] if copied else []
+    return max([*groups, *(n - 1 for n in stages)], default=0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the list
@@ -226,7 +255,7 @@ EVERYDAY = (
 )
 CHIPS = (80, 90)
 SHARED = {80: 166912, 90: 232448}  # bytes that a program may have
-RESOURCES = Path(__file__).parent / "resources.json"
+RESOURCES = Path(__file__).parent / "resources" / f"{triton.__version__}.json"
 
 
 def figures(name: str, chip: int) -> Figures:
@@ -241,14 +270,17 @@ def workers() -> ProcessPoolExecutor:
 
 
 def main() -> None:
+    asked = sys.argv[1:] or list(CONFIGS)
     with workers() as pool:
-        running = {f"{name} sm_{chip}": pool.submit(figures, name, chip) for name in CONFIGS for chip in CHIPS}
+        running = {f"{name} sm_{chip}": pool.submit(figures, name, chip) for name in asked for chip in CHIPS}
         rows = {}
         for name, future in running.items():
             rows[name] = future.result()
             print(f"{name:34} {rows[name]}", flush=True)  # noqa: T201 (a tool's report)
+    if len(sys.argv) > 1:
+        return
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    RESOURCES.write_text(f'{{"triton": "{version("triton")}", "rows": {{\n{lines}\n}}}}\n')
+    RESOURCES.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
-PLANES = 3  # of what prepare() notes of each row
+PLANES = 2  # of what prepare() notes of each row
+_NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
 Constants = dict[str, Any]
 KERNELS = (forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
 TAKEN = frozenset(name for kernel in KERNELS for name in kernel.arg_names)
@@ -149,7 +150,12 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
-    return 4 * problem.heads_q * (PLANES * schedule.rows + sinks)
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks)
+
+
+def noted(extents: Extents) -> np.ndarray:
+    """How many rows of each sequence prepare() has room for: rows that a descriptor reads start on 16 bytes."""
+    return -(-extents.q_len // _NOTES) * _NOTES
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -280,8 +286,8 @@ def backward_constants(
     problem: Problem, tile: shapes.Tile, mean: int, aligned: bool
 ) -> tuple[Constants, Constants, Constants]:
     """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
-    known = constants(problem, tile, mean, aligned)
-    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM")
+    known = constants(problem, tile, mean, aligned) | {"RAW": raw(problem), "TMA": tile.TMA}
+    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
     return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
 
@@ -289,8 +295,10 @@ def backward_constants(
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Launches the three kernels of the backward, and those that mend."""
     p, count, kept = problem, len(extents), schedule.kept
-    start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
-    flat = empty(o.q.keep[0], (PLANES * p.heads_q * schedule.rows,), torch.float32)
+    rows = noted(extents)
+    start, room = np.cumsum(rows) - rows, int(rows.sum())
+    plane, step = p.heads_q * room, np.full(count, room, np.int64)
+    flat = empty(o.q.keep[0], (PLANES * plane,), torch.float32)
     views = views_of(p, o) | {
         "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
         "dq_rope": g.dq_rope if p.dim_rope else None,
@@ -307,7 +315,6 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
     part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
     places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
-    plane = p.heads_q * schedule.rows
     shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
     known_prepare, known_query, _ = backward_constants(p, query, schedule.mean, aligned)
     _, _, known_key = backward_constants(p, key, schedule.mean, aligned)

@@ -6,6 +6,7 @@ fits the chip, the largest. Knows sizes. Refuses to know what a kernel computes.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ MEND = {
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
-# Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
+# Chip (CHIPS) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
 # problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
 # pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
 # the registers of a third of it. float32 products are plain multiply-adds (tensor cores would round to 10 bits), whose
@@ -91,7 +92,15 @@ FORWARD: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 104),  # 128 x 32 spills here
         (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # as above
     ),
+    (86, 2): (
+        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),  # two programs share a processor
+        (128, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 64),  # 128 x 64 spills here
+        (192, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 84),
+        (256, 256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), 72),  # 64 x 64 does not fit
+        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),
+    ),
     (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 198 registers
+    (86, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
     (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 212
 }
 QUERY: dict[tuple[int, int], Rows] = {
@@ -108,7 +117,14 @@ QUERY: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
         (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 254 registers
     ),
+    (86, 2): (
+        (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 64),  # 64 x 32 takes 100 KB with two stages
+        (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 96),
+    ),
     (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 168 registers
+    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 255
 }
 KEY: dict[tuple[int, int], Rows] = {
@@ -123,7 +139,14 @@ KEY: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 180 registers
         (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 104),  # a heavy one spills with one stage
     ),
+    (86, 2): (
+        (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 73),
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
+        (640, 512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 97),  # 768 elements take 104 KB
+    ),
     (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 182 registers
+    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
 }
 # BM is the least power of two that holds the rows of a key head, up to the table's.
@@ -138,19 +161,42 @@ DECODE: dict[tuple[int, int], Rows] = {
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),  # 140 registers
     ),
+    (86, 2): (
+        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),
+        (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 74),  # 16 x 32 takes 122 KB with two stages
+    ),
     (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 106 registers
+    (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
 }
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
-ODD = {80: 32, 90: 64}
+ODD = {80: 32, 86: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
-CHIPS = (80, 90)
+# The chip whose rows serve others too: the least compute capability, and KB of shared memory, that they have. All have
+# the same registers. So sm_87 is served as sm_80 is, sm_89 and sm_120 as sm_86, sm_100 as sm_90.
+CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 
-def chip_of(device: torch.device) -> int:
-    """Whose row of the tables serves a device: 80 or 90."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return 90 if major >= 9 else 80
+@functools.lru_cache(maxsize=16)
+def shared_memory(index: int) -> int:
+    """KB of shared memory that a program may take on a GPU."""
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
+
+
+def chip_of(device: torch.device) -> int | None:
+    """Whose rows of the tables serve a device; None: it has less than any. Without a GPU, the first's."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return next(iter(CHIPS))
+    major, held = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
+    return next((chip for chip, (least, needed) in CHIPS.items() if major >= least and held >= needed), None)
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def mend_tile(kernel: str, problem: Problem) -> Tile:
