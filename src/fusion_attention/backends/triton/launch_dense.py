@@ -266,7 +266,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     table = memory.places(views, count, drawn(p, extents))
-    aligned = memory.aligned(views, table)
+    aligned = memory.aligned(views, table) and memory.apart(views)
     tile = tile_on("forward", p, device, aligned)
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
