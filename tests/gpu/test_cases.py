@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
+from support.aligned import aligned
 from support.bits import same_bits
 from support.caches import CACHES, Cache, judge, made
 from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
@@ -57,8 +59,9 @@ def computed(case: Case, args: Args) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
-def test_cases(case: Case) -> None:
-    args = arguments(case)
+@pytest.mark.parametrize("lay", [lambda args: args, aligned], ids=["anywhere", "aligned"])
+def test_cases(case: Case, lay: Callable[[Args], Args]) -> None:
+    args = lay(arguments(case))
     check(case, computed(case, args), golden(case, args), plain(case, args))
 
 

@@ -80,6 +80,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
         "part": kernel == "prepare" and not p.has_sink,
+        "large": p.dtype != "float16",
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
         **dict.fromkeys(("scale_v", "offset_v"), p.dequant_v == "none"),
@@ -87,15 +88,8 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {
-        "blocked": "u8",
-        "bits": "u8",
-        "places": "i64",
-        "lengths": "i64",
-        "tiles": "i32",
-        "table": "i32",
-        "work": "i32",
-    }
+    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64"}
+    types |= dict.fromkeys(("tiles", "table", "large", "work"), "i32")
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])

@@ -157,7 +157,8 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
-    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks)
+    flags = 4 * len(schedule.kept.extents) * problem.heads_kv if problem.dtype == "float16" else 0
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks) + flags
 
 
 def noted(extents: Extents) -> np.ndarray:
@@ -272,11 +273,13 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     device = memory.one_device(tensors)
     places, align = schedule.kept.places(views, memory.places(views, count, drawn(p, extents)), device)
 
+    apart = memory.apart(views)
+
     def make() -> tuple[shapes.Tile, Constants, Constants]:
-        tile = tile_on("forward", p, device, align)
+        tile = tile_on("forward", p, device, align if apart else 1)
         return tile, forward_constants(p, tile, align), mend_out_constants(p, align)
 
-    tile, known, known_mend = schedule.once((device, align), make)
+    tile, known, known_mend = schedule.once((device, align, apart), make)
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
@@ -293,7 +296,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
     """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
     known = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
-    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
+    names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
     return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
 
@@ -328,8 +331,11 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
     part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
+    large = flat.new_zeros(count * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
     lengths = kept.on(device, "lengths", memory.lengths)
-    shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
+    shared = tensors | numbers(p, o) | {
+        "places": places, "lengths": lengths, "count": count, "plane": plane, "large": large,
+    }  # fmt: skip
     if len(by_query):
         of_rows = shared | {"tiles": by_query, "part": part}
         launch(prepare, (len(by_query), p.heads_q), of_rows, known[0], query)

@@ -105,6 +105,12 @@ def on(device: torch.device) -> Iterator[None]:
         yield
 
 
+def apart(views: Mapping[str, View | None]) -> bool:
+    """Whether no row reaches into the next one, as rows of an expanded tensor do: a descriptor cannot say that."""
+    found = (views.get(name) for name in ROWS)
+    return all(view.stride_token >= view.dim for view in found if isinstance(view, RowView))
+
+
 def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     """The device of all tensors of a call.
 
