@@ -129,7 +129,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         inside = j < end
         page = ahead
         ahead = page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
-        keys = stored_three(load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2)
+        keys = stored_three(
+            load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
+        )
         s = inner_three(query, keys, D1, D2)
         if DEQUANT_K == PER_CHANNEL:
             s = (s + added[:, None]) * unit_k[:, None]
