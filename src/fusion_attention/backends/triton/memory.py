@@ -17,7 +17,7 @@ import torch
 
 from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
-from fusion_attention.waist.problem import EXTENT_ROWS, Extents
+from fusion_attention.waist.problem import EXTENTROWS, Extents
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]
@@ -28,7 +28,7 @@ VIEWS = (
     *("scale_k", "offset_k", "scale_v", "offset_v"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
-_ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
+ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
 FIELDS = 4
 TILE_FIELDS = 8
 _WIDE = 16  # bytes of the widest load
@@ -83,7 +83,7 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
     smallest = _WIDE if q is None else tensor_of(q).element_size()
     found = _WIDE
     for name, view in views.items():
-        if name in _ROWS and view is not None:
+        if name in ROWS and view is not None:
             tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
             # Kernels count alignment in q's elements, of wider and narrower ones beside them too.
             found |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(
@@ -229,5 +229,5 @@ class Kept:
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """[6, sequences] int64: the rows of EXTENT_ROWS."""
-    return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)
+    """[6, sequences] int64: the rows of EXTENTROWS."""
+    return np.stack([getattr(extents, name) for name in EXTENTROWS]).astype(np.int64)
