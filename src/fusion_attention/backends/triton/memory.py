@@ -17,7 +17,7 @@ import torch
 
 from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import MatrixView, PagedView, RowView
-from fusion_attention.waist.problem import EXTENTROWS, Extents
+from fusion_attention.waist.problem import EXTENT_ROWS, Extents
 
 View = RowView | MatrixView | PagedView
 Maker = Callable[[Extents], np.ndarray]
@@ -229,5 +229,5 @@ class Kept:
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """[6, sequences] int64: the rows of EXTENTROWS."""
-    return np.stack([getattr(extents, name) for name in EXTENTROWS]).astype(np.int64)
+    """[6, sequences] int64: the rows of EXTENT_ROWS."""
+    return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)
