@@ -310,7 +310,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     table = memory.places(views, count, drawn(p, extents))
-    aligned = memory.aligned(views, table)
+    aligned = memory.aligned(views, table) and memory.apart(views)
     query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
