@@ -332,9 +332,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         if R:
             dr = tl.dot(ds.to(rope.dtype), rope, dr, input_precision="ieee")
         row0 += BM
-        if GROUP > 1:
-            over = row0 >= last
-            h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
+        over = row0 >= last
+        h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
     at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)

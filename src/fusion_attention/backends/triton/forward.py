@@ -31,6 +31,17 @@ from fusion_attention.backends.triton.common import (
 
 
 @triton.jit
+def weigh(s, m, l, exponent):
+    """(weights of scores, what earlier weights fade by, max of the rows so far, sum of their weights)."""
+    now = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
+    shift = tl.where(now == -float("inf"), 0.0, now) * exponent
+    p = tl.exp2(s * exponent - shift[:, None])
+    fade = tl.exp2(m * exponent - shift)
+    return p, fade, now, l * fade + tl.sum(p, 1)
+
+
+@triton.jit
 def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbers, drop, keys,
            CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
@@ -63,13 +74,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], there)
             s = tl.where(seen, s, -float("inf"))
-        now = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
-        shift = tl.where(now == -float("inf"), 0.0, now) * exponent
-        p = tl.exp2(s * exponent - shift[:, None])
-        fade = tl.exp2(m * exponent - shift)
-        l = l * fade + tl.sum(p, 1)
-        m = now
+        p, fade, m, l = weigh(s, m, l, exponent)
         if DROPOUT:
             p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
         acc0 = acc0 * fade[:, None]
