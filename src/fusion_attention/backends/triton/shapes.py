@@ -106,15 +106,16 @@ FORWARD: dict[tuple[int, int], Rows] = {
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),  # 158 registers: three programs share a processor
-        (128, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), 128),  # 214 registers
-        (192, 128, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1), 160),  # 255 registers, 160 KB shared
-        (256, 256, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 192),  # 252 registers, 192 KB shared
-        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 32 x 32 spills
+        (64, 64, Tile(64, 128, 4, 2, TMA), Tile(64, 32, 8, 2, TMA), 80),  # 224 registers: two programs
+        (128, 128, Tile(128, 64, 8, 3, TMA), Tile(64, 32, 8, 2, TMA), 160),  # 211 registers
+        (192, 128, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 1, TMA), 160),  # 239 registers
+        (256, 256, Tile(128, 32, 8, 2, TMA), Tile(32, 32, 8, 1, TMA), 192),  # 255 registers; 128 x 64 spills
+        (1024, 768, Tile(16, 32, 8, 1, TMA), Tile(16, 32, 8, 1, TMA), 112),  # 32 x 32 spills
     ),
     (80, 2): (
         (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),  # 182 registers: two programs
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),  # 72 KB shared: two programs share a processor
+        (192, 128, Tile(32, 64, 8, 2), Tile(32, 32, 8, 1), 64),  # 64 x 32 spills
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
         (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 254 registers
     ),
@@ -130,9 +131,11 @@ QUERY: dict[tuple[int, int], Rows] = {
 }
 KEY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(32, 128, 8, 2), Tile(32, 32, 8, 1), 97),  # 255 registers; 64 x 128 spills 112 bytes
-        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 32 x 64 spills
-        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),  # 255 registers
+        (64, 64, Tile(64, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 66),  # 230 registers
+        (128, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 130),  # 64 x 128 spills with slopes or a cap
+        (192, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 32, 8, 2, TMA), 121),  # 64 x 128 spills
+        (256, 256, Tile(32, 64, 8, 1, TMA), Tile(32, 32, 8, 1, TMA), 202),  # two stages spill with slopes or a cap
+        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 2), 160),  # descriptors spill here
     ),
     (80, 2): (
         (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
@@ -170,6 +173,12 @@ DECODE: dict[tuple[int, int], Rows] = {
     (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 106 registers
     (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
+}
+# (power of two that holds a query row, tile of the table) -> the tile of dk and dv where nothing but a band touches a
+# score: what slopes, a cap or rows in mean form take of the registers serves more rows.
+PLAIN_KEY = {
+    (128, Tile(32, 128, 8, 2, TMA)): Tile(64, 128, 8, 2, TMA),  # 255 registers
+    (256, Tile(32, 64, 8, 1, TMA)): Tile(64, 64, 8, 2, TMA),  # 255 registers, 201 KB shared
 }
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
 ODD = {80: 32, 86: 32, 90: 64}
@@ -210,6 +219,11 @@ def heavy(problem: Problem) -> bool:
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
+def plain(problem: Problem) -> bool:
+    """Whether a score is a product and nothing else."""
+    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0 and problem.empty_rows == "zero"
+
+
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
@@ -234,6 +248,8 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if row is None:
         return None
     light, weighed, _ = row
+    if align == widest(problem) and kernel == "key" and plain(problem):
+        return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
     if align == widest(problem):
         return weighed if heavy(problem) else light
     weighed = weighed._replace(TMA=False)
