@@ -53,19 +53,19 @@ KERNELS = {
 }
 
 
-def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch_dense.Constants:
-    """What a kernel knows while compiling."""
+def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launch_dense.Constants:
+    """What a kernel knows while compiling; align: elements of which row starts are multiples, 0: those of 16 bytes."""
+    align = align or shapes.widest(problem)
     if kernel == "forward":
-        return launch_dense.forward_constants(problem, tile, mean, aligned)
+        return launch_dense.forward_constants(problem, tile, align)
     if kernel in ("decode", "join"):
-        return dict(zip(("decode", "join"), launch_decode.decode_constants(problem, tile, aligned), strict=True))[
-            kernel
-        ]
+        both = launch_decode.decode_constants(problem, tile, align)
+        return dict(zip(("decode", "join"), both, strict=True))[kernel]
     if kernel == "mend_out":
-        return launch_dense.mend_out_constants(problem, aligned)
+        return launch_dense.mend_out_constants(problem, align)
     if kernel in shapes.MEND:
-        return launch_dense.mend_constants(kernel, problem, aligned)
-    prepare, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
+        return launch_dense.mend_constants(kernel, problem, align)
+    prepare, query, key = launch_dense.backward_constants(problem, tile, align)
     return {"prepare": prepare, "query": query, "key": key}[kernel]
 
 
@@ -80,6 +80,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
         "part": kernel == "prepare" and not p.has_sink,
+        "large": p.dtype != "float16",
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
         **dict.fromkeys(("scale_v", "offset_v"), p.dequant_v == "none"),
@@ -87,7 +88,8 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32", "work": "i32"}
+    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64"}
+    types |= dict.fromkeys(("tiles", "table", "large", "work"), "i32")
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])
@@ -111,10 +113,10 @@ def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> 
     return ASTSource(fn=function, signature=signature, constexprs=fixed, attrs=attributes)
 
 
-def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0, aligned: bool = True) -> Figures:
+def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
     """What the kernel takes on a chip (80 or 90), and with which instructions it multiplies."""
     compiled = triton.compile(
-        source(kernel, problem, known(kernel, problem, tile, mean, aligned)),
+        source(kernel, problem, known(kernel, problem, tile, align)),
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -167,12 +169,11 @@ def ahead(intermediate: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's."""
+    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's."""
 
     kernel: str
     problem: Problem
-    mean: int = 0
-    aligned: bool = True
+    align: int = 0
     rows: int = 0
 
     def tile(self, chip: int) -> Tile:
@@ -180,7 +181,7 @@ class Config:
         if self.kernel in shapes.MEND:
             return shapes.mend_tile(self.kernel, self.problem)
         kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
-        tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
+        tile = shapes.tile_of(kernel, self.problem, chip, self.align or shapes.widest(self.problem))
         assert tile is not None
         return tile._replace(BM=self.rows) if self.rows else tile
 
@@ -200,6 +201,7 @@ SIZES = {
     "256": {"dim": 256},
     "576": {"dim": 512, "dim_rope": 64},
 }
+MEAN, MEAN_IN_BAND = {"empty_rows": "mean"}, {"empty_rows": "mean_in_band"}
 FLOAT32 = {"dtype": "float32"}
 PAGES = {"page_size": 64}
 INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
@@ -211,16 +213,17 @@ def configs() -> dict[str, Config]:
     for kernel in ("forward", "query", "key"):
         for name, size in SIZES.items():
             found[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
-            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ), mean=1)
+            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ, **MEAN))
         found[f"{kernel} 128 plain"] = Config(kernel, problem(128))
         found[f"{kernel} 128 capped"] = Config(kernel, problem(128, softcap=50.0))
         found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
         found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
-        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ), mean=2)
-        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), aligned=False)
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ, **MEAN_IN_BAND))
+        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), align=1)
+        found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
-        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ), mean=1)
-    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT), mean=2)
+        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
     found["decode 128"] = Config("decode", problem(128, **PAGES))
@@ -261,7 +264,7 @@ RESOURCES = Path(__file__).parent / "resources" / f"{triton.__version__}.json"
 def figures(name: str, chip: int) -> Figures:
     """measure() of an entry of the list."""
     config = CONFIGS[name]
-    return measure(config.kernel, config.problem, config.tile(chip), chip, config.mean, config.aligned)
+    return measure(config.kernel, config.problem, config.tile(chip), chip, config.align)
 
 
 def workers() -> ProcessPoolExecutor:

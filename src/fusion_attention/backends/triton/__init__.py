@@ -149,10 +149,6 @@ def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
 
 def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
-    from fusion_attention.backends.triton import launch_dense
-
-    if not schedule.decodes:
-        schedule.mean = launch_dense.mean_of(problem, extents)
     schedule.kept.update(extents)
     return schedule
 
@@ -166,11 +162,12 @@ lay_forward = keep = nothing
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense
+    from fusion_attention.backends.triton import launch_decode, launch_dense, memory
 
     if len(extents):
         run = launch_decode.run if schedule.decodes else launch_dense.run_forward
-        run(problem, extents, schedule, operands)
+        with memory.on(memory.tensor_of(operands.q).device):
+            run(problem, extents, schedule, operands)
 
 
 def attention_backward(
@@ -180,15 +177,18 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import launch_dense
+    from fusion_attention.backends.triton import launch_dense, memory
 
-    if len(extents) and grads.dbias is not None and grads.owns_dbias:
+    if not len(extents):
+        if grads.dsink is not None:
+            grads.dsink.zero_()
+        return
+    with memory.on(memory.tensor_of(operands.q).device):
+        if grads.dbias is None or not grads.owns_dbias:
+            launch_dense.run_backward(problem, extents, schedule, operands, grads)
+            return
         owned = grads.dbias.keep
         summed = torch.zeros_like(owned, dtype=torch.float32)  # A copy: kernels add to dbias.
         grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
         launch_dense.run_backward(problem, extents, schedule, operands, grads)
         owned.copy_(summed)
-    elif len(extents):
-        launch_dense.run_backward(problem, extents, schedule, operands, grads)
-    elif grads.dsink is not None:
-        grads.dsink.zero_()

@@ -7,6 +7,9 @@
 Two kernels compute S twice, but every gradient of a row or a key has one owner, which sums in one order: the same bits
 in every run. Each has one loop, in which a tile that no mask cuts jumps over the mask: a second copy of a loop this big
 spills registers. What a mask hides is given a score of -inf: its weight is 0, and so is all that comes of it.
+
+dS is rounded to the rows' dtype before it is multiplied, and of float16's 65504 a scaled loss leaves little. So where
+some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and dq and dk are multiplied at the end.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,15 +43,28 @@ from fusion_attention.backends.triton.common import (
     zeros_three,
 )
 
+LARGE, SHRINK = tl.constexpr(256.0), tl.constexpr(1 / 256)
+
+
+@triton.jit
+def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
+    """The largest absolute value of rows in parts."""
+    found = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
+    if W1:
+        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
+    if W2:
+        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[2]).to(tl.float32), 1), 0))
+    return found
+
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def prepare(out, dout, max_, sum_, flat, sink, part, places, tiles, count: tl.int32, plane: tl.int64,
-            SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-            DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count: tl.int32, plane: tl.int64,
+            GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+            V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
 
     An empty row has an lse of inf, which makes its weights 0; one in mean form has -inf, and 1 / n for D. `part`
-    receives the tile's share of dsink.
+    receives the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -60,6 +76,8 @@ def prepare(out, dout, max_, sum_, flat, sink, part, places, tiles, count: tl.in
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
+    if large is not None:  # all who write here write the same
+        tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
     at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
     at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
     peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
@@ -92,6 +110,15 @@ def row_notes(flat, plane, at, stride, row, valid):
 
 
 @triton.jit
+def shrinking(large, b, hk, heads):
+    """What dS is multiplied by before it is rounded."""
+    if large is None:
+        return 1.0
+    else:
+        return tl.where(tl.load(large + b * heads + hk) > 0, SHRINK, 1.0)
+
+
+@triton.jit
 def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
     """lse (PLANE 0) or D (1) of rows of head h; notes: (descriptor or address, heads, stride of a head)."""
     base, heads, head = notes
@@ -121,7 +148,7 @@ def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: t
     bias, slopes, blocked = extras
     places, count, b, h, heads = where
     s, seen = x, None
-    if BLOCKED or BIAS == MATRIX or BIAS == TABLE:
+    if BLOCKED or BIAS == MATRIX or BIAS == TABLE:  # noqa: SIM109 (Triton has no `in`)
         seen = sees(row, key, band)
     if not RAW:
         s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads, row, key, seen, lengths, BIAS, CAP)
@@ -135,8 +162,8 @@ def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: t
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
-def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slopes, blocked, bits, flat, places,
-                   lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
+def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slopes, blocked, bits, flat, large,
+                   places, lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
                    factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
                    threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
                    BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
@@ -169,8 +196,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
     at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+    shrink, kept = shrinking(large, b, h // GROUP, heads_q // GROUP), 1.0 / keep_prob
     # An empty row gives dq nothing, in whatever form; one of NaN gives NaN.
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    delta *= shrink
     # Keys between these two are seen by every row.
     whole, whole_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
     numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (places, count, b, h, heads_q)
@@ -191,33 +220,42 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if DROPOUT:
             there = valid[:, None] & inside[None, :]
             keep = kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN)
-            dp = tl.where(keep, dp / keep_prob, 0.0)
-        ds = p * (dp - delta[:, None])
+            dp = tl.where(keep, dp * kept, 0.0)
+        ds = p * (dp * shrink - delta[:, None])
         if dbias is not None:  # nothing mends what is added to it
             seen = (s != -float("inf")) & (lse != float("inf"))[:, None]
             ds = tl.where(seen, ds, 0.0)
-            add_dbias(dbias, where, row[:, None], j[None, :], seen, ds * factor, (known[0], known[1], known[5]), BIAS)
+            add_dbias(
+                dbias,
+                where,
+                row[:, None],
+                j[None, :],
+                seen,
+                ds * (factor / shrink),
+                (known[0], known[1], known[5]),
+                BIAS,
+            )
         if CAP != 0:
             ds = ds * capped(x, scale, CAP)[1]
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
     at_dq, stride_dq = rows_at(places, count, b, h, views.DQ, ALIGN)
-    store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
+    store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
-        store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * scale, 0, R, DIM_ROPE)
+        store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
-def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, places, lengths,
-                 tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32, factor: tl.float32,
-                 exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
-                 GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
-                 DROPOUT: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-                 DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-                 V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                 CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, large, places,
+                 lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
+                 factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
+                 threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
+                 BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr,
+                 D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
+                 V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Writes dk and dv of one tile of keys of one key head, all its query heads in turn; grid (tiles, heads_kv).
 
     Scores stand with keys as rows: weights go into the products as they were computed, from registers.
@@ -254,6 +292,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
     dv0, dv1, dv2 = zeros_three(BN, V0, V1, V2)
     numbers, extras = (scale, factor, exponent), (bias, slopes, blocked)
+    shrink, kept = shrinking(large, b, hk, heads_q // GROUP), 1.0 / keep_prob
     h, row0, last = (hk * GROUP).to(tl.int32), begin, begin + turns * BM
     for _ in tl.range(0, turns * GROUP):
         row = row0 + tl.arange(0, BM)
@@ -267,7 +306,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         lse = load_notes(notes, h, row0, valid, 0, BM, TMA)
         end = tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
         where = (places, count, b, h.to(tl.int64), heads_q)
-        p, s = weights(x, lse[None, :], (row0 + BM > rows) | (row0 + BM - 1 + lo > j0) | (end < j0 + BN),
+        p, _ = weights(x, lse[None, :], (row0 + BM > rows) | (row0 + BM - 1 + lo > j0) | (end < j0 + BN),
                        row[None, :], j[:, None], band, numbers, extras, where, (known[0], known[1], known[5]), RAW,
                        BIAS, BLOCKED, CAP)  # fmt: skip
         weight = p
@@ -284,9 +323,9 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         dp = inner_three(values, do, V1, V2)
         if DROPOUT:
-            dp = tl.where(keep, dp / keep_prob, 0.0)
+            dp = tl.where(keep, dp * kept, 0.0)
         # Read as late as this, it takes no registers before.
-        ds = p * (dp - load_notes(notes, h, row0, valid, 1, BM, TMA)[None, :])
+        ds = p * (dp * shrink - (load_notes(notes, h, row0, valid, 1, BM, TMA) * shrink)[None, :])
         if CAP != 0:
             ds = ds * capped(x, scale, CAP)[1]
         dk0, dk1, dk2 = add_three((dk0, dk1, dk2), ds, query, D1, D2)
@@ -298,8 +337,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
     at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
-    store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
-    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+    store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
+    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), kept, V0, V1, V2, DIM_V)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
-        store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * scale, 0, R, DIM_ROPE)
+        store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

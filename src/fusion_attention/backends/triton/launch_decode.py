@@ -40,20 +40,19 @@ def serves(problem: Problem, extents: Extents) -> bool:
     return int(q_len.max()) * p.group <= 64 and int(kv_len.max()) >= 512
 
 
-def tile_for(problem: Problem, extents: Extents, device: torch.device, aligned: bool) -> shapes.Tile:
+def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
     """The table's tile, as low as the rows allow."""
-    tile = launch_dense.tile_on("decode", problem, device, aligned)
+    tile = launch_dense.tile_on("decode", problem, device, align)
     most = int(extents.q_len.max(initial=1)) * problem.group
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
 def decode_constants(
-    problem: Problem, tile: shapes.Tile, aligned: bool, within: bool = True
+    problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launch_dense.Constants, launch_dense.Constants]:
     """What decode and join know while compiling."""
     p = problem
-    known = launch_dense.constants(p, tile, 0, aligned)
-    known |= launch_dense.cache_constants(p, known["ALIGN"])
+    known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     known |= {"RAW": launch_dense.raw(p), "SINK": p.has_sink, "ROOM": room(p), "WITHIN": within, "SHARED": shared(p)}
     of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
@@ -74,7 +73,7 @@ def shared(problem: Problem) -> bool:
 
 def plan(problem: Problem, extents: Extents) -> launch_dense.Schedule:
     """The decode kernels read lengths on the device: nothing of them is planned but how many rows there may be."""
-    return launch_dense.Schedule("attention_forward", 0, memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
+    return launch_dense.Schedule("attention_forward", memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -195,26 +194,31 @@ def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: 
     device = memory.one_device(tensors | {"table": table})
     if not schedule.rows:
         return
-    addresses = memory.places(views, count)
-    aligned = memory.aligned(views, addresses)
-    tile, wanted = tile_for(p, extents, device, aligned), shares_wanted(p, device)
+    places, align = kept.places(views, memory.places(views, count), device)
+
+    def make() -> tuple[shapes.Tile, int, tuple[int, int]]:
+        tile, wanted = tile_for(p, extents, device, align), shares_wanted(p, device)
+        return tile, wanted, room_for_shares(p, extents, tile, wanted)
+
+    tile, wanted, (cut, shares) = schedule.once((device, align), make)
+    near = within(p, views, tile)
+    known, known_join, known_mend = schedule.once(
+        (device, align, near),
+        lambda: (*decode_constants(p, tile, align, near), launch_dense.mend_out_constants(p, align)),
+    )
     listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    cut, shares = room_for_shares(p, extents, tile, wanted)
     rows = min(tile.BM, int(extents.q_len.max()) * p.group)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     arguments = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
         "table": table, "width": width, "step": stride, "last": last, "rows": rows, "count": count, "work": listed,
         "part": empty(tensors["q"], (shares * p.heads_kv * rows * room(p),), torch.float32),
-        "places": kept.places(addresses, device),
+        "places": places,
         "lengths": kept.on(device, "lengths", memory.lengths),
     }  # fmt: skip
-    known, known_join = decode_constants(p, tile, aligned, within(p, views, tile))
-    known_mend = launch_dense.mend_out_constants(p, aligned)
-    with launch_dense.on(device):
-        launch_dense.launch(decode, (len(listed), p.heads_kv), arguments, known, tile)
-        launch_dense.launch(join, (cut * rows, p.heads_kv), arguments, known_join, JOIN)
-        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
+    launch_dense.launch(decode, (len(listed), p.heads_kv), arguments, known, tile)
+    launch_dense.launch(join, (cut * rows, p.heads_kv), arguments, known_join, JOIN)
+    launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
 
 
 def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:

@@ -35,6 +35,7 @@ def power(n: int) -> int:
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
+@functools.lru_cache(maxsize=64)
 def parts(dim: int) -> tuple[int, int, int]:
     """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
 
@@ -219,16 +220,21 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
     return next((row[2:] for row in rows if qk <= row[0] and v <= row[1]), None)
 
 
-def tile_of(kernel: str, problem: Problem, chip: int, aligned: bool = True) -> Tile | None:
-    """The tile of a kernel for a problem.
+def widest(problem: Problem) -> int:
+    """Elements of the widest load, 16 bytes."""
+    return 4 if problem.dtype == "float32" else 8
 
-    Rows that do not start on 16 bytes are read element by element, which takes registers as a heavy problem does.
+
+def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
+    """The tile of a kernel for a problem; align: elements of which every row's start is a multiple.
+
+    Rows that do not start on 16 bytes are read in smaller pieces, which takes registers as a heavy problem does.
     """
     row = row_of(kernel, problem, chip)
     if row is None:
         return None
     light, weighed, _ = row
-    if aligned:
+    if align == widest(problem):
         return weighed if heavy(problem) else light
     weighed = weighed._replace(TMA=False)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed
