@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from support.caches import CACHES, Cache, judge, made
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, shapes
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)

@@ -35,10 +35,12 @@ from fusion_attention.backends.triton.pages import (
     lifted_three,
     load_rows,
     page_ahead,
+    pairs_at,
     rows_summed,
     scaled_weights,
     stored_three,
     tokens_at,
+    unpaired,
 )
 
 MOST_SHARES = tl.constexpr(128)
@@ -74,7 +76,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
            SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-           DIM_V: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr, WITHIN: tl.constexpr,
+           DIM_V: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr, WITHIN: tl.constexpr,
            DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr,
            BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """One entry of the work list for one key head; grid (entries, heads_kv).
@@ -94,6 +96,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     row, h = r // GROUP, hk * GROUP + r % GROUP
     valid = r < end_row
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
+    end_key = tl.minimum(end_key, end)
+    # Between these every row sees every key.
+    whole, cut = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     wide = row.to(tl.int64)
     at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
@@ -118,7 +123,12 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     if DEQUANT_K == PER_TOKEN:
         added = rows_summed(query, D1, D2)
 
-    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    if PAIRED:
+        acc0, acc1, acc2 = zeros_three(BM, V0 // 2, V0 // 2, 0)
+        pairs_v = pairs_at(cache_v)
+    else:
+        acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+        pairs_v = cache_v
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     lifted = tl.zeros([BM], tl.float32)  # what offsets add to every element of a row
@@ -129,26 +139,31 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         inside = j < end
         page = ahead
         ahead = page_ahead(table, b * step, last, j0 + BN, end, PAGE, WITHIN, BN)
-        keys = stored_three(
-            load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
-        )
+        # Early: nothing loads these ahead.
+        offsets_k, offsets_v = inside, inside
+        if DEQUANT_K == PER_TOKEN and offset_k is not None:
+            offsets_k = tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
+        if DEQUANT_V == PER_TOKEN and offset_v is not None:
+            offsets_v = tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
+        keys = stored_three(load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2)
         s = inner_three(query, keys, D1, D2)
         if DEQUANT_K == PER_CHANNEL:
-            s = (s + added[:, None]) * unit_k[:, None]
+            s = s * unit_k[:, None] + added[:, None]
         if DEQUANT_K == PER_TOKEN:
             if offset_k is not None:
-                s += added[:, None] * tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)[None, :]
+                s += added[:, None] * offsets_k[None, :]
             s = s * tokens_at(scale_k, scale_ks, page, j0, inside, PAGE, WITHIN, BN)[None, :]
         if R:
             tail = load_rows(k_rope, cache_r, page, j0, inside, PAGE, WITHIN, BN, R, 0, 0, DIM_ROPE)
             s = tl.dot(rope, tl.trans(tail[0]), s, input_precision="ieee")
-        seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None]) & inside[None, :]
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, places, count, b, h[:, None], heads_q, row[:, None], j[None, :],
-                       seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
-        if BLOCKED:
-            seen = seen & not_blocked(blocked, places, count, b, h[:, None], row[:, None], j[None, :], seen)
-        s = tl.where(seen, s, -float("inf"))
+                       valid[:, None] & inside[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+        if (j0 < whole) | (j0 + BN > cut) | BLOCKED:
+            seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, places, count, b, h[:, None], row[:, None], j[None, :], seen)
+            s = tl.where(seen, s, -float("inf"))
         now = tl.maximum(m, tl.max(s, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
         p = tl.exp2((s - base[:, None]) * exponent)
@@ -156,7 +171,11 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         l = l * fade + tl.sum(p, 1)
         m = now
         values = keys
-        if not SHARED:
+        if PAIRED:
+            pairs = load_rows(v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2)
+            even, odd = unpaired(pairs[0], query[0])
+            values = (even, odd, odd)
+        elif not SHARED:
             stored = load_rows(v, cache_v, page, j0, inside, PAGE, WITHIN, BN, V0, V1, V2, DIM_V)
             values = stored_three(stored, query[0], V1, V2)
         if DEQUANT_V == PER_TOKEN:
@@ -166,14 +185,16 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         if offset_v is not None:
             weight = p.to(tl.float32)
             if DEQUANT_V == PER_TOKEN:
-                weight = weight * tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)[None, :]
+                weight = weight * offsets_v[None, :]
             lifted = lifted * fade + tl.sum(weight, 1)
         acc0 = acc0 * fade[:, None]
-        if V1:
+        if V1 or PAIRED:
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1 or PAIRED, V2)
+    if PAIRED:
+        acc0 = tl.interleave(acc0, acc1)
     acc = lifted_three((acc0, acc1, acc2), lifted, unit_v, scale_v, offset_v, scale_vs, offset_vs, DEQUANT_V, V0, V1,
                        V2, DIM_V)  # fmt: skip
     if shares <= 1:

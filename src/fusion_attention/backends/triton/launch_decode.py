@@ -53,7 +53,10 @@ def decode_constants(
     """What decode and join know while compiling."""
     p = problem
     known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
-    known |= {"RAW": launch_dense.raw(p), "SINK": p.has_sink, "ROOM": room(p), "WITHIN": within, "SHARED": shared(p)}
+    known |= {
+        "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
+        "ROOM": room(p), "WITHIN": within, "SHARED": shared(p),
+    }  # fmt: skip
     of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
 
@@ -61,6 +64,12 @@ def decode_constants(
 def room(problem: Problem) -> int:
     """Floats of a row of a share: its values, its maximum and its sum, up to the next 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
+
+
+def paired(problem: Problem) -> bool:
+    """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
+    first, second, _ = shapes.parts(problem.dim_v)
+    return problem.kv_dtype == "int8" and not shared(problem) and not second and min(first, problem.dim_v) >= 32
 
 
 def shared(problem: Problem) -> bool:

@@ -28,7 +28,7 @@ VIEWS = (
     *("scale_k", "offset_k", "scale_v", "offset_v"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
-_ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
+ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
 FIELDS = 4
 TILE_FIELDS = 8
 _WIDE = 16  # bytes of the widest load
@@ -83,7 +83,7 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
     smallest = _WIDE if q is None else tensor_of(q).element_size()
     found = _WIDE
     for name, view in views.items():
-        if name in _ROWS and view is not None:
+        if name in ROWS and view is not None:
             tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
             # Kernels count alignment in q's elements, of wider and narrower ones beside them too.
             found |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(

@@ -165,7 +165,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_K:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_K, DEQUANT_K, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_K, DEQUANT_K, PAGE)
-                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
+                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end,
                                          DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
             s = products(query, keys, D1, D2)
             if R:
@@ -187,7 +187,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_V:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_V, DEQUANT_V, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_V, DEQUANT_V, PAGE)
-                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
+                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
             j0 = tl.where(lost_three((acc0, acc1, acc2), V0, V1, V2, DIM_V) > 0, end, j0 + BN)

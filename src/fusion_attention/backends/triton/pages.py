@@ -35,12 +35,9 @@ def offset_of(cache, page, j, PAGE: tl.constexpr):
 
 
 @triton.jit
-def dequantised(part, scale, offset, KIND: tl.constexpr, like):
-    """(part + offset) * scale in the dtype of `like`; scale and offset broadcast."""
-    if KIND == NO_SCALE:
-        return part.to(like.dtype)
-    else:
-        return ((part.to(tl.float32) + offset) * scale).to(like.dtype)
+def dequantised(part, scale, offset):
+    """float32, as the decode kernel counts it; scale and offset broadcast."""
+    return (part.to(tl.float32) + offset) * scale
 
 
 @triton.jit
@@ -65,18 +62,18 @@ def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: 
 
 
 @triton.jit
-def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, like, KIND: tl.constexpr,
+def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
                       W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """dequantised() for rows in parts."""
     s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
-    x0 = dequantised(parts[0], s, o, KIND, like)
+    x0 = dequantised(parts[0], s, o)
     x1, x2 = x0, x0
     if W1:
         s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, W0, W1, DIM, KIND)
-        x1 = dequantised(parts[1], s, o, KIND, like)
+        x1 = dequantised(parts[1], s, o)
     if W2:
         s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, W0 + W1, W2, DIM, KIND)
-        x2 = dequantised(parts[2], s, o, KIND, like)
+        x2 = dequantised(parts[2], s, o)
     return x0, x1, x2
 
 
@@ -144,10 +141,14 @@ def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.cons
 @triton.jit
 def stored(part, like):
     """Integers of 8 bits in the dtype of `like`, which holds each of them; anything else as it is."""
-    if part.dtype == tl.int8:
-        return part.to(tl.float32).to(like.dtype)
-    else:
+    if part.dtype != tl.int8:
         return part
+    elif like.dtype == tl.float16:
+        # 1024 + 128 + the integer in its bits: a GPU converts to float16 at a quarter of the rate.
+        bits = (part.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return part.to(tl.float32).to(like.dtype)
 
 
 @triton.jit
@@ -199,7 +200,7 @@ def channel_product(part, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.co
 @triton.jit
 def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
                     DIM: tl.constexpr):  # fmt: skip
-    """(rows x, a, u) such that (x . stored + a) * u is the product of query rows with dequantised keys.
+    """(rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
 
     u: a row's largest element times its scale, so that no dtype flushes what scales make small.
     """
@@ -221,7 +222,7 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
     if W2:
         y2, more = channel_product(x2, unit, offset, offsets, W0 + W1, W2, DIM, query[0])
         added += more
-    return (y0, y1, y2), added, unit
+    return (y0, y1, y2), added * unit, unit
 
 
 @triton.jit
@@ -263,3 +264,16 @@ def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.con
     if W2:
         acc2 = lifted_part(acc2, lifted, unit, scale, offset, scales, offsets, W0 + W1, W2, DIM, KIND)
     return acc0, acc1, acc2
+
+
+@triton.jit
+def pairs_at(cache):
+    """Where a cache of bytes lies, counted in pairs of them."""
+    first, token, page = cache
+    return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
+
+
+@triton.jit
+def unpaired(pairs, like):
+    """(integers of even columns, of odd ones) in the dtype of `like`."""
+    return stored(pairs.to(tl.int8), like), stored((pairs >> 8).to(tl.int8), like)
