@@ -80,7 +80,15 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32", "work": "i32"}
+    types = {
+        "blocked": "u8",
+        "bits": "u8",
+        "places": "i64",
+        "lengths": "i64",
+        "tiles": "i32",
+        "table": "i32",
+        "work": "i32",
+    }
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])
@@ -138,19 +146,23 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0,
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's."""
+    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's; table:
+    whose tile it takes, where that is not the kernel's own."""
 
     kernel: str
     problem: Problem
     mean: int = 0
     aligned: bool = True
     rows: int = 0
+    table: str = ""
 
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
         if self.kernel in shapes.MEND:
             return shapes.mend_tile(self.kernel, self.problem)
-        kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
+        if self.kernel == "join":
+            return launch_decode.JOIN
+        kernel = self.table or {"prepare": "query"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
         assert tile is not None
         return tile._replace(BM=self.rows) if self.rows else tile
@@ -173,6 +185,8 @@ SIZES = {
 }
 FLOAT32 = {"dtype": "float32"}
 PAGES = {"page_size": 64}
+PAGED_READ = {"bias": "matrix", "has_blocked": True}
+LATENT = {"dim_rope": 64, "shares_kv": True}
 INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 
@@ -201,6 +215,14 @@ def configs() -> dict[str, Config]:
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 256"] = Config("decode", problem(256, **PAGES))
+    for name, size in (("64", {"dim": 64}), ("128", {"dim": 128}), ("192", SIZES["192"]), ("256", {"dim": 256})):
+        found[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
+        found[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
+    found["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
+    found["prefill 128 int8 read"] = Config("decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8")
+    found["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
+    found["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
     found["decode 768"] = Config("decode", problem(768, **PAGES))

@@ -103,7 +103,6 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
         return [*against_device(where), "the triton back end computes no indexer."]
     table = (
         ("dtype", p.dtype, DTYPES),
-        ("shares_kv", p.shares_kv, (False,)),
         ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
         ("out_quant", p.out_quant, ("none",)),
         ("select_count", p.select_count, (0,)),
