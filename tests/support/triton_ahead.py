@@ -169,18 +169,22 @@ def ahead(intermediate: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's."""
+    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's; table: whose
+    tile it takes, where that is not the kernel's own."""
 
     kernel: str
     problem: Problem
     align: int = 0
     rows: int = 0
+    table: str = ""
 
     def tile(self, chip: int) -> Tile:
         """The tile that a launch chooses."""
         if self.kernel in shapes.MEND:
             return shapes.mend_tile(self.kernel, self.problem)
-        kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
+        if self.kernel == "join":
+            return launch_decode.JOIN
+        kernel = self.table or {"prepare": "query"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.align or shapes.widest(self.problem))
         assert tile is not None
         return tile._replace(BM=self.rows) if self.rows else tile
@@ -204,6 +208,8 @@ SIZES = {
 MEAN, MEAN_IN_BAND = {"empty_rows": "mean"}, {"empty_rows": "mean_in_band"}
 FLOAT32 = {"dtype": "float32"}
 PAGES = {"page_size": 64}
+PAGED_READ = {"bias": "matrix", "has_blocked": True}
+LATENT = {"dim_rope": 64, "shares_kv": True}
 INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 
@@ -233,6 +239,14 @@ def configs() -> dict[str, Config]:
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 256"] = Config("decode", problem(256, **PAGES))
+    for name, size in (("64", {"dim": 64}), ("128", {"dim": 128}), ("192", SIZES["192"]), ("256", {"dim": 256})):
+        found[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
+        found[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
+    found["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
+    found["prefill 128 int8 read"] = Config("decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8")
+    found["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
+    found["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
     found["decode 768"] = Config("decode", problem(768, **PAGES))
