@@ -71,9 +71,7 @@ def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches:
     assert before
 
 
-@pytest.mark.parametrize(
-    ("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str
-)
+@pytest.mark.parametrize(("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str)
 def test_rows_are_read_in_the_widest_pieces_on_which_they_start(width: int, align: int, launches: list[Launch]) -> None:
     run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40, width))
     assert {known["ALIGN"] for _, _, known, _ in launches} == {align}
