@@ -14,5 +14,3 @@ def test_caches(cache: Cache) -> None:
     assert backend.reasons_against(p, "cpu") == []
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
     judge(cache, operands, e)
-
-

@@ -145,7 +145,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
             offsets_k = tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
         if DEQUANT_V == PER_TOKEN and offset_v is not None:
             offsets_v = tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
-        keys = stored_three(load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2)
+        keys = stored_three(
+            load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
+        )
         s = inner_three(query, keys, D1, D2)
         if DEQUANT_K == PER_CHANNEL:
             s = s * unit_k[:, None] + added[:, None]
@@ -172,7 +174,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         m = now
         values = keys
         if PAIRED:
-            pairs = load_rows(v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2)
+            pairs = load_rows(
+                v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2
+            )
             even, odd = unpaired(pairs[0], query[0])
             values = (even, odd, odd)
         elif not SHARED:
