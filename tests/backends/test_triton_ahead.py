@@ -79,7 +79,7 @@ def test_the_tables_say_how_much_memory_their_kernels_take() -> None:
 
 def test_the_list_covers_the_tables() -> None:
     """Every tile that a launch can choose is compiled by some entry, and the list stays short."""
-    assert len(ahead.CONFIGS) <= 90
+    assert len(ahead.CONFIGS) <= 100
     chosen = {(config.kernel, chip, config.tile(chip)) for config in ahead.CONFIGS.values() for chip in ahead.CHIPS}
     for kernel, table in ahead.shapes.TABLES.items():
         for (chip, _), rows in table.items():

@@ -228,6 +228,13 @@ def configs() -> dict[str, Config]:
         found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+    # A score that is a product and nothing else: tiles of their own.
+    found["query 64 plain"] = Config("query", problem(64))
+    found["query 192 plain"] = Config("query", problem(128, dim_rope=64))
+    for name in ("64", "192", "256"):
+        found[f"key {name} plain"] = Config("key", problem(**SIZES[name]))
+    found["key 128 float16"] = Config("key", problem(128, dtype="float16"))
+    found["key 128 mean"] = Config("key", problem(128, **MEAN))
     found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))

@@ -285,4 +285,6 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if align == widest(problem):
         return weighed if heavy(problem) else light
     weighed = weighed._replace(TMA=False)
+    if kernel == "key" and align == 1:  # nothing is copied ahead two bytes at a time
+        weighed = weighed._replace(num_stages=1)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed
