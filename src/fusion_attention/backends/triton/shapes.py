@@ -163,8 +163,8 @@ PREFILL: dict[tuple[int, int], Rows] = {
     ),
     (80, 2): (
         (128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 88),  # 176 registers
-        (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 72),  # 248 registers
-        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 68),  # 172 registers
+        (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 73),  # 248 registers
+        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 69),  # 172 registers
     ),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
 }
