@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from mutant import Mutant, core, house
 from mutations_of_backward import BACKWARD
+from mutations_of_forward import FORWARD
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
@@ -316,7 +317,7 @@ KERNELS = "kernels/test_cases.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
     house("Triton: sums do not fade", "backends/triton/forward.py",
-          "l = l * fade + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", KERNELS),
+          "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", KERNELS),
     house("Triton: an edge tile is not masked", "backends/triton/forward.py",
           '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
     house("Triton: dk without its scale", "backends/triton/backward.py",
@@ -448,5 +449,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *BACKWARD),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD),
 )

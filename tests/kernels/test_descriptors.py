@@ -25,10 +25,10 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     real = launch_dense.launch
 
-    def watched(kernel: Any, grid: Any, arguments: dict[str, Any], known: dict[str, Any], tile: shapes.Tile) -> None:
+    def watched(kernel: Any, grid: Any, arguments: Any, known: dict[str, Any], *rest: Any, **options: Any) -> None:
         if kernel is forward:
             seen.append(known["TMA"])
-        real(kernel, grid, arguments, known, tile)
+        real(kernel, grid, arguments, known, *rest, **options)
 
     monkeypatch.setattr(launch_dense, "launch", watched)
     return seen

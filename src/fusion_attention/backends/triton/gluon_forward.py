@@ -23,6 +23,7 @@ from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.common import PER_TILE, band_at, lengths_at, rows_at
 from fusion_attention.backends.triton.forward import finish, weigh
 
+described = tma.make_tensor_descriptor  # Triton 3.5 has none: whoever imports this module learns it here
 copy_rows = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until 3.7
 WARPGROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a warpgroup: what one wgmma multiplies
@@ -171,9 +172,9 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count:
     at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
     at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
     at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
-    rows = tma.make_tensor_descriptor(q + at_q, [band[0], DIM], [stride_q, 1], [ROWS, DIM], HIGH)
-    keys = tma.make_tensor_descriptor(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], WIDE)
-    values = tma.make_tensor_descriptor(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], WIDE)
+    rows = described(q + at_q, [band[0], DIM], [stride_q, 1], [ROWS, DIM], HIGH)
+    keys = described(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], WIDE)
+    values = described(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], WIDE)
     query = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, DIM], HIGH)
     queries = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries, count=1)

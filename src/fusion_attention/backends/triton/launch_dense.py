@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton
 
-from fusion_attention.backends.triton import bias, common, memory, shapes
+from fusion_attention.backends.triton import bias, common, launch_gluon, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
@@ -272,14 +272,16 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     places, align = schedule.kept.places(views, memory.places(views, count, drawn(p, extents)), device)
-
     apart = memory.apart(views)
 
-    def make() -> tuple[shapes.Tile, Constants, Constants]:
-        tile = tile_on("forward", p, device, align if apart else 1)
-        return tile, forward_constants(p, tile, align), mend_out_constants(p, align)
+    def make() -> tuple[Any, shapes.Tile, Constants, Constants, Constants]:
+        tile, known_mend = tile_on("forward", p, device, align if apart else 1), mend_out_constants(p, align)
+        if launch_gluon.serves(p, device, tile):
+            tile, known = launch_gluon.TILES[p.dim_qk], launch_gluon.constants(p, align)
+            return launch_gluon.kernel(), tile, known, launch_gluon.OPTIONS, known_mend
+        return forward, tile, forward_constants(p, tile, align), {}, known_mend
 
-    tile, known, known_mend = schedule.once((device, align, apart), make)
+    kernel, tile, known, options, known_mend = schedule.once((device, align, apart), make)
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
@@ -289,7 +291,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
         "tiles": tiled,
         "count": count,
     }  # fmt: skip
-    launch(forward, (len(tiled), p.heads_q), arguments, known, tile)
+    launch(kernel, (len(tiled), p.heads_q), arguments, known, tile, **options)
     launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | arguments, known_mend)
 
 
@@ -318,7 +320,6 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
     places, align = kept.places(views, memory.places(views, count, drawn(p, extents)), device)
-
     apart = memory.apart(views)
     heads_apart = apart and memory.heads_apart(views)
 
@@ -352,13 +353,18 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
-    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each."""
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile, **options: int
+) -> None:
+    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each.
+
+    options: Triton's, besides the tile's.
+    """
     if not TAKEN.issuperset(arguments):
         raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(arguments.keys() - TAKEN))}")
     named = {name: value for name, value in arguments.items() if name in kernel.arg_names and name not in known}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if not known.get("TMA"):
+    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if not tile.TMA:
         kernel[grid](**named, **known, **options)
         return
     # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one

@@ -12,8 +12,8 @@ from fusion_attention.waist.problem import Problem
 # Gluon has no interpreter, and no compiler shows a race between two barriers: until the cases of tests/gpu have passed
 # on a GPU, and it was faster there, plain Triton computes everything.
 MEASURED = False
-# By elements of a row; num_stages: buffers of each ring. Two programs of 64 share a processor's shared memory.
-TILES = {64: Tile(128, 128, 4, 2, TMA), 128: Tile(128, 128, 4, 2, TMA)}
+# By elements of a row; num_stages: buffers of each ring. One program takes the registers of a processor.
+TILES = {64: Tile(128, 128, 4, 3, TMA), 128: Tile(128, 128, 4, 2, TMA)}
 # Registers of a thread: as launched, and as a thread that multiplies then has, once the loading warp gave up its own.
 OPTIONS = {"maxnreg": 168}
 MULTIPLYING = 240

@@ -153,15 +153,46 @@ KEY: dict[tuple[int, int], Rows] = {
     (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
 }
+# The decode kernel with more rows of a key head than DECODE holds, without integers and with them: few sizes; where a
+# table has no row, DECODE's serves.
+PREFILL: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (128, 128, Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), 128),  # 238 registers
+        (192, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), 128),  # 254 registers
+        (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 168),  # 246 registers
+    ),
+    (80, 2): (
+        (128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 88),  # 176 registers
+        (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 73),  # 248 registers
+        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 69),  # 172 registers
+    ),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL[86, 2] = PREFILL[80, 2]
+PREFILL_INT8: dict[tuple[int, int], Rows] = {
+    (90, 2): ((128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 73),),  # 128 x 64 spills 32 bytes
+    (80, 2): ((128, 128, Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), 37),),  # 64 x 64 spills 136 bytes
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL_INT8[86, 2] = PREFILL_INT8[80, 2]
+# Values are the first elements of the keys (MLA): one tile of latents serves both products.
+LATENT: dict[tuple[int, int], Rows] = {
+    (90, 2): ((576, 512, Tile(64, 32, 8, 3), Tile(16, 32, 8, 1), 184),),  # 64 x 64 spills 40 bytes
+    (80, 2): ((576, 512, Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), 112),),  # 255 registers
+    (86, 2): ((576, 512, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), 74),),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
 # BM is the least power of two that holds the rows of a key head, up to the table's.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 16 rows: three programs, of int8 two
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 192 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 122),  # 32 keys spill with the factors of int8
     ),
     (80, 2): (
-        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 255 registers with 32 rows
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 180 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),  # 140 registers
     ),
@@ -183,6 +214,7 @@ PLAIN_KEY = {
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
 ODD = {80: 32, 86: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
+TABLES |= {"prefill": PREFILL, "prefill int8": PREFILL_INT8, "latent": LATENT}
 # The chip whose rows serve others too: the least compute capability, and KB of shared memory, that they have. All have
 # the same registers. So sm_87 is served as sm_80 is, sm_89 and sm_120 as sm_86, sm_100 as sm_90.
 CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
