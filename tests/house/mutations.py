@@ -321,7 +321,7 @@ TRITON = [
     house("Triton: an edge tile is not masked", "backends/triton/forward.py",
           '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
     house("Triton: dk without its scale", "backends/triton/backward.py",
-          "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
+          "(dk0, dk1, dk2), scale / shrink,", "(dk0, dk1, dk2), 1.0 / shrink,", KERNELS),
     house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
           "ds = ds * capped(x, scale, CAP)[1]\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
