@@ -7,6 +7,7 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_backward import BACKWARD
 from mutations_of_forward import FORWARD
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
@@ -322,7 +323,7 @@ TRITON = [
     house("Triton: dk without its scale", "backends/triton/backward.py",
           "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
     house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
-          "ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)\n        dk0", "pass\n        dk0", KERNELS),
+          "ds = ds * capped(x, scale, CAP)[1]\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
           "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
     house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
@@ -448,5 +449,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD),
 )

@@ -1,6 +1,6 @@
 """Compiles the kernels for a chip without having one, and reads from the binary what it takes.
 
-    figures("forward 128", 90) -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
+    figures("forward 128 sm_90") -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
 
 `python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/;
 with names of entries after it, it compiles these and prints what they take.
@@ -169,21 +169,24 @@ def ahead(intermediate: str) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's."""
+    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's; table: whose
+    tile it takes, where that is not the kernel's own."""
 
     kernel: str
     problem: Problem
     align: int = 0
     rows: int = 0
+    table: str = ""
 
-    def tile(self, chip: int) -> Tile:
-        """The tile that a launch chooses."""
+    def tile(self, chip: int) -> Tile | None:
+        """The tile that a launch chooses; None: the chip's tables hold none."""
         if self.kernel in shapes.MEND:
             return shapes.mend_tile(self.kernel, self.problem)
-        kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
+        if self.kernel == "join":
+            return launch_decode.JOIN
+        kernel = self.table or {"prepare": "query"}.get(self.kernel, self.kernel)
         tile = shapes.tile_of(kernel, self.problem, chip, self.align or shapes.widest(self.problem))
-        assert tile is not None
-        return tile._replace(BM=self.rows) if self.rows else tile
+        return tile._replace(BM=self.rows) if self.rows and tile is not None else tile
 
 
 def problem(dim: int, dim_v: int = 0, **more: Any) -> Problem:
@@ -204,6 +207,8 @@ SIZES = {
 MEAN, MEAN_IN_BAND = {"empty_rows": "mean"}, {"empty_rows": "mean_in_band"}
 FLOAT32 = {"dtype": "float32"}
 PAGES = {"page_size": 64}
+PAGED_READ = {"bias": "matrix", "has_blocked": True}
+LATENT = {"dim_rope": 64, "shares_kv": True}
 INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 
@@ -223,6 +228,13 @@ def configs() -> dict[str, Config]:
         found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+    # A score that is a product and nothing else: tiles of their own.
+    found["query 64 plain"] = Config("query", problem(64))
+    found["query 192 plain"] = Config("query", problem(128, dim_rope=64))
+    for name in ("64", "192", "256"):
+        found[f"key {name} plain"] = Config("key", problem(**SIZES[name]))
+    found["key 128 float16"] = Config("key", problem(128, dtype="float16"))
+    found["key 128 mean"] = Config("key", problem(128, **MEAN))
     found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
@@ -233,6 +245,14 @@ def configs() -> dict[str, Config]:
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 256"] = Config("decode", problem(256, **PAGES))
+    for name, size in (("64", {"dim": 64}), ("128", {"dim": 128}), ("192", SIZES["192"]), ("256", {"dim": 256})):
+        found[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
+        found[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
+    found["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
+    found["prefill 128 int8 read"] = Config("decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8")
+    found["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
+    found["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
     found["decode 768"] = Config("decode", problem(768, **PAGES))
@@ -256,15 +276,25 @@ EVERYDAY = (
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),
 )
-CHIPS = (80, 90)
-SHARED = {80: 166912, 90: 232448}  # bytes that a program may have
+CHIPS = (80, 86, 90)
+EVERYDAY_CHIPS = (80, 90)
+SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
+RUNS = {
+    f"{name} sm_{chip}": (name, chip)
+    for name, config in CONFIGS.items()
+    for chip in CHIPS
+    if config.tile(chip) is not None
+}
 RESOURCES = Path(__file__).parent / "resources" / f"{triton.__version__}.json"
 
 
-def figures(name: str, chip: int) -> Figures:
-    """measure() of an entry of the list."""
+def figures(run: str) -> Figures:
+    """measure() of an entry of RUNS."""
+    name, chip = RUNS[run]
     config = CONFIGS[name]
-    return measure(config.kernel, config.problem, config.tile(chip), chip, config.align)
+    tile = config.tile(chip)
+    assert tile is not None
+    return measure(config.kernel, config.problem, tile, chip, config.align)
 
 
 def workers() -> ProcessPoolExecutor:
@@ -275,7 +305,7 @@ def workers() -> ProcessPoolExecutor:
 def main() -> None:
     asked = sys.argv[1:] or list(CONFIGS)
     with workers() as pool:
-        running = {f"{name} sm_{chip}": pool.submit(figures, name, chip) for name in asked for chip in CHIPS}
+        running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in asked}
         rows = {}
         for name, future in running.items():
             rows[name] = future.result()

@@ -29,8 +29,9 @@ NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
 MAJORS = (8, 9, 10, 12)  # compute capabilities of the chips that the kernels were compiled for
 TRITONS = ((3, 6), (3, 8))  # the oldest and the newest that they were compiled with
-# The kernels that a verb may launch; a cache is read by those of decode alone.
-KERNELS = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
+# Tables in which a verb needs a tile; a cache is read by the kernels of decode alone.
+TABLES = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
+ALL = ("forward", "query", "key", "decode")
 
 
 def against_triton() -> list[str]:
@@ -83,7 +84,7 @@ def against_shape(problem: Problem, device: torch.device, verb: str) -> list[str
     if p.dtype not in DTYPES:
         return reasons
     chip = shapes.chip_of(device)
-    kernels = KERNELS.get(verb, tuple(shapes.TABLES)) if not (p.page_size or p.kv_dtype) else ("decode",)
+    kernels = TABLES.get(verb, ALL) if not (p.page_size or p.kv_dtype) else ("decode",)
     if chip is not None and any(shapes.row_of(kernel, p, chip) is None for kernel in kernels):
         sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
         reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
@@ -110,7 +111,6 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str =
         return [*against_device(where), "the triton back end computes no indexer."]
     table = (
         ("dtype", p.dtype, DTYPES),
-        ("shares_kv", p.shares_kv, (False,)),
         ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
         ("out_quant", p.out_quant, ("none",)),
         ("select_count", p.select_count, (0,)),

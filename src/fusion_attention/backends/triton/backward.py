@@ -196,7 +196,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
     at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
-    shrink, kept = shrinking(large, b, h // GROUP, heads_q // GROUP), 1.0 / keep_prob
+    shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     # An empty row gives dq nothing, in whatever form; one of NaN gives NaN.
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     delta *= shrink
@@ -220,7 +220,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if DROPOUT:
             there = valid[:, None] & inside[None, :]
             keep = kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN)
-            dp = tl.where(keep, dp * kept, 0.0)
+            dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         ds = p * (dp * shrink - delta[:, None])
         if dbias is not None:  # nothing mends what is added to it
             seen = (s != -float("inf")) & (lse != float("inf"))[:, None]
@@ -292,7 +292,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
     dv0, dv1, dv2 = zeros_three(BN, V0, V1, V2)
     numbers, extras = (scale, factor, exponent), (bias, slopes, blocked)
-    shrink, kept = shrinking(large, b, hk, heads_q // GROUP), 1.0 / keep_prob
+    shrink = shrinking(large, b, hk, heads_q // GROUP)
     h, row0, last = (hk * GROUP).to(tl.int32), begin, begin + turns * BM
     for _ in tl.range(0, turns * GROUP):
         row = row0 + tl.arange(0, BM)
@@ -323,7 +323,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         dp = inner_three(values, do, V1, V2)
         if DROPOUT:
-            dp = tl.where(keep, dp * kept, 0.0)
+            dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         # Read as late as this, it takes no registers before.
         ds = p * (dp * shrink - (load_notes(notes, h, row0, valid, 1, BM, TMA) * shrink)[None, :])
         if CAP != 0:
@@ -332,13 +332,12 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         if R:
             dr = tl.dot(ds.to(rope.dtype), rope, dr, input_precision="ieee")
         row0 += BM
-        if GROUP > 1:
-            over = row0 >= last
-            h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
+        over = row0 >= last
+        h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
     at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
-    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), kept, V0, V1, V2, DIM_V)
+    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
         store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

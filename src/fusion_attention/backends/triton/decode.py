@@ -1,8 +1,8 @@
-"""Few query rows against many keys, paged or not: keys are shared out among programs, and a second kernel joins them.
+"""Few query rows against many keys, paged or not: programs share out the keys, and a second kernel joins.
 
-The host lists the work (launch_decode.py): a tile of the rows that share a key head, and some of the keys that it meets.
-Where one program meets all of them it writes the result itself. A page number is loaded one turn before its rows, which
-can then be loaded ahead.
+The host lists the work (launch_decode.py): a tile of the rows that share a key head, and keys that it meets. Where one
+program meets all of them it writes the result itself. A page number is loaded one turn before its rows, which can then
+be loaded ahead.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -55,7 +55,8 @@ def share_at(slot, hk, rows, row, heads_kv, ROOM: tl.constexpr):
 
 @triton.jit
 def write_rows(out, max_, sum_, sink, places, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
-               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+               ALIGN: tl.constexpr):  # fmt: skip
     """out, max and sum of rows from what all their keys gave."""
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
@@ -76,14 +77,14 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
            SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-           DIM_V: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr, WITHIN: tl.constexpr,
-           DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr,
-           BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+           DIM_V: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr,
+           WITHIN: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr,
+           ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """One entry of the work list for one key head; grid (entries, heads_kv).
 
     Writes out, max and sum; or, of a share, (weighted values, max, sum) of `rows` rows of ROOM floats into `part`.
     width: pages that a row of the table names. WITHIN: a tile of keys lies in one page. SHARED: values are the first
-    parts of the keys.
+    parts of the keys. PAIRED: values are integers, loaded two by two.
     """
     entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
@@ -145,7 +146,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
             offsets_k = tokens_at(offset_k, offset_ks, page, j0, inside, PAGE, WITHIN, BN)
         if DEQUANT_V == PER_TOKEN and offset_v is not None:
             offsets_v = tokens_at(offset_v, offset_vs, page, j0, inside, PAGE, WITHIN, BN)
-        keys = stored_three(load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2)
+        keys = stored_three(
+            load_rows(k, cache_k, page, j0, inside, PAGE, WITHIN, BN, D0, D1, D2, DIM), query[0], D1, D2
+        )
         s = inner_three(query, keys, D1, D2)
         if DEQUANT_K == PER_CHANNEL:
             s = s * unit_k[:, None] + added[:, None]
@@ -166,13 +169,15 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
             s = tl.where(seen, s, -float("inf"))
         now = tl.maximum(m, tl.max(s, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
-        p = tl.exp2((s - base[:, None]) * exponent)
+        p = tl.exp2(s * exponent - (base * exponent)[:, None])
         fade = tl.exp2((m - base) * exponent)
         l = l * fade + tl.sum(p, 1)
         m = now
         values = keys
         if PAIRED:
-            pairs = load_rows(v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2)
+            pairs = load_rows(
+                v.to(tl.pointer_type(tl.int16)), pairs_v, page, j0, inside, PAGE, WITHIN, BN, V0 // 2, 0, 0, DIM_V // 2
+            )
             even, odd = unpaired(pairs[0], query[0])
             values = (even, odd, odd)
         elif not SHARED:
@@ -197,6 +202,10 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         acc0 = tl.interleave(acc0, acc1)
     acc = lifted_three((acc0, acc1, acc2), lifted, unit_v, scale_v, offset_v, scale_vs, offset_vs, DEQUANT_V, V0, V1,
                        V2, DIM_V)  # fmt: skip
+    # Read again, which costs a loop of wide rows no register.
+    r = tl.load(entry + 1, volatile=True) + tl.arange(0, BM)
+    row, h, valid = r // GROUP, hk * GROUP + r % GROUP, r < tl.load(entry + 2, volatile=True)
+    wide = row.to(tl.int64)
     if shares <= 1:
         write_rows(out, max_, sum_, sink, places, count, b, h, wide, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
                    ALIGN)  # fmt: skip
@@ -226,7 +235,7 @@ def joined(part, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: t
 def join(out, max_, sum_, sink, part, places, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, ROOM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be in several * rows, heads_kv)."""
+    """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be cut * rows, heads_kv)."""
     listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
     entry, n = work + slot * PER_TILE, tl.program_id(0) % rows

@@ -23,7 +23,7 @@ WAVES = 3
 LEAST_TILES = 2  # of keys in a share
 INTERPRETED_PROCESSORS = 4
 MOST_PROCESSORS = 256
-HIGHEST = 128  # rows of a tile
+FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
 JOIN = shapes.Tile(0, 0, 4, 1)
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
 BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
@@ -40,10 +40,21 @@ def serves(problem: Problem, extents: Extents) -> bool:
     return int(q_len.max()) * p.group <= 64 and int(kv_len.max()) >= 512
 
 
+def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
+    """The tables that may hold a tile for so many rows of a key head, the first choice first."""
+    int8 = problem.kv_dtype == "int8"
+    if shared(problem) and not int8:
+        return "latent", "decode"
+    many = ("prefill int8" if int8 else "prefill",) if rows > FEW_ROWS else ()
+    return *many, "decode"
+
+
 def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
     """The table's tile, as low as the rows allow."""
-    tile = launch_dense.tile_on("decode", problem, device, align)
-    most = int(extents.q_len.max(initial=1)) * problem.group
+    chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
+    assert chip is not None  # reasons_against() has looked
+    found = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
+    tile = next(tile for tile in found if tile is not None)
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
@@ -69,7 +80,7 @@ def room(problem: Problem) -> int:
 def paired(problem: Problem) -> bool:
     """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
     first, second, _ = shapes.parts(problem.dim_v)
-    return problem.kv_dtype == "int8" and not shared(problem) and not second and min(first, problem.dim_v) >= 32
+    return problem.kv_dtype == "int8" and not shared(problem) and not (second or problem.dim_v % 2) and first >= 32
 
 
 def shared(problem: Problem) -> bool:

@@ -321,15 +321,17 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     device = memory.one_device(tensors)
     places, align = kept.places(views, memory.places(views, count, drawn(p, extents)), device)
     apart = memory.apart(views)
+    heads_apart = apart and memory.heads_apart(views)
 
     def make() -> tuple[shapes.Tile, shapes.Tile, list[Constants]]:
-        query, key = (tile_on(kernel, p, device, align if apart else 1) for kernel in ("query", "key"))
+        query = tile_on("query", p, device, align if apart else 1)
+        key = tile_on("key", p, device, align if heads_apart else 1)
         known_prepare, known_query, _ = backward_constants(p, query, align)
         known_key = backward_constants(p, key, align)[2]
         mends = [mend_constants(kernel, p, align) for kernel in ("mend_query", "mend_key")]
         return query, key, [known_prepare, known_query, known_key, *mends]
 
-    query, key, known = schedule.once((device, align, apart), make)
+    query, key, known = schedule.once((device, align, apart, heads_apart), make)
     mean = p.empty_rows != "zero"
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))

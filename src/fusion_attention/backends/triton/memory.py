@@ -111,6 +111,12 @@ def apart(views: Mapping[str, View | None]) -> bool:
     return all(view.stride_token >= view.dim for view in found if isinstance(view, RowView))
 
 
+def heads_apart(views: Mapping[str, View | None]) -> bool:
+    """apart() of the heads of what one descriptor reads for a group of them."""
+    found = (views.get(name) for name in ("q", "q_rope", "dout"))
+    return all(bool((view.stride_head >= view.dim).all()) for view in found if isinstance(view, RowView))
+
+
 def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     """The device of all tensors of a call.
 

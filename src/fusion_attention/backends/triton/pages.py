@@ -88,24 +88,28 @@ def scale_offset(places, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.con
 
 
 @triton.jit
+def clamped(page, last):
+    """A page number of the pool, whatever the table holds."""
+    return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+
+
+@triton.jit
 def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
-    """int64 page numbers of keys j, within the pool whatever the table holds; step: from one row of it to the next."""
+    """int64 page numbers of keys j; step: from one row of the table to the next."""
     if PAGE:
-        page = tl.load(table + b * step + j // PAGE, mask=j < end, other=0)
-        return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+        return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
     else:
         return j.to(tl.int64)
 
 
-# ------------------------------------------------------------------------- tiles of keys, and integers as they are stored
+# ------------------------------------------------------------------ tiles of keys, and integers as they are stored
 
 
 @triton.jit
 def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
     """The page number of a tile of keys where it lies WITHIN one page, else those of its keys; row: of the table."""
     if PAGE and WITHIN:
-        page = tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0)
-        return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+        return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
     else:
         return pages_of(table, 1, row, last, j0 + tl.arange(0, BN), end, PAGE)
 

@@ -106,15 +106,16 @@ FORWARD: dict[tuple[int, int], Rows] = {
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),  # 158 registers: three programs share a processor
-        (128, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), 128),  # 214 registers
-        (192, 128, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1), 160),  # 255 registers, 160 KB shared
-        (256, 256, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 192),  # 252 registers, 192 KB shared
-        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 32 x 32 spills
+        (64, 64, Tile(64, 128, 4, 2, TMA), Tile(64, 32, 8, 2, TMA), 80),  # 224 registers: two programs
+        (128, 128, Tile(128, 64, 8, 3, TMA), Tile(64, 32, 8, 2, TMA), 160),  # 211 registers
+        (192, 128, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 1, TMA), 160),  # 239 registers
+        (256, 256, Tile(128, 32, 8, 2, TMA), Tile(32, 32, 8, 1, TMA), 192),  # 255 registers; 128 x 64 spills
+        (1024, 768, Tile(16, 32, 8, 1, TMA), Tile(16, 32, 8, 1, TMA), 112),  # 32 x 32 spills
     ),
     (80, 2): (
         (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),  # 182 registers: two programs
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),  # 72 KB shared: two programs share a processor
+        (192, 128, Tile(32, 64, 8, 2), Tile(32, 32, 8, 1), 64),  # 64 x 32 spills
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
         (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 254 registers
     ),
@@ -130,9 +131,11 @@ QUERY: dict[tuple[int, int], Rows] = {
 }
 KEY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(32, 128, 8, 2), Tile(32, 32, 8, 1), 97),  # 255 registers; 64 x 128 spills 112 bytes
-        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 32 x 64 spills
-        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),  # 255 registers
+        (64, 64, Tile(64, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 66),  # 230 registers
+        (128, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 130),  # 64 x 128 spills with slopes or a cap
+        (192, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 32, 8, 2, TMA), 121),  # 64 x 128 spills
+        (256, 256, Tile(32, 64, 8, 1, TMA), Tile(32, 32, 8, 1, TMA), 202),  # two stages spill with slopes or a cap
+        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 2), 160),  # descriptors spill here
     ),
     (80, 2): (
         (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
@@ -150,15 +153,46 @@ KEY: dict[tuple[int, int], Rows] = {
     (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
 }
+# The decode kernel with more rows of a key head than DECODE holds, without integers and with them: few sizes; where a
+# table has no row, DECODE's serves.
+PREFILL: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (128, 128, Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), 128),  # 238 registers
+        (192, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), 128),  # 254 registers
+        (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 168),  # 246 registers
+    ),
+    (80, 2): (
+        (128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 88),  # 176 registers
+        (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 73),  # 248 registers
+        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 69),  # 172 registers
+    ),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL[86, 2] = PREFILL[80, 2]
+PREFILL_INT8: dict[tuple[int, int], Rows] = {
+    (90, 2): ((128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 73),),  # 128 x 64 spills 32 bytes
+    (80, 2): ((128, 128, Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), 37),),  # 64 x 64 spills 136 bytes
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL_INT8[86, 2] = PREFILL_INT8[80, 2]
+# Values are the first elements of the keys (MLA): one tile of latents serves both products.
+LATENT: dict[tuple[int, int], Rows] = {
+    (90, 2): ((576, 512, Tile(64, 32, 8, 3), Tile(16, 32, 8, 1), 184),),  # 64 x 64 spills 40 bytes
+    (80, 2): ((576, 512, Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), 112),),  # 255 registers
+    (86, 2): ((576, 512, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), 74),),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
 # BM is the least power of two that holds the rows of a key head, up to the table's.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 16 rows: three programs, of int8 two
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 192 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 122),  # 32 keys spill with the factors of int8
     ),
     (80, 2): (
-        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 255 registers with 32 rows
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 180 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),  # 140 registers
     ),
@@ -171,9 +205,16 @@ DECODE: dict[tuple[int, int], Rows] = {
     (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
 }
+# (power of two that holds a query row, tile of the table) -> the tile of dk and dv where nothing but a band touches a
+# score: what slopes, a cap or rows in mean form take of the registers serves more rows.
+PLAIN_KEY = {
+    (128, Tile(32, 128, 8, 2, TMA)): Tile(64, 128, 8, 2, TMA),  # 255 registers
+    (256, Tile(32, 64, 8, 1, TMA)): Tile(64, 64, 8, 2, TMA),  # 255 registers, 201 KB shared
+}
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
 ODD = {80: 32, 86: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
+TABLES |= {"prefill": PREFILL, "prefill int8": PREFILL_INT8, "latent": LATENT}
 # The chip whose rows serve others too: the least compute capability, and KB of shared memory, that they have. All have
 # the same registers. So sm_87 is served as sm_80 is, sm_89 and sm_120 as sm_86, sm_100 as sm_90.
 CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
@@ -210,6 +251,11 @@ def heavy(problem: Problem) -> bool:
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
+def plain(problem: Problem) -> bool:
+    """Whether a score is a product and nothing else."""
+    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0 and problem.empty_rows == "zero"
+
+
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
@@ -234,7 +280,11 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if row is None:
         return None
     light, weighed, _ = row
+    if align == widest(problem) and kernel == "key" and plain(problem):
+        return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
     if align == widest(problem):
         return weighed if heavy(problem) else light
     weighed = weighed._replace(TMA=False)
+    if kernel == "key" and align == 1:  # nothing is copied ahead two bytes at a time
+        weighed = weighed._replace(num_stages=1)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed
