@@ -9,6 +9,7 @@ from __future__ import annotations
 from mutant import Mutant, core, house
 from mutations_of_backward import BACKWARD
 from mutations_of_forward import FORWARD
+from mutations_of_gpus import GPUS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
@@ -449,5 +450,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD, *GPUS),
 )
