@@ -7,6 +7,7 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_decode import DECODES
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
@@ -323,10 +324,11 @@ TRITON = [
     house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
           "ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
-          "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
+          "total * tl.exp2((peak - base) * exponent)", "total", KERNELS),
     house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
           "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
+    *DECODES,
 ]  # fmt: skip
 NATIVE = [
     core("core: forward without a part of its scale", "dense/block.h",
