@@ -26,7 +26,15 @@ RUNS = [
 # Instructions of a whole tile's turn per score, or of decode's warps per 64 keys, that no compiler may exceed.
 GOALS = {
     "forward 128 plain sm_90": 7.8,
+    "forward 64 plain sm_90": 7.2,
+    "query 128 plain sm_90": 9.5,
+    "key 128 plain sm_90": 13,
+    "key 192 plain sm_90": 26,
+    "decode 128 16 rows sm_90": 1700,
+    "decode 128 16 rows int8 sm_90": 3700,
 }
+# Bytes on the stack that are known and stay outside the loops, or cost less than a tile that keeps none.
+SPILLED = 128
 RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8")) if ahead.RESOURCES.exists() else {}
 recorded = pytest.mark.skipif(not RECORDED, reason=f"nothing is recorded of Triton {triton.__version__}")
 
@@ -62,8 +70,11 @@ def test_loops_issue_no_more_than_they_are_meant_to() -> None:
 
 
 @recorded
-def test_nothing_recorded_spills() -> None:
-    assert [name for name, row in RECORDED.items() if row["spilled"]] == []
+def test_hardly_anything_recorded_spills() -> None:
+    assert [run for run, row in RECORDED.items() if row["spilled"] > SPILLED] == []
+    assert [run for run in GOALS if RECORDED[run]["spilled"]] == []
+    everyday = [run for run, (name, _) in ahead.RUNS.items() if name in ahead.EVERYDAY]
+    assert [run for run in everyday if RECORDED[run]["spilled"]] == []
 
 
 @recorded

@@ -229,6 +229,7 @@ def configs() -> dict[str, Config]:
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
     # A score that is a product and nothing else: tiles of their own.
+    found["forward 64 plain"] = Config("forward", problem(64))
     found["query 64 plain"] = Config("query", problem(64))
     found["query 192 plain"] = Config("query", problem(128, dim_rope=64))
     for name in ("64", "192", "256"):
@@ -311,8 +312,8 @@ def main() -> None:
         for run, future in running.items():
             rows[run] = future.result()
             print(f"{run:34} {rows[run]}", flush=True)  # noqa: T201 (a tool's report)
-    lines = ",\n".join(f"  {json.dumps(run)}: {json.dumps(rows[run])}" for run in RUNS if run in rows)
-    RESOURCES.write_text(f"{{\n{lines}\n}}\n")
+            lines = ",\n".join(f"  {json.dumps(run)}: {json.dumps(rows[run])}" for run in RUNS if run in rows)
+            RESOURCES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
