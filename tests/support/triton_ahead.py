@@ -151,6 +151,8 @@ def issued(kernel: str, tile: Tile, instructions: int) -> float:
 
     cut: of a turn that takes every branch, whole: of one that skips what it may, as where no mask cuts the tile.
     """
+    if not instructions:  # of a kernel whose loop is not counted
+        return 0.0
     if kernel == "decode":
         return instructions * tile.num_warps * 64 / tile.BN
     return round(instructions * 32 * tile.num_warps / (tile.BM * tile.BN), 2)
