@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from mutant import Mutant, core, house
 from mutations_of_backward import BACKWARD
+from mutations_of_decode import DECODES
 from mutations_of_forward import FORWARD
+from mutations_of_gpus import GPUS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
@@ -325,10 +327,11 @@ TRITON = [
     house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
           "ds = ds * capped(x, scale, CAP)[1]\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
-          "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
+          "total * tl.exp2((peak - base) * exponent)", "total", KERNELS),
     house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
           "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
+    *DECODES,
 ]  # fmt: skip
 NATIVE = [
     core("core: forward without a part of its scale", "dense/block.h",
@@ -449,5 +452,5 @@ PAGES = [
 
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
-    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD),
+    *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS, *FORWARD, *BACKWARD, *GPUS),
 )

@@ -2,8 +2,8 @@
 
     figures("forward 128 sm_90") -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
 
-`python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/;
-with names of entries after it, it compiles these and prints what they take.
+`python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/,
+with names of entries after it these alone.
 
 The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
 pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
@@ -303,16 +303,15 @@ def workers() -> ProcessPoolExecutor:
 
 
 def main() -> None:
+    """Compiles all entries, or those that are named, and records what they take."""
     asked = sys.argv[1:] or list(CONFIGS)
+    rows = json.loads(RESOURCES.read_text(encoding="utf-8")) if RESOURCES.exists() else {}
     with workers() as pool:
         running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in asked}
-        rows = {}
-        for name, future in running.items():
-            rows[name] = future.result()
-            print(f"{name:34} {rows[name]}", flush=True)  # noqa: T201 (a tool's report)
-    if len(sys.argv) > 1:
-        return
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        for run, future in running.items():
+            rows[run] = future.result()
+            print(f"{run:34} {rows[run]}", flush=True)  # noqa: T201 (a tool's report)
+    lines = ",\n".join(f"  {json.dumps(run)}: {json.dumps(rows[run])}" for run in RUNS if run in rows)
     RESOURCES.write_text(f"{{\n{lines}\n}}\n")
 
 

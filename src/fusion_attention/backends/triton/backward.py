@@ -63,8 +63,8 @@ def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
 
-    An empty row has an lse of inf, which makes its weights 0; one in mean form has -inf, and 1 / n for D. `part`
-    receives the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
+    An empty row has an lse of inf, which makes its weights 0, and a D of 0, or 1 / n in mean form. `part` receives
+    the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -95,7 +95,7 @@ def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count
         )
     if MEAN:
         mean = empty & (total > 0)
-        lse, delta = tl.where(mean, -float("inf"), lse), tl.where(mean, 1.0 / total, delta)
+        delta = tl.where(mean, 1.0 / total, delta)
     at, stride = rows_at(places, count, b, h, views.FLAT, 1)
     at = flat + at + wide * stride
     tl.store(at, lse, mask=valid)
@@ -127,6 +127,29 @@ def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA
     else:
         at = base + (PLANE * heads + h).to(tl.int64) * head + (row0 + tl.arange(0, BM))
         return tl.load(at, mask=valid, other=0.0 if PLANE else float("inf"))
+
+
+@triton.jit
+def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
+              DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """dv with what rows in mean form give, each to every key. No turn where no row is: the host has looked."""
+    dv0, dv1, dv2 = dv
+    places, count, b, heads = where
+    for turn in tl.range(0, turns * GROUP):
+        h, row0 = (head + turn // turns).to(tl.int32), turn % turns * BM
+        row = row0 + tl.arange(0, BM)
+        valid = row < rows
+        lse, share = load_notes(notes, h, row0, valid, 0, BM, TMA), load_notes(notes, h, row0, valid, 1, BM, TMA)
+        mean = (lse == float("inf")) & (share > 0) & valid
+        weight = tl.where(mean[None, :] & inside[:, None], share[None, :], 0.0)
+        if DROPOUT:
+            keep = kept_keys(bits, (places, count, b, h.to(tl.int64), heads), row, j0, valid[:, None] & inside[None, :],
+                             drop, DROPOUT, BN)  # fmt: skip
+            weight = tl.where(tl.trans(keep), weight, 0.0)
+        do = load_group(do_rows, h, row0, valid, BM, V0, V1, V2, DIM_V, TMA)
+        dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
+    return dv0, dv1, dv2
 
 
 @triton.jit
@@ -197,8 +220,6 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
-    # An empty row gives dq nothing, in whatever form; one of NaN gives NaN.
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
     delta *= shrink
     # Keys between these two are seen by every row.
     whole, whole_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
@@ -310,11 +331,6 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
                        row[None, :], j[:, None], band, numbers, extras, where, (known[0], known[1], known[5]), RAW,
                        BIAS, BLOCKED, CAP)  # fmt: skip
         weight = p
-        if MEAN:
-            mean = lse == -float("inf")
-            share = load_notes(notes, h, row0, valid, 1, BM, TMA)
-            weight = tl.where(mean[None, :], tl.where(inside[:, None], share[None, :], 0.0), p)
-            p = tl.where(mean[None, :], 0.0, p)
         if DROPOUT:
             there = valid[:, None] & inside[None, :]
             keep = tl.trans(kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN))
@@ -338,6 +354,11 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         row0 += BM
         over = row0 >= last
         h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
+    if MEAN:
+        acc = add_means((dv0, dv1, dv2), do_rows, notes, tl.load(tile + 5), hk * GROUP, rows, j0, inside, bits,
+                        (places, count, b, heads_q), (seed, offset, threshold), GROUP, DROPOUT, V0, V1, V2, DIM_V, BM,
+                        BN, TMA)  # fmt: skip
+        dv0, dv1, dv2 = acc
     at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)

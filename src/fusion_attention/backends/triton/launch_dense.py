@@ -117,20 +117,19 @@ def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
 
 
 def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
-    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows; the longest first."""
+    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows, and how many tiles may hold
+    rows in mean form, which give to every key; the longest first."""
     t = tiles.by_key(extents, tile.BN)
-    if mean:  # a row in mean form gives to every key
-        zero = np.zeros_like(t.begin)
-        return _turns(t, zero, extents.q_len[t.seq], tile.BM)
     begin = t.begin // tile.BM * tile.BM
-    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM)
+    means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM, means)
 
 
-def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
+def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")
-    return np.stack((t.seq, t.row0, t.row1, begin, turns, none, none, none), 1)[order].astype(np.int32)
+    return np.stack((t.seq, t.row0, t.row1, begin, turns, none + means, none, none), 1)[order].astype(np.int32)
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:

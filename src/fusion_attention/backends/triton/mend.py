@@ -337,7 +337,7 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))
-            mean = (lse == -float("inf"))[:, None]
+            mean = ((lse == float("inf")) & (delta > 0))[:, None]
             p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
             at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)

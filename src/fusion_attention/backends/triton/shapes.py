@@ -253,7 +253,7 @@ def heavy(problem: Problem) -> bool:
 
 def plain(problem: Problem) -> bool:
     """Whether a score is a product and nothing else."""
-    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0 and problem.empty_rows == "zero"
+    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
