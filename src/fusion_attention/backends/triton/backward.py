@@ -336,8 +336,12 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             keep = tl.trans(kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN))
             weight = tl.where(keep, weight, 0.0)
         do = load_group(do_rows, h, row0, valid, BM, V0, V1, V2, DIM_V, TMA)
-        dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
-        dp = inner_three(values, do, V1, V2)
+        if TMA:  # dv first: the scores of 64 x 128 then need no stack
+            dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
+            dp = inner_three(values, do, V1, V2)
+        else:  # dP first: 768 elements need none on sm_80
+            dp = inner_three(values, do, V1, V2)
+            dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
         if DROPOUT:
             dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         # Read as late as this, it takes no registers before.
