@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import torch
 from support.caches import CACHES, Cache, judge, made
 
+import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, shapes
+from fusion_attention.testing import compare
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Operands, Problem
@@ -61,6 +64,18 @@ def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], deq
         operands.dequant_v = Dequant(*(dataclasses.replace(view, dim=dims[1]) for view in (scale, offset)))
     compute(cache, operands, cache.extents())
     judge(cache, operands, cache.extents())
+
+
+def test_a_cache_of_latents_by_the_public_door() -> None:
+    cache = fa.PagedKVCache(1, 48, 8, dim_v=32, page_size=16, shares_kv=True, dtype=torch.bfloat16)
+    sequences = [cache.allocate(), cache.allocate()]
+    generator = torch.Generator().manual_seed(5)
+    cache.append(sequences, torch.randn(2, 9, 1, 48, generator=generator).bfloat16())
+    cache.append(sequences[:1], torch.randn(1, 31, 1, 48, generator=generator).bfloat16())
+    q = torch.randn(2, 1, 20, 48, generator=generator).bfloat16()
+    call = functools.partial(fa.decode_attention, q, cache, sequences=sequences)
+    found, measure = call(backend="triton"), call(backend="cpu")
+    compare("out", found, call(backend="golden").double(), measure, 40)
 
 
 @pytest.mark.parametrize("factor", [1e-6, 10.0])
