@@ -49,8 +49,17 @@ endef
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(call both)
 
-test-all: $(VENV)/.extra-test $(VENV)/.extra-demo ## the suite with its slow tests, and the mutants that tests must catch
+# What a kernel takes depends on the compiler: each Triton of which something is recorded, in a folder of its own, which
+# the pins do not reach.
+TRITONS := $(patsubst tests/support/resources/%.json,build/triton/%,$(wildcard tests/support/resources/*.json))
+OTHER_TRITONS := $(filter-out build/triton/$(shell sed -n 's/^triton==//p' constraints.txt),$(TRITONS))
+
+build/triton/%:
+	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS) --target $@ triton==$*
+
+test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, and the mutants that tests must catch
 	$(call both,-m "")
+	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -m "" tests/backends/test_triton_ahead.py && ) true
 	$(BIN)/python tests/house/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3

@@ -175,7 +175,7 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
 def _made(
     problem: AnyProblem, extents: Extents, device: torch.device, backend: str, verb: str, capacity: _Capacity | None
 ) -> Plan:
-    name = choose(problem, device, backend)
+    name = choose(problem, device, backend, verb)
     module = load(name)
     schedule = module.schedule(problem, extents, verb)
     return Plan(problem, extents, name, verb, schedule, module, capacity)

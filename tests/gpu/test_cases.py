@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
+from support.aligned import aligned
 from support.bits import same_bits
 from support.caches import CACHES, Cache, judge, made
 from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
+from support.on_gpu import on_gpu
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
-from fusion_attention.ops.training.call import DenseCall
-from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
+from fusion_attention.testing import Case, arguments, check, golden, plain
 from fusion_attention.waist.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -36,36 +38,17 @@ LARGE = [
 ]
 
 
-def on_gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with its whole storage on the GPU: strides, gaps and the NaN in them stay."""
-    if tensor is None:
-        return None
-    everything = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return everything.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def moved(call: DenseCall) -> DenseCall:
-    tensors = {name: on_gpu(getattr(call, name)) for name in ("q", "k", "v")}
-    return dataclasses.replace(call, **tensors, extras=tuple(map(on_gpu, call.extras)))
-
-
-def computed(case: Case, args: Args) -> dict[str, torch.Tensor]:
-    dy = on_gpu(args["dy"])
-    assert dy is not None
-    found = run(moved(lowered(case, args)), dy, "auto")
-    return {name: tensor.cpu() for name, tensor in found.items()}
-
-
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
-def test_cases(case: Case) -> None:
-    args = arguments(case)
-    check(case, computed(case, args), golden(case, args), plain(case, args))
+@pytest.mark.parametrize("lay", [lambda args: args, aligned], ids=["anywhere", "aligned"])
+def test_cases(case: Case, lay: Callable[[Args], Args]) -> None:
+    args = lay(arguments(case))
+    check(case, on_gpu(case, args), golden(case, args), plain(case, args))
 
 
 def test_the_gradients_have_the_same_bits_in_every_run() -> None:
     case = LARGE[1]
     args = arguments(case)
-    first, second = computed(case, args), computed(case, args)
+    first, second = on_gpu(case, args), on_gpu(case, args)
     same_bits(second, first)
 
 

@@ -7,8 +7,12 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_backward import BACKWARD
 from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
+from mutations_of_decode import DECODES
+from mutations_of_forward import FORWARD
+from mutations_of_gpus import GPUS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
@@ -318,18 +322,19 @@ KERNELS = "kernels/test_cases.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
     house("Triton: sums do not fade", "backends/triton/forward.py",
-          "l = l * fade + tl.sum(p, 1)", "l = l + tl.sum(p, 1)", KERNELS),
+          "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", KERNELS),
     house("Triton: an edge tile is not masked", "backends/triton/forward.py",
           '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
     house("Triton: dk without its scale", "backends/triton/backward.py",
-          "(dk0, dk1, dk2), scale,", "(dk0, dk1, dk2), 1.0,", KERNELS),
+          "(dk0, dk1, dk2), scale / shrink,", "(dk0, dk1, dk2), 1.0 / shrink,", KERNELS),
     house("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
-          "ds = tl.where(seen, ds * capped(x, scale, CAP)[1], 0.0)\n        dk0", "pass\n        dk0", KERNELS),
+          "ds = ds * capped(x, scale, CAP)[1]\n        dk0", "pass\n        dk0", KERNELS),
     house("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
-          "l = l * tl.exp2((m - base) * exponent) + tl.load(here + 1)", "l = l + tl.load(here + 1)", KERNELS),
+          "total * tl.exp2((peak - base) * exponent)", "total", KERNELS),
     house("Triton: every page but the first is clamped away", "backends/triton/pages.py",
           "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
+    *DECODES,
 ]  # fmt: skip
 NATIVE = [
     core("core: forward without a part of its scale", "dense/block.h",
@@ -455,5 +460,5 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME),
+    *(*C_FACE, *ENTRY, *RUNTIME, *FORWARD, *BACKWARD, *GPUS),
 )

@@ -70,7 +70,7 @@ interpreter._patch_lang = _patch_once
 interpreter.InterpreterBuilder.create_dot = _dot_of_widened
 interpreter.InterpreterBuilder.cast_impl = _cast_rounding
 
-SMALL = shapes.Tile(16, 16, 4, 1)
+SMALL = shapes.Tile(16, 16, 4, 1, shapes.TMA)  # where rows start on 16 bytes
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,178 @@
-"""The decode kernels under Triton's interpreter against golden: pages and quantised caches."""
+"""The decode kernels under Triton's interpreter against golden: pages, quantised caches, and who meets which keys."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
+import numpy as np
 import pytest
 import torch
 from support.caches import CACHES, Cache, judge, made
 
+import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, shapes
+from fusion_attention.testing import compare
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Operands, Problem
+
+
+def compute(cache: Cache, operands: Operands, extents: Extents) -> None:
+    p = cache.problem
+    assert backend.reasons_against(p, "cpu") == []
+    backend.attention_forward(p, extents, backend.schedule(p, extents, "attention_forward"), operands)
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
 def test_caches(cache: Cache) -> None:
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cpu")
-    assert backend.reasons_against(p, "cpu") == []
-    backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
+    e, operands = cache.extents(), made(cache, "cpu")
+    compute(cache, operands, e)
     judge(cache, operands, e)
 
 
-@pytest.mark.parametrize(("programs", "keys", "wanted"), [(1, 64, 2), (1, 32, 1), (1, 10_000, 12), (100, 10_000, 1)])
-def test_shares_fill_the_chip_a_few_times(programs: int, keys: int, wanted: int) -> None:
-    assert launch_decode.splits_of(programs, keys, shapes.Tile(16, 16, 4, 1), torch.device("cpu")) == wanted
+def test_a_window_begins_in_the_middle_of_a_page() -> None:
+    cache = Cache(kv_len=(400, 90), q_len=3, more={"bias": "slopes"})
+    whole, operands = cache.extents(), made(cache, "cpu")
+    compute(cache, operands, whole)
+    everything = operands.out.keep[0].clone()
+    band = dataclasses.replace(whole, lo=whole.kv_len - cache.q_len - 20)
+    compute(cache, operands, band)
+    assert not torch.equal(operands.out.keep[0], everything)
+    # The keys before the window hold nothing that counts: other ones there change no bit.
+    found = operands.out.keep[0].clone()
+    for view in (operands.k, operands.v):
+        assert isinstance(view, PagedView)
+        for b, n in enumerate(cache.kv_len):
+            view.pool[view.table[b, : (n - cache.q_len - 20) // view.page_size].long()] = 7.0
+    compute(cache, operands, band)
+    assert torch.equal(operands.out.keep[0], found)
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
+@pytest.mark.parametrize("dequant", ["none", "channel"])
+def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:
+    cache = Cache(q_len=2, heads_q=8, dim_qk=dims[0], dim_v=dims[1], dequant=dequant, dtype="float16",
+                  more={"shares_kv": True})  # fmt: skip
+    operands = made(cache, "cpu")
+    assert isinstance(operands.k, PagedView)
+    operands.v = dataclasses.replace(operands.k, dim=dims[1])
+    if operands.dequant_k is not None:
+        scale, offset = operands.dequant_k.scale, operands.dequant_k.offset
+        assert offset is not None
+        operands.dequant_v = Dequant(*(dataclasses.replace(view, dim=dims[1]) for view in (scale, offset)))
+    compute(cache, operands, cache.extents())
+    judge(cache, operands, cache.extents())
+
+
+def test_a_cache_of_latents_by_the_public_door() -> None:
+    cache = fa.PagedKVCache(1, 48, 8, dim_v=32, page_size=16, shares_kv=True, dtype=torch.bfloat16)
+    sequences = [cache.allocate(), cache.allocate()]
+    generator = torch.Generator().manual_seed(5)
+    cache.append(sequences, torch.randn(2, 9, 1, 48, generator=generator).bfloat16())
+    cache.append(sequences[:1], torch.randn(1, 31, 1, 48, generator=generator).bfloat16())
+    q = torch.randn(2, 1, 20, 48, generator=generator).bfloat16()
+    call = functools.partial(fa.decode_attention, q, cache, sequences=sequences)
+    found, measure = call(backend="triton"), call(backend="cpu")
+    compare("out", found, call(backend="golden").double(), measure, 40)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 10.0])
+def test_scales_of_any_size_leave_float16_its_digits(factor: float) -> None:
+    cache = Cache(dequant="token", dtype="float16", dim_v=32, kv_len=(90, 20))
+    operands = made(cache, "cpu")
+    assert operands.dequant_v is not None
+    operands.dequant_v.scale.pool.abs_().add_(0.5).mul_(factor)  # type: ignore[union-attr]
+    compute(cache, operands, cache.extents())
+    judge(cache, operands, cache.extents())
+
+
+def test_small_scales_of_channels_leave_float16_its_digits() -> None:
+    cache = Cache(dequant="channel", dtype="float16", kv_len=(90, 20))
+    operands = made(cache, "cpu")
+    assert operands.dequant_k is not None
+    assert isinstance(operands.dequant_k.scale, RowView)
+    operands.dequant_k.scale.keep[0].mul_(1e-6)
+    operands.q.keep[0].mul_(100.0)
+    compute(cache, operands, cache.extents())
+    judge(cache, operands, cache.extents())
+
+
+# ---------------------------------------------------------------------------------------------------- the list of work
+
+PROBLEM = Problem(8, 2, 64, 64)
+TILE = shapes.Tile(16, 16, 4, 1)
+WANTED = 10
+
+
+def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
+    """Random key lengths and windows for given rows."""
+    kv_len = generator.integers(0, 700, len(q_len)) * generator.integers(0, 2, len(q_len))
+    hi = kv_len - q_len + 1
+    lo = np.where(generator.integers(0, 2, len(q_len)) > 0, hi - generator.integers(1, 90, len(q_len)), -INFINITE)
+    return Extents(q_len, kv_len, lo, hi, generator.integers(0, 9, len(q_len)), kv_len - q_len)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    q_len = generator.integers(0, 12, 5)
+    for _ in range(4):  # the same rows with other keys: the same room
+        e = bands(generator, q_len)
+        listed = launch_decode.work(PROBLEM, e, TILE, WANTED)
+        cut, room = launch_decode.room_for_shares(PROBLEM, e, TILE, WANTED)
+        assert len(listed) == WANTED + (-(-q_len * PROBLEM.group // TILE.BM)).sum()
+        met = {(b, r): np.zeros(n, int) for b, n in enumerate(e.kv_len) for r in range(q_len[b] * PROBLEM.group)}
+        for b, r0, r1, begin, end, *_ in listed.tolist():
+            assert begin % TILE.BN == 0 or begin == end
+            for r in range(r0, r1):
+                met[b, r][begin:end] += 1
+        for (b, r), counts in met.items():
+            row = r // PROBLEM.group
+            first, end = max(row + e.lo[b], 0), min(max(row + e.hi[b], e.prefix[b]), e.kv_len[b])
+            assert (counts <= 1).all()
+            assert (counts[first : max(end, first)] == 1).all()
+        shared = np.flatnonzero(listed[:, 5] > 1)
+        assert (shared < room).all()
+        firsts = [(first, count) for *_, first, count in listed.tolist() if count]
+        assert len(firsts) <= cut
+        assert [n for first, count in firsts for n in range(first, first + count)] == shared.tolist()
+        for first, count in firsts:  # one tile's shares, one after the other
+            assert (listed[first : first + count, :3] == listed[first, :3]).all()
+            assert (listed[first : first + count, 5] == count).all()
+
+
+def test_one_long_sequence_is_cut_where_its_neighbours_are_not() -> None:
+    keys = np.array([131072, *(1024,) * 63])
+    zero = np.zeros(64, np.int64)
+    e = Extents(zero + 1, keys, zero - INFINITE, keys, zero, keys - 1)
+    listed = launch_decode.work(PROBLEM, e, shapes.Tile(16, 64, 4, 3), 49)
+    longest = (listed[:, 4] - listed[:, 3]).max()
+    assert longest <= -(-keys.sum() // 49) + 64
+    assert (listed[listed[:, 2] > 0, 5] > 1).sum() == (listed[:, 0] == 0)[listed[:, 2] > 0].sum() >= 30
+
+
+def test_a_tile_of_keys_in_two_pages_or_far_apart_is_gathered() -> None:
+    operands, tile = made(Cache(), "cpu"), shapes.Tile(16, 16, 4, 1)
+    views = {"k": operands.k, "v": operands.v}
+    assert launch_decode.within(Cache().problem, views, tile)
+    assert not launch_decode.within(Cache(page_size=24).problem, views, tile)
+    far = dataclasses.replace(operands.v, stride_token=1 << 27)
+    assert not launch_decode.within(Cache().problem, views | {"v": far}, tile)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "table"),
+    [
+        ({}, 16, "decode"),
+        ({}, 64, "prefill"),
+        ({"kv_dtype": "int8"}, 64, "prefill int8"),
+        ({"shares_kv": True}, 16, "latent"),
+        ({"shares_kv": True, "kv_dtype": "int8"}, 128, "prefill int8"),
+    ],
+)
+def test_the_table_that_a_tile_comes_from(more: dict[str, object], rows: int, table: str) -> None:
+    problem = dataclasses.replace(PROBLEM, **more)  # type: ignore[arg-type]
+    assert launch_decode.tables_for(problem, rows)[0] == table
+    assert launch_decode.tables_for(problem, rows)[-1] == "decode"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from fusion_attention.backends.triton import launch_decode, launch_dense, shapes
 from fusion_attention.contract import BackendError
 from fusion_attention.testing import Case, arguments, lowered, run
 from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.problem import Operands, Problem
+from fusion_attention.waist.problem import IndexerProblem, Operands, Problem
 
 CUDA = torch.device("cuda", 0)
 PLAIN = Problem(4, 2, 128, 128, dtype="bfloat16")
+INDEXER = IndexerProblem(heads=4, dim=16, top_k=4)
+INTERPRETED = backend.interpreted
 
 
 @pytest.fixture
@@ -29,9 +32,14 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.undo()
     monkeypatch.setattr(backend, "interpreted", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(backend, "shared_memory", lambda device: 227)
-    return monkeypatch
+    return with_chip(monkeypatch, (9, 0), 227)
+
+
+def with_chip(patch: pytest.MonkeyPatch, capability: tuple[int, int], held: int) -> pytest.MonkeyPatch:
+    """A GPU of a compute capability and so many KB of shared memory."""
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    patch.setattr(shapes, "shared_memory", lambda index: held)
+    return patch
 
 
 def compute(cache: Cache, operands: Operands) -> None:
@@ -55,9 +63,13 @@ def test_a_device_without_triton_is_refused(chip: pytest.MonkeyPatch) -> None:
 
 def test_other_devices_are_refused(chip: pytest.MonkeyPatch) -> None:
     assert backend.reasons_against(PLAIN, "cpu") == ["the triton back end computes device cuda, not cpu."]
-    for major in (7, 10, 12):
-        chip.setattr(torch.cuda, "get_device_capability", lambda device=None, major=major: (major, 0))
-        assert f"not for sm_{major}x" in backend.reasons_against(PLAIN, CUDA)[0]
+    for major in (7, 11, 13):
+        with_chip(chip, (major, 0), 227)
+        assert f"sm_8x, sm_9x, sm_10x, sm_12x, not for sm_{major}x" in backend.reasons_against(PLAIN, CUDA)[0]
+    with_chip(chip, (8, 8), 64)
+    assert backend.reasons_against(PLAIN, CUDA) == [
+        "the triton back end needs 99 KB of shared memory; this GPU has 64 KB."
+    ]
     chip.setattr(torch.version, "hip", "6.4")
     assert "not on AMD's" in backend.reasons_against(PLAIN, CUDA)[0]
     chip.setattr(torch.version, "hip", None)
@@ -86,15 +98,56 @@ def test_a_head_dim_without_a_tile_is_refused(
     )
 
 
-def test_a_head_dim_beyond_a_chips_shared_memory_is_refused(chip: pytest.MonkeyPatch) -> None:
-    wide = dataclasses.replace(PLAIN, dim_qk=256, dim_v=256)
+@pytest.mark.parametrize(
+    ("capability", "held", "served_as"),
+    [
+        *(((8, 0), 163, 80), ((8, 6), 99, 86), ((8, 7), 163, 80), ((8, 9), 99, 86), ((9, 0), 227, 90)),
+        *(((10, 0), 227, 90), ((10, 3), 227, 90), ((12, 0), 99, 86), ((12, 1), 99, 86)),
+    ],
+)
+def test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has(
+    capability: tuple[int, int], held: int, served_as: int, chip: pytest.MonkeyPatch
+) -> None:
+    with_chip(chip, capability, held)
+    assert shapes.chip_of(CUDA) == served_as
+    for dim in (64, 128, 256):
+        assert backend.reasons_against(dataclasses.replace(PLAIN, dim_qk=dim, dim_v=dim), CUDA) == []
+
+
+def test_no_row_takes_more_memory_than_its_chip_has() -> None:
+    for table in shapes.TABLES.values():
+        for (chip_, _), rows in table.items():
+            assert all(row[-1] <= shapes.CHIPS[chip_][1] for row in rows)
+
+
+def test_a_forward_is_not_refused_for_what_the_backward_takes(chip: pytest.MonkeyPatch) -> None:
+    wide = dataclasses.replace(PLAIN, dim_qk=768, dim_v=768)
     assert backend.reasons_against(wide, CUDA) == []
-    chip.setattr(backend, "shared_memory", lambda device: 99)
-    (reason,) = backend.reasons_against(wide, CUDA)
-    assert reason == (
-        "the triton back end needs 192 KB of shared memory for dim_qk 256, dim_rope 0 and dim_v 256 in bfloat16; "
-        "this GPU has 99 KB."
-    )
+    with_chip(chip, (8, 9), 99)
+    assert backend.reasons_against(wide, CUDA, "attention_forward") == []
+    for verb in ("attention_backward", ""):
+        (reason,) = backend.reasons_against(wide, CUDA, verb)
+        assert "no tile for dim_qk 768, dim_rope 0 and dim_v 768 in bfloat16" in reason
+    assert choose(wide, CUDA, "auto", "attention_forward") == "triton"
+
+
+@pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.3.1", "3.5.1", "3.9.0", "4.0.0", "3.10.0+git1"])
+def test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name(
+    version: str, chip: pytest.MonkeyPatch
+) -> None:
+    """Also one without knobs, which say whether kernels are interpreted."""
+    chip.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    chip.setattr(backend, "interpreted", INTERPRETED)
+    assert backend.reasons_against(PLAIN, CUDA) == [
+        f"the triton back end was compiled with triton 3.6 to 3.8, not with {version}."
+    ]
+    assert f"not with {version}" in backend.reasons_against(INDEXER, CUDA)[0]
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.7.0+git1234"])
+def test_the_tritons_that_compile_the_kernels(version: str, chip: pytest.MonkeyPatch) -> None:
+    chip.setattr(sys.modules["triton"], "__version__", version)
+    assert backend.reasons_against(PLAIN, CUDA) == []
 
 
 def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> None:
@@ -108,7 +161,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
         dropout="philox",
         keep_prob=0.5,
     )
-    chip.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    with_chip(chip, (7, 0), 64)
     with pytest.raises(BackendError) as caught:
         choose(wrong, CUDA, "auto")
     said = str(caught.value)
@@ -117,12 +170,11 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
         "out_quant",
         "select_count",
         "dim_rope up to 256",
-        "no tile for dim_qk 900",
         "no dropout",
         "cpu: ",
     )
     assert [word for word in words if word not in said] == []
-    assert said.count("triton: ") == 6
+    assert said.count("triton: ") == 5
 
 
 def test_reasons_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,12 +219,6 @@ def test_rows_and_pages_do_not_mix() -> None:
     two = dataclasses.replace(operands, v=dataclasses.replace(operands.v, table=operands.v.table.clone()))
     with pytest.raises(BackendError, match="expected one page table, got another for v"):
         compute(Cache(), two)
-
-
-def test_more_sequences_than_a_grid_holds_are_refused() -> None:
-    many = Cache(kv_len=(0,) * (launch_decode.MOST_SEQUENCES + 1), heads_q=1, heads_kv=1)
-    with pytest.raises(BackendError, match="expected at most 65535 sequences, got 65536"):
-        compute(many, made(many, "cpu"))
 
 
 # ------------------------------------------------------------------------------------------------------ tables of pages

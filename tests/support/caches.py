@@ -67,6 +67,14 @@ CACHES = [
     Cache(dequant="token", dtype="float16", q_len=2),
     Cache(q_len=3, heads_q=8, more={"softcap": 1.5, "bias": "slopes", "has_sink": True}),
     Cache(dequant="token", dtype="float16", q_len=2, more={"softcap": 4.0}),
+    # Pages that hold two tiles of keys, and tiles that hold two pages.
+    Cache(page_size=32),
+    Cache(page_size=8, dequant="token", dtype="bfloat16"),
+    # Integers loaded two by two, with what they mean by channel and by token, in columns that are not a power of two.
+    Cache(dequant="channel", dtype="bfloat16", dim_v=40),
+    Cache(dequant="token", dtype="float16", dim_v=32, q_len=2),
+    # One sequence longer than all others together: its tiles alone are cut.
+    Cache(kv_len=(3, 400, 0, 20), dtype="bfloat16", dim_v=80),
 ]
 
 

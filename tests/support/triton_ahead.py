@@ -1,8 +1,9 @@
 """Compiles the kernels for a chip without having one, and reads from the binary what it takes.
 
-    figures("forward 128", 90) -> {"registers": 255, "spilled": 0, "shared": 131072, ...}
+    figures("forward 128 sm_90") -> {"registers": 255, "spilled": 0, "shared": 131072, "whole": 13.09, ...}
 
-`python tests/support/triton_ahead.py` compiles the whole list and writes resources.json.
+`python tests/support/triton_ahead.py` compiles the whole list and writes what this Triton makes of it into resources/,
+with names of entries after it these alone.
 
 The constants are those of a launch (launch_dense.py); what a launch finds out about its arguments - absent ones,
 pointers on 16 bytes - is said here by hand. Reads with the cuobjdump of Triton's own wheel.
@@ -15,10 +16,10 @@ import multiprocessing
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import sass
+
 from fusion_attention.backends.triton import backward, decode, forward, launch_decode, launch_dense, mend, shapes
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.waist.problem import Problem
 
-Figures = dict[str, int]
+Figures = dict[str, float]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LOOPS = ("forward", "query", "key", "decode")  # the kernels whose main loop is counted
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "i8"}
 KERNELS = {
     "forward": forward.forward,
@@ -46,19 +53,19 @@ KERNELS = {
 }
 
 
-def known(kernel: str, problem: Problem, tile: Tile, mean: int = 0, aligned: bool = True) -> launch_dense.Constants:
-    """What a kernel knows while compiling."""
+def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launch_dense.Constants:
+    """What a kernel knows while compiling; align: elements of which row starts are multiples, 0: those of 16 bytes."""
+    align = align or shapes.widest(problem)
     if kernel == "forward":
-        return launch_dense.forward_constants(problem, tile, mean, aligned)
+        return launch_dense.forward_constants(problem, tile, align)
     if kernel in ("decode", "join"):
-        return dict(zip(("decode", "join"), launch_decode.decode_constants(problem, tile, aligned), strict=True))[
-            kernel
-        ]
+        both = launch_decode.decode_constants(problem, tile, align)
+        return dict(zip(("decode", "join"), both, strict=True))[kernel]
     if kernel == "mend_out":
-        return launch_dense.mend_out_constants(problem, aligned)
+        return launch_dense.mend_out_constants(problem, align)
     if kernel in shapes.MEND:
-        return launch_dense.mend_constants(kernel, problem, aligned)
-    prepare, query, key = launch_dense.backward_constants(problem, tile, mean, aligned)
+        return launch_dense.mend_constants(kernel, problem, align)
+    prepare, query, key = launch_dense.backward_constants(problem, tile, align)
     return {"prepare": prepare, "query": query, "key": key}[kernel]
 
 
@@ -73,6 +80,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
         "part": kernel == "prepare" and not p.has_sink,
+        "large": p.dtype != "float16",
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
         **dict.fromkeys(("scale_v", "offset_v"), p.dequant_v == "none"),
@@ -80,7 +88,8 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64", "tiles": "i32", "table": "i32"}
+    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64"}
+    types |= dict.fromkeys(("tiles", "table", "large", "work"), "i32")
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:
         types |= dict.fromkeys(("k", "v"), TYPES[p.kv_dtype])
@@ -104,10 +113,10 @@ def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> 
     return ASTSource(fn=function, signature=signature, constexprs=fixed, attrs=attributes)
 
 
-def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0, aligned: bool = True) -> Figures:
+def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
     """What the kernel takes on a chip (80 or 90), and with which instructions it multiplies."""
     compiled = triton.compile(
-        source(kernel, problem, known(kernel, problem, tile, mean, aligned)),
+        source(kernel, problem, known(kernel, problem, tile, align)),
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -122,15 +131,39 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0,
         int(re.search(rf"{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
         for word in ("REG", "STACK", "LOCAL")
     )
+    turns = sass.loops(code) if kernel in LOOPS else []
     return {
         "registers": registers,
         "spilled": stack + local,
         "shared": compiled.metadata.shared,
         "wgmma": "HGMMA" in code,
         "mma": bool(re.search(r"\bHMMA\.", code)),
-        "copies": len(re.findall(r"\bLDGSTS", code)),
+        "copies": len(re.findall(r"\bLDGSTS", code)) + len(re.findall(r"\bUTMALDG", code)),
         "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
+        "ahead": ahead(compiled.asm["ttgir"]),
+        "cut": issued(kernel, tile, max((loop.most for loop in turns), default=0)),
+        "whole": issued(kernel, tile, min((loop.least for loop in turns), default=0)),
     }
+
+
+def issued(kernel: str, tile: Tile, instructions: int) -> float:
+    """Instructions of a turn of the main loop, per score that a thread owns; of decode, of all warps per 64 keys.
+
+    cut: of a turn that takes every branch, whole: of one that skips what it may, as where no mask cuts the tile.
+    """
+    if not instructions:  # of a kernel whose loop is not counted
+        return 0.0
+    if kernel == "decode":
+        return instructions * tile.num_warps * 64 / tile.BN
+    return round(instructions * 32 * tile.num_warps / (tile.BM * tile.BN), 2)
+
+
+def ahead(intermediate: str) -> int:
+    """Loads that a loop keeps in flight: groups of asynchronous copies, or tiles beside the one in use by TMA."""
+    groups = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", intermediate)]
+    copied = "async_tma_copy_global_to_local" in intermediate
+    stages = [int(n) for n in re.findall(r"memdesc_index .*?memdesc<(\d+)x\d+x\d+x", intermediate)] if copied else []
+    return max([*groups, *(n - 1 for n in stages)], default=0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the list
@@ -138,22 +171,24 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, mean: int = 0,
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel for one problem; mean: the kernels' MEAN; rows: decode's BM, where that is not its table's."""
+    """One kernel for one problem; align: of known(); rows: decode's BM, where that is not its table's; table: whose
+    tile it takes, where that is not the kernel's own."""
 
     kernel: str
     problem: Problem
-    mean: int = 0
-    aligned: bool = True
+    align: int = 0
     rows: int = 0
+    table: str = ""
 
-    def tile(self, chip: int) -> Tile:
-        """The tile that a launch chooses."""
+    def tile(self, chip: int) -> Tile | None:
+        """The tile that a launch chooses; None: the chip's tables hold none."""
         if self.kernel in shapes.MEND:
             return shapes.mend_tile(self.kernel, self.problem)
-        kernel = {"prepare": "query", "join": "decode"}.get(self.kernel, self.kernel)
-        tile = shapes.tile_of(kernel, self.problem, chip, self.aligned)
-        assert tile is not None
-        return tile._replace(BM=self.rows) if self.rows else tile
+        if self.kernel == "join":
+            return launch_decode.JOIN
+        kernel = self.table or {"prepare": "query"}.get(self.kernel, self.kernel)
+        tile = shapes.tile_of(kernel, self.problem, chip, self.align or shapes.widest(self.problem))
+        return tile._replace(BM=self.rows) if self.rows and tile is not None else tile
 
 
 def problem(dim: int, dim_v: int = 0, **more: Any) -> Problem:
@@ -171,8 +206,11 @@ SIZES = {
     "256": {"dim": 256},
     "576": {"dim": 512, "dim_rope": 64},
 }
+MEAN, MEAN_IN_BAND = {"empty_rows": "mean"}, {"empty_rows": "mean_in_band"}
 FLOAT32 = {"dtype": "float32"}
 PAGES = {"page_size": 64}
+PAGED_READ = {"bias": "matrix", "has_blocked": True}
+LATENT = {"dim_rope": 64, "shares_kv": True}
 INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 
@@ -182,16 +220,25 @@ def configs() -> dict[str, Config]:
     for kernel in ("forward", "query", "key"):
         for name, size in SIZES.items():
             found[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
-            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ), mean=1)
+            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ, **MEAN))
         found[f"{kernel} 128 plain"] = Config(kernel, problem(128))
         found[f"{kernel} 128 capped"] = Config(kernel, problem(128, softcap=50.0))
         found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
         found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
-        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ), mean=2)
-        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), aligned=False)
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ, **MEAN_IN_BAND))
+        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), align=1)
+        found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
-        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ), mean=1)
-    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT), mean=2)
+        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+    # A score that is a product and nothing else: tiles of their own.
+    found["forward 64 plain"] = Config("forward", problem(64))
+    found["query 64 plain"] = Config("query", problem(64))
+    found["query 192 plain"] = Config("query", problem(128, dim_rope=64))
+    for name in ("64", "192", "256"):
+        found[f"key {name} plain"] = Config("key", problem(**SIZES[name]))
+    found["key 128 float16"] = Config("key", problem(128, dtype="float16"))
+    found["key 128 mean"] = Config("key", problem(128, **MEAN))
+    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
     found["decode 128"] = Config("decode", problem(128, **PAGES))
@@ -201,6 +248,14 @@ def configs() -> dict[str, Config]:
     found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
     found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
     found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    found["decode 256"] = Config("decode", problem(256, **PAGES))
+    for name, size in (("64", {"dim": 64}), ("128", {"dim": 128}), ("192", SIZES["192"]), ("256", {"dim": 256})):
+        found[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
+        found[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
+    found["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
+    found["prefill 128 int8 read"] = Config("decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8")
+    found["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
+    found["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
     found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
     found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
     found["decode 768"] = Config("decode", problem(768, **PAGES))
@@ -224,15 +279,25 @@ EVERYDAY = (
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),
 )
-CHIPS = (80, 90)
-SHARED = {80: 166912, 90: 232448}  # bytes that a program may have
-RESOURCES = Path(__file__).parent / "resources.json"
+CHIPS = (80, 86, 90)
+EVERYDAY_CHIPS = (80, 90)
+SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
+RUNS = {
+    f"{name} sm_{chip}": (name, chip)
+    for name, config in CONFIGS.items()
+    for chip in CHIPS
+    if config.tile(chip) is not None
+}
+RESOURCES = Path(__file__).parent / "resources" / f"{triton.__version__}.json"
 
 
-def figures(name: str, chip: int) -> Figures:
-    """measure() of an entry of the list."""
+def figures(run: str) -> Figures:
+    """measure() of an entry of RUNS."""
+    name, chip = RUNS[run]
     config = CONFIGS[name]
-    return measure(config.kernel, config.problem, config.tile(chip), chip, config.mean, config.aligned)
+    tile = config.tile(chip)
+    assert tile is not None
+    return measure(config.kernel, config.problem, tile, chip, config.align)
 
 
 def workers() -> ProcessPoolExecutor:
@@ -241,14 +306,16 @@ def workers() -> ProcessPoolExecutor:
 
 
 def main() -> None:
+    """Compiles all entries, or those that are named, and records what they take."""
+    asked = sys.argv[1:] or list(CONFIGS)
+    rows = json.loads(RESOURCES.read_text(encoding="utf-8")) if RESOURCES.exists() else {}
     with workers() as pool:
-        running = {f"{name} sm_{chip}": pool.submit(figures, name, chip) for name in CONFIGS for chip in CHIPS}
-        rows = {}
-        for name, future in running.items():
-            rows[name] = future.result()
-            print(f"{name:34} {rows[name]}", flush=True)  # noqa: T201 (a tool's report)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    RESOURCES.write_text(f'{{"triton": "{version("triton")}", "rows": {{\n{lines}\n}}}}\n')
+        running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in asked}
+        for run, future in running.items():
+            rows[run] = future.result()
+            print(f"{run:34} {rows[run]}", flush=True)  # noqa: T201 (a tool's report)
+            lines = ",\n".join(f"  {json.dumps(run)}: {json.dumps(rows[run])}" for run in RUNS if run in rows)
+            RESOURCES.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ class Backend(Protocol):
 
     NAME: str
 
-    def reasons_against(self, problem: AnyProblem, device: torch.device, /) -> list[str]:
-        """One sentence for each thing that it cannot do; empty when it can."""
+    def reasons_against(self, problem: AnyProblem, device: torch.device, verb: str = "", /) -> list[str]:
+        """One sentence for each thing that it cannot do; empty when it can. Without a verb, for all of them."""
         ...
 
     def schedule(self, problem: Accepted, extents: Extents, verb: str, /) -> Any:
@@ -128,8 +128,8 @@ def load(name: str) -> Backend:
     return found
 
 
-def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
-    """The back end that computes: the named one, or the first of AUTO without a reason against.
+def choose(problem: AnyProblem, device: torch.device, backend: str, verb: str = "") -> str:
+    """The back end that computes a verb, or all: the named one, or the first of AUTO without a reason against.
 
     Raises:
         ValueError: an unknown name.
@@ -142,7 +142,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str) -> str:
     automatic = AUTO if device.type == "cuda" else AUTO[1:]
     listed = []
     for name in automatic if backend == "auto" else (backend,):
-        against = reasons_of(name, problem, device)
+        against = reasons_of(name, problem, device, verb)
         if not against:
             return name
         listed += [f"{name}: {reason}" for reason in against]
@@ -156,13 +156,13 @@ def _known(backend: str) -> None:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def reasons_of(name: str, problem: AnyProblem, device: torch.device) -> list[str]:
+def reasons_of(name: str, problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
     """Why a back end does not compute a problem on a device; empty where it does."""
     try:
         module = load(name)
     except ImportError as error:
         return [f"the {name} back end cannot be loaded ({error})."]
-    return module.reasons_against(problem, device)
+    return module.reasons_against(problem, device, verb)
 
 
 @contextmanager

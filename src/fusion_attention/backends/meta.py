@@ -11,7 +11,7 @@ from fusion_attention.waist.problem import AnyProblem, Extents
 NAME = "meta"
 
 
-def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
     """Why this back end cannot compute the problem: where there is memory, somebody wants values in it."""
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 

@@ -43,7 +43,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule | full_int8.Schedule
 
 
-def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),

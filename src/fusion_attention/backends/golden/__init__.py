@@ -42,7 +42,7 @@ _BUFFERS = {
 }
 
 
-def reasons_against(problem: AnyProblem, device: torch.device) -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
     """Why this back end cannot compute the problem: never."""
     return []
 

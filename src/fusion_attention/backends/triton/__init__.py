@@ -5,6 +5,7 @@ Knows which problems it can compute. Refuses to know any interface's words; vali
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,24 @@ if TYPE_CHECKING:
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
-MAJORS = (8, 9)  # compute capabilities of the chips that the kernels were compiled for
+MAJORS = (8, 9, 10, 12)  # compute capabilities of the chips that the kernels were compiled for
+TRITONS = ((3, 6), (3, 8))  # the oldest and the newest that they were compiled with
+# Tables in which a verb needs a tile; a cache is read by the kernels of decode alone.
+TABLES = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
+ALL = ("forward", "query", "key", "decode")
+
+
+def against_triton() -> list[str]:
+    """Why the Triton that is installed, if any, cannot compile the kernels."""
+    try:
+        import triton
+    except ImportError:
+        return ["the triton back end needs the package triton, which is not installed."]
+    found = re.findall(r"\d+", triton.__version__)
+    oldest, newest = (".".join(map(str, version)) for version in TRITONS)
+    if TRITONS[0] <= tuple(map(int, found[:2])) <= TRITONS[1]:
+        return []
+    return [f"the triton back end was compiled with triton {oldest} to {newest}, not with {triton.__version__}."]
 
 
 def interpreted() -> bool:
@@ -38,10 +56,8 @@ def interpreted() -> bool:
 
 def against_device(device: torch.device) -> list[str]:
     """Why a device cannot run the kernels."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return ["the triton back end needs the package triton, which is not installed."]
+    if against := against_triton():
+        return against
     if interpreted():
         return []
     if device.type != "cuda":
@@ -51,35 +67,27 @@ def against_device(device: torch.device) -> list[str]:
     if not torch.cuda.is_available():
         return ["the triton back end finds no GPU."]
     major = torch.cuda.get_device_capability(device)[0]
-    return [] if major in MAJORS else [f"the triton back end was compiled for sm_8x and sm_9x, not for sm_{major}x."]
+    if major not in MAJORS:
+        known = ", ".join(f"sm_{known}x" for known in MAJORS)
+        return [f"the triton back end was compiled for {known}, not for sm_{major}x."]
+    if shapes.chip_of(device) is None:
+        least, held = min(kb for _, kb in shapes.CHIPS.values()), shapes.shared_memory(shapes.index_of(device))
+        return [f"the triton back end needs {least} KB of shared memory; this GPU has {held} KB."]
+    return []
 
 
-def shared_memory(device: torch.device) -> int:
-    """KB of shared memory that a program may take on a GPU."""
-    from triton.runtime import driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
-
-
-def against_shape(problem: Problem, device: torch.device) -> list[str]:
+def against_shape(problem: Problem, device: torch.device, verb: str) -> list[str]:
     """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
     p, reasons = problem, []
     if p.dim_rope > shapes.WIDEST_ROPE:
         reasons.append(f"the triton back end computes dim_rope up to {shapes.WIDEST_ROPE}, not {p.dim_rope}.")
     if p.dtype not in DTYPES:
         return reasons
-    usable = device.type == "cuda" and torch.cuda.is_available()
-    chip = shapes.chip_of(device) if usable else shapes.CHIPS[-1]
-    kernels = ("decode",) if p.page_size or p.kv_dtype else ("forward", "query", "key", "decode")
-    sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
-    rows = [shapes.row_of(kernel, p, chip) for kernel in kernels]
-    if None in rows:
+    chip = shapes.chip_of(device)
+    kernels = TABLES.get(verb, ALL) if not (p.page_size or p.kv_dtype) else ("decode",)
+    if chip is not None and any(shapes.row_of(kernel, p, chip) is None for kernel in kernels):
+        sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
         reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
-    needed = max(row[-1] for row in rows if row) if any(rows) else 0
-    held = shared_memory(device) if usable else needed
-    if needed > held:
-        reasons.append(f"the triton back end needs {needed} KB of shared memory for {sizes}; this GPU has {held} KB.")
     return reasons
 
 
@@ -96,14 +104,13 @@ def against_cache(problem: Problem) -> list[str]:
     return reasons
 
 
-def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str]:
-    """One sentence for each thing that this back end cannot do; empty when it can."""
+def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
+    """One sentence for each thing that this back end cannot do; empty when it can. Without a verb, for all of them."""
     p, where = problem, torch.device(device)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         return [*against_device(where), "the triton back end computes no indexer."]
     table = (
         ("dtype", p.dtype, DTYPES),
-        ("shares_kv", p.shares_kv, (False,)),
         ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
         ("out_quant", p.out_quant, ("none",)),
         ("select_count", p.select_count, (0,)),
@@ -118,7 +125,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str) -> list[str
     ]
     if p.has_blocked_tiles:
         unknown.append("the triton back end computes no blocked tiles: give them as a matrix, blocked.")
-    return against_device(where) + unknown + against_shape(p, where) + against_cache(p)
+    return against_device(where) + unknown + against_shape(p, where, verb) + against_cache(p)
 
 
 def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
@@ -142,10 +149,6 @@ def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
 
 def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
-    from fusion_attention.backends.triton import launch_dense
-
-    if not schedule.decodes:
-        schedule.mean = launch_dense.mean_of(problem, extents)
     schedule.kept.update(extents)
     return schedule
 
@@ -159,11 +162,12 @@ lay_forward = keep = nothing
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense
+    from fusion_attention.backends.triton import launch_decode, launch_dense, memory
 
     if len(extents):
         run = launch_decode.run if schedule.decodes else launch_dense.run_forward
-        run(problem, extents, schedule, operands)
+        with memory.on(memory.tensor_of(operands.q).device):
+            run(problem, extents, schedule, operands)
 
 
 def attention_backward(
@@ -173,15 +177,18 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import launch_dense
+    from fusion_attention.backends.triton import launch_dense, memory
 
-    if len(extents) and grads.dbias is not None and grads.owns_dbias:
+    if not len(extents):
+        if grads.dsink is not None:
+            grads.dsink.zero_()
+        return
+    with memory.on(memory.tensor_of(operands.q).device):
+        if grads.dbias is None or not grads.owns_dbias:
+            launch_dense.run_backward(problem, extents, schedule, operands, grads)
+            return
         owned = grads.dbias.keep
         summed = torch.zeros_like(owned, dtype=torch.float32)  # A copy: kernels add to dbias.
         grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
         launch_dense.run_backward(problem, extents, schedule, operands, grads)
         owned.copy_(summed)
-    elif len(extents):
-        launch_dense.run_backward(problem, extents, schedule, operands, grads)
-    elif grads.dsink is not None:
-        grads.dsink.zero_()

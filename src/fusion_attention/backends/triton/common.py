@@ -64,6 +64,16 @@ def interval(row, valid, kv_len, lo, hi, prefix):
 
 
 @triton.jit
+def band_at(known):
+    """int32 (q_len, kv_len, lo, hi, prefix) of what lengths_at() gave: no edge is further away than there are rows and
+    keys, so that a sum with a row or a key is one of int32 too."""
+    q_len, kv_len, lo, hi, prefix, _ = known
+    lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
+    return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
+            tl.minimum(prefix, kv_len).to(tl.int32))  # fmt: skip
+
+
+@triton.jit
 def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CUT: tl.constexpr):
     """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows not there."""
     d = FIRST + tl.arange(0, WIDTH)
@@ -151,6 +161,76 @@ def load_three(base, offset, there, CUT: tl.constexpr,
     if W2:
         x2 = load_part(base, offset, there, W0 + W1, W2, DIM, CUT)
     return x0, x1, x2
+
+
+@triton.jit
+def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+            DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Where load_rows() finds rows: descriptors of their parts, which read zeros behind `count` rows, or
+    (first element, stride)."""
+    if TMA:
+        count = count.to(tl.int32)
+        x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W1])
+        if W2:
+            x2 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W2])
+        return x0, x1, x2
+    else:
+        return base, stride
+
+
+@triton.jit
+def load_rows(rows, j0, inside, CUT: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+              W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The parts of ROWS rows from j0 on, as load_three() gives them; rows: of rows_of()."""
+    if TMA:
+        x0 = rows[0].load([j0, 0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = rows[1].load([j0, W0])
+        if W2:
+            x2 = rows[2].load([j0, W0 + W1])
+        return x0, x1, x2
+    else:
+        base, stride = rows
+        offset = (j0 + tl.arange(0, ROWS)).to(tl.int64) * stride
+        return load_three(base, offset, inside, CUT, W0, W1, W2, DIM)
+
+
+@triton.jit
+def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+                  W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """rows_of() for load_group(), which takes a head too."""
+    if TMA:
+        count = count.to(tl.int32)
+        x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W1])
+        if W2:
+            x2 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W2])
+        return x0, x1, x2
+    else:
+        return base, head, stride
+
+
+@triton.jit
+def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+               DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The parts of ROWS rows of head h from `first` on; rows: of rows_of_group()."""
+    if TMA:
+        x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
+        x1, x2 = x0, x0
+        if W1:
+            x1 = rows[1].load([h, first, W0]).reshape(ROWS, W1)
+        if W2:
+            x2 = rows[2].load([h, first, W0 + W1]).reshape(ROWS, W2)
+        return x0, x1, x2
+    else:
+        base, head, stride = rows
+        return load_rows((base + h * head, stride), first, inside, True, ROWS, W0, W1, W2, DIM, TMA)
 
 
 @triton.jit

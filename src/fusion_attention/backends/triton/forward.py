@@ -21,25 +21,35 @@ from fusion_attention.backends.triton.common import (
     interval,
     kept_keys,
     lengths_at,
-    load_part,
-    load_three,
+    load_rows,
     not_blocked,
     rows_at,
+    rows_of,
     store_three,
     zeros_three,
 )
 
 
 @triton.jit
-def attend(state, query, rope, memory, strides, extras, where, row, edges, lengths, numbers, drop, keys,
+def weigh(s, m, l, exponent):
+    """(weights of scores, what earlier weights fade by, max of the rows so far, sum of their weights)."""
+    now = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
+    shift = tl.where(now == -float("inf"), 0.0, now) * exponent
+    p = tl.exp2(s * exponent - shift[:, None])
+    fade = tl.exp2(m * exponent - shift)
+    return p, fade, now, l * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbers, drop, keys,
            CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
-           BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+           BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """One loop: `left` tiles of keys from `begin` on and `right` ones from `again` on; keys = these four."""
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
-    stride_k, stride_v, stride_r = strides
     bias, slopes, blocked, bits = extras
     places, count, b, h, heads = where
     valid, first_key, end_key = edges
@@ -51,10 +61,9 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
             j0 = tl.where(t < left, j0, again + (t - left) * BN)
         j = j0 + tl.arange(0, BN)
         inside = j < lengths[1]
-        wide = j.to(tl.int64)
-        s = inner_three(query, load_three(k, wide * stride_k, inside, CUT, D0, D1, D2, DIM), D1, D2)
+        s = inner_three(query, load_rows(k, j0, inside, CUT, BN, D0, D1, D2, DIM, TMA), D1, D2)
         if R:
-            part = load_part(kr, wide * stride_r, inside, 0, R, DIM_ROPE, CUT)
+            part = load_rows(kr, j0, inside, CUT, BN, R, 0, 0, DIM_ROPE, TMA)[0]
             s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
@@ -65,13 +74,7 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], there)
             s = tl.where(seen, s, -float("inf"))
-        now = tl.maximum(m, tl.max(s, 1))
-        # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
-        shift = tl.where(now == -float("inf"), 0.0, now)
-        p = tl.exp2((s - shift[:, None]) * exponent)
-        fade = tl.exp2((m - shift) * exponent)
-        l = l * fade + tl.sum(p, 1)
-        m = now
+        p, fade, m, l = weigh(s, m, l, exponent)
         if DROPOUT:
             p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
         acc0 = acc0 * fade[:, None]
@@ -79,14 +82,15 @@ def attend(state, query, rope, memory, strides, extras, where, row, edges, lengt
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        values = load_three(v, wide * stride_v, inside, CUT, V0, V1, V2, DIM_V)
+        values = load_rows(v, j0, inside, CUT, BN, V0, V1, V2, DIM_V, TMA)
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2, m, l
 
 
 @triton.jit
-def add_means(acc, mean, v, stride_v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
-              V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
+              V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
     """What the rows in mean form sum: every key that dropout keeps, seen or not. No turn where no row is."""
     acc0, acc1, acc2 = acc
     end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
@@ -97,7 +101,7 @@ def add_means(acc, mean, v, stride_v, bits, where, row, valid, drop, kv_len, DRO
         p = tl.where(mean[:, None] & there, 1.0, 0.0)
         if DROPOUT:
             p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
-        values = load_three(v, j.to(tl.int64) * stride_v, inside, True, V0, V1, V2, DIM_V)
+        values = load_rows(v, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA)
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2
 
@@ -128,14 +132,15 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
             SINK: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
             DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
 
     MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
-    row = tl.load(tile + 1) + tl.arange(0, BM)
+    row0 = tl.load(tile + 1)
+    row = row0 + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
     begin, left, full, again, right = (
         tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
@@ -146,27 +151,33 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
     at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
     wide = row.to(tl.int64)
-    query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
-    rope, stride_r, kr = query[0], stride_k, k
+    # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
+    TMA_Q: tl.constexpr = TMA and BM >= 64
+    query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
+                      D0, D1, D2, DIM, TMA_Q)  # fmt: skip
+    keys = rows_of(k + at_k, stride_k, kv_len, BN, D0, D1, D2, DIM, TMA)
+    values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
+    rope, kr = query[0], keys
     if R:
         at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
         at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
-        rope, kr = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True), k_rope + at_kr
+        rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
+                         BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
+        kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
 
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
-    memory, strides = (k + at_k, v + at_v, kr), (stride_k, stride_v, stride_r)
-    extras, where = (bias, slopes, blocked, bits), (places, count, b, h, heads_q)
+    memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (places, count, b, h, heads_q)
     numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
     edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
-    state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
+    state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
                    (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
-                   V0, V1, V2, DIM_V, BN, CAP)  # fmt: skip
+                   V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
     if not BLOCKED:
-        state = attend(state, query, rope, memory, strides, extras, where, row, edges, known, numbers, drop,
+        state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
                        (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
-                       DIM_ROPE, V0, V1, V2, DIM_V, BN, CAP)  # fmt: skip
+                       DIM_ROPE, V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
     acc0, acc1, acc2, m, l = state
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
@@ -175,8 +186,8 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
         mean = none & (row < tl.where(kv_len > 0, tl.load(tile + 2), 0))
         if MEAN == 2:
             mean = mean & (end_key > first_key)
-        acc = add_means((acc0, acc1, acc2), mean, v + at_v, stride_v, bits, where, row, valid, drop, kv_len, DROPOUT,
-                        V0, V1, V2, DIM_V, BN)  # fmt: skip
+        acc = add_means((acc0, acc1, acc2), mean, values, bits, where, row, valid, drop, kv_len, DROPOUT, V0, V1,
+                        V2, DIM_V, BN, TMA)  # fmt: skip
         acc0, acc1, acc2 = acc
         l = tl.where(mean, kv_len.to(tl.float32), l)
         fade = tl.where(mean, 1.0, fade)

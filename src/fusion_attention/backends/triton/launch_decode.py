@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton import launch_dense, memory, shapes
-from fusion_attention.backends.triton.decode import decode, join
+from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
 from fusion_attention.memory import empty
@@ -20,10 +20,13 @@ from fusion_attention.waist.problem import Extents, Operands, Problem
 
 # The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
 WAVES = 3
-MOST_SPLITS = 64
-MOST_SEQUENCES = 65535  # programs of a grid along its last axes
+LEAST_TILES = 2  # of keys in a share
 INTERPRETED_PROCESSORS = 4
+MOST_PROCESSORS = 256
+FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
+JOIN = shapes.Tile(0, 0, 4, 1)
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
+BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
 
 
 def serves(problem: Problem, extents: Extents) -> bool:
@@ -37,27 +40,60 @@ def serves(problem: Problem, extents: Extents) -> bool:
     return int(q_len.max()) * p.group <= 64 and int(kv_len.max()) >= 512
 
 
-def tile_for(problem: Problem, extents: Extents, device: torch.device, aligned: bool) -> shapes.Tile:
+def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
+    """The tables that may hold a tile for so many rows of a key head, the first choice first."""
+    int8 = problem.kv_dtype == "int8"
+    if shared(problem) and not int8:
+        return "latent", "decode"
+    many = ("prefill int8" if int8 else "prefill",) if rows > FEW_ROWS else ()
+    return *many, "decode"
+
+
+def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
     """The table's tile, as low as the rows allow."""
-    tile = launch_dense.tile_on("decode", problem, device, aligned)
-    most = int(extents.q_len.max(initial=1)) * problem.group
+    chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
+    assert chip is not None  # reasons_against() has looked
+    found = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
+    tile = next(tile for tile in found if tile is not None)
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
 def decode_constants(
-    problem: Problem, tile: shapes.Tile, aligned: bool
+    problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launch_dense.Constants, launch_dense.Constants]:
     """What decode and join know while compiling."""
     p = problem
-    known = launch_dense.constants(p, tile, 0, aligned)
-    special = {"RAW": launch_dense.raw(p)} | launch_dense.cache_constants(p, known["ALIGN"])
-    of_join = {name: known[name] for name in ("V0", "V1", "V2", "DIM_V", "ALIGN")} | {"SINK": p.has_sink}
-    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")} | special, of_join
+    known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
+    known |= {
+        "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
+        "ROOM": room(p), "WITHIN": within, "SHARED": shared(p),
+    }  # fmt: skip
+    of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
+    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
+
+
+def room(problem: Problem) -> int:
+    """Floats of a row of a share: its values, its maximum and its sum, up to the next 16 bytes."""
+    return -(-(problem.dim_v + 2) // 4) * 4
+
+
+def paired(problem: Problem) -> bool:
+    """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
+    first, second, _ = shapes.parts(problem.dim_v)
+    return problem.kv_dtype == "int8" and not shared(problem) and not (second or problem.dim_v % 2) and first >= 32
+
+
+def shared(problem: Problem) -> bool:
+    """Whether a tile of values is the first parts of the tile of keys."""
+    if not problem.shares_kv:
+        return False
+    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
+    return all(of_v in (of_d, 0) for of_d, of_v in zip(d, v, strict=True))
 
 
 def plan(problem: Problem, extents: Extents) -> launch_dense.Schedule:
     """The decode kernels read lengths on the device: nothing of them is planned but how many rows there may be."""
-    return launch_dense.Schedule("attention_forward", 0, memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
+    return launch_dense.Schedule("attention_forward", memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -68,10 +104,61 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def splits_of(programs: int, keys: int, tile: shapes.Tile, device: torch.device) -> int:
-    """Into how many shares `keys` keys are cut, given how many programs there are without a cut."""
-    wanted = -(-WAVES * processors(device) // max(programs, 1))
-    return max(1, min(wanted, -(-keys // (2 * tile.BN)), MOST_SPLITS))
+def shares_wanted(problem: Problem, device: torch.device) -> int:
+    """Into how many shares all keys of a call are meant to be cut, for each key head."""
+    return max(1, WAVES * processors(device) // problem.heads_kv)
+
+
+def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sequence, first row, end) of tiles of the rows that share a key head: row * group + head."""
+    most = extents.q_len * problem.group
+    tiles = -(-most // tile.BM)
+    seq = np.repeat(np.arange(len(extents)), tiles)
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.BM
+    return seq, first, np.minimum(first + tile.BM, most[seq])
+
+
+def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
+    """[wanted + tiles of rows, 8] int32: seq, first row, end, first key, end, shares of its tile; then, of the n-th
+    tile in several shares, the first entry and how many there are. Each entry is a share; those that are joined stand
+    first, then the longest.
+
+    All shares of a call hold equally many keys as nearly as tiles allow: one long sequence is cut where its neighbours
+    are not. What is left over holds no row: other lengths of the same rows fit into the same list.
+    """
+    e, size = extents, tile.BN
+    seq, row0, row1 = rows_of(problem, e, tile)
+    first, last = row0 // problem.group, (row1 - 1) // problem.group
+    begin = np.clip(first + e.lo[seq], 0, e.kv_len[seq]) // size * size
+    end = np.clip(np.maximum(last + e.hi[seq], e.prefix[seq]), begin, np.maximum(e.kv_len[seq], begin))
+    turns = -(-(end - begin) // size)
+    each = max(-(-int(turns.sum()) // wanted), LEAST_TILES, -(-int(turns.max(initial=0)) // MOST_SHARES.value))
+    shares = np.maximum(-(-turns // each), 1)
+    order = np.lexsort((-turns, shares == 1))
+    of, shares = np.repeat(order, shares[order]), shares[order]
+    at = np.cumsum(shares) - shares
+    share, count = np.arange(len(of)) - np.repeat(at, shares), np.repeat(shares, shares)
+    per = -(-turns[of] // count) * size
+    start = np.minimum(begin[of] + share * per, end[of])
+    listed = np.zeros((wanted + len(seq), memory.TILE_FIELDS), np.int32)
+    fields = (seq[of], row0[of], row1[of], start, np.minimum(start + per, end[of]), count)
+    listed[: len(of), : len(fields)] = np.stack(fields, 1)
+    many = shares > 1
+    listed[: many.sum(), len(fields) :] = np.stack((at[many], shares[many]), 1)
+    return listed
+
+
+def room_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
+    """At most so many tiles of rows are cut, into at most so many shares: a tile that is cut is longer than a share."""
+    tiles = len(rows_of(problem, extents, tile)[0])
+    cut = min(wanted, tiles)
+    return cut, min(wanted + cut, tiles * MOST_SHARES.value)
+
+
+def within(problem: Problem, views: dict[str, memory.View | None], tile: shapes.Tile) -> bool:
+    """Whether each tile of keys lies in one page, its rows less than 2^31 elements apart."""
+    strides = [abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)]
+    return problem.page_size % tile.BN == 0 and max(strides) * tile.BN < 1 << 31
 
 
 def pool_of(view: PagedView, heads: int) -> int:
@@ -118,45 +205,46 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
 def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: Operands) -> None:
     """Launches decode, join, and the kernel that mends."""
     p, count, kept = problem, len(extents), schedule.kept
-    step = np.ones(count, np.int64)
-    views = launch_dense.views_of(p, o) | {"flat": RowView((), extents.q_start * p.heads_q, p.heads_q, step, 1)}
+    views = launch_dense.views_of(p, o)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
         if dequant is not None and getattr(p, f"dequant_{name}") != "none":
             views |= {f"scale_{name}": dequant.scale, f"offset_{name}": dequant.offset}
     table, last = pages(p, views)
-    tensors = launch_dense.tensors_of(p, o, {name: view for name, view in views.items() if name != "flat"})
+    tensors = launch_dense.tensors_of(p, o, views)
     device = memory.one_device(tensors | {"table": table})
     if not schedule.rows:
         return
-    if count > MOST_SEQUENCES:
-        raise BackendError(f"fusion_attention: triton: expected at most {MOST_SEQUENCES} sequences, got {count}")
-    addresses = memory.places(views, count)
-    aligned = memory.aligned(views, addresses)
-    tile = tile_for(p, extents, device, aligned)
-    most = int(extents.q_len.max())
-    blocks = -(-most * p.group // tile.BM)
-    # Without a page no key is read. A graph serves all lengths of its plan: shares are cut from what there may be.
-    width, stride, longest = 0, 0, int(kept.capacity.kv_len.max())
-    if table is not None:
-        width, stride = table.shape[1] if last >= 0 else 0, table.stride(0)
-        longest = width * p.page_size
-    splits = splits_of(blocks * p.heads_kv * count, longest, tile, device)
-    plane = schedule.rows * p.heads_q * (p.dim_v + 2)
+    places, align = kept.places(views, memory.places(views, count), device)
+
+    def make() -> tuple[shapes.Tile, int, tuple[int, int]]:
+        tile, wanted = tile_for(p, extents, device, align), shares_wanted(p, device)
+        return tile, wanted, room_for_shares(p, extents, tile, wanted)
+
+    tile, wanted, (cut, shares) = schedule.once((device, align), make)
+    near = within(p, views, tile)
+    known, known_join, known_mend = schedule.once(
+        (device, align, near),
+        lambda: (*decode_constants(p, tile, align, near), launch_dense.mend_out_constants(p, align)),
+    )
+    listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
+    rows = min(tile.BM, int(extents.q_len.max()) * p.group)
+    # Without a page no key is read.
+    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     arguments = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
-        "table": table, "width": width, "step": stride, "last": last, "splits": splits, "plane": plane,
-        "count": count,
-        "part": empty(tensors["q"], (splits * plane,), torch.float32),
-        "places": kept.places(addresses, device),
+        "table": table, "width": width, "step": stride, "last": last, "rows": rows, "count": count, "work": listed,
+        "part": empty(tensors["q"], (shares * p.heads_kv * rows * room(p),), torch.float32),
+        "places": places,
         "lengths": kept.on(device, "lengths", memory.lengths),
     }  # fmt: skip
-    known, known_join = decode_constants(p, tile, aligned)
-    known_mend = launch_dense.mend_out_constants(p, aligned)
-    with launch_dense.on(device):
-        launch_dense.launch(decode, (blocks * splits, p.heads_kv, count), arguments, known, tile)
-        launch_dense.launch(join, (most * p.heads_q, count), arguments, known_join, tile)
-        launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
+    launch_dense.launch(decode, (len(listed), p.heads_kv), arguments, known, tile)
+    launch_dense.launch(join, (cut * rows, p.heads_kv), arguments, known_join, JOIN)
+    launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
 
 
 def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:
-    """At most: with every share that the keys could be cut into."""
-    return 4 * MOST_SPLITS * schedule.rows * problem.heads_q * (problem.dim_v + 2)
+    """At most: on a chip of MOST_PROCESSORS, with the highest tile."""
+    p, extents = problem, schedule.kept.extents
+    wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
+    most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)
+    tiles = int((-(-extents.q_len * p.group // shapes.NARROWEST)).sum())
+    return 4 * min(2 * wanted, tiles * MOST_SHARES.value) * p.heads_kv * most * room(p)

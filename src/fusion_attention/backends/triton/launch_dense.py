@@ -5,14 +5,16 @@ The constants made here are also what the tests compile ahead of time, so that w
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-from typing import Any
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import triton
 
-from fusion_attention.backends.triton import bias, common, memory, shapes
+from fusion_attention.backends.triton import bias, common, launch_gluon, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
@@ -24,8 +26,10 @@ from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
-PLANES = 3  # of what prepare() notes of each row
+PLANES = 2  # of what prepare() notes of each row
+_NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
 Constants = dict[str, Any]
+Made = TypeVar("Made")
 KERNELS = (forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
 TAKEN = frozenset(name for kernel in KERNELS for name in kernel.arg_names)
 # The arguments that say where a cache lies, where there is none.
@@ -37,10 +41,17 @@ class Schedule:
     """What a verb needs on given lengths: its tiles, and what it has on devices."""
 
     verb: str
-    mean: int  # the kernels' MEAN
     kept: memory.Kept
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """What `make` makes, the first time: what kernels know depends on the problem and the key alone."""
+        if key not in self.known:
+            self.known[key] = make()
+        found: Made = self.known[key]
+        return found
 
 
 def widths(problem: Problem) -> Constants:
@@ -51,8 +62,11 @@ def widths(problem: Problem) -> Constants:
     return {f"D{n}": w for n, w in enumerate(d)} | {f"V{n}": w for n, w in enumerate(v)} | sizes
 
 
-def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:
-    """What every dense kernel knows while compiling."""
+def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
+    """What every dense kernel knows while compiling; align: elements of which every row's start is a multiple.
+
+    MEAN is the problem's: kernels of their own for batches without an empty row would be compiled in mid-training.
+    """
     p = problem
     return widths(p) | {
         "GROUP": p.group,
@@ -60,8 +74,8 @@ def constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> 
         "CAP": p.softcap,
         "BLOCKED": p.has_blocked,
         "DROPOUT": common.DROPOUTS[p.dropout],
-        "MEAN": mean,
-        "ALIGN": 1 if not aligned else 4 if p.dtype == "float32" else 8,
+        "MEAN": MEANS[p.empty_rows],
+        "ALIGN": align,
         "BM": tile.BM,
         "BN": tile.BN,
     }
@@ -72,9 +86,10 @@ def raw(problem: Problem) -> bool:
     return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
 
 
-def forward_constants(problem: Problem, tile: shapes.Tile, mean: int, aligned: bool) -> Constants:
+def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
     """What the forward kernel knows while compiling."""
-    return constants(problem, tile, mean, aligned) | {"RAW": raw(problem), "SINK": problem.has_sink}
+    known = constants(problem, tile, align)
+    return known | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
@@ -101,21 +116,20 @@ def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
     return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
 
 
-def key_tiles(extents: Extents, tile: shapes.Tile, mean: int) -> np.ndarray:
-    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows; the longest first."""
+def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
+    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows, and how many tiles may hold
+    rows in mean form, which give to every key; the longest first."""
     t = tiles.by_key(extents, tile.BN)
-    if mean:  # a row in mean form gives to every key
-        zero = np.zeros_like(t.begin)
-        return _turns(t, zero, extents.q_len[t.seq], tile.BM)
     begin = t.begin // tile.BM * tile.BM
-    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM)
+    means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM, means)
 
 
-def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int) -> np.ndarray:
+def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
     none = np.zeros_like(begin)
     turns = -(-(end - begin) // size)
     order = np.argsort(-turns, kind="stable")
-    return np.stack((t.seq, t.row0, t.row1, begin, turns, none, none, none), 1)[order].astype(np.int32)
+    return np.stack((t.seq, t.row0, t.row1, begin, turns, none + means, none, none), 1)[order].astype(np.int32)
 
 
 def may_be_empty(problem: Problem, extents: Extents) -> bool:
@@ -128,17 +142,13 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
 
 def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
     """What a verb needs; the tiles are cut when a device is known."""
-    return Schedule(verb, mean_of(problem, extents), memory.Kept(extents), int(extents.q_len.sum()))
+    return Schedule(verb, memory.Kept(extents), int(extents.q_len.sum()))
 
 
-def mean_of(problem: Problem, extents: Extents) -> int:
-    """The kernels' MEAN: 0 where no row can be empty, whatever form an empty one would take."""
-    return MEANS[problem.empty_rows] if may_be_empty(problem, extents) else 0
-
-
-def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) -> shapes.Tile:
+def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
     """The tile of a kernel on a device."""
-    tile = shapes.tile_of(kernel, problem, shapes.chip_of(device), aligned)
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
     assert tile is not None  # reasons_against() has looked
     return tile
 
@@ -146,7 +156,13 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, aligned: bool) 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
-    return 4 * problem.heads_q * (PLANES * schedule.rows + sinks)
+    flags = 4 * len(schedule.kept.extents) * problem.heads_kv if problem.dtype == "float16" else 0
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks) + flags
+
+
+def noted(extents: Extents) -> np.ndarray:
+    """How many rows of each sequence prepare() has room for: rows that a descriptor reads start on 16 bytes."""
+    return -(-extents.q_len // _NOTES) * _NOTES
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -216,27 +232,26 @@ def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
     }
 
 
-def mend_constants(kernel: str, problem: Problem, aligned: bool) -> Constants:
+def mend_constants(kernel: str, problem: Problem, align: int) -> Constants:
     """What a kernel knows that mends rows."""
-    known = constants(problem, shapes.mend_tile(kernel, problem), 0, aligned)
+    known = constants(problem, shapes.mend_tile(kernel, problem), align)
     return {name: value for name, value in known.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
-    """What a kernel knows of a cache; where its rows start on 16 bytes, ALIGN_KV is how many elements these are."""
+    """What a kernel knows of a cache; ALIGN_KV counts as ALIGN does, in the cache's elements."""
     p = problem
     return {
         "PAGE": p.page_size,
         "DEQUANT_K": DEQUANTS[p.dequant_k],
         "DEQUANT_V": DEQUANTS[p.dequant_v],
-        "ALIGN_KV": 16 if p.kv_dtype == "int8" and align > 1 else align,
+        "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
     }
 
 
-def mend_out_constants(problem: Problem, aligned: bool) -> Constants:
+def mend_out_constants(problem: Problem, align: int) -> Constants:
     """What mend_out knows, whose rows may lie in a cache."""
-    known = mend_constants("mend_out", problem, aligned)
-    return known | cache_constants(problem, known["ALIGN"])
+    return mend_constants("mend_out", problem, align) | cache_constants(problem, align)
 
 
 def launch_mend(
@@ -255,30 +270,34 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     views = views_of(p, o)
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
-    table = memory.places(views, count, drawn(p, extents))
-    aligned = memory.aligned(views, table)
-    tile = tile_on("forward", p, device, aligned)
+    places, align = schedule.kept.places(views, memory.places(views, count, drawn(p, extents)), device)
+    apart = memory.apart(views)
+
+    def make() -> tuple[Any, shapes.Tile, Constants, Constants, Constants]:
+        tile, known_mend = tile_on("forward", p, device, align if apart else 1), mend_out_constants(p, align)
+        if launch_gluon.serves(p, device, tile):
+            tile, known = launch_gluon.TILES[p.dim_qk], launch_gluon.constants(p, align)
+            return launch_gluon.kernel(), tile, known, launch_gluon.OPTIONS, known_mend
+        return forward, tile, forward_constants(p, tile, align), {}, known_mend
+
+    kernel, tile, known, options, known_mend = schedule.once((device, align, apart), make)
     tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     if not len(tiled):
         return
     arguments = tensors | numbers(p, o) | {
-        "places": schedule.kept.places(table, device),
+        "places": places,
         "lengths": schedule.kept.on(device, "lengths", memory.lengths),
         "tiles": tiled,
         "count": count,
     }  # fmt: skip
-    known = forward_constants(p, tile, schedule.mean, aligned)
-    with on(device):
-        launch(forward, (len(tiled), p.heads_q), arguments, known, tile)
-        launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | arguments, mend_out_constants(p, aligned))
+    launch(kernel, (len(tiled), p.heads_q), arguments, known, tile, **options)
+    launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | arguments, known_mend)
 
 
-def backward_constants(
-    problem: Problem, tile: shapes.Tile, mean: int, aligned: bool
-) -> tuple[Constants, Constants, Constants]:
+def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
     """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
-    known = constants(problem, tile, mean, aligned)
-    names = ("V0", "V1", "V2", "DIM_V", "ALIGN", "BM")
+    known = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
+    names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
     return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
 
@@ -286,8 +305,10 @@ def backward_constants(
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Launches the three kernels of the backward, and those that mend."""
     p, count, kept = problem, len(extents), schedule.kept
-    start, step = extents.q_start, np.full(count, schedule.rows, np.int64)
-    flat = empty(o.q.keep[0], (PLANES * p.heads_q * schedule.rows,), torch.float32)
+    rows = noted(extents)
+    start, room = np.cumsum(rows) - rows, int(rows.sum())
+    plane, step = p.heads_q * room, np.full(count, room, np.int64)
+    flat = empty(o.q.keep[0], (PLANES * plane,), torch.float32)
     views = views_of(p, o) | {
         "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
         "dq_rope": g.dq_rope if p.dim_rope else None,
@@ -297,38 +318,59 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
     }  # fmt: skip
     tensors = tensors_of(p, o, views)
     device = memory.one_device(tensors)
-    table = memory.places(views, count, drawn(p, extents))
-    aligned = memory.aligned(views, table)
-    query, key = (tile_on(kernel, p, device, aligned) for kernel in ("query", "key"))
+    places, align = kept.places(views, memory.places(views, count, drawn(p, extents)), device)
+    apart = memory.apart(views)
+    heads_apart = apart and memory.heads_apart(views)
+
+    def make() -> tuple[shapes.Tile, shapes.Tile, list[Constants]]:
+        query = tile_on("query", p, device, align if apart else 1)
+        key = tile_on("key", p, device, align if heads_apart else 1)
+        known_prepare, known_query, _ = backward_constants(p, query, align)
+        known_key = backward_constants(p, key, align)[2]
+        mends = [mend_constants(kernel, p, align) for kernel in ("mend_query", "mend_key")]
+        return query, key, [known_prepare, known_query, known_key, *mends]
+
+    query, key, known = schedule.once((device, align, apart, heads_apart), make)
+    mean = p.empty_rows != "zero"
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
-    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, schedule.mean))
+    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
     part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
-    places, lengths = kept.places(table, device), kept.on(device, "lengths", memory.lengths)
-    plane = p.heads_q * schedule.rows
-    shared = tensors | numbers(p, o) | {"places": places, "lengths": lengths, "count": count, "plane": plane}
-    known_prepare, known_query, _ = backward_constants(p, query, schedule.mean, aligned)
-    _, _, known_key = backward_constants(p, key, schedule.mean, aligned)
-    with on(device):
-        if len(by_query):
-            of_rows = shared | {"tiles": by_query, "part": part}
-            launch(prepare, (len(by_query), p.heads_q), of_rows, known_prepare, query)
-            launch(backward_query, (len(by_query), p.heads_q), of_rows, known_query, query)
-            launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, mend_constants("mend_query", p, aligned))
-        if len(by_key):
-            launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known_key, key)
-            launch_mend(mend_key, p, kept.capacity.kv_len, p.heads_kv, shared, mend_constants("mend_key", p, aligned))
+    large = flat.new_zeros(count * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
+    lengths = kept.on(device, "lengths", memory.lengths)
+    shared = tensors | numbers(p, o) | {
+        "places": places, "lengths": lengths, "count": count, "plane": plane, "large": large,
+    }  # fmt: skip
+    if len(by_query):
+        of_rows = shared | {"tiles": by_query, "part": part}
+        launch(prepare, (len(by_query), p.heads_q), of_rows, known[0], query)
+        launch(backward_query, (len(by_query), p.heads_q), of_rows, known[1], query)
+        launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, known[3])
+    if len(by_key):
+        launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known[2], key)
+        launch_mend(mend_key, p, kept.capacity.kv_len, p.heads_kv, shared, known[4])
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
-    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each."""
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile, **options: int
+) -> None:
+    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each.
+
+    options: Triton's, besides the tile's.
+    """
     if not TAKEN.issuperset(arguments):
         raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(arguments.keys() - TAKEN))}")
     named = {name: value for name, value in arguments.items() if name in kernel.arg_names and name not in known}
-    kernel[grid](**named, **known, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if not tile.TMA:
+        kernel[grid](**named, **known, **options)
+        return
+    # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one
+    # set, and the caller's own has to stay. So such a launch has a context of its own.
+    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], named | known | options)
 
 
-def on(device: torch.device) -> Any:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+def _launch_with_scratch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, given: dict[str, Any]) -> None:
+    triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
+    kernel[grid](**given)

@@ -7,8 +7,9 @@ table that was copied to the device once serves every later call on the same mem
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,19 +77,44 @@ def places(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray
     return table
 
 
-def aligned(views: Mapping[str, View | None], table: np.ndarray) -> bool:
-    """Whether every row of every view starts on 16 bytes."""
+def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
+    """How many of q's elements, at most those of 16 bytes, divide where every row of every view starts."""
     q = views["q"]
     smallest = _WIDE if q is None else tensor_of(q).element_size()
-    for at, name in enumerate(VIEWS):
-        view = views.get(name)
+    found = _WIDE
+    for name, view in views.items():
         if name in ROWS and view is not None:
-            tensor = tensor_of(view)
-            # Kernels count alignment in q's elements, float32 results beside them too.
-            step = _WIDE // min(tensor.element_size(), smallest)
-            if tensor.data_ptr() % _WIDE or (table[at * FIELDS : (at + 1) * FIELDS] % step).any():
-                return False
-    return True
+            tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
+            # Kernels count alignment in q's elements, of wider and narrower ones beside them too.
+            found |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(
+                tensor.element_size(), smallest
+            )
+            found |= tensor.data_ptr()
+    return max(1, (found & -found) // smallest)
+
+
+@contextlib.contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Makes a tensor's device the current one: kernels start there, and there a capture is asked about."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        # A thread that has used no device yet only remembers which it is to use, and Triton would start device 0.
+        torch.cuda.set_device(device)
+        yield
+
+
+def apart(views: Mapping[str, View | None]) -> bool:
+    """Whether no row reaches into the next one, as rows of an expanded tensor do: a descriptor cannot say that."""
+    found = (views.get(name) for name in ROWS)
+    return all(view.stride_token >= view.dim for view in found if isinstance(view, RowView))
+
+
+def heads_apart(views: Mapping[str, View | None]) -> bool:
+    """apart() of the heads of what one descriptor reads for a group of them."""
+    found = (views.get(name) for name in ("q", "q_rope", "dout"))
+    return all(bool((view.stride_head >= view.dim).all()) for view in found if isinstance(view, RowView))
 
 
 def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
@@ -179,8 +205,10 @@ class Kept:
                 self._rewrite(*found)
         return self._lists[key][1].read()
 
-    def places(self, table: np.ndarray, device: torch.device) -> torch.Tensor:
-        """A table of places; the last ones are kept, so that a captured graph meets the same memory."""
+    def places(
+        self, views: Mapping[str, View | None], table: np.ndarray, device: torch.device
+    ) -> tuple[torch.Tensor, int]:
+        """A table of places, and its alignment; the last ones are kept: a captured graph meets the same memory."""
         key = device, table.tobytes()
         found = self._places.get(key)
         if found is None:
@@ -189,13 +217,14 @@ class Kept:
                 self._places.popitem(last=False)
         else:
             self._places.move_to_end(key)
-        return found.read()
+        return found.read(), alignment(views, table)
 
     def update(self, extents: Extents) -> None:
         """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
         self.extents = extents
         for make, held in self._lists.values():
-            self._rewrite(make, held)
+            with on(held.tensor.device):
+                self._rewrite(make, held)
 
     def _rewrite(self, make: Maker, held: Copied) -> None:
         """Tiles that shorter lengths leave over are zeros: they hold no row and no key."""

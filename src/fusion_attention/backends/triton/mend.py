@@ -5,6 +5,10 @@ rows of its tile that do not see it. These kernels follow the others, read each 
 is finite, as it nearly always is. Where it is not, they select before they multiply: what a mask hides counts nothing,
 and neither does a key whose score is -inf. A branch in the other kernels would do too, but it would take registers from
 every loop.
+
+One row at a time is slow, and where a training run diverges everything is NaN. So nothing is formed anew that stays as
+it is - a row whose statistics are NaN is NaN, whatever it meets - and a sum of which every element is NaN is left: then
+what a diverged run costs grows with its rows, not with their square.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,8 +41,8 @@ LEAST = tl.constexpr(2.0**-126)
 
 @triton.jit
 def nonfinite(part):
-    """Whether some element is not finite: 0 or 1."""
-    return tl.max(tl.max(tl.where(tl.abs(part.to(tl.float32)) < float("inf"), 0, 1), 1), 0)
+    """Whether some element of a row is not finite: 0 or 1."""
+    return tl.max(tl.where(tl.abs(part.to(tl.float32)) < float("inf"), 0, 1), 1)
 
 
 @triton.jit
@@ -50,6 +54,24 @@ def nonfinite_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2:
         found = tl.maximum(found, nonfinite(parts[1]))
     if W2:
         found = tl.maximum(found, nonfinite(parts[2]))
+    return found
+
+
+@triton.jit
+def lost(part, FIRST: tl.constexpr, DIM: tl.constexpr):
+    """Whether every element of a row's part is NaN, which stays so whatever is added: 0 or 1."""
+    d = FIRST + tl.arange(0, part.shape[1])
+    return tl.min(tl.min(tl.where((part != part) | (d >= DIM)[None, :], 1, 0), 1), 0)
+
+
+@triton.jit
+def lost_three(acc, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
+    """lost() of a row in parts."""
+    found = lost(acc[0], 0, DIM)
+    if W1:
+        found = tl.minimum(found, lost(acc[1], W0, DIM))
+    if W2:
+        found = tl.minimum(found, lost(acc[2], W0 + W1, DIM))
     return found
 
 
@@ -107,6 +129,9 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
     row = begin + tl.arange(0, BM)
     at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     found = nonfinite_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
+    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
+    sums = tl.load(sum_ + at_sum + row.to(tl.int64) * stride_sum, mask=row < q_len, other=0.0)
+    found = tl.max(tl.where(sums == sums, found, 0), 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
@@ -116,6 +141,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
         at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
         peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
+        wrong = wrong & (total == total)
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
@@ -130,8 +156,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
             cache_r = cache_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
         acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
-        end = tl.max(end_key, 0)
-        for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
+        j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
+        while j0 < end:
             j = j0 + tl.arange(0, BN)
             inside = j < end
             page = pages_of(table, b, step, last, j, end, PAGE)
@@ -139,7 +165,7 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_K:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_K, DEQUANT_K, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_K, DEQUANT_K, PAGE)
-                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end, query[0],
+                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end,
                                          DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
             s = products(query, keys, D1, D2)
             if R:
@@ -161,9 +187,10 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             if DEQUANT_V:
                 at_scale = scale_offset(places, count, b, h // GROUP, page, j, views.SCALE_V, DEQUANT_V, PAGE)
                 at_offset = scale_offset(places, count, b, h // GROUP, page, j, views.OFFSET_V, DEQUANT_V, PAGE)
-                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end, query[0],
+                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
+            j0 = tl.where(lost_three((acc0, acc1, acc2), V0, V1, V2, DIM_V) > 0, end, j0 + BN)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
         store_three(out, at_out + wide * stride_out, there & wrong, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
 
@@ -187,13 +214,16 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
         at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
         part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, nonfinite(part))
+    at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
+    note = tl.load(flat + at_flat + row.to(tl.int64) * stride_flat, mask=row < q_len, other=0.0)
+    found = tl.max(tl.where(note == note, found, 0), 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
-        peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
-        end_key = tl.where(share <= 0, 0, end_key)
+        lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
+        end_key = tl.where(tl.abs(lse) == float("inf"), 0, end_key)
         at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
         at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
@@ -206,8 +236,8 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
             at_kr, stride_kr = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
         dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
-        end = tl.max(end_key, 0)
-        for j0 in tl.range(tl.min(first_key, 0) // BN * BN, end, BN):
+        j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
+        while j0 < end:
             j = j0 + tl.arange(0, BN)
             inside, at = j < end, j.to(tl.int64)
             keys = load_three(k, at_k + at * stride_k, inside, True, D0, D1, D2, DIM)
@@ -226,12 +256,15 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                 keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
-            ds = product(tl.exp2((s - peak[None, :]) * LOG2E) * share[None, :], dp - delta[None, :])
+            ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
+            gone = lost_three((dq0, dq1, dq2), D0, D1, D2, DIM)
             if R:
                 dr += gathered(ds, ds, seen, tail)
+                gone = tl.minimum(gone, lost(dr, 0, DIM_ROPE))
+            j0 = tl.where(gone > 0, end, j0 + BN)
         store_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
         if R:
             store_part(dq_rope, at_dr + wide * stride_dr, there, dr * scale, 0, R, DIM_ROPE)
@@ -258,9 +291,16 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
         at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
         part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, nonfinite(part))
+    found = tl.max(found, 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         inside, wide = one < kv_len, one.to(tl.int64)
+        wrong_k = nonfinite_three(dk, at_dk + wide * stride_dk, inside, D0, D1, D2, DIM)
+        wrong_v = nonfinite_three(dv, at_dv + wide * stride_dv, inside, V0, V1, V2, DIM_V) > 0
+        if R:
+            end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+            wrong_k = tl.maximum(wrong_k, nonfinite(end_of_row))
+        wrong_k = wrong_k > 0
         at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
         key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
@@ -272,9 +312,13 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
         turns = tl.cdiv(q_len, BM).to(tl.int32)
-        for turn in tl.range(0, turns * GROUP):
+        # From the first row that sees the key: where all is NaN, one turn shows it.
+        first = tl.where(n < prefix, 0, tl.maximum(n - hi + 1, 0))
+        first = tl.minimum(first // BM, turns - 1).to(tl.int32)
+        turn, end = 0, tl.where(tl.max((wrong_k | wrong_v).to(tl.int32), 0) > 0, turns * GROUP, 0)
+        while turn < end:
             h = hk * GROUP + turn // turns
-            row = turn % turns * BM + tl.arange(0, BM)
+            row = (first + turn) % turns * BM + tl.arange(0, BM)
             valid, at = row < q_len, row.to(tl.int64)
             at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
             query = load_three(q, at_q + at * stride_q, valid, True, D0, D1, D2, DIM)
@@ -284,16 +328,17 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
-            peak, share, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
-            first_key, end_key = interval(row, valid & ~(share <= 0), kv_len, lo, hi, prefix)
+            lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+            there = valid & ~(tl.abs(lse) == float("inf"))
+            first_key, end_key = interval(row, there, kv_len, lo, hi, prefix)
             seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
             s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
                        one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
                 seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))
-            mean = (valid & (share < 0))[:, None]
-            p = tl.where(mean, -share[:, None], tl.exp2((s - peak[:, None]) * LOG2E) * share[:, None])
+            mean = ((lse == float("inf")) & (delta > 0))[:, None]
+            p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
             at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = products(value, do, V1, V2)[:, None], seen | mean
@@ -311,9 +356,13 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
+            gone = lost_three((dk0, dk1, dk2), D0, D1, D2, DIM) > 0
             if R:
                 dr += gathered(ds, ds, seen, rope)
-        store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
-        store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+                gone = gone & (lost(dr, 0, DIM_ROPE) > 0)
+            left = (wrong_k & ~gone) | (wrong_v & (lost_three((dv0, dv1, dv2), V0, V1, V2, DIM_V) == 0))
+            turn = tl.where(tl.max(left.to(tl.int32), 0) > 0, turn + 1, end)
+        store_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
+        store_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
         if R:
-            store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * scale, 0, R, DIM_ROPE)
+            store_part(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr * scale, 0, R, DIM_ROPE)

@@ -6,6 +6,7 @@ fits the chip, the largest. Knows sizes. Refuses to know what a kernel computes.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
 MOST_PARTS = 3
 WIDEST_ROPE = 256
 NARROWEST = 16  # what a matrix instruction takes
+TMA = True  # of a tile
 
 
 class Tile(NamedTuple):
@@ -25,6 +27,7 @@ class Tile(NamedTuple):
     BN: int
     num_warps: int
     num_stages: int
+    TMA: bool = False  # rows come by tensor descriptors, which want them on 16 bytes
 
 
 def power(n: int) -> int:
@@ -32,6 +35,7 @@ def power(n: int) -> int:
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
+@functools.lru_cache(maxsize=64)
 def parts(dim: int) -> tuple[int, int, int]:
     """Powers of two that hold dim elements: 96 = 64 + 32, 192 = 128 + 64, 576 = 256 + 256 + 64, 80 = 64 + 16.
 
@@ -67,18 +71,20 @@ MEND = {
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 
-# Chip (80, 90) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
+# Chip (CHIPS) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
 # problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
 # pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
 # the registers of a third of it. float32 products are plain multiply-adds (tensor cores would round to 10 bits), whose
 # operands stay in registers: beyond 128 elements every shape of the backward spills.
 FORWARD: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 56),  # two programs share a processor
-        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), 128),  # 255 registers; 128 x 128 spills
-        (192, 128, Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), 128),  # 128 KB shared; a third stage does not fit
-        (256, 256, Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), 128),  # 128 x 64 spills
-        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # 64 rows spill in any shape
+        (64, 64, Tile(64, 128, 4, 3, TMA), Tile(128, 32, 8, 2, TMA), 105),  # two programs share a processor
+        (128, 128, Tile(128, 128, 8, 2, TMA), Tile(128, 32, 8, 2, TMA), 161),  # 251 registers
+        # A cap, and dim_qk 192 in one piece, keep 16 to 24 bytes on the stack, outside the loops; 64 keys keep none,
+        # and issue two fifths more.
+        (192, 128, Tile(128, 128, 8, 2, TMA), Tile(128, 32, 8, 2, TMA), 209),
+        (256, 256, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 2, TMA), 192),  # means: 8 bytes, outside the loops
+        (768, 768, Tile(32, 32, 8, 2, TMA), Tile(16, 32, 8, 1, TMA), 147),  # 64 rows spill in any shape
     ),
     (80, 2): (
         (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),  # two programs share a processor
@@ -87,31 +93,49 @@ FORWARD: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 104),  # 128 x 32 spills here
         (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),  # as above
     ),
+    (86, 2): (
+        (64, 64, Tile(64, 64, 4, 3), Tile(128, 32, 8, 2), 40),  # two programs share a processor
+        (128, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 64),  # 128 x 64 spills here
+        (192, 128, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), 84),
+        (256, 256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), 72),  # 64 x 64 does not fit
+        (768, 768, Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), 98),
+    ),
     (90, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 198 registers
+    (86, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),
     (80, 4): ((128, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 36),),  # 212
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 64, 4, 2), Tile(64, 32, 8, 1), 48),  # 158 registers: three programs share a processor
-        (128, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 1), 128),  # 214 registers
-        (192, 128, Tile(128, 64, 8, 2), Tile(32, 32, 8, 1), 160),  # 255 registers, 160 KB shared
-        (256, 256, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 192),  # 252 registers, 192 KB shared
-        (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 32 x 32 spills
+        (64, 64, Tile(64, 128, 4, 2, TMA), Tile(64, 32, 8, 2, TMA), 80),  # 224 registers: two programs
+        (128, 128, Tile(128, 64, 8, 3, TMA), Tile(64, 32, 8, 2, TMA), 161),  # 211 registers
+        (192, 128, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 1, TMA), 161),  # 239 registers
+        (256, 256, Tile(128, 32, 8, 2, TMA), Tile(32, 32, 8, 1, TMA), 192),  # 255 registers; 128 x 64 spills
+        (1024, 768, Tile(16, 32, 8, 1, TMA), Tile(16, 32, 8, 1, TMA), 112),  # 32 x 32 spills
     ),
     (80, 2): (
         (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),  # 182 registers: two programs
         (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),  # 72 KB shared: two programs share a processor
+        (192, 128, Tile(32, 64, 8, 2), Tile(32, 32, 8, 1), 64),  # 64 x 32 spills
         (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 1), 100),  # 64 x 64 spills
         (1024, 768, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 112),  # 254 registers
     ),
+    (86, 2): (
+        (64, 64, Tile(64, 64, 4, 2), Tile(32, 32, 8, 1), 32),
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 72),
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), 64),  # 64 x 32 takes 100 KB with two stages
+        (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 96),
+    ),
     (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 168 registers
+    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 32),),  # 255
 }
 KEY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(32, 128, 8, 2), Tile(32, 32, 8, 1), 97),  # 255 registers; 64 x 128 spills 112 bytes
-        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 32 x 64 spills
-        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), 160),  # 255 registers
+        (64, 64, Tile(64, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 66),  # 230 registers
+        (128, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 64, 8, 2, TMA), 130),  # 64 x 128 spills with slopes or a cap
+        (192, 128, Tile(32, 128, 8, 2, TMA), Tile(32, 32, 8, 2, TMA), 121),  # 64 x 128 spills
+        (256, 256, Tile(32, 64, 8, 1, TMA), Tile(32, 32, 8, 1, TMA), 202),  # two stages spill with slopes or a cap
+        (1024, 768, Tile(32, 16, 8, 1), Tile(16, 16, 8, 2), 160),  # descriptors spill here
     ),
     (80, 2): (
         (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),  # 64 x 64 spills here, and only here
@@ -119,34 +143,102 @@ KEY: dict[tuple[int, int], Rows] = {
         (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),  # 180 registers
         (1024, 768, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 104),  # a heavy one spills with one stage
     ),
+    (86, 2): (
+        (64, 64, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), 28),
+        (128, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 1), 73),
+        (256, 256, Tile(32, 32, 8, 1), Tile(32, 16, 8, 1), 80),
+        (640, 512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 2), 97),  # 768 elements take 104 KB
+    ),
     (90, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 182 registers
+    (86, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),
     (80, 4): ((128, 128, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), 33),),  # 183
+}
+# The decode kernel with more rows of a key head than DECODE holds, without integers and with them: few sizes; where a
+# table has no row, DECODE's serves.
+PREFILL: dict[tuple[int, int], Rows] = {
+    (90, 2): (
+        (128, 128, Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), 128),  # 238 registers
+        (192, 128, Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), 128),  # 254 registers
+        (256, 256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), 168),  # 246 registers
+    ),
+    (80, 2): (
+        (128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 88),  # 176 registers
+        (192, 128, Tile(64, 64, 8, 2), Tile(32, 32, 8, 2), 73),  # 248 registers
+        (256, 256, Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 69),  # 172 registers
+    ),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL[86, 2] = PREFILL[80, 2]
+PREFILL_INT8: dict[tuple[int, int], Rows] = {
+    (90, 2): ((128, 128, Tile(64, 64, 8, 3), Tile(64, 32, 8, 2), 73),),  # 128 x 64 spills 32 bytes
+    (80, 2): ((128, 128, Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), 37),),  # 64 x 64 spills 136 bytes
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
+}
+PREFILL_INT8[86, 2] = PREFILL_INT8[80, 2]
+# Values are the first elements of the keys (MLA): one tile of latents serves both products.
+LATENT: dict[tuple[int, int], Rows] = {
+    (90, 2): ((576, 512, Tile(64, 32, 8, 3), Tile(16, 32, 8, 1), 184),),  # 64 x 64 spills 40 bytes
+    (80, 2): ((576, 512, Tile(64, 32, 8, 2), Tile(16, 32, 8, 1), 112),),  # 255 registers
+    (86, 2): ((576, 512, Tile(32, 32, 8, 2), Tile(16, 32, 8, 1), 74),),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ()),
 }
 # BM is the least power of two that holds the rows of a key head, up to the table's.
 DECODE: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (128, 128, Tile(64, 64, 8, 3), Tile(16, 32, 4, 2), 112),  # 64 keys: 48 KB on their way for each program
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 16 rows: three programs, of int8 two
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 192 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 122),  # 32 keys spill with the factors of int8
     ),
     (80, 2): (
-        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 76),  # 4 warps spill, here and there
+        (128, 128, Tile(32, 64, 4, 3), Tile(16, 32, 4, 2), 76),  # 255 registers with 32 rows
+        (256, 256, Tile(16, 64, 8, 2), Tile(16, 32, 8, 1), 74),  # 180 registers
         (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),  # one stage spills with the factors of int8
         (768, 768, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 122),  # 140 registers
     ),
+    (86, 2): (
+        (128, 128, Tile(32, 64, 8, 3), Tile(16, 32, 4, 2), 77),
+        (576, 512, Tile(16, 32, 8, 2), Tile(16, 32, 8, 1), 87),
+        (768, 768, Tile(16, 16, 8, 2), Tile(16, 32, 8, 1), 74),  # 16 x 32 takes 122 KB with two stages
+    ),
     (90, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 106 registers
+    (86, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),
     (80, 4): ((128, 128, Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), 27),),  # 124
 }
+# (power of two that holds a query row, tile of the table) -> the tile of dk and dv where nothing but a band touches a
+# score: what slopes, a cap or rows in mean form take of the registers serves more rows.
+PLAIN_KEY = {
+    (128, Tile(32, 128, 8, 2, TMA)): Tile(64, 128, 8, 2, TMA),  # 255 registers
+    (256, Tile(32, 64, 8, 1, TMA)): Tile(64, 64, 8, 2, TMA),  # 255 registers, 201 KB shared
+}
 # Most rows of a tile of the forward kernel where rows do not start on 16 bytes, by chip: more spill.
-ODD = {80: 32, 90: 64}
+ODD = {80: 32, 86: 32, 90: 64}
 TABLES = {"forward": FORWARD, "query": QUERY, "key": KEY, "decode": DECODE}
-CHIPS = (80, 90)
+TABLES |= {"prefill": PREFILL, "prefill int8": PREFILL_INT8, "latent": LATENT}
+# The chip whose rows serve others too: the least compute capability, and KB of shared memory, that they have. All have
+# the same registers. So sm_87 is served as sm_80 is, sm_89 and sm_120 as sm_86, sm_100 as sm_90.
+CHIPS = {90: (9, 227), 80: (8, 163), 86: (8, 99)}
 
 
-def chip_of(device: torch.device) -> int:
-    """Whose row of the tables serves a device: 80 or 90."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return 90 if major >= 9 else 80
+@functools.lru_cache(maxsize=16)
+def shared_memory(index: int) -> int:
+    """KB of shared memory that a program may take on a GPU."""
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"]) >> 10
+
+
+def chip_of(device: torch.device) -> int | None:
+    """Whose rows of the tables serve a device; None: it has less than any. Without a GPU, the first's."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return next(iter(CHIPS))
+    major, held = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
+    return next((chip for chip, (least, needed) in CHIPS.items() if major >= least and held >= needed), None)
+
+
+def index_of(device: torch.device) -> int:
+    """The number of a GPU."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def mend_tile(kernel: str, problem: Problem) -> Tile:
@@ -159,6 +251,11 @@ def heavy(problem: Problem) -> bool:
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
+def plain(problem: Problem) -> bool:
+    """Whether a score is a product and nothing else."""
+    return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
+
+
 def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] | None:
     """(tile, tile of a heavy problem, KB shared) of a kernel for a problem; None: such sizes were never compiled."""
     if max(problem.dim_qk, problem.dim_v) > MOST_PARTS * WIDEST_PART:
@@ -169,15 +266,25 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
     return next((row[2:] for row in rows if qk <= row[0] and v <= row[1]), None)
 
 
-def tile_of(kernel: str, problem: Problem, chip: int, aligned: bool = True) -> Tile | None:
-    """The tile of a kernel for a problem.
+def widest(problem: Problem) -> int:
+    """Elements of the widest load, 16 bytes."""
+    return 4 if problem.dtype == "float32" else 8
 
-    Rows that do not start on 16 bytes are read element by element, which takes registers as a heavy problem does.
+
+def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
+    """The tile of a kernel for a problem; align: elements of which every row's start is a multiple.
+
+    Rows that do not start on 16 bytes are read in smaller pieces, which takes registers as a heavy problem does.
     """
     row = row_of(kernel, problem, chip)
     if row is None:
         return None
     light, weighed, _ = row
-    if aligned:
+    if align == widest(problem) and kernel == "key" and plain(problem):
+        return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
+    if align == widest(problem):
         return weighed if heavy(problem) else light
+    weighed = weighed._replace(TMA=False)
+    if kernel == "key" and align == 1:  # nothing is copied ahead two bytes at a time
+        weighed = weighed._replace(num_stages=1)
     return weighed._replace(BM=min(weighed.BM, ODD[chip])) if kernel == "forward" else weighed

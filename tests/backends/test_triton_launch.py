@@ -1,0 +1,65 @@
+"""launch(): Triton's allocator, which descriptors need, in any thread and beside the caller's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.runtime import _allocation
+
+from fusion_attention.backends.triton import launch_dense, shapes
+
+
+class Asking:
+    """A kernel that asks for scratch, as a compiled one with descriptors does."""
+
+    arg_names = ("places",)
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Asking:
+        return self
+
+    def __call__(self, **given: Any) -> None:
+        self.given.append(_allocation._allocator.get()(1 << 10, 128, None))
+
+
+def launch(kernel: Asking) -> None:
+    tile = shapes.Tile(16, 16, 4, 1, shapes.TMA)
+    launch_dense.launch(kernel, (1,), {"places": torch.zeros(4)}, {}, tile)
+
+
+def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:
+    kernel = Asking()
+    thread = threading.Thread(target=launch, args=(kernel,))
+    thread.start()
+    thread.join()
+    assert [(t.numel(), t.dtype) for t in kernel.given] == [(1 << 10, torch.uint8)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_callers_allocator_stays(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def callers(size: int, alignment: int, stream: int | None) -> None:
+        raise AssertionError("the caller's allocator served our launch")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    before = _allocation._allocator.get()
+    triton.set_allocator(callers)
+    try:
+        if fails:
+            monkeypatch.setattr(Asking, "__call__", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                launch(Asking())
+        else:
+            launch(Asking())
+        assert _allocation._allocator.get() is callers
+    finally:
+        triton.set_allocator(before)

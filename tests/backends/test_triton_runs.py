@@ -1,0 +1,136 @@
+"""What a run of the Triton back end finds out once, and on which device it asks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from support.caches import Cache, made, rows
+
+from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton import launch_decode, launch_dense, memory, shapes
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+
+Launch = tuple[str, tuple[int, ...], dict[str, Any], shapes.Tile]
+PROBLEM = Problem(2, 1, 16, 16, dtype="float16", scale=0.3)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Name, grid, constants and tile of every launch; nothing is computed."""
+    found: list[Launch] = []
+    monkeypatch.setattr(
+        launch_dense,
+        "launch",
+        lambda kernel, grid, arguments, known, tile: found.append((kernel.__name__, grid, dict(known), tile)),
+    )
+    return found
+
+
+def extents(q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Extents:
+    """Causal, aligned to the last key: rows before the first key see none."""
+    q, kv = np.array(q_len), np.array(kv_len)
+    return Extents(q, kv, q * 0 - INFINITE, kv - q + 1, q * 0, kv - q)
+
+
+def memory_of(count: int, length: int, width: int = 16) -> tuple[Operands, Grads]:
+    """Of rows that lie `width` elements apart."""
+
+    def of(heads: int, dim: int = 16) -> RowView:
+        return rows(torch.zeros(count, length, heads, width, dtype=torch.float16)[..., :dim])
+
+    stats = Stats(of(2, 1), of(2, 1))
+    return Operands(of(2), of(1), of(1), of(2), stats), Grads(of(2), of(2), of(1), of(1))
+
+
+def run(problem: Problem, e: Extents, operands: Operands, grads: Grads) -> None:
+    backend.attention_forward(problem, e, backend.schedule(problem, e, "attention_forward"), operands)
+    backend.attention_backward(problem, e, backend.schedule(problem, e, "attention_backward"), operands, grads)
+
+
+@pytest.mark.parametrize("empty_rows", ["zero", "mean", "mean_in_band"])
+def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches: list[Launch]) -> None:
+    """Compiling takes seconds; a batch in the middle of a training run must not ask for it."""
+    problem = dataclasses.replace(PROBLEM, empty_rows=empty_rows)
+    operands, grads = memory_of(2, 40)
+    run(problem, extents((20, 30), (40, 40)), operands, grads)
+    before = [(name, known, tile) for name, _, known, tile in launches]
+    launches.clear()
+    run(problem, extents((20, 30), (40, 10)), operands, grads)
+    assert [(name, known, tile) for name, _, known, tile in launches] == before
+    assert before
+
+
+@pytest.mark.parametrize(("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str)
+def test_rows_are_read_in_the_widest_pieces_on_which_they_start(width: int, align: int, launches: list[Launch]) -> None:
+    run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40, width))
+    assert {known["ALIGN"] for _, _, known, _ in launches} == {align}
+    for name, _, known, tile in launches:
+        assert not known.get("TMA") or align == 8, (name, tile)
+
+
+def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[Launch]) -> None:
+    operands, grads = memory_of(1, 40)
+    moved = torch.zeros(1 + operands.k.keep[0].numel(), dtype=torch.float16)[1:].view(1, 40, 1, 16)
+    run(PROBLEM, extents((20,), (40,)), dataclasses.replace(operands, k=rows(moved)), grads)
+    assert {known["ALIGN"] for _, _, known, _ in launches} == {1}
+
+
+def test_integers_of_a_cache_count_their_own_elements() -> None:
+    problem = dataclasses.replace(PROBLEM, page_size=64, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
+    found = {align: launch_dense.cache_constants(problem, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
+    assert found == {1: 1, 2: 4, 4: 8, 8: 16}
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that are current, the innermost last."""
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(memory, "on", on)
+    return inside
+
+
+def test_tables_are_written_and_kernels_start_on_the_tensors_device(
+    entered: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a graph is being captured is asked of the current device: it has to be theirs."""
+    asked: list[str] = []
+
+    def watch(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> Any:
+            assert entered == [torch.device("cpu")], what
+            asked.append(what)
+            return real(*given)
+
+        return watched
+
+    monkeypatch.setattr(memory.Copied, "write", watch("write", memory.Copied.write))
+    monkeypatch.setattr(memory.Copied, "read", watch("read", memory.Copied.read))
+    monkeypatch.setattr(launch_dense, "launch", watch("launch", lambda *_: None))
+    e = extents((20, 30), (40, 40))
+    run(PROBLEM, e, *memory_of(2, 40))
+    cache = Cache(kv_len=(40, 33))
+    schedule = backend.schedule(cache.problem, cache.extents(), "attention_forward")
+    backend.attention_forward(cache.problem, cache.extents(), schedule, made(cache, "cpu"))
+    asked.clear()
+    backend.reschedule(cache.problem, cache.extents((20, 10)), "attention_forward", schedule)
+    assert set(asked) == {"write"}
+    assert launch_decode.serves(cache.problem, cache.extents())
+    assert entered == []

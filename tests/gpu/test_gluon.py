@@ -1,0 +1,63 @@
+"""The Gluon forward on an sm_90: the cases that it computes, against golden and against plain Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.aligned import aligned
+from support.bits import same_bits
+from support.cases import CAUSAL
+from support.on_gpu import on_gpu
+
+from fusion_attention.backends.triton import launch_gluon
+from fusion_attention.testing import Case, arguments, check, golden, plain
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.skipif(not HOPPER, reason="Gluon's forward is for sm_90"),
+    pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning"),
+]
+
+TEN_TILES = {"q_len": (1300,), "kv_len": (1300,)}  # of 128 keys: every ring turns round several times
+SHAPES = [
+    TEN_TILES,
+    TEN_TILES | CAUSAL,
+    TEN_TILES | {"sparse_mode": 4, "mask": "compressed", "pre": 300, "next": 40},
+    {"q_len": (1,), "kv_len": (1,)},
+    {"q_len": (130,), "kv_len": (129,), "sink": True} | CAUSAL,
+    {"layout": "TND", "q_len": (300, 0, 517, 3), "kv_len": (300, 40, 517, 0), "sink": True} | CAUSAL,
+    {"layout": "TND", "q_len": (64, 65, 1), "kv_len": (700, 128, 127), "heads_q": 8, "heads_kv": 2},
+    {"sparse_mode": 6, "mask": "compressed", "prefix": (200, 7), "q_len": (256, 256), "kv_len": (400, 400)},
+]
+CASES = [
+    Case(**shape, dtype=dtype, dim_qk=dim, dim_v=dim, scale=dim**-0.5)
+    for shape in SHAPES
+    for dtype, dim in (("bfloat16", 128), ("float16", 64))
+]
+
+
+@pytest.fixture(autouse=True)
+def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The opt-in; of every forward since, whether Gluon computed it."""
+    seen: list[bool] = []
+    serves = launch_gluon.serves
+    monkeypatch.setattr(launch_gluon, "MEASURED", True)
+    monkeypatch.setattr(launch_gluon, "serves", lambda *given: seen.append(serves(*given)) or seen[-1])
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_cases(case: Case, by_gluon: list[bool]) -> None:
+    args = aligned(arguments(case))
+    check(case, on_gpu(case, args), golden(case, args), plain(case, args))
+    assert by_gluon == [True]
+
+
+@pytest.mark.parametrize("dim", launch_gluon.TILES)
+def test_no_race_changes_a_bit(dim: int) -> None:
+    """Phases of barriers that pass one another show as runs that differ."""
+    case = Case("BNSD", "bfloat16", (2000,), (2000,), heads_q=32, heads_kv=8, dim_qk=dim, dim_v=dim, **CAUSAL)
+    args = aligned(arguments(case))
+    first = on_gpu(case, args)
+    for _ in range(20):
+        same_bits(on_gpu(case, args), first)

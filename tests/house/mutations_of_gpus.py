@@ -1,0 +1,27 @@
+"""The mutations of how the Triton back end chooses, refuses and mends; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+REFUSALS, RUNS = "kernels/test_refusals.py", "backends/test_triton_runs.py"
+GPUS = [
+    house("Triton: a chip is served by rows that its memory does not hold", "backends/triton/shapes.py",
+          "major >= least and held >= needed", "major >= least",
+          f"{REFUSALS}::test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has"),
+    house("Triton: any version compiles the kernels", "backends/triton/__init__.py",
+          "if TRITONS[0] <= tuple(map(int, found[:2])) <= TRITONS[1]:", "if found:",
+          f"{REFUSALS}::test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name"),
+    house("Triton: a forward is refused for its backward", "backends/triton/__init__.py",
+          "TABLES.get(verb, ALL)", "ALL", f"{REFUSALS}::test_a_forward_is_not_refused_for_what_the_backward_takes"),
+    house("Triton: strides say nothing of where rows start", "backends/triton/memory.py",
+          "return max(1, (found & -found) // smallest)", "return _WIDE // smallest",
+          f"{RUNS}::test_rows_are_read_in_the_widest_pieces_on_which_they_start"),
+    house("Triton: an update asks the device that happens to be current", "backends/triton/memory.py",
+          "            with on(held.tensor.device):\n                self._rewrite(make, held)",
+          "            self._rewrite(make, held)",
+          f"{RUNS}::test_tables_are_written_and_kernels_start_on_the_tensors_device"),
+    house("Triton: a sum of NaN goes on", "backends/triton/mend.py",
+          "            turn = tl.where(tl.max(left.to(tl.int32), 0) > 0, turn + 1, end)", "            turn += 1",
+          "kernels/test_diverged.py::test_what_nan_costs_grows_with_the_rows_alone"),
+]  # fmt: skip

@@ -1,0 +1,135 @@
+"""The backward's rows by tensor descriptors or by pointers, its masks in tiles that rows see whole or in part, and
+float16's dS, under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.aligned import aligned
+from support.bits import same_bits
+from support.cases import BITS
+
+import fusion_attention as fa
+from fusion_attention.backends.triton import launch_dense, shapes
+from fusion_attention.backends.triton.backward import backward_key, backward_query
+from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
+from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.waist.problem import Extents
+
+CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
+WIDE, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, shapes.TMA)
+
+
+@pytest.fixture
+def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
+    """Of every launch of the backward's two loops, whether rows came by descriptors."""
+    seen: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
+    real = launch_dense.launch
+
+    def watched(kernel: Any, grid: Any, arguments: dict[str, Any], known: dict[str, Any], *rest: Any) -> None:
+        if kernel in seen:
+            seen[kernel].append(known["TMA"])
+        real(kernel, grid, arguments, known, *rest)
+
+    monkeypatch.setattr(launch_dense, "launch", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("TND", "float16", (35, 0, 9), (50, 5, 40), dim_qk=24, dim_v=96, dim_rope=16, sink=True, **CAUSAL),
+        Case("BNSD", "bfloat16", (34,), (70,), dim_qk=40, pse="slopes", pse_type=2, **CAUSAL),
+        Case("BNSD", "bfloat16", (34,), (40,), heads_q=2, heads_kv=1, softcap=1.5, sparse_mode=6, mask="compressed",
+             prefix=(21,)),
+        Case("BSH", "float16", (20,), (40,), heads_q=2, heads_kv=2, mask="head", blank=True, pse="full", pse_type=0),
+        Case("BNSD", "float16", (20,), (40,), heads_q=2, heads_kv=1, mask="matrix", blank=True, **BITS),
+    ],
+    ids=lambda case: case.id,
+)  # fmt: skip
+@pytest.mark.parametrize("tile", [WIDE, pytest.param(HIGH, marks=pytest.mark.slow)], ids=["16 x 32", "32 x 16"])
+def test_rows_by_descriptors(
+    case: Case, tile: shapes.Tile, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed sequences whose lengths are no multiples of anything, so that notes of rows lie apart too."""
+    monkeypatch.setattr(shapes, "row_of", lambda *_: (tile, tile, 1))
+    args = aligned(arguments(case))
+    check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), plain(case, args))
+    assert list(by_descriptors.values()) == [[True], [True]]
+
+
+def rows(*shape: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("dout", "expected"),
+    [
+        (rows(1, 20, 2, 16), [[True], [True]]),
+        (rows(1, 20, 1, 16).expand(1, 20, 2, 16), [[True], [False]]),  # one gradient for both heads
+        (rows(1, 1, 2, 16).expand(1, 20, 2, 16), [[False], [False]]),
+        (rows(1, 20, 2, 18)[..., :16], [[False], [False]]),
+    ],
+    ids=["apart", "heads expanded", "tokens expanded", "odd strides"],
+)
+def test_gradients_that_no_descriptor_describes(
+    dout: torch.Tensor, expected: list[list[bool]], by_descriptors: dict[Any, list[bool]]
+) -> None:
+    given = [rows(1, 20, 2, 16, seed=4), rows(1, 40, 1, 16, seed=5), rows(1, 40, 1, 16, seed=6)]
+    found = {}
+    for backend in ("triton", "golden", "cpu"):
+        leaves = [t.clone().requires_grad_() for t in given]
+        out = fa.attention(*leaves, band=Band.causal(), backend=backend)
+        found[backend] = torch.autograd.grad(out, leaves, dout)
+    assert list(by_descriptors.values()) == expected
+    for name, mine, wanted, other in zip(("dq", "dk", "dv"), *found.values(), strict=True):
+        compare(name, mine, wanted.double(), other, 40)
+
+
+def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the kernels that mend, which would form anew each row that did."""
+    monkeypatch.setattr(launch_dense, "launch_mend", lambda *_: None)
+    case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=16, dim_v=16, scale=1e-3, **CAUSAL)
+    args = aligned(arguments(case))
+    args["dy"][:20] *= 4096  # of one sequence: the other one's gradients keep their small parts
+    args["value"] *= 64
+    want = golden(case, args)
+    check(case, run(lowered(case, args), args["dy"], "triton"), want, plain(case, args))
+    assert args["dy"].abs().max() > 10_000
+    assert want["dq"].isfinite().all()
+
+
+def test_gradients_have_the_same_bits_by_descriptors_and_by_pointers(by_descriptors: dict[Any, list[bool]]) -> None:
+    case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=24, dim_v=16, **CAUSAL)
+    args = aligned(arguments(case))
+    odd = args | {name: torch.nn.functional.pad(args[name], (0, 1))[..., :-1] for name in ("query", "dy")}
+    same_bits(*(run(lowered(case, given), given["dy"], "triton") for given in (args, odd)))
+    assert list(by_descriptors.values()) == [[True, False], [True, False]]
+
+
+def gradients(band: Band) -> list[torch.Tensor]:
+    leaves = [rows(1, n, heads, 16, seed=n + heads).requires_grad_() for n, heads in ((20, 2), (40, 1), (40, 1))]
+    out = fa.attention(*leaves, band=band, backend="triton")
+    return list(torch.autograd.grad(out, leaves, rows(1, 20, 2, 16)))
+
+
+@pytest.mark.parametrize(
+    "edge", [(1 << 31) - 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (41, (1 << 30) + 1))]
+)
+def test_edges_as_far_away_as_they_may_be(edge: int) -> None:
+    """Kernels count rows in int32: an edge further away than there are rows and keys is where they end."""
+    everything = gradients(Band())
+    assert all(grad.any() for grad in everything)
+    same_bits(gradients(Band(lo=-edge, hi=edge)), everything)
+    assert not any(grad.any() for band in (Band(lo=edge, hi=INFINITE), Band(hi=-edge)) for grad in gradients(band))
+
+
+def test_notes_of_rows_start_on_16_bytes() -> None:
+    lengths = np.array([3, 0, 4, 9])
+    e = Extents(lengths, lengths, lengths * 0 - INFINITE, lengths * 0 + 1, lengths * 0, lengths * 0)
+    assert launch_dense.noted(e).tolist() == [4, 0, 4, 12]
+    assert replace(e, q_len=lengths * 4).q_len.sum() == launch_dense.noted(replace(e, q_len=lengths * 4)).sum()

@@ -1,0 +1,79 @@
+"""Reads machine code: the innermost loop that multiplies, and how many instructions a turn of it issues.
+
+That number decides how fast a kernel is where tensor cores are faster than what feeds them, and needs no GPU to count.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?(U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);")
+_TARGET = re.compile(r"(0x[0-9a-f]+)")
+
+
+class Instruction(NamedTuple):
+    """One instruction; target: where it may jump to, 0 if nowhere."""
+
+    address: int
+    name: str
+    always: bool  # no predicate decides
+    target: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions of one turn: `most` by the longest way through it, `least` by the shortest one."""
+
+    most: int
+    least: int
+
+
+def instructions(code: str) -> list[Instruction]:
+    """What cuobjdump -sass printed of one kernel."""
+    found = []
+    for address, predicate, name, rest in _INSTRUCTION.findall(code):
+        target = _TARGET.findall(rest) if name.split(".")[0] == "BRA" else []
+        always = not predicate and ".DIV" not in name and not re.search(r"\bU?P\d", rest)
+        found.append(Instruction(int(address, 16), name, always, int(target[-1], 16) if target else 0))
+    return found
+
+
+def _is(instruction: Instruction, *kinds: str) -> bool:
+    return instruction.name.split(".")[0] in kinds
+
+
+def _paths(body: list[Instruction]) -> Loop:
+    """Every way from the first to the last instruction goes forward, so one pass finds the longest and the shortest."""
+    at = {instruction.address: n for n, instruction in enumerate(body)}
+    most, least = [-1] * len(body), [len(body)] * len(body)
+    most[0] = least[0] = 1
+    for n, one in enumerate(body[:-1]):
+        if most[n] < 0:
+            continue
+        ways = [] if one.target and one.always else [n + 1]
+        ways += [at[one.target]] if at.get(one.target, 0) > n else []
+        for way in ways:
+            most[way], least[way] = max(most[way], most[n] + 1), min(least[way], least[n] + 1)
+    return Loop(most[-1], least[-1])
+
+
+def loops(code: str) -> list[Loop]:
+    """The innermost loops that multiply on tensor cores; without any, those with the most multiply-adds."""
+    listed = instructions(code)
+    spans = sorted({(one.target, one.address) for one in listed if 0 < one.target < one.address})
+    bodies = [[one for one in listed if first <= one.address <= last] for first, last in spans]
+
+    def innermost(kept: list[list[Instruction]]) -> list[list[Instruction]]:
+        inside = lambda a, b: a is not b and a[0].address >= b[0].address and a[-1].address <= b[-1].address  # noqa: E731
+        return [body for body in kept if not any(inside(other, body) for other in kept)]
+
+    multiplying = [body for body in bodies if any(_is(one, *PRODUCTS) for one in body)]
+    if not multiplying and bodies:
+        adds = [sum(_is(one, "FFMA") for one in body) for body in bodies]
+        multiplying = [body for body, count in zip(bodies, adds, strict=True) if count and count * 2 > max(adds)]
+    # Scores are exponentiated; a loop that only adds means of values is another.
+    main = [body for body in multiplying if any(one.name == "MUFU.EX2" for one in body)] or multiplying
+    return [loop for body in innermost(main) if (loop := _paths(body)).most > 0]  # else: no loop, code moved behind it
