@@ -29,7 +29,7 @@ struct Configuration {
     bool functions = false;  // "memory": "torch": the device's memory is asked for from Python even on "cpu"
 };
 
-// A configuration file (null: none), then the environment, which wins. Throws Refusal.
+// A configuration file (null or "": none), then the environment, which wins. Throws Refusal.
 Configuration configuration_of(const char *path);
 
 // Refuses before aclInit() and after aclFinalize().

@@ -110,6 +110,13 @@ def test_configurations(library: Runtime, tmp_path: Path, text: str, code: int, 
     library.message()
 
 
+def test_no_file_is_needed(library: Runtime) -> None:
+    """CANN takes an empty path for none, and many programs give one."""
+    for path in (None, b""):
+        assert library.aclInit(path) == 0, library.message()
+        assert library.aclFinalize() == 0
+
+
 def test_files_that_are_none(library: Runtime, tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_bytes(b" " * (10 * MIB + 1))
