@@ -91,7 +91,7 @@ void apply_file(Configuration &found, const std::string &path) {
 
 Configuration configuration_of(const char *path) {
     Configuration found;
-    if (path != nullptr) apply_file(found, path);
+    if (path != nullptr && *path != 0) apply_file(found, path);  // CANN takes "" for none, and programs give it
     for (const char *name : {"device", "backend", "memory", "checked"}) {
         std::string variable = "FUSION_ATTENTION_";
         for (const char *letter = name; *letter != 0; ++letter) variable += static_cast<char>(*letter - 32);

@@ -150,6 +150,9 @@ struct Settings {
     bool checked = false;
 };
 FUSION_SHARED std::shared_ptr<const Settings> settings() noexcept;
+// aclnnInit() and aclnnFinalize(), which begin and end what aclInit() did not.
+FUSION_SHARED int begin_operators(const char *path, const void *caller) noexcept;
+FUSION_SHARED int end_operators(const void *caller) noexcept;
 // Whether work can be given to a stream (null: the default one); its code, and the text in `why`, otherwise.
 FUSION_SHARED int check_stream(Handle stream, std::string &why) noexcept;
 

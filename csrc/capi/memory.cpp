@@ -168,17 +168,20 @@ void add_allocations(Leaks &leaks) {
     }
 }
 
-void release_all() noexcept {
+Allocations take_all() {
     Memory &all = memory();
-    std::map<const char *, std::shared_ptr<Allocation>> live;
-    std::deque<std::shared_ptr<Allocation>> freed;
-    {
-        const std::lock_guard<std::mutex> lock(all.mutex);
-        live.swap(all.live);
-        freed.swap(all.freed);
-        all.held = 0;
+    Allocations taken;
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    taken.reserve(all.live.size() + all.freed.size());
+    for (const auto &[address, one] : all.live) {
+        one->alive = false;
+        taken.push_back(one);
     }
-    for (const auto &[address, one] : live) one->alive = false;
+    taken.insert(taken.end(), all.freed.begin(), all.freed.end());
+    all.live.clear();
+    all.freed.clear();
+    all.held = 0;
+    return taken;
 }
 
 }  // namespace fusion::capi

@@ -11,9 +11,13 @@ namespace fusion::capi {
 namespace {
 
 struct Process {
-    std::mutex mutex;  // of what follows, and of aclInit() and aclFinalize() as a whole
+    std::mutex mutex;  // of aclInit() and aclFinalize() as a whole
+    // Its own lock, held for a moment: every operator asks, some of them under Python's lock, which aclInit() may wait
+    // for.
+    std::mutex settings_mutex;
     std::shared_ptr<const Settings> settings;
     bool finalized = false;
+    bool by_operators = false;  // begun by aclnnInit() alone, so that aclnnFinalize() ends it
 
     std::atomic<bool> running = false, checked = false, abort = false;
     std::atomic<std::uint64_t> calls = 0;
@@ -50,7 +54,7 @@ const DeviceFunctions *device_functions() noexcept { return process().functions.
 
 std::shared_ptr<const Settings> settings() noexcept {
     Process &own = process();
-    const std::lock_guard<std::mutex> lock(own.mutex);
+    const std::lock_guard<std::mutex> lock(own.settings_mutex);
     return own.settings;
 }
 
@@ -79,45 +83,88 @@ void need_init() {
     if (!process().running) throw Refusal(uninitialized, "called before aclInit() or after aclFinalize()");
 }
 
+namespace {
+
+void set_settings(Process &own, std::shared_ptr<const Settings> settings) {
+    const std::lock_guard<std::mutex> lock(own.settings_mutex);
+    own.settings.swap(settings);
+}
+
+// Under the lock of a process whose runtime does not run.
+void begin(Process &own, const char *path) {
+    Configuration found = configuration_of(path);
+    own.functions = nullptr;
+    if (found.functions || found.settings.device != "cpu") {
+        fill(own.table, found.settings.device);
+        own.functions = &own.table;
+    }
+    set_settings(own, std::make_shared<const Settings>(found.settings));
+    own.first = own.calls;
+    own.checked = found.settings.checked;
+    own.abort = found.abort;
+    own.running = true;
+}
+
+// Under the lock of a process whose runtime runs. The memory that ends with it, to be given back behind the lock: that
+// may take Python's, which others hold who wait for this one.
+Allocations end(Process &own, const Call &call) {
+    if (own.checked) {
+        Leaks leaks;
+        add_handles(leaks, own.first);
+        add_allocations(leaks);
+        leaks.report(call);
+    }
+    own.running = false;
+    own.finalized = true;
+    own.checked = false;
+    set_settings(own, nullptr);
+    close_streams();
+    close_contexts();
+    return take_all();
+}
+
+}  // namespace
+
+// The runtime runs once, whoever begins it. After aclnnInit() the first aclInit() takes it over.
 FUSION_C int aclInit(const char *configPath) {
     return coded("aclInit", FUSION_CALLER, [&](const Call &) {
         Process &own = process();
         const std::lock_guard<std::mutex> lock(own.mutex);
-        if (own.running) throw Refusal(repeat_initialize, "called before; aclFinalize() ends the running one");
-        Configuration found = configuration_of(configPath);
-        own.functions = nullptr;
-        if (found.functions || found.settings.device != "cpu") {
-            fill(own.table, found.settings.device);
-            own.functions = &own.table;
-        }
-        own.settings = std::make_shared<const Settings>(found.settings);
-        own.first = own.calls;
-        own.checked = found.settings.checked;
-        own.abort = found.abort;
-        own.running = true;
+        if (own.running && !own.by_operators)
+            throw Refusal(repeat_initialize, "called before; aclFinalize() ends the running one");
+        if (!own.running) begin(own, configPath);
+        own.by_operators = false;
     });
 }
 
 FUSION_C int aclFinalize() {
     return coded("aclFinalize", FUSION_CALLER, [&](const Call &call) {
         Process &own = process();
+        Allocations ended;  // given back last, behind the lock
         const std::lock_guard<std::mutex> lock(own.mutex);
         if (!own.running) {
             throw Refusal(own.finalized ? repeat_finalize : uninitialized, "called twice, or before aclInit()");
         }
-        if (own.checked) {
-            Leaks leaks;
-            add_handles(leaks, own.first);
-            add_allocations(leaks);
-            leaks.report(call);
-        }
-        own.running = false;
-        own.finalized = true;
-        own.checked = false;
-        own.settings = nullptr;
-        close_streams();
-        close_contexts();
-        release_all();
+        ended = end(own, call);
+    });
+}
+
+int begin_operators(const char *path, const void *caller) noexcept {
+    return coded("aclnnInit", caller, [&](const Call &) {
+        Process &own = process();
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        if (own.running) return;
+        begin(own, path);
+        own.by_operators = true;
+    });
+}
+
+int end_operators(const void *caller) noexcept {
+    return coded("aclnnFinalize", caller, [&](const Call &call) {
+        Process &own = process();
+        Allocations ended;  // given back last, behind the lock
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        if (own.running && own.by_operators) ended = end(own, call);
     });
 }
 

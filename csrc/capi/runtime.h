@@ -29,7 +29,7 @@ struct Configuration {
     bool functions = false;  // "memory": "torch": the device's memory is asked for from Python even on "cpu"
 };
 
-// A configuration file (null: none), then the environment, which wins. Throws Refusal.
+// A configuration file (null or "": none), then the environment, which wins. Throws Refusal.
 Configuration configuration_of(const char *path);
 
 // Refuses before aclInit() and after aclFinalize().
@@ -90,7 +90,8 @@ void release(const void *address, bool host, const char *maker, const Call &call
 // Bytes of the device that programs hold, and that there are.
 std::size_t held_bytes() noexcept;
 std::size_t total_bytes();
-// Gives all memory back.
-void release_all() noexcept;
+// Ends all allocations. Whoever drops the answer gives their memory back.
+using Allocations = std::vector<std::shared_ptr<Allocation>>;
+Allocations take_all();
 
 }  // namespace fusion::capi

@@ -445,8 +445,7 @@ FUSION_C aclnnStatus aclGetScalarListSize(const aclScalarList *scalarList, std::
                              [](const auto &of) { return of.scalars.size(); });
 }
 
-// The runtime of operators has nothing to begin or to end beyond aclInit() and aclFinalize().
-FUSION_C aclnnStatus aclnnInit(const char * /*configPath*/) { return success; }
-FUSION_C aclnnStatus aclnnFinalize() { return success; }
+FUSION_C aclnnStatus aclnnInit(const char *configPath) { return begin_operators(configPath, FUSION_CALLER); }
+FUSION_C aclnnStatus aclnnFinalize() { return end_operators(FUSION_CALLER); }
 
 }  // namespace fusion::capi

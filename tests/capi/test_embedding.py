@@ -27,6 +27,23 @@ int main() {
     std::printf("%d %s", ret, aclGetRecentErrMsg());
 }
 """
+# Ends the runtime, which gives torch's memory back, while a thread that never lends Python's lock calls operators.
+LOCKED = """
+import ctypes, sys, threading, time
+from fusion_attention.capi.environment import LIBRARY
+acl, operators = ctypes.CDLL(f"{LIBRARY}/libascendcl.so"), ctypes.PyDLL(f"{LIBRARY}/libopapi.so")
+assert acl.aclInit(None) == acl.aclrtSetDevice(0) == 0
+for _ in range(100):
+    assert acl.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(64), 0) == 0
+sys.setswitchinterval(100)
+ends = threading.Thread(target=acl.aclFinalize)
+ends.start()
+until = time.monotonic() + 0.2
+while time.monotonic() < until:
+    operators.aclnnLightningIndexerGetWorkspaceSize(*[None] * 17)
+ends.join()
+print("ended")
+"""
 # An interpreter as far as the library asks one: who it is, and that it has no shared library.
 FAKE = "#!/bin/sh\necho {path}\necho libpython9.9.so.1.0\n"
 
@@ -115,3 +132,9 @@ def test_a_program_that_starts_python(tmp_path: Path) -> None:
     lines = ["before", *(f"{what}: ok" for what in ("threads", "after its starter has ended", "signals", "locale"))]
     assert run.stdout.splitlines() == [*lines, "finalize: ok", "initialised again: ok"], run
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_who_holds_pythons_lock_waits_for_nobody() -> None:
+    run = ended([sys.executable, "-c", LOCKED], FUSION_ATTENTION_MEMORY="torch")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "ended\n", "")

@@ -110,6 +110,36 @@ def test_configurations(library: Runtime, tmp_path: Path, text: str, code: int, 
     library.message()
 
 
+def test_no_file_is_needed(library: Runtime) -> None:
+    """CANN takes an empty path for none, and many programs give one."""
+    for path in (None, b""):
+        assert library.aclInit(path) == 0, library.message()
+        assert library.aclFinalize() == 0
+
+
+def test_operators_begin_it_too(library: Runtime) -> None:
+    """As programs do: one of the two, or both in any order; the runtime is the same one."""
+    for init, end, *more in (
+        ("aclnnInit", "aclnnFinalize"),
+        ("aclnnInit", "aclFinalize", "aclnnFinalize"),
+        ("aclInit", "aclFinalize", "aclnnFinalize"),
+    ):
+        assert getattr(library, init)(None) == 0
+        assert library.aclnnInit(None) == 0
+        assert library.aclrtSetDevice(0) == 0
+        assert getattr(library, end)() == 0
+        assert library.aclrtSetDevice(0) == 100001, (init, end)
+        assert [getattr(library, name)() for name in more] == [0] * len(more)
+    assert library.aclnnInit(b"absent") == 100003
+    assert (library.message() or "").startswith("aclnnInit: configPath: ")
+    assert library.aclnnInit(None) == 0
+    assert library.aclInit(None) == 0
+    assert library.aclInit(None) == 100002
+    assert library.aclnnFinalize() == 0  # aclInit() has it now
+    assert library.aclrtSetDevice(0) == 0
+    assert library.aclFinalize() == 0
+
+
 def test_files_that_are_none(library: Runtime, tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_bytes(b" " * (10 * MIB + 1))

@@ -27,6 +27,11 @@ RUNTIME = [
     capi("a host type of half the size is not noticed", "tensors.cpp",
          "copied % size == 0 || size % copied == 0", "copied % size == 0",
          "test_checked.py::test_host_types_that_are_not_the_tensors"),
+    capi("an empty configuration path is a file's", "configuration.cpp",
+         "path != nullptr && *path != 0", "path != nullptr", "test_runtime.py::test_no_file_is_needed"),
+    capi("aclInit does not take over what aclnnInit began", "runtime.cpp",
+         "if (own.running && !own.by_operators)", "if (own.running)",
+         "test_runtime.py::test_operators_begin_it_too"),
     capi("the checked mode is always on", "calls.cpp",
          "number(checked() ? next_call() : 0)", "number(next_call())", "test_checked.py::test_off_nothing_is_reported"),
 ]  # fmt: skip

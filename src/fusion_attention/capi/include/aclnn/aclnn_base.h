@@ -18,7 +18,7 @@ static const aclnnStatus ACLNN_ERR_INNER_TILING_ERROR = 561002;
 static const aclnnStatus ACLNN_ERR_INNER_FIND_KERNEL_ERROR = 561003;
 static const aclnnStatus ACLNN_ERR_INNER_NULLPTR = 561103;
 
-/* Nothing to do beyond aclInit() and aclFinalize(). */
+/* Programs begin with aclInit(), with aclnnInit() or with both; aclnnFinalize() ends what aclnnInit() alone began. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnInit(const char *configPath);
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFinalize(void);
 
