@@ -54,8 +54,9 @@ class Plan:
 
             lo' = lo + kv_len - capacity,  hi' = hi + kv_len - capacity        (finite edges only)
 
-        A finite edge of the band keeps its distance from the last key. Results are those of a fresh plan, bit by bit
-        (on a GPU, few rows without a page table: within rounding).
+        A finite edge of the band keeps its distance from the last key; what slopes count distances from (extents.shift)
+        stays where it was planned. Results are those of a fresh plan, bit by bit (on a GPU, few rows without a page
+        table: within rounding).
 
         Args:
             kv_len: keys of each sequence, int64 [sequences] or a list; each from 0 to what was planned for.

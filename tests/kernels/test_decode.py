@@ -50,6 +50,23 @@ def test_a_window_begins_in_the_middle_of_a_page() -> None:
     assert torch.equal(operands.out.keep[0], found)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
+    cache = Cache(kv_len=(40, 25), dequant="token", dtype=dtype)
+    whole, operands = cache.extents(), made(cache, "cpu")
+    band = dataclasses.replace(whole, lo=whole.kv_len - cache.q_len - 9)
+    compute(cache, operands, band)
+    found = operands.out.keep[0].clone()
+    assert operands.dequant_v is not None
+    scale = operands.dequant_v.scale
+    assert isinstance(scale, PagedView)
+    for b, n in enumerate(cache.kv_len):
+        for j in range(n - cache.q_len - 9):
+            scale.pool[scale.table[b, j // scale.page_size].long(), j % scale.page_size] = 1e30
+    compute(cache, operands, band)
+    assert torch.equal(operands.out.keep[0], found)
+
+
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
 @pytest.mark.parametrize("dequant", ["none", "channel"])
 def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:

@@ -233,9 +233,11 @@ def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1:
 def scaled_weights(p, fade, scales, unit, like):
     """(weights times their keys' scales, in units; what fades the sums so far, in units; the unit).
 
-    float16 flushes what small scales make of a weight: there the largest scale so far, over 2^14, is the unit.
+    float16 flushes what small scales make of a weight: there the largest scale so far, over 2^14, is the unit. A key
+    that no row weighs has none: where a mask hides it, its scale may be anything.
     """
     if like.dtype == tl.float16:
+        scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
         now = tl.maximum(unit, tl.max(tl.abs(scales), 0) * (2.0**-14))
         safe = safe_unit(now)
         return p * (scales / safe)[None, :], fade * (unit / safe), now
