@@ -100,7 +100,8 @@ class Copy:
 
     def run(self, command: Sequence[str | Path], interpreted: bool = False) -> Run:
         """Runs a command in the copy, against its sources."""
-        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        meant_here = "PYTEST_ADDOPTS", "TRITON_INTERPRET"
+        environment = {name: value for name, value in os.environ.items() if name not in meant_here}
         environment |= {"PYTHONPATH": os.pathsep.join(str(self.root / name) for name in ("hook", "src"))}
         environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
