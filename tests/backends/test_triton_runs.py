@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from support.caches import Cache, made, rows
 
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, launch_dense, memory, shapes
+from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
@@ -134,3 +136,105 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
     assert set(asked) == {"write"}
     assert launch_decode.serves(cache.problem, cache.extents())
     assert entered == []
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """The tables of places that were made; nothing is computed."""
+    found: list[np.ndarray] = []
+    real = memory.places
+
+    def made_table(*given: Any) -> np.ndarray:
+        found.append(real(*given))
+        return found[-1]
+
+    monkeypatch.setattr(memory, "places", made_table)
+    return found
+
+
+@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
+def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
+    verb: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(launch_dense, "launch", lambda kernel, grid, arguments, *_: launched.append(arguments))
+    e, compute = extents((20, 30), (40, 40)), getattr(backend, verb)
+    schedule = backend.schedule(PROBLEM, e, verb)
+    for turn in range(2):
+        operands, grads = memory_of(2, 40)
+        launched.clear()
+        compute(PROBLEM, e, schedule, operands, *([grads] if verb == "attention_backward" else []))
+        assert len(tables) == 1, turn
+        own = {view.keep[0].data_ptr() for view in (operands.q, operands.k, operands.v, grads.dq)}
+        assert all(each["q"].data_ptr() in own for each in launched if "q" in each)
+        assert any("q" in each for each in launched)
+    dead = weakref.ref(operands.q.keep[0])
+    launched.clear()
+    del operands, grads
+    assert dead() is None  # what is kept holds nobody's memory
+
+
+def other_layouts() -> dict[str, Operands]:
+    """Of memory_of(2, 40)'s shapes."""
+    operands, _ = memory_of(2, 40)
+    k = operands.k.keep[0]
+    pair = (k[0], torch.zeros_like(k[1]))
+    moved = torch.zeros(1 + k.numel(), dtype=k.dtype)[1:].view(k.shape)
+    swapped, heads = operands.k.address[::-1].copy(), operands.k.stride_head + 8
+    return {
+        "another start": dataclasses.replace(operands, k=rows(moved)),
+        "other strides": dataclasses.replace(operands, k=memory_of(2, 40, 24)[0].k),
+        "other sequences": dataclasses.replace(operands, k=dataclasses.replace(operands.k, address=swapped)),
+        "other heads": dataclasses.replace(operands, k=dataclasses.replace(operands.k, stride_head=heads)),
+        "a tensor each": dataclasses.replace(operands, k=dataclasses.replace(operands.k, keep=pair)),
+    }
+
+
+@pytest.mark.parametrize("what", other_layouts())
+def test_another_layout_has_another_table(what: str, tables: list[np.ndarray], launches: list[Launch]) -> None:
+    e = extents((20, 30), (40, 40))
+    schedule = backend.schedule(PROBLEM, e, "attention_forward")
+    for operands in (memory_of(2, 40)[0], other_layouts()[what]):
+        backend.attention_forward(PROBLEM, e, schedule, operands)
+    assert len(tables) == 2
+    aligned, other = (known["ALIGN"] for name, _, known, _ in launches if name == "forward")
+    assert (aligned, other) == (8, 1 if what == "another start" else 8)
+    assert (tables[0] == tables[1]).all() == (what == "another start")
+
+
+def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same shape and strides: what is behind a pool's memory is never read."""
+    last: list[int] = []
+
+    def noting(kernel: Any, grid: Any, arguments: dict[str, Any], *_: Any) -> None:
+        if kernel is launch_decode.decode:
+            last.append(arguments["last"])
+
+    monkeypatch.setattr(launch_dense, "launch", noting)
+    cache = Cache(kv_len=(40, 33))
+    operands, e = made(cache, "cpu"), cache.extents()
+    schedule = backend.schedule(cache.problem, e, "attention_forward")
+    pool = operands.k.pool
+    for pages in (len(pool), len(pool) - 1):
+        operands.k = operands.k.over(pool[:pages].clone())
+        backend.attention_forward(cache.problem, e, schedule, operands)
+    assert last == [len(pool) - 1, len(pool) - 2]
+
+
+def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: list[Launch]) -> None:
+    cache = Cache(kv_len=(40, 33))
+    operands, e = made(cache, "cpu"), cache.extents()
+    schedule = backend.schedule(cache.problem, e, "attention_forward")
+    operands.v = dataclasses.replace(operands.v, table=operands.k.table)
+    backend.attention_forward(cache.problem, e, schedule, operands)
+    operands.v = dataclasses.replace(operands.v, table=operands.k.table.clone())
+    with pytest.raises(BackendError, match="expected one page table, got another for v"):
+        backend.attention_forward(cache.problem, e, schedule, operands)
+
+
+def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None:
+    e = extents((20, 30), (40, 40))
+    schedule = backend.schedule(PROBLEM, e, "attention_forward")
+    for width in range(16, 16 + 2 * launch_dense.LAYOUTS):
+        backend.attention_forward(PROBLEM, e, schedule, memory_of(2, 40, width)[0])
+    assert len(schedule.known) == launch_dense.LAYOUTS

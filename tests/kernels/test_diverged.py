@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from triton.runtime import interpreter
 
+import fusion_attention as fa
 from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
 
 ALL = ("query", "key", "value", "dy")
@@ -20,10 +22,10 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     count = 0
     real = interpreter.InterpreterBuilder.create_masked_load
 
-    def counting(*given: Any) -> Any:
+    def counting(*given: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
-        return real(*given)
+        return real(*given, **named)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", counting)
     return lambda: count
@@ -66,3 +68,28 @@ def test_a_diverged_run_is_goldens() -> None:
     for name in ALL:
         args[name].fill_(math.nan)
     check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), measure)
+
+
+@pytest.mark.parametrize("fill", [math.inf, -math.inf])
+def test_an_infinite_value_costs_nothing(fill: float, loads: Callable[[], int]) -> None:
+    """It makes an infinity of every row that sees it, and of no other one: nothing is to be formed anew."""
+    q, k, v = (torch.randn(1, 32, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    spent = []
+    for value in (0.0, fill):
+        v[0, 5, 0, 3] = value
+        before = loads()
+        out = fa.attention(q, k, v, backend="triton")
+        spent.append(loads() - before)
+    assert (out[0, :, 0, 3] == fill).all()
+    assert out[0, :, 0, :3].isfinite().all()
+    assert spent[0] == spent[1]
+
+
+def test_what_was_right_in_a_row_with_nan_keeps_its_bits() -> None:
+    """A search that ends early has not met all keys: it decides nothing of other elements."""
+    q, k, v = (torch.randn(1, 40, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    good = fa.attention(q, k, v, backend="triton")
+    v[0, 5, 0, 3] = math.nan
+    out = fa.attention(q, k, v, backend="triton")
+    assert out[0, :, 0, 3].isnan().all()
+    assert torch.equal(out[0, :, 0, 4:], good[0, :, 0, 4:])

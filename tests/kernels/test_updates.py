@@ -106,9 +106,9 @@ def test_a_list_keeps_its_place_and_its_room() -> None:
     kept = memory.Kept(extents((20, 40, 33)))
     kept.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731
-    held = kept.on(CPU, "list", make)
+    held = kept.on(CPU, "list", make).tensor
     assert held.shape == (93, 1)
     assert held.sum() == 17 + 2
     kept.update(extents((20, 40, 33)))
-    assert kept.on(CPU, "list", make).data_ptr() == held.data_ptr()
+    assert kept.on(CPU, "list", make).tensor.data_ptr() == held.data_ptr()
     assert held.sum() == 40 + 66

@@ -149,7 +149,7 @@ def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
 
 def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
-    schedule.kept.update(extents)
+    schedule.update(extents)
     return schedule
 
 

@@ -6,6 +6,7 @@ Knows caches. Refuses to know who filled them.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,6 @@ from fusion_attention.backends.triton import launch_dense, memory, shapes
 from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
-from fusion_attention.memory import empty
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
@@ -26,6 +26,7 @@ MOST_PROCESSORS = 256
 FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
 JOIN = shapes.Tile(0, 0, 4, 1)
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
+FACTORS = CACHES[3:]  # of integers
 BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
 
 
@@ -204,41 +205,50 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
 
 def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: Operands) -> None:
     """Launches decode, join, and the kernel that mends."""
-    p, count, kept = problem, len(extents), schedule.kept
-    views = launch_dense.views_of(p, o)
+    p = problem
+    views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
         if dequant is not None and getattr(p, f"dequant_{name}") != "none":
             views |= {f"scale_{name}": dequant.scale, f"offset_{name}": dequant.offset}
+    given = launch_dense.given_by(p, o, views)
+    if isinstance(o.k, PagedView):
+        given["table"] = o.k.table
+    found = schedule.once(memory.layout(views, given), lambda: ready(p, extents, schedule, views, given))
+    found.run(given | launch_dense.draws(o))
+
+
+def ready(
+    p: Problem, e: Extents, schedule: launch_dense.Schedule, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> launch_dense.Ready:
+    """What run() does with memory as these views and arguments lie."""
     table, last = pages(p, views)
-    tensors = launch_dense.tensors_of(p, o, views)
-    device = memory.one_device(tensors | {"table": table})
+    device = memory.one_device(given)
     if not schedule.rows:
-        return
-    places, align = kept.places(views, memory.places(views, count), device)
-
-    def make() -> tuple[shapes.Tile, int, tuple[int, int]]:
-        tile, wanted = tile_for(p, extents, device, align), shares_wanted(p, device)
-        return tile, wanted, room_for_shares(p, extents, tile, wanted)
-
-    tile, wanted, (cut, shares) = schedule.once((device, align), make)
-    near = within(p, views, tile)
-    known, known_join, known_mend = schedule.once(
-        (device, align, near),
-        lambda: (*decode_constants(p, tile, align, near), launch_dense.mend_out_constants(p, align)),
-    )
+        return launch_dense.Ready([], ())
+    kept, where = schedule.kept, memory.places(views, len(e))
+    align = memory.alignment(views, where)
+    tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
+    cut, shares = room_for_shares(p, e, tile, wanted)
+    known, known_join = decode_constants(p, tile, align, within(p, views, tile))
     listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    rows = min(tile.BM, int(extents.q_len.max()) * p.group)
+    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    rows = min(tile.BM, int(e.q_len.max()) * p.group)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
-    arguments = dict.fromkeys(CACHES) | tensors | launch_dense.numbers(p, o) | {
-        "table": table, "width": width, "step": stride, "last": last, "rows": rows, "count": count, "work": listed,
-        "part": empty(tensors["q"], (shares * p.heads_kv * rows * room(p),), torch.float32),
-        "places": places,
-        "lengths": kept.on(device, "lengths", memory.lengths),
+    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | {
+        "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
+        "places": places.tensor, "lengths": lengths.tensor,
     }  # fmt: skip
-    launch_dense.launch(decode, (len(listed), p.heads_kv), arguments, known, tile)
-    launch_dense.launch(join, (cut * rows, p.heads_kv), arguments, known_join, JOIN)
-    launch_dense.launch_mend(mend_out, p, extents.q_len, p.heads_q, arguments, known_mend)
+    scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * room(p),)}
+    own = [*given, *launch_dense.DRAWS, *scratch]
+    launches = [
+        launch_dense.Launch.of(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
+        launch_dense.Launch.of(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
+        *launch_dense.launch_mend(
+            mend_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.mend_out_constants(p, align)
+        ),
+    ]
+    return launch_dense.Ready(launches, (places, lengths, listed), scratch)
 
 
 def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:

@@ -5,10 +5,12 @@ The constants made here are also what the tests compile ahead of time, so that w
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +31,69 @@ MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 2  # of what prepare() notes of each row
 _NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
 Constants = dict[str, Any]
-Made = TypeVar("Made")
 KERNELS = (forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
 TAKEN = frozenset(name for kernel in KERNELS for name in kernel.arg_names)
-# The arguments that say where a cache lies, where there is none.
-NO_CACHE = dict.fromkeys(("table", "scale_k", "offset_k", "scale_v", "offset_v")) | {"width": 0, "step": 0, "last": 0}
+# Arguments of what a problem may lack.
+ABSENT: dict[str, Any] = dict.fromkeys(
+    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dq_rope", "dk_rope", "dbias", "part", "large",
+     "table", "scale_k", "offset_k", "scale_v", "offset_v")
+) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
+DRAWS = ("seed", "offset")
+# What kernels call views that have another name in the table of places.
+ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
+LAYOUTS = 32  # of memory, of which a schedule knows what to launch: a captured graph meets the same again
+
+
+@dataclass(eq=False)
+class Launch:
+    """A kernel, and what stays as it is from run to run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tile: shapes.Tile
+    known: Constants
+    kept: dict[str, Any]  # arguments
+    given: tuple[str, ...]  # names of those that each run gives
+    options: dict[str, int]  # Triton's, besides the tile's
+
+    @classmethod
+    def of(
+        cls, kernel: Any, grid: tuple[int, ...], kept: dict[str, Any], given: Iterable[str], known: Constants,
+        tile: shapes.Tile, **options: int,
+    ) -> Launch:  # fmt: skip
+        """With those of a verb's arguments that the kernel names; some kernel of KERNELS must name each."""
+        given = tuple(given)
+        if strangers := {*kept, *given} - TAKEN:
+            raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
+        named = set(kernel.arg_names) - known.keys()
+        stays = {name: value for name, value in kept.items() if name in named}
+        return cls(kernel, grid, tile, known, stays, tuple(name for name in given if name in named), options)
+
+    def start(self, given: dict[str, Any]) -> None:
+        """Launches the kernel."""
+        arguments = self.kept.copy()
+        for name in self.given:
+            arguments[name] = given[name]
+        launch(self.kernel, self.grid, arguments, self.known, self.tile, **self.options)
+
+
+@dataclass(eq=False)
+class Ready:
+    """What a verb does on one layout of memory: its launches in their order, the tables that they read, and the
+    float32 scratch that each run takes, by the names of arguments."""
+
+    launches: list[Launch]
+    tables: tuple[memory.Copied, ...]
+    scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches; given: the arguments that are a run's own, to which the scratch comes."""
+        for table in self.tables:
+            table.read()
+        for name, shape in self.scratch.items():
+            given[name] = empty(given["q"], shape, torch.float32)
+        for each in self.launches:
+            each.start(given)
 
 
 @dataclass(eq=False)
@@ -44,14 +104,25 @@ class Schedule:
     kept: memory.Kept
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
-    known: dict[Any, Any] = field(default_factory=dict)
+    known: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
-        """What `make` makes, the first time: what kernels know depends on the problem and the key alone."""
-        if key not in self.known:
-            self.known[key] = make()
-        found: Made = self.known[key]
+    def once(self, layout: Any, make: Callable[[], Ready]) -> Ready:
+        """What `make` makes, the first time on a layout of memory (memory.layout); the last LAYOUTS are known."""
+        found = self.known.get(layout)
+        if found is None:
+            found = self.known[layout] = make()
+            while len(self.known) > LAYOUTS:
+                self.known.popitem(last=False)
+        else:
+            with contextlib.suppress(KeyError):  # another thread's run pushed it out
+                self.known.move_to_end(layout)
         return found
+
+    def update(self, extents: Extents) -> None:
+        """Other key lengths of the same rows."""
+        if extents.part is not self.kept.extents.part:  # drawn() counts from there, in the tables of places
+            self.known.clear()
+        self.kept.update(extents)
 
 
 def widths(problem: Problem) -> Constants:
@@ -199,15 +270,28 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
     return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
 
 
-def tensors_of(problem: Problem, o: Operands, views: dict[str, memory.View | None]) -> dict[str, Any]:
-    """The kernels' arguments that are memory, by their names; what the problem lacks is None."""
+def given_by(problem: Problem, o: Operands, views: dict[str, memory.View | None]) -> dict[str, Any]:
+    """The kernels' arguments that are a run's own memory; what the problem lacks is absent."""
     p = problem
-    found: dict[str, Any] = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
-    found |= {"blocked": bytes_of(views["blocked"]), "bits": found.pop("drop_bits")}
-    found |= {"max_": found.pop("max"), "sum_": found.pop("sum")}
-    found["slopes"] = float32(o.slopes) if p.bias in ("slopes", "slopes_sqrt") else None
-    found["sink"] = float32(o.sink) if p.has_sink else None
-    return found
+    given: dict[str, Any] = {
+        ARGUMENTS[name]: memory.tensor_of(view) for name, view in views.items() if view is not None
+    }
+    if p.has_blocked:
+        given["blocked"] = bytes_of(views["blocked"])
+    if p.bias in ("slopes", "slopes_sqrt"):
+        given["slopes"] = float32(o.slopes)
+    if p.has_sink:
+        given["sink"] = float32(o.sink)
+    return given
+
+
+def draws(o: Operands) -> dict[str, int]:
+    """DRAWS of dropout, as kernels take them."""
+    seed = o.seed & (1 << 64) - 1
+    return {
+        "seed": seed - (1 << 64) if seed >> 63 else seed,
+        "offset": ((o.offset & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000,
+    }
 
 
 def float32(values: torch.Tensor | None) -> torch.Tensor | None:
@@ -215,9 +299,9 @@ def float32(values: torch.Tensor | None) -> torch.Tensor | None:
     return None if values is None else values.to(torch.float32).contiguous()
 
 
-def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
-    """The kernels' arguments that are numbers."""
-    p, seed = problem, o.seed & (1 << 64) - 1
+def numbers(problem: Problem) -> dict[str, Any]:
+    """The kernels' arguments that are the problem's numbers."""
+    p = problem
     unit = p.scale if raw(p) else 1.0
     return {
         "heads_q": p.heads_q,
@@ -226,8 +310,6 @@ def numbers(problem: Problem, o: Operands) -> dict[str, Any]:
         "scale": p.scale,
         "factor": p.scale if p.bias_scaled else 1.0,
         "keep_prob": p.keep_prob,
-        "seed": seed - (1 << 64) if seed >> 63 else seed,
-        "offset": ((o.offset & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000,
         "threshold": dropout.threshold(p.keep_prob),
     }
 
@@ -255,43 +337,49 @@ def mend_out_constants(problem: Problem, align: int) -> Constants:
 
 
 def launch_mend(
-    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, arguments: dict[str, Any], known: Constants
-) -> None:
-    """Launches a kernel that mends: a program for every few rows of every sequence, or keys."""
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, kept: dict[str, Any], given: Iterable[str],
+    known: Constants,
+) -> list[Launch]:  # fmt: skip
+    """The launch of a kernel that mends, if there is a row: a program for every few of every sequence, or keys."""
     tile = shapes.mend_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is mend_key else tile.BM))
-    if blocks:
-        launch(kernel, (blocks * len(lengths), heads), arguments | {"blocks": blocks}, known, tile)
+    grid = blocks * len(lengths), heads
+    return [Launch.of(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
     """Launches the forward kernel, and the one that mends."""
-    p, count = problem, len(extents)
-    views = views_of(p, o)
-    tensors = tensors_of(p, o, views)
-    device = memory.one_device(tensors)
-    places, align = schedule.kept.places(views, memory.places(views, count, drawn(p, extents)), device)
-    apart = memory.apart(views)
+    views = views_of(problem, o)
+    given = given_by(problem, o, views)
+    ready = schedule.once(
+        memory.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
+    )
+    ready.run(given | draws(o))
 
-    def make() -> tuple[Any, shapes.Tile, Constants, Constants, Constants]:
-        tile, known_mend = tile_on("forward", p, device, align if apart else 1), mend_out_constants(p, align)
-        if launch_gluon.serves(p, device, tile):
-            tile, known = launch_gluon.TILES[p.dim_qk], launch_gluon.constants(p, align)
-            return launch_gluon.kernel(), tile, known, launch_gluon.OPTIONS, known_mend
-        return forward, tile, forward_constants(p, tile, align), {}, known_mend
 
-    kernel, tile, known, options, known_mend = schedule.once((device, align, apart), make)
-    tiled = schedule.kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
-    if not len(tiled):
-        return
-    arguments = tensors | numbers(p, o) | {
-        "places": places,
-        "lengths": schedule.kept.on(device, "lengths", memory.lengths),
-        "tiles": tiled,
-        "count": count,
+def ready_forward(
+    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Ready:
+    """What run_forward() does with memory as these views and arguments lie."""
+    device, table = memory.one_device(given), memory.places(views, len(e), drawn(p, e))
+    align = memory.alignment(views, table)
+    tile = tile_on("forward", p, device, align if memory.apart(views) else 1)
+    kernel, known, options = forward, forward_constants(p, tile, align), {}
+    if launch_gluon.serves(p, device, tile):
+        kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILES[p.dim_qk], launch_gluon.OPTIONS
+        known = launch_gluon.constants(p, align)
+    tiled = kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
+    count = len(tiled.tensor)
+    if not count:
+        return Ready([], ())
+    places, lengths = memory.Copied.of(table, device), kept.on(device, "lengths", memory.lengths)
+    arguments = ABSENT | numbers(p) | {
+        "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
     }  # fmt: skip
-    launch(kernel, (len(tiled), p.heads_q), arguments, known, tile, **options)
-    launch_mend(mend_out, p, extents.q_len, p.heads_q, NO_CACHE | arguments, known_mend)
+    own = [*given, *DRAWS]
+    launches = [Launch.of(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
+    launches += launch_mend(mend_out, p, e.q_len, p.heads_q, arguments, own, mend_out_constants(p, align))
+    return Ready(launches, (places, lengths, tiled))
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
@@ -304,71 +392,76 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Launches the three kernels of the backward, and those that mend."""
-    p, count, kept = problem, len(extents), schedule.kept
-    rows = noted(extents)
-    start, room = np.cumsum(rows) - rows, int(rows.sum())
-    plane, step = p.heads_q * room, np.full(count, room, np.int64)
-    flat = empty(o.q.keep[0], (PLANES * plane,), torch.float32)
+    p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
         "dq_rope": g.dq_rope if p.dim_rope else None,
         "dk_rope": g.dk_rope if p.dim_rope else None,
         "dbias": g.dbias if p.bias in ("matrix", "table") else None,
-        "flat": RowView((flat,), start, 1, step, 1),
     }  # fmt: skip
-    tensors = tensors_of(p, o, views)
-    device = memory.one_device(tensors)
-    places, align = kept.places(views, memory.places(views, count, drawn(p, extents)), device)
-    apart = memory.apart(views)
-    heads_apart = apart and memory.heads_apart(views)
+    given = given_by(p, o, views)
+    if p.dtype == "float16":
+        given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
+    ready = schedule.once(memory.layout(views, given), lambda: ready_backward(p, extents, schedule.kept, views, given))
+    given |= draws(o)
+    ready.run(given)
+    if g.dsink is not None:
+        part = given.get("part")
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
-    def make() -> tuple[shapes.Tile, shapes.Tile, list[Constants]]:
-        query = tile_on("query", p, device, align if apart else 1)
-        key = tile_on("key", p, device, align if heads_apart else 1)
-        known_prepare, known_query, _ = backward_constants(p, query, align)
-        known_key = backward_constants(p, key, align)[2]
-        mends = [mend_constants(kernel, p, align) for kernel in ("mend_query", "mend_key")]
-        return query, key, [known_prepare, known_query, known_key, *mends]
 
-    query, key, known = schedule.once((device, align, apart, heads_apart), make)
+def ready_backward(
+    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Ready:
+    """What run_backward() does with memory as these views and arguments lie."""
+    device, rows, count = memory.one_device(given), noted(e), len(e)
+    room = int(rows.sum())
+    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, room, np.int64), 1)  # of any memory
+    table = memory.places(views | {"flat": flat}, count, drawn(p, e))
+    align, apart = memory.alignment(views, table), memory.apart(views)
+    query = tile_on("query", p, device, align if apart else 1)
+    key = tile_on("key", p, device, align if apart and memory.heads_apart(views) else 1)
+    known_prepare, known_query, _ = backward_constants(p, query, align)
+    known_key = backward_constants(p, key, align)[2]
     mean = p.empty_rows != "zero"
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
-    part = empty(flat, (len(by_query), p.heads_q)) if p.has_sink else None
-    large = flat.new_zeros(count * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
-    lengths = kept.on(device, "lengths", memory.lengths)
-    shared = tensors | numbers(p, o) | {
-        "places": places, "lengths": lengths, "count": count, "plane": plane, "large": large,
+    places, lengths = memory.Copied.of(table, device), kept.on(device, "lengths", memory.lengths)
+    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * room,)}
+    tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
+    if p.has_sink:
+        scratch["part"] = tiles_of_rows, p.heads_q
+    own = [*given, *DRAWS, *scratch]
+    shared = ABSENT | numbers(p) | {
+        "places": places.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * room,
     }  # fmt: skip
-    if len(by_query):
-        of_rows = shared | {"tiles": by_query, "part": part}
-        launch(prepare, (len(by_query), p.heads_q), of_rows, known[0], query)
-        launch(backward_query, (len(by_query), p.heads_q), of_rows, known[1], query)
-        launch_mend(mend_query, p, extents.q_len, p.heads_q, shared, known[3])
-    if len(by_key):
-        launch(backward_key, (len(by_key), p.heads_kv), shared | {"tiles": by_key}, known[2], key)
-        launch_mend(mend_key, p, kept.capacity.kv_len, p.heads_kv, shared, known[4])
-    if g.dsink is not None:
-        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+    launches: list[Launch] = []
+    if tiles_of_rows:
+        grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
+        launches += (
+            Launch.of(prepare, grid, of_rows, own, known_prepare, query),
+            Launch.of(backward_query, grid, of_rows, own, known_query, query),
+            *launch_mend(mend_query, p, e.q_len, p.heads_q, shared, own, mend_constants("mend_query", p, align)),
+        )
+    if tiles_of_keys:
+        keys, known = kept.capacity.kv_len, mend_constants("mend_key", p, align)
+        of_keys = shared | {"tiles": by_key.tensor}
+        launches.append(Launch.of(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
+        launches += launch_mend(mend_key, p, keys, p.heads_kv, shared, own, known)
+    return Ready(launches, (places, lengths, by_query, by_key), scratch)
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile, **options: int
 ) -> None:
-    """Launches a kernel with those of a verb's arguments that it names; some kernel of KERNELS must name each.
-
-    options: Triton's, besides the tile's.
-    """
-    if not TAKEN.issuperset(arguments):
-        raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(arguments.keys() - TAKEN))}")
-    named = {name: value for name, value in arguments.items() if name in kernel.arg_names and name not in known}
+    """Launches a kernel; options: Triton's, besides the tile's."""
     options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     if not tile.TMA:
-        kernel[grid](**named, **known, **options)
+        kernel[grid](**arguments, **known, **options)
         return
     # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one
     # set, and the caller's own has to stay. So such a launch has a context of its own.
-    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], named | known | options)
+    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], arguments | known | options)
 
 
 def _launch_with_scratch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, given: dict[str, Any]) -> None:

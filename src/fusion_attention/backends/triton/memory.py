@@ -8,9 +8,9 @@ table that was copied to the device once serves every later call on the same mem
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_
 FIELDS = 4
 TILE_FIELDS = 8
 _WIDE = 16  # bytes of the widest load
-_KEPT = 32
 
 
 def tensor_of(view: View) -> torch.Tensor:
@@ -91,6 +90,35 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
             )
             found |= tensor.data_ptr()
     return max(1, (found & -found) // smallest)
+
+
+def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
+    """All that tables, tiles and constants follow from, besides the problem and the lengths: two runs of one layout
+    differ in nothing but addresses."""
+    found: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
+    for view in views.values():
+        if view is None:
+            found.append(None)
+        elif isinstance(view, RowView):
+            start = view.keep[0].data_ptr()
+            apart = tuple(t.data_ptr() - start for t in view.keep) if len(view.keep) > 1 else None
+            strides = view.stride_token, view.stride_head.tobytes()
+            found.append((start % _WIDE, apart, view.address.tobytes(), *strides, view.dim))
+        elif isinstance(view, PagedView):
+            found.append(_layout_of_pages(view, views["k"]))
+        else:
+            address, head, row = view.address.tobytes(), view.stride_head.tobytes(), view.stride_row.tobytes()
+            found.append((address, head, row, view.stride_key, view.first is None))
+    return tuple(found)
+
+
+def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
+    """Of keys, values and what belongs to them, which are to share one page table."""
+    pool, table = view.pool, view.table
+    shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
+    held = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _WIDE
+    strides = view.stride_page, view.stride_token, view.stride_head, table.stride()
+    return *held, *strides, table.shape, view.page_size, view.dim, view.piece, shares
 
 
 @contextlib.contextmanager
@@ -172,52 +200,36 @@ class Copied:
         self.stream = torch.cuda.current_stream(device)
         self.written = self.stream.record_event()
 
-    def read(self) -> torch.Tensor:
-        """The table, for what the current stream does next."""
+    def read(self) -> None:
+        """Says that what the current stream does next reads the table."""
         if self.written is None:
-            return self.tensor
+            return
         if torch.cuda.is_current_stream_capturing():
             _CAPTURED[self.tensor.data_ptr()] = self.tensor
         elif (stream := torch.cuda.current_stream(self.tensor.device)) != self.stream:
             stream.wait_event(self.written)
             self.tensor.record_stream(stream)
-        return self.tensor
 
 
 @dataclass(eq=False)
 class Kept:
-    """What a schedule has on devices: lengths, lists of tiles and tables of places, each copied once."""
+    """What a schedule has on devices of the lengths: themselves and lists of tiles, each copied once."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # what was planned for: lists have room for it
     _lists: dict[tuple[torch.device, str], tuple[Maker, Copied]] = field(default_factory=dict)
-    _places: OrderedDict[tuple[torch.device, bytes], Copied] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.capacity = self.extents
 
-    def on(self, device: torch.device, name: str, make: Maker) -> torch.Tensor:
+    def on(self, device: torch.device, name: str, make: Maker) -> Copied:
         """What `make` makes of the lengths, on a device."""
         key = device, name
         if key not in self._lists:
             found = self._lists[key] = make, Copied.of(make(self.capacity), device)
             if self.extents is not self.capacity:
                 self._rewrite(*found)
-        return self._lists[key][1].read()
-
-    def places(
-        self, views: Mapping[str, View | None], table: np.ndarray, device: torch.device
-    ) -> tuple[torch.Tensor, int]:
-        """A table of places, and its alignment; the last ones are kept: a captured graph meets the same memory."""
-        key = device, table.tobytes()
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = Copied.of(table, device)
-            while len(self._places) > _KEPT:
-                self._places.popitem(last=False)
-        else:
-            self._places.move_to_end(key)
-        return found.read(), alignment(views, table)
+        return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:
         """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""

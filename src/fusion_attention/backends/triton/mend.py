@@ -7,8 +7,9 @@ and neither does a key whose score is -inf. A branch in the other kernels would 
 every loop.
 
 One row at a time is slow, and where a training run diverges everything is NaN. So nothing is formed anew that stays as
-it is - a row whose statistics are NaN is NaN, whatever it meets - and a sum of which every element is NaN is left: then
-what a diverged run costs grows with its rows, not with their square.
+it is - a row whose statistics are NaN is NaN, whatever it meets - and a sum is left once all that was NaN is NaN again:
+then what a diverged run costs grows with its rows, not with their square. An infinity is right as it stands, for zero
+times one is NaN; but what integers of values mean is multiplied last, and float16 rounds what float32 still holds.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,7 +32,6 @@ from fusion_attention.backends.triton.common import (
     products,
     rows_at,
     store_part,
-    store_three,
     zeros_three,
 )
 from fusion_attention.backends.triton.pages import cache_at, dequantised_three, offset_of, pages_of, scale_offset
@@ -40,39 +40,61 @@ LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def nonfinite(part):
-    """Whether some element of a row is not finite: 0 or 1."""
-    return tl.max(tl.where(tl.abs(part.to(tl.float32)) < float("inf"), 0, 1), 1)
+def wrong(x, INF: tl.constexpr):
+    """Whether elements of a result may be wrong: NaN, and infinities where those may be what was rounded or scaled."""
+    x = x.to(tl.float32)
+    return ~(tl.abs(x) < float("inf")) if INF else x != x
 
 
 @triton.jit
-def nonfinite_three(base, offset, there, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
-    """nonfinite() of rows in parts."""
+def wrong_three(base, offset, there, INF: tl.constexpr,
+                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """Whether some element of rows in parts is wrong: 0 or 1."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
-    found = nonfinite(parts[0])
+    found = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
-        found = tl.maximum(found, nonfinite(parts[1]))
+        found = tl.maximum(found, tl.max(wrong(parts[1], INF).to(tl.int32), 1))
     if W2:
-        found = tl.maximum(found, nonfinite(parts[2]))
+        found = tl.maximum(found, tl.max(wrong(parts[2], INF).to(tl.int32), 1))
     return found
 
 
 @triton.jit
-def lost(part, FIRST: tl.constexpr, DIM: tl.constexpr):
-    """Whether every element of a row's part is NaN, which stays so whatever is added: 0 or 1."""
-    d = FIRST + tl.arange(0, part.shape[1])
-    return tl.min(tl.min(tl.where((part != part) | (d >= DIM)[None, :], 1, 0), 1), 0)
+def left(acc, old, INF: tl.constexpr):
+    """Whether some element of a row is wrong that a sum has not found to be NaN, which stays so: 0 or 1."""
+    return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
 
 
 @triton.jit
-def lost_three(acc, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):
-    """lost() of a row in parts."""
-    found = lost(acc[0], 0, DIM)
+def left_three(acc, base, offset, there, INF: tl.constexpr,
+               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """left() of a row in parts."""
+    old = load_three(base, offset, there, True, W0, W1, W2, DIM)
+    found = left(acc[0], old[0], INF)
     if W1:
-        found = tl.minimum(found, lost(acc[1], W0, DIM))
+        found = tl.maximum(found, left(acc[1], old[1], INF))
     if W2:
-        found = tl.minimum(found, lost(acc[2], W0 + W1, DIM))
+        found = tl.maximum(found, left(acc[2], old[2], INF))
     return found
+
+
+@triton.jit
+def mended(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
+           DIM: tl.constexpr):  # fmt: skip
+    """Writes those elements of a row's part that are wrong: of others the sum need not be whole."""
+    old = load_part(base, offset, there, FIRST, W, DIM, True)
+    store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
+
+
+@triton.jit
+def mended_three(base, offset, there, acc, factor, INF: tl.constexpr,
+                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """mended() of a row in parts."""
+    mended(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
+    if W1:
+        mended(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
+    if W2:
+        mended(base, offset, there, acc[2], factor, INF, W0 + W1, W2, DIM)
 
 
 @triton.jit
@@ -128,7 +150,8 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
     at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
-    found = nonfinite_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, V0, V1, V2, DIM_V)
+    INF: tl.constexpr = DEQUANT_V != 0
+    found = wrong_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, INF, V0, V1, V2, DIM_V)
     at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
     sums = tl.load(sum_ + at_sum + row.to(tl.int64) * stride_sum, mask=row < q_len, other=0.0)
     found = tl.max(tl.where(sums == sums, found, 0), 0)
@@ -136,16 +159,16 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
-        wrong = nonfinite_three(out, at_out + wide * stride_out, there, V0, V1, V2, DIM_V) > 0
+        bad = wrong_three(out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
         at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
         peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
-        wrong = wrong & (total == total)
+        bad = bad & (total == total)
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
-        end_key = tl.where(mean, kv_len.to(tl.int32), tl.where(empty | ~wrong, 0, end_key))
+        end_key = tl.where(mean & bad, kv_len.to(tl.int32), tl.where(empty | ~bad, 0, end_key))
         at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
         cache_k = cache_at(places, count, b, h // GROUP, views.K, ALIGN_KV)
@@ -190,9 +213,10 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
                 values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
-            j0 = tl.where(lost_three((acc0, acc1, acc2), V0, V1, V2, DIM_V) > 0, end, j0 + BN)
+            more = left_three((acc0, acc1, acc2), out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V)
+            j0 = tl.where(more > 0, j0 + BN, end)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
-        store_three(out, at_out + wide * stride_out, there & wrong, (acc0, acc1, acc2), share, V0, V1, V2, DIM_V)
+        mended_three(out, at_out + wide * stride_out, there & bad, (acc0, acc1, acc2), share, INF, V0, V1, V2, DIM_V)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
@@ -209,11 +233,12 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
     at_dq, stride_dq = rows_at(places, count, b, h, views.DQ, ALIGN)
-    found = nonfinite_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, D0, D1, D2, DIM)
+    INF: tl.constexpr = q.dtype.element_ty == tl.float16
+    found = wrong_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, INF, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
         part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, nonfinite(part))
+        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
     at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
     note = tl.load(flat + at_flat + row.to(tl.int64) * stride_flat, mask=row < q_len, other=0.0)
     found = tl.max(tl.where(note == note, found, 0), 0)
@@ -223,7 +248,12 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
         lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
-        end_key = tl.where(tl.abs(lse) == float("inf"), 0, end_key)
+        bad = wrong_three(dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
+        if R:
+            end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+            bad = tl.maximum(bad, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
+        end_key = tl.where((tl.abs(lse) == float("inf")) | (lse != lse) | (bad == 0), 0, end_key)
+        there = there & (lse == lse)
         at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
         at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
@@ -260,14 +290,15 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
-            gone = lost_three((dq0, dq1, dq2), D0, D1, D2, DIM)
+            more = left_three((dq0, dq1, dq2), dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
             if R:
                 dr += gathered(ds, ds, seen, tail)
-                gone = tl.minimum(gone, lost(dr, 0, DIM_ROPE))
-            j0 = tl.where(gone > 0, end, j0 + BN)
-        store_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, D0, D1, D2, DIM)
+                end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+                more = tl.maximum(more, left(dr, end_of_row, INF))
+            j0 = tl.where(more > 0, j0 + BN, end)
+        mended_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
         if R:
-            store_part(dq_rope, at_dr + wide * stride_dr, there, dr * scale, 0, R, DIM_ROPE)
+            mended(dq_rope, at_dr + wide * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
@@ -285,21 +316,23 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
     j = begin + tl.arange(0, BN)
     at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
     at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
-    found = nonfinite_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, D0, D1, D2, DIM)
-    found = tl.maximum(found, nonfinite_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, V0, V1, V2, DIM_V))
+    INF: tl.constexpr = q.dtype.element_ty == tl.float16
+    found = wrong_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, INF, D0, D1, D2, DIM)
+    in_dv = wrong_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, False, V0, V1, V2, DIM_V)
+    found = tl.maximum(found, in_dv)
     if R:
         at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
         part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, nonfinite(part))
+        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
     found = tl.max(found, 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         inside, wide = one < kv_len, one.to(tl.int64)
-        wrong_k = nonfinite_three(dk, at_dk + wide * stride_dk, inside, D0, D1, D2, DIM)
-        wrong_v = nonfinite_three(dv, at_dv + wide * stride_dv, inside, V0, V1, V2, DIM_V) > 0
+        wrong_k = wrong_three(dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
+        wrong_v = wrong_three(dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V) > 0
         if R:
             end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
-            wrong_k = tl.maximum(wrong_k, nonfinite(end_of_row))
+            wrong_k = tl.maximum(wrong_k, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
         wrong_k = wrong_k > 0
         at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
         at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
@@ -356,13 +389,15 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
             dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
-            gone = lost_three((dk0, dk1, dk2), D0, D1, D2, DIM) > 0
+            more = left_three((dk0, dk1, dk2), dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
             if R:
                 dr += gathered(ds, ds, seen, rope)
-                gone = gone & (lost(dr, 0, DIM_ROPE) > 0)
-            left = (wrong_k & ~gone) | (wrong_v & (lost_three((dv0, dv1, dv2), V0, V1, V2, DIM_V) == 0))
-            turn = tl.where(tl.max(left.to(tl.int32), 0) > 0, turn + 1, end)
-        store_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, D0, D1, D2, DIM)
-        store_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+                end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+                more = tl.maximum(more, left(dr, end_of_row, INF))
+            of_dv = left_three((dv0, dv1, dv2), dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V)
+            turn = tl.where(tl.maximum(more, of_dv) > 0, turn + 1, end)
+        mended_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
+        mended_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
+                     V0, V1, V2, DIM_V)  # fmt: skip
         if R:
-            store_part(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr * scale, 0, R, DIM_ROPE)
+            mended(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)
