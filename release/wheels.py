@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = 28  # of manylinux_2_28
@@ -33,8 +34,13 @@ def run(*command: object, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def fail(why: str) -> None:
+def fail(why: str) -> NoReturn:
     sys.exit(f"make wheels: {why}")
+
+
+def interpreter(name: str) -> str:
+    """The path of a Python: some versions of pip take no name."""
+    return shutil.which(name) or fail(f"{name}: expected a Python by name or path, found no such program")
 
 
 def build(python: str, machine: str, archive: Path, work: Path) -> Path:
@@ -146,6 +152,7 @@ def main() -> None:
     parser.add_argument("--test", nargs="*", default=[], help="Pythons to install a wheel for, with torch, and run it")
     parser.add_argument("--pip", default="", help="options of these installations")
     given = parser.parse_args()
+    pythons, tests = [interpreter(name) for name in given.pythons], [interpreter(name) for name in given.test]
     work, dist = ROOT / "build/wheels", ROOT / "dist"
     for folder in (work, dist):
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,13 +161,13 @@ def main() -> None:
     (archive,) = dist.glob("*.tar.gz")
     wheels = []
     for machine in given.machines:
-        for python in given.pythons:
+        for python in pythons:
             wheel = tagged(build(python, machine, archive, work), machine, dist)
             check_contents(wheel, machine)
             wheels.append(wheel)
             print(f"  {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     check_metadata([archive, *wheels])
-    for python in given.test:
+    for python in tests:
         version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
         installed(python, for_python(version, wheels, os.uname().machine), work, given.pip.split())
     print(f"make wheels: {len(wheels)} wheels and the source archive in dist/; docs/release.md says what is next")
