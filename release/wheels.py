@@ -54,6 +54,7 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
             "CMAKE_TOOLCHAIN_FILE": str(ROOT / f"release/{machine}.cmake"),
             "SETUPTOOLS_EXT_SUFFIX": suffix.replace(os.uname().machine, machine),
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+            "CPLUS_INCLUDE_PATH": str(debian_headers(python, machine, work)),
         }
     run(
         sys.executable,
@@ -71,6 +72,19 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
     )
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def debian_headers(python: str, machine: str, work: Path) -> Path:
+    """What a Python of Debian's includes: its pyconfig.h asks for one in the folder named after the processor."""
+    question = "import sysconfig; print(sysconfig.get_config_h_filename())"
+    include = Path(run(python, "-c", question).strip()).parent
+    folder = work / f"headers-{machine}"
+    own = include.parent / f"{os.uname().machine}-linux-gnu" / include.name / "pyconfig.h"
+    if own.is_file():
+        other = folder / f"{machine}-linux-gnu" / include.name
+        other.mkdir(parents=True, exist_ok=True)
+        shutil.copy(own, other)
+    return folder
 
 
 def tagged(wheel: Path, machine: str, dist: Path) -> Path:
