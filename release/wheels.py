@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 GLIBC = 28  # of manylinux_2_28
@@ -33,8 +34,13 @@ def run(*command: object, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def fail(why: str) -> None:
+def fail(why: str) -> NoReturn:
     sys.exit(f"make wheels: {why}")
+
+
+def interpreter(name: str) -> str:
+    """The path of a Python: some versions of pip take no name."""
+    return shutil.which(name) or fail(f"{name}: expected a Python by name or path, found no such program")
 
 
 def build(python: str, machine: str, archive: Path, work: Path) -> Path:
@@ -48,6 +54,7 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
             "CMAKE_TOOLCHAIN_FILE": str(ROOT / f"release/{machine}.cmake"),
             "SETUPTOOLS_EXT_SUFFIX": suffix.replace(os.uname().machine, machine),
             "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+            "CPLUS_INCLUDE_PATH": str(debian_headers(python, machine, work)),
         }
     run(
         sys.executable,
@@ -65,6 +72,19 @@ def build(python: str, machine: str, archive: Path, work: Path) -> Path:
     )
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def debian_headers(python: str, machine: str, work: Path) -> Path:
+    """What a Python of Debian's includes: its pyconfig.h asks for one in the folder named after the processor."""
+    question = "import sysconfig; print(sysconfig.get_config_h_filename())"
+    include = Path(run(python, "-c", question).strip()).parent
+    folder = work / f"headers-{machine}"
+    own = include.parent / f"{os.uname().machine}-linux-gnu" / include.name / "pyconfig.h"
+    if own.is_file():
+        other = folder / f"{machine}-linux-gnu" / include.name
+        other.mkdir(parents=True, exist_ok=True)
+        shutil.copy(own, other)
+    return folder
 
 
 def tagged(wheel: Path, machine: str, dist: Path) -> Path:
@@ -146,6 +166,7 @@ def main() -> None:
     parser.add_argument("--test", nargs="*", default=[], help="Pythons to install a wheel for, with torch, and run it")
     parser.add_argument("--pip", default="", help="options of these installations")
     given = parser.parse_args()
+    pythons, tests = [interpreter(name) for name in given.pythons], [interpreter(name) for name in given.test]
     work, dist = ROOT / "build/wheels", ROOT / "dist"
     for folder in (work, dist):
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,13 +175,13 @@ def main() -> None:
     (archive,) = dist.glob("*.tar.gz")
     wheels = []
     for machine in given.machines:
-        for python in given.pythons:
+        for python in pythons:
             wheel = tagged(build(python, machine, archive, work), machine, dist)
             check_contents(wheel, machine)
             wheels.append(wheel)
             print(f"  {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     check_metadata([archive, *wheels])
-    for python in given.test:
+    for python in tests:
         version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
         installed(python, for_python(version, wheels, os.uname().machine), work, given.pip.split())
     print(f"make wheels: {len(wheels)} wheels and the source archive in dist/; docs/release.md says what is next")

@@ -117,10 +117,25 @@ Python run_python() {
     return py;
 }
 
+// Its program, as sys has it.
+std::string executable(const Python &py) {
+    const Reference sys(py, py.PyImport_ImportModule("sys"));
+    const Reference path(py, sys.get() ? py.PyObject_GetAttrString(sys.get(), "executable") : nullptr);
+    const char *const text = path.get() ? py.PyUnicode_AsUTF8AndSize(path.get(), nullptr) : nullptr;
+    const std::string found = text ? text : "this Python";
+    py.PyErr_Clear();
+    return found;
+}
+
 // Under the lock. Python's own lock of imports lets one thread do this, others wait for it.
 Entry import_entry(const Python &py) {
     const Reference module(py, py.PyImport_ImportModule("fusion_attention.capi.entry"));
-    if (!module.get()) throw Refusal(nn_runtime, "Python: fusion_attention cannot be imported: " + exception_text(py));
+    if (!module.get()) {
+        const std::string why = exception_text(py);
+        throw Refusal(nn_runtime,
+                      "Python: fusion_attention cannot be imported by " + executable(py) + ": " + why +
+                          " (install it there, or set FUSION_ATTENTION_PYTHON to the interpreter that has it)");
+    }
     return {py.PyObject_GetAttrString(module.get(), "plan"), py.PyObject_GetAttrString(module.get(), "run"),
             py.PyObject_GetAttrString(module.get(), "DeviceMemory")};
 }

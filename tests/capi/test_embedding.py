@@ -121,7 +121,8 @@ def test_an_interpreter_without_the_package(program: Path, tmp_path: Path) -> No
     (bare / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     text = answer(program, environment.LIBRARY, FUSION_ATTENTION_PYTHON=str(bare / "bin/python3"))
     assert text.startswith("361001 ")
-    assert "Python: fusion_attention cannot be imported: No module named" in text
+    assert f"Python: fusion_attention cannot be imported by {bare}/bin/python3: No module named" in text
+    assert "(install it there, or set FUSION_ATTENTION_PYTHON to the interpreter that has it)" in text
 
 
 def test_a_program_that_starts_python(tmp_path: Path) -> None:

@@ -85,6 +85,13 @@ def test_headers_are_written_and_checked(tmp_path: Path) -> None:
     assert "lightning" not in text
 
 
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, text = invoke("--write", tmp_path / "file/folder")
+    assert code == 2
+    assert text.startswith("fusion-attention capi: --write: [Errno 20] Not a directory")
+
+
 def test_builds_are_told_without_torch() -> None:
     program = (
         "import sys; sys.argv = ['fusion-attention', 'capi', '--cflags']\n"

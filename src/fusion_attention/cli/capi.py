@@ -78,9 +78,12 @@ def _write_or_check(write: Path | None, check: Path | None, source: Path | None)
     if source is not None:
         texts[source / DEFINITIONS] = headers.definitions(RECORDS)
     if write:
-        for path, text in texts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", newline="\n")
+        try:
+            for path, text in texts.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8", newline="\n")
+        except OSError as error:
+            refuse("capi", f"--write: {error}")
     there = {*texts, *(folder / "aclnnop").glob("*")}
     stale = sorted(path for path in there if not path.is_file() or path.read_text(encoding="utf-8") != texts.get(path))
     if stale:
