@@ -19,10 +19,6 @@ triton = pytest.importorskip("triton")
 
 from support import triton_ahead as ahead
 
-RUNS = [
-    pytest.param(run, marks=[] if name in ahead.EVERYDAY and chip in ahead.EVERYDAY_CHIPS else pytest.mark.slow)
-    for run, (name, chip) in ahead.RUNS.items()
-]
 # Instructions of a whole tile's turn per score, or of decode's warps per 64 keys, that no compiler may exceed.
 GOALS = {
     "forward 128 plain sm_90": 7.8,
@@ -33,10 +29,38 @@ GOALS = {
     "decode 128 16 rows sm_90": 1700,
     "decode 128 16 rows int8 sm_90": 3700,
 }
-# Bytes on the stack that are known and stay outside the loops, or cost less than a tile that keeps none.
-SPILLED = 128
+# Runs that keep bytes on the stack, with this Triton or another, and why no tile that keeps none is taken.
+OUTSIDE = "written before the main loop and read behind it"
+WITHIN = "with Triton 3.7.1; at most 4 instructions of hundreds in a turn touch it"
+SPILLED = {
+    **dict.fromkeys(("forward 64 read sm_80", "forward 128 drawn sm_90", "forward 128 mean sm_90"), OUTSIDE),
+    **dict.fromkeys(("forward 192 read sm_90", "forward 256 mean sm_90"), OUTSIDE),
+    **dict.fromkeys(("forward 128 blocked sm_90", "forward 192 blocked sm_90"), OUTSIDE),
+    **dict.fromkeys(("prefill 192 read sm_90", "prefill 256 read sm_90"), OUTSIDE),
+    **dict.fromkeys(("query 576 read sm_80", "query 768 read sm_80"), OUTSIDE),
+    **dict.fromkeys(("key 576 read sm_90", "key 768 read sm_90"), OUTSIDE),
+    "forward 192 capped sm_90": f"{WITHIN}; 64 keys keep none and issue two fifths more",
+    "query 128 read sm_90": f"{WITHIN}; 32 rows keep none, without wgmma, and issue 213 for each score instead of 166",
+    **dict.fromkeys(
+        ("query 256 sm_90", "key 128 ungrouped sm_90", "key 192 sm_90"), f"{WITHIN}; no tile without found"
+    ),
+}
+STACKED = 4
 RECORDED = json.loads(ahead.RESOURCES.read_text(encoding="utf-8")) if ahead.RESOURCES.exists() else {}
 recorded = pytest.mark.skipif(not RECORDED, reason=f"nothing is recorded of Triton {triton.__version__}")
+unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
+
+
+def is_everyday(run: str) -> bool:
+    name, chip = ahead.RUNS[run]
+    return name in ahead.EVERYDAY and chip in ahead.EVERYDAY_CHIPS
+
+
+def marks(run: str) -> list[pytest.MarkDecorator]:
+    return ([] if is_everyday(run) else [pytest.mark.slow]) + ([] if run in RECORDED else [unrecorded])
+
+
+RUNS = [pytest.param(run, marks=marks(run)) for run in ahead.RUNS]
 
 
 @cache
@@ -48,7 +72,7 @@ def pool() -> ProcessPoolExecutor:
 def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]:
     """Everything that this run's tests will ask for, under way."""
     asked = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in asked}
+    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in asked and run in RECORDED}
 
 
 @recorded
@@ -60,7 +84,7 @@ def test_resources(run: str, compiled: dict[str, Future[ahead.Figures]]) -> None
     assert {key: found[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
     assert found["ahead"] >= before["ahead"]
     # wgmma that the assembler runs one after the other waits after each.
-    risen = [key for key in ("spilled", "shared", "waits", "cut", "whole") if found[key] > before[key]]
+    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if found[key] > before[key]]
     assert risen == []
 
 
@@ -70,11 +94,18 @@ def test_loops_issue_no_more_than_they_are_meant_to() -> None:
 
 
 @recorded
-def test_hardly_anything_recorded_spills() -> None:
-    assert [run for run, row in RECORDED.items() if row["spilled"] > SPILLED] == []
+def test_what_spills_is_known() -> None:
+    """Bytes on the stack are recorded, and rise no more; each run that keeps some says why."""
+    assert {run: row["spilled"] for run, row in RECORDED.items() if row["spilled"] and run not in SPILLED} == {}
+    outside = [run for run, reason in SPILLED.items() if reason == OUTSIDE]
+    assert [run for run in outside if RECORDED.get(run, {"stacked": 0})["stacked"]] == []
+    assert [run for run, row in RECORDED.items() if row["stacked"] > STACKED] == []
     assert [run for run in GOALS if RECORDED[run]["spilled"]] == []
-    everyday = [run for run, (name, _) in ahead.RUNS.items() if name in ahead.EVERYDAY]
-    assert [run for run in everyday if RECORDED[run]["spilled"]] == []
+
+
+@recorded
+def test_every_everyday_run_is_recorded() -> None:
+    assert [run for run in ahead.RUNS if is_everyday(run) and run not in RECORDED] == []
 
 
 @recorded
@@ -88,9 +119,15 @@ def test_the_tables_say_how_much_memory_their_kernels_take() -> None:
             assert RECORDED[run]["shared"] <= row[-1] * 1024, run
 
 
+def test_a_forward_that_reads_two_things_for_every_score_takes_half_the_rows() -> None:
+    one, two = ({"has_blocked": True}, {"has_blocked": True, "bias": "matrix"})
+    rows = [ahead.Config("forward", ahead.problem(128, **more)).tile(90) for more in ({"bias": "matrix"}, one, two)]
+    assert [tile and tile.BM for tile in rows] == [128, 128, 64]
+
+
 def test_the_list_covers_the_tables() -> None:
     """Every tile that a launch can choose is compiled by some entry, and the list stays short."""
-    assert len(ahead.CONFIGS) <= 110
+    assert len(ahead.CONFIGS) <= 120
     chosen = {
         (config.table or config.kernel, chip, config.tile(chip))
         for config in ahead.CONFIGS.values()

@@ -25,10 +25,11 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of one turn: `most` by the longest way through it, `least` by the shortest one."""
+    """Instructions of one turn: `most` by the longest way through it, `least` by the shortest."""
 
     most: int
     least: int
+    stacked: int  # instructions that read or write the stack, on any way
 
 
 def instructions(code: str) -> list[Instruction]:
@@ -57,7 +58,7 @@ def _paths(body: list[Instruction]) -> Loop:
         ways += [at[one.target]] if at.get(one.target, 0) > n else []
         for way in ways:
             most[way], least[way] = max(most[way], most[n] + 1), min(least[way], least[n] + 1)
-    return Loop(most[-1], least[-1])
+    return Loop(most[-1], least[-1], sum(_is(one, "LDL", "STL") for one in body))
 
 
 def loops(code: str) -> list[Loop]:

@@ -135,6 +135,7 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0
     return {
         "registers": registers,
         "spilled": stack + local,
+        "stacked": max((loop.stacked for loop in turns), default=0),
         "shared": compiled.metadata.shared,
         "wgmma": "HGMMA" in code,
         "mma": bool(re.search(r"\bHMMA\.", code)),
@@ -192,8 +193,8 @@ class Config:
 
 
 def problem(dim: int, dim_v: int = 0, **more: Any) -> Problem:
-    given = {"dtype": "bfloat16", "scale": 0.1} | more
-    return Problem(16, 4, dim, dim_v or dim, **given)
+    given = {"dtype": "bfloat16", "scale": 0.1, "heads_q": 16, "heads_kv": 4} | more
+    return Problem(dim_qk=dim, dim_v=dim_v or dim, **given)
 
 
 LIGHT = {"bias": "slopes_sqrt", "has_sink": True}
@@ -230,6 +231,8 @@ def configs() -> dict[str, Config]:
         found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
         found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
         found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+    for name in ("64", "128", "192", "256"):  # one thing is read for every pair of row and key
+        found[f"forward {name} blocked"] = Config("forward", problem(**SIZES[name], has_blocked=True))
     # A score that is a product and nothing else: tiles of their own.
     found["forward 64 plain"] = Config("forward", problem(64))
     found["query 64 plain"] = Config("query", problem(64))
@@ -239,6 +242,11 @@ def configs() -> dict[str, Config]:
     found["key 128 float16"] = Config("key", problem(128, dtype="float16"))
     found["key 128 mean"] = Config("key", problem(128, **MEAN))
     found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
+    # What meets in one call and in no entry above: no group, a cap or means at the largest tiles.
+    found["key 128 ungrouped"] = Config("key", problem(128, heads_kv=16))
+    found["key 192 mean"] = Config("key", problem(**SIZES["192"], **LIGHT, **MEAN))
+    found["forward 192 capped"] = Config("forward", problem(**SIZES["192"], softcap=50.0))
+    found["forward 256 mean"] = Config("forward", problem(256, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
     found["decode 128"] = Config("decode", problem(128, **PAGES))
@@ -274,7 +282,8 @@ def configs() -> dict[str, Config]:
 
 CONFIGS = configs()
 EVERYDAY = (
-    *("forward 128 plain", "forward 128 capped", "forward 128 drawn", "forward 192 read", "forward 96"),
+    *("forward 128 plain", "forward 128 capped", "forward 128 drawn", "forward 128 read", "forward 96"),
+    "forward 192",
     *("query 128 plain", "query 64 read", "query float32", "key 128 plain", "key 128 drawn", "key 768", "prepare 128"),
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),

@@ -74,8 +74,10 @@ Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
 # Chip (CHIPS) and bytes of an element -> (most elements of a query row, most of a value row, tile, tile of a heavy
 # problem, KB of shared memory that a program takes); the first row that fits. Heavy problems read something for every
 # pair of row and key - a bias, a blocked matrix, drop bits - or draw it: 64-bit addresses of a tile of scores take
-# the registers of a third of it. float32 products are plain multiply-adds (tensor cores would round to 10 bits), whose
-# operands stay in registers: beyond 128 elements every shape of the backward spills.
+# the registers of a third of it. Where a forward reads more than one such thing, more than FEW rows are halved: of the
+# whole tile Triton 3.7.1 keeps up to 736 bytes on the stack. float32 products are plain multiply-adds (tensor cores
+# would round to 10 bits), whose operands stay in registers: beyond 128 elements every shape of the backward spills.
+FEW = 32
 FORWARD: dict[tuple[int, int], Rows] = {
     (90, 2): (
         (64, 64, Tile(64, 128, 4, 3, TMA), Tile(128, 32, 8, 2, TMA), 105),  # two programs share a processor
@@ -83,7 +85,7 @@ FORWARD: dict[tuple[int, int], Rows] = {
         # A cap, and dim_qk 192 in one piece, keep 16 to 24 bytes on the stack, outside the loops; 64 keys keep none,
         # and issue two fifths more.
         (192, 128, Tile(128, 128, 8, 2, TMA), Tile(128, 32, 8, 2, TMA), 209),
-        (256, 256, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 2, TMA), 192),  # means: 8 bytes, outside the loops
+        (256, 256, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 2, TMA), 193),  # means: 8 bytes, outside the loops
         (768, 768, Tile(32, 32, 8, 2, TMA), Tile(16, 32, 8, 1, TMA), 147),  # 64 rows spill in any shape
     ),
     (80, 2): (
@@ -106,10 +108,10 @@ FORWARD: dict[tuple[int, int], Rows] = {
 }
 QUERY: dict[tuple[int, int], Rows] = {
     (90, 2): (
-        (64, 64, Tile(64, 128, 4, 2, TMA), Tile(64, 32, 8, 2, TMA), 80),  # 224 registers: two programs
+        (64, 64, Tile(64, 128, 4, 2, TMA), Tile(64, 32, 8, 2, TMA), 81),  # 224 registers: two programs
         (128, 128, Tile(128, 64, 8, 3, TMA), Tile(64, 32, 8, 2, TMA), 161),  # 211 registers
-        (192, 128, Tile(128, 64, 8, 2, TMA), Tile(64, 32, 8, 1, TMA), 161),  # 239 registers
-        (256, 256, Tile(128, 32, 8, 2, TMA), Tile(32, 32, 8, 1, TMA), 192),  # 255 registers; 128 x 64 spills
+        (192, 128, Tile(128, 64, 8, 2, TMA), Tile(32, 32, 8, 1), 161),  # 239 registers; a heavy one of 64 rows spills
+        (256, 256, Tile(128, 32, 8, 2, TMA), Tile(32, 32, 8, 1, TMA), 193),  # 255 registers; 128 x 64 spills
         (1024, 768, Tile(16, 32, 8, 1, TMA), Tile(16, 32, 8, 1, TMA), 112),  # 32 x 32 spills
     ),
     (80, 2): (
@@ -251,6 +253,11 @@ def heavy(problem: Problem) -> bool:
     return problem.bias in ("matrix", "table") or problem.has_blocked or problem.dropout != "none"
 
 
+def crowded(problem: Problem) -> bool:
+    """Whether more than one thing is read for every pair of row and key."""
+    return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
+
+
 def plain(problem: Problem) -> bool:
     """Whether a score is a product and nothing else."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
@@ -271,6 +278,11 @@ def widest(problem: Problem) -> int:
     return 4 if problem.dtype == "float32" else 8
 
 
+def halved(tile: Tile) -> Tile:
+    """A tile of half the rows; below 64 they are mma.sync's, which reads faster what a pointer copied."""
+    return tile._replace(BM=tile.BM // 2, TMA=tile.TMA and tile.BM // 2 >= 64)
+
+
 def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None:
     """The tile of a kernel for a problem; align: elements of which every row's start is a multiple.
 
@@ -280,6 +292,8 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     if row is None:
         return None
     light, weighed, _ = row
+    if kernel == "forward" and crowded(problem) and weighed.BM > FEW:
+        weighed = halved(weighed)
     if align == widest(problem) and kernel == "key" and plain(problem):
         return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
     if align == widest(problem):
