@@ -249,6 +249,19 @@ def configs() -> dict[str, Config]:
     found["forward 256 mean"] = Config("forward", problem(256, **LIGHT, **MEAN_IN_BAND))
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
+    found |= of_caches()
+    for kernel in shapes.MEND:
+        found[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
+        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
+        found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
+    found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
+    return found
+
+
+def of_caches() -> dict[str, Config]:
+    """Decode, prefill and latents."""
+    found: dict[str, Config] = {}
     found["decode 128"] = Config("decode", problem(128, **PAGES))
     found["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
     found["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
@@ -271,12 +284,6 @@ def configs() -> dict[str, Config]:
     found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
     found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
     found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
-    for kernel in shapes.MEND:
-        found[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
-        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
-        found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
-    found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
-    found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
     return found
 
 
