@@ -22,7 +22,11 @@ def is_summed(name: str | int, what: str) -> bool:
     return what == "dsink" or (name, what) == ("bias_keys", "dbias")
 
 
-@pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), (2, SOME), (3, EVERY), (4, SOME)])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), slow(2, SOME), (3, EVERY), slow(4, SOME)])
 def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
     for name, found in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
         for what, ours in found.items():
@@ -41,11 +45,11 @@ def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> Non
     ("schedule", "world", "names"),
     [
         ("ring", 3, SOME),
-        ("zigzag", 2, SOME),
+        slow("zigzag", 2, SOME),
         ("zigzag", 3, EVERY),
-        ("zigzag", 4, SOME),
+        slow("zigzag", 4, SOME),
         ("ulysses", 2, EVERY),
-        ("ulysses", 4, SOME),
+        slow("ulysses", 4, SOME),
         ("ulysses+ring", 4, EVERY),
         ("ulysses+ring", 2, ["rope", "short"]),
     ],

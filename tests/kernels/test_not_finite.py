@@ -116,7 +116,14 @@ def masked(case: Case, name: str, fill: float) -> dict[str, Any]:
     return args
 
 
-@pytest.mark.parametrize(("name", "fill"), [*(("value", fill) for fill in FILLS), ("key", -math.inf)])
+@pytest.mark.parametrize(
+    ("name", "fill"),
+    [
+        ("value", math.nan),
+        ("key", -math.inf),
+        *(pytest.param("value", fill, marks=pytest.mark.slow) for fill in FILLS if not math.isnan(fill)),
+    ],
+)
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.id)
 def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: float) -> None:
     """Also a key whose infinite element alone makes its score -inf."""

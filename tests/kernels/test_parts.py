@@ -27,7 +27,10 @@ def call_of(dtype: torch.dtype, empty_rows: str, seed: int) -> Call:
     return Call(args, rows(150, 2))
 
 
-@pytest.mark.parametrize(("dtype", "empty_rows"), [(torch.float32, "mean"), (torch.bfloat16, "zero")])
+@pytest.mark.parametrize(
+    ("dtype", "empty_rows"),
+    [(torch.float32, "mean"), pytest.param(torch.bfloat16, "zero", marks=pytest.mark.slow)],
+)
 def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
