@@ -295,8 +295,8 @@ EVERYDAY = (
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),
 )
+OLDER = "forward 128 plain", "query 64 read", "key 128 drawn", "decode 128 16 rows int8", "mend_out 128"  # on sm_80 too
 CHIPS = (80, 86, 90)
-EVERYDAY_CHIPS = (80, 90)
 SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
 RUNS = {
     f"{name} sm_{chip}": (name, chip)
