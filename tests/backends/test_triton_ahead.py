@@ -88,6 +88,18 @@ def test_resources(run: str, compiled: dict[str, Future[ahead.Figures]]) -> None
     assert risen == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ahead.OTHERS)
+@pytest.mark.parametrize("name", ["forward 128 read", "forward 192", "query 128 plain", "key 128 drawn", *ahead.OLDER])
+def test_other_chips_take_the_tiles_of_one_that_they_are_like(name: str, chip: int) -> None:
+    config, like = ahead.CONFIGS[name], ahead.OTHERS[chip]
+    tile = config.tile(like)
+    assert tile is not None
+    found = ahead.measure(config.kernel, config.problem, tile, chip, config.align)
+    assert found["shared"] <= ahead.SHARED[like]
+    assert (found["stacked"], found["spilled"] <= 8) == (0, True)
+
+
 @recorded
 def test_loops_issue_no_more_than_they_are_meant_to() -> None:
     assert {run: RECORDED[run]["whole"] for run, most in GOALS.items() if RECORDED[run]["whole"] > most} == {}
