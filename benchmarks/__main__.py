@@ -25,6 +25,7 @@ from benchmarks import (
     doors,
     features,
     inference,
+    launches,
     loss,
     memory,
     scale,
@@ -62,8 +63,8 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
 }
 MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
-CAPI = "capi"
-NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE, CAPI)
+CAPI, LAUNCHES = "capi", "launches"
+NAMES = (*GROUPS, MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE, CAPI, LAUNCHES)
 
 
 TITLE = (
@@ -129,6 +130,7 @@ def main(
     shared = distributed.show(quick, turns, console) if only in ("all", DISTRIBUTED) else []
     scales = scale.show(quick, turns, console) if only in ("all", SCALE) else {}
     calls = capi.show(quick, turns, console) if only in ("all", CAPI) else []
+    planned = launches.show(quick, turns, console) if only in ("all", LAUNCHES) else []
     others = {}
     for group, (name, cost, goal) in COSTS.items():
         if only in ("all", group):
@@ -141,6 +143,7 @@ def main(
         tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}
         tables |= {SCALE: scales, CAPI: [asdict(cost) for cost in calls]}
+        tables |= {LAUNCHES: [asdict(cost) for cost in planned]}
         text = json.dumps({**facts, **others, **tables}, indent=1)
         output.with_suffix(".json").write_text(text + "\n")
         if timings:

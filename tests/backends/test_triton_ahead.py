@@ -39,6 +39,7 @@ SPILLED = {
     **dict.fromkeys(("prefill 192 read sm_90", "prefill 256 read sm_90"), OUTSIDE),
     **dict.fromkeys(("query 576 read sm_80", "query 768 read sm_80"), OUTSIDE),
     **dict.fromkeys(("key 576 read sm_90", "key 768 read sm_90"), OUTSIDE),
+    **dict.fromkeys(("forward 192 sm_86", "key 768 read sm_80"), OUTSIDE),
     "forward 192 capped sm_90": f"{WITHIN}; 64 keys keep none and issue two fifths more",
     "query 128 read sm_90": f"{WITHIN}; 32 rows keep none, without wgmma, and issue 213 for each score instead of 166",
     **dict.fromkeys(

@@ -1,0 +1,145 @@
+"""What a planned call of the Triton back end costs the host, besides Triton's own launches: no GPU is needed.
+
+Launches are counted and left out; all else runs as on a GPU, on the CPU's memory. Times are of the processor, on one
+thread: neighbours disturb them little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from fusion_attention.bench.report import Report
+from fusion_attention.plan import plan
+from fusion_attention.waist.kv import Dequant, PagedView, RowView
+from fusion_attention.waist.mask import INFINITE
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+
+SEQUENCES, TOKENS, PAGE, GOAL_US = 4, 64, 64, 25.0
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a planned call: microseconds besides its launches, and how many those are."""
+
+    name: str
+    us: float
+    launches: int
+
+    @property
+    def reached(self) -> bool:
+        return self.us <= GOAL_US
+
+
+def of_rows(heads: int, dim: int = 128, tokens: int = TOKENS, dtype: torch.dtype = BF16) -> RowView:
+    """Rows of all sequences, one behind the other."""
+    memory = torch.zeros(SEQUENCES, tokens, heads, dim, dtype=dtype)
+    at, heads_apart = np.arange(SEQUENCES) * memory.stride(0), np.full(SEQUENCES, memory.stride(2))
+    return RowView((memory,), at, memory.stride(1), heads_apart, dim)
+
+
+def stats_of(heads: int, tokens: int) -> Stats:
+    return Stats(*(of_rows(heads, 1, tokens, torch.float32) for _ in range(2)))
+
+
+def causal(rows: int, keys: int) -> Extents:
+    q, kv = np.full(SEQUENCES, rows), np.full(SEQUENCES, keys)
+    return Extents(q, kv, q * 0 - INFINITE, kv - q + 1, q * 0, kv - q)
+
+
+def dense() -> tuple[Problem, Extents, Operands, Grads]:
+    """A training step's layer."""
+    operands = Operands(of_rows(8), of_rows(2), of_rows(2), of_rows(8), stats_of(8, TOKENS))
+    grads = Grads(of_rows(8), of_rows(8), of_rows(2), of_rows(2))
+    return Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1), causal(TOKENS, TOKENS), operands, grads
+
+
+def decoding(int8: bool) -> tuple[Problem, Extents, Operands]:
+    """One token of every sequence, over pages; integers with a scale for every token."""
+    keys = 10 * PAGE
+    table = torch.arange(SEQUENCES * keys // PAGE, dtype=torch.int32).view(SEQUENCES, -1)
+
+    def pages(dim: int, dtype: torch.dtype) -> PagedView:
+        pool = torch.zeros(table.numel(), PAGE, 2, dim, dtype=dtype)
+        return PagedView(pool, table, PAGE, pool.stride(0), pool.stride(1), pool.stride(2), dim)
+
+    stored, scaled = torch.int8 if int8 else BF16, {"kv_dtype": "int8", "dequant_k": "token", "dequant_v": "token"}
+    scales = [Dequant(pages(1, torch.float32)) if int8 else None for _ in range(2)]
+    problem = Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.1, page_size=PAGE, **(scaled if int8 else {}))  # type: ignore[arg-type]
+    rows, stats = [of_rows(8, tokens=1) for _ in range(2)], stats_of(8, 1)
+    k, v = pages(128, stored), pages(128, stored)
+    return problem, causal(1, keys), Operands(rows[0], k, v, rows[1], stats, dequant_k=scales[0], dequant_v=scales[1])
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[list[Any]]:
+    """A block in which kernels are not launched, and what each would have been."""
+    import triton
+
+    launched: list[Any] = []
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True  # so that the CPU's memory is not refused
+        from fusion_attention.backends.triton import launch_dense
+
+        real = launch_dense.launch
+        launch_dense.launch = lambda kernel, *_: launched.append(kernel)
+        try:
+            yield launched
+        finally:
+            launch_dense.launch = real
+
+
+def measured(quick: bool, turns: int) -> list[Cost]:
+    """All figures: medians of the turns."""
+    with left_out() as launched:
+        problem, extents, operands, grads = dense()
+        verbs = ("attention_forward", "attention_backward")
+        forward, backward = (plan(problem, extents, CPU, "triton", verb) for verb in verbs)
+        calls = {"forward": partial(forward.run, operands), "backward": partial(backward.run, operands, grads)}
+        for name, int8 in (("decode, bfloat16", False), ("decode, int8", True)):
+            problem, extents, operands = decoding(int8)
+            calls[name] = partial(plan(problem, extents, CPU, "triton").run, operands)
+        return [cost_of(name, call, launched, 30 if quick else 300, turns) for name, call in calls.items()]
+
+
+def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int, turns: int) -> Cost:
+    """Of a call that has run before."""
+    call()
+    launched.clear()
+    call()
+    each, found = len(launched), []
+    for _ in range(turns):
+        began = time.thread_time()
+        for _ in range(count):
+            call()
+        found.append(1e6 * (time.thread_time() - began) / count)
+    return Cost(name, statistics.median(found), each)
+
+
+def show(quick: bool, turns: int, console: Console) -> list[Cost]:
+    """A table of all figures; returns them."""
+    if importlib.util.find_spec("triton") is None:
+        console.print("launches: the package triton is not installed")
+        return []
+    title = "What a planned call of the Triton back end costs the host, besides its launches; medians"
+    report = Report(console, title, {"call": -20, "launches": 8, "us": 8, "goal": 8, "reached": -7})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = measured(quick, turns)
+    finally:
+        torch.set_num_threads(threads)
+    for cost in found:
+        report.add(cost.name, str(cost.launches), f"{cost.us:.1f}", f"{GOAL_US:.0f}", "yes" if cost.reached else "no")
+    return found
