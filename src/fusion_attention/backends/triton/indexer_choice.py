@@ -20,7 +20,8 @@ UNSEEN = tl.constexpr(-0x7F800001)  # the rank of -inf, which counts as not seen
 NO_RANK = tl.constexpr(-0x80000000)  # below all
 NO_ENTRY = tl.constexpr(-0x8000000000000000)
 LARGEST = tl.constexpr(0x7FFFFFFF)
-COUNT = tl.constexpr(21)  # bits of one of three counts in an integer of 64: more than there are candidates
+# Bits of one of three counts in an integer of 64, more than there are candidates; of two; the largest count.
+COUNT, TWO_COUNTS, MOST_COUNTED = tl.constexpr(21), tl.constexpr(42), tl.constexpr((1 << 21) - 1)
 
 
 @triton.jit
@@ -50,15 +51,18 @@ def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
     larger = tl.full([], 0, tl.int64)
     for turn in range(16):  # two bits of it each, from the highest on
         step = tl.full([], 1, tl.int64) << (30 - 2 * turn)
-        one, two, three = ((floor + step).to(tl.int32), (floor + 2 * step).to(tl.int32), (floor + 3 * step).to(tl.int32))
+        one, two, three = (
+            (floor + step).to(tl.int32),
+            (floor + 2 * step).to(tl.int32),
+            (floor + 3 * step).to(tl.int32),
+        )
         found = tl.zeros([BN], tl.int64)
         for s0 in tl.range(0, held, BN):
             rank = (tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY) >> 32).to(tl.int32)
             found += (rank >= one).to(tl.int64)
-            found += ((rank >= two).to(tl.int64) << COUNT) + ((rank >= three).to(tl.int64) << 2 * COUNT)
+            found += ((rank >= two).to(tl.int64) << COUNT) + ((rank >= three).to(tl.int64) << TWO_COUNTS)
         total = tl.sum(found, 0)
-        all_: tl.constexpr = (1 << COUNT) - 1
-        of_one, of_two, of_three = total & all_, (total >> COUNT) & all_, total >> 2 * COUNT
+        of_one, of_two, of_three = total & MOST_COUNTED, (total >> COUNT) & MOST_COUNTED, total >> TWO_COUNTS
         reached = (of_one >= TOP).to(tl.int64) + (of_two >= TOP).to(tl.int64) + (of_three >= TOP).to(tl.int64)
         next_one = tl.where(reached == 0, of_one, tl.where(reached == 1, of_two, of_three))
         larger = tl.where(reached == 3, larger, next_one)
@@ -120,7 +124,7 @@ def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32,
 @triton.jit
 def entry_of(rank, key):
     """A candidate."""
-    return (rank.to(tl.int64) << 32) | (LARGEST - key).to(tl.int64)
+    return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["count", "begin"])
@@ -141,7 +145,7 @@ def index_write(entries, held, indices, values, places, tiles, count: tl.int32, 
             entry = tl.sort(entry, descending=True)
         there = entry != NO_ENTRY
         at, stride = rows_at(places, count, b, 0, views.INDICES, 1)
-        key = tl.where(there, LARGEST - (entry & LARGEST).to(tl.int32), -1)
+        key = tl.where(there, (entry & LARGEST).to(tl.int32) ^ LARGEST, -1)
         tl.store(indices + at + row * stride + s, key, mask=s < TOP)
         if values is not None:
             at, stride = rows_at(places, count, b, 0, views.VALUES, 1)
