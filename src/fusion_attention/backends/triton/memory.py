@@ -26,7 +26,7 @@ VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
     *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat"),
     *("scale_k", "offset_k", "scale_v", "offset_v"),
-    "ids",
+    *("indices", "ids"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
 ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")

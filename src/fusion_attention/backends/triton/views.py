@@ -12,4 +12,4 @@ DOUT, DQ, DK, DV = (tl.constexpr(AT[name]) for name in ("dout", "dq", "dk", "dv"
 DQ_ROPE, DK_ROPE, DBIAS = (tl.constexpr(AT[name]) for name in ("dq_rope", "dk_rope", "dbias"))
 SCALE_K, OFFSET_K = tl.constexpr(AT["scale_k"]), tl.constexpr(AT["offset_k"])
 SCALE_V, OFFSET_V = tl.constexpr(AT["scale_v"]), tl.constexpr(AT["offset_v"])
-IDS = tl.constexpr(AT["ids"])
+INDICES, IDS = (tl.constexpr(AT[name]) for name in ("indices", "ids"))
