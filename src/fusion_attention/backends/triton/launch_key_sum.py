@@ -18,7 +18,7 @@ import torch
 
 from fusion_attention.backends.triton import memory, shapes, views
 from fusion_attention.backends.triton.key_sum import add_rows, write_rows
-from fusion_attention.backends.triton.launch_dense import launch
+from fusion_attention.backends.triton.launching import launch
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents
 

@@ -15,8 +15,10 @@ import torch
 from fusion_attention.backends.triton import common, launch_key_sum, memory, shapes, views
 from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton.backward import prepare
-from fusion_attention.backends.triton.launch_dense import PLANES, Constants, Schedule, launch, query_tiles, widths
+from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
+from fusion_attention.backends.triton.launching import Constants, Schedule, launch
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
 from fusion_attention.memory import empty
@@ -82,12 +84,6 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1])
 
 
-def listed_tokens(extents: Extents) -> np.ndarray:
-    """[tokens, 2] int32: sequence and row."""
-    seq = np.repeat(np.arange(len(extents)), extents.q_len)
-    return np.stack((seq, np.arange(len(seq)) - np.repeat(extents.q_start, extents.q_len)), 1).astype(np.int32)
-
-
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
     """The views that the kernels read and write, by their names in the table of places."""
     p = problem
@@ -144,42 +140,139 @@ def lay(problem: Problem, extents: Extents, kept: memory.Kept, views: dict[str, 
 
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Writes the gradients of selected keys from the saved statistics and the saved out."""
+    """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
     p, found = problem, views_of(problem, o, g)
-    given = {name: memory.tensor_of(view) for name, view in found.items()}
+    given: dict[str, Any] = {name: memory.tensor_of(view) for name, view in found.items()}
     laid = schedule.once(memory.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
     laid.read()
-    like, count = given["q"], len(extents)
-    fixed = {"places": laid.places.tensor, "count": count}
-    given["flat"] = empty(like, (PLANES, schedule.rows, p.heads_q), torch.float32)
-    given["large"] = like.new_zeros(count * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
-    given["plane"] = schedule.rows * p.heads_q
-    part = note_rows(p, laid, fixed, given, o)
-    wide = given["dk"].dtype == torch.float32
-    sums = KeySum(like, laid.keys, columns_of(p)[1])
-    for chunk in chunks(p, schedule.rows, laid, sums, rows_dtype(p, wide), like):
-        chunk.run(fixed | {"lengths": laid.lengths.tensor, "tokens": laid.tokens.tensor}, given)
-    where = Where(laid.places.tensor, laid.by_key.tensor, count)
+    like, tokens = given["q"], schedule.rows
+    given |= {"places": laid.places.tensor, "lengths": laid.lengths.tensor, "tokens": laid.tokens.tensor}
+    given |= {"count": len(extents), "plane": tokens * p.heads_q}
+    given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
+    given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
+    part = note_rows(p, laid, given, o)
+    sums, wide = KeySum(like, laid.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    if tokens:
+        room = Room.of(p, tokens, laid.cuts, rows_dtype(p, wide), like)
+        for first in range(0, tokens, room.tokens):
+            run_chunk(p, laid, room, sums, given | {"first": first}, min(room.tokens, tokens - first))
+    where = Where(laid.places.tensor, laid.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, found[name].dim, p.heads_kv, where)
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def note_rows(
-    problem: Problem, laid: Laid, fixed: dict[str, Any], given: dict[str, Any], o: Operands
-) -> torch.Tensor | None:
+def note_rows(problem: Problem, laid: Laid, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
     """lse and D of every row and head, as the dense backward notes them; tiles' shares of dsink."""
     p, tiles = problem, laid.by_row.tensor
-    part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
     if not len(tiles):
         return None
-    named = ("out", "dout", "flat", "large", "plane")
-    arguments = fixed | {name: given[name] for name in named} | {"max_": given["max"], "sum_": given["sum"]}
-    sink = None if o.sink is None or not p.has_sink else o.sink.to(torch.float32).contiguous()
-    arguments |= {"sink": sink, "part": part, "tiles": tiles}
-    launch(prepare, (len(tiles), p.heads_q), arguments, prepare_constants(p, laid.align), PREPARE)
+    part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
+    sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
+    own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
+    start(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
     return part
+
+
+@dataclass(eq=False)
+class Room:
+    """What the kernels hand to one another of a chunk of so many tokens."""
+
+    tokens: int
+    slots: int
+    keys: torch.Tensor
+    ids: torch.Tensor
+    used: torch.Tensor
+    weights: torch.Tensor
+    ds: torch.Tensor
+    rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Room:
+        """Memory for a chunk, which serves one after the other."""
+        slots = slots_of(p, tiles)
+        held = tokens_of(p, tokens, slots, row)
+        lists, pairs = held * p.heads_kv * slots, held * p.heads_q * slots
+        keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
+        weights, ds = (empty(like, (pairs,)) for _ in range(2))
+        rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
+        return cls(held, slots, keys, ids, empty(like, (held * p.heads_kv,), torch.int32), weights, ds, rows)
+
+
+def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
+    """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
+    rows = sums.total if room.rows is None else room.rows
+    given = given | {"keys": room.keys, "ids": room.ids, "used": room.used, "weights": room.weights, "ds": room.ds}
+    given |= {"rows": rows, "columns": rows.shape[1], "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
+    for name in ("v", "q_rope", "k_rope"):
+        given.setdefault(name, None)
+    own = tokens * p.heads_kv
+    for one in launches(p, laid.cuts, laid.align, room.slots):
+        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
+        named = {name: given[source] for name, source in one.renamed.items()}
+        start(one.kernel, grid, given | named, one.known, one.tile)
+    if room.rows is not None:
+        entries = own * room.slots
+        sums.add(room.rows[:entries], room.ids[:entries])
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel of a chunk; a grid's words stand for its numbers of tokens and heads. renamed: arguments that a kernel
+    calls otherwise than the table of places does."""
+
+    kernel: Any
+    grid: tuple[Any, ...]
+    known: Constants
+    tile: Any
+    renamed: dict[str, str]
+
+
+def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int) -> list[Step]:
+    """What a chunk launches, in its order."""
+    p = problem
+    shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": ENTRIES}
+    cut = tiles["weigh_slots"]
+    sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
+    grid = slots // cut.BN, -(-p.group // cut.BH), "own"
+    found = [
+        Step(read_lists, ("tokens", "heads_kv"), lists, LISTS, {}),
+        Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
+    ]
+    cut = tiles["backward_rows"]
+    for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
+        for first, width, count in cuts.panels(dim, cut.BC):
+            own = cut._replace(BC=width)
+            known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
+            grid = count, -(-p.group // cut.BH), "own"
+            found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
+    return found + slot_launches(p, tiles["backward_slots"], shared, slots)
+
+
+def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int) -> list[Step]:
+    """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
+    starts, found = columns_of(p)[0], []
+    parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
+    if not p.shares_kv:
+        parts.append(("dv", "dout", "weights", p.dim_v))
+    for name, x, weights, dim in parts:
+        for first, width, count in cuts.panels(dim, cut.BC):
+            both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
+            at = {"FIRST": first, "AT": starts[name] + first, "ATOMIC": ATOMIC}
+            known = {"DIM": dim, "DIM_ALSO": p.dim_v, "VIEW": views.AT[x], "VIEW_ALSO": views.AT["dout"]} | at
+            renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
+            known |= {} if both else {"also": None, "weights_also": None}
+            known |= {"large": None} if name == "dv" else {}
+            grid = (slots // cut.BN, "own", count) if ATOMIC else (slots // cut.BN, count, "own")
+            found.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
+    return found
+
+
+def known_of(cut: Cut) -> Constants:
+    """The sizes of a tile."""
+    return {"BH": cut.BH, "BN": cut.BN, "BC": cut.BC}
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
@@ -188,3 +281,9 @@ def prepare_constants(problem: Problem, align: int) -> Constants:
     return known | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
     }  # fmt: skip
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: Any) -> None:
+    """Launches a kernel with those of the arguments that it names."""
+    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
+    launch(kernel, grid, arguments, known, tile)

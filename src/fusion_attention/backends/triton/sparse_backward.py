@@ -18,16 +18,8 @@ import triton.language as tl
 
 from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.backward import shrinking
-from fusion_attention.backends.triton.common import LOG2E, heads_at, interval, lengths_at, rows_at
-
-NONE = tl.constexpr(-1)  # in a slot without a key
-
-
-@triton.jit
-def token_at(tokens, first, n):
-    """(sequence, row) of token `n` of a chunk."""
-    at = tokens + 2 * (first + n.to(tl.int64))
-    return tl.load(at).to(tl.int64), tl.load(at + 1)
+from fusion_attention.backends.triton.common import heads_at, lengths_at, rows_at
+from fusion_attention.backends.triton.selection import band_of, key_ahead, list_at, slots_read, token_at
 
 
 @triton.jit
@@ -53,31 +45,27 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "first"])
 def read_lists(indices, keys, ids, used, places, lengths, tokens, count: tl.int32, first: tl.int64,
-               ENTRIES: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, E: tl.constexpr):  # fmt: skip
-    """Writes the key of every slot and its id, NONE where it counts nothing, and how many slots are used at most.
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most.
 
-    A row that sees the keys before `end` reads the first ceil(end / BLOCK) entries, and none from the first negative
-    one on; of a block it weighs the keys that its band leaves. Grid (tokens of a chunk, heads_kv).
+    Grid (tokens of a chunk, heads_kv).
     """
-    n, hk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b, row = token_at(tokens, first, n)
+    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b, row = token_at(tokens, first + own)
+    own = own * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    first_key, end = interval(row, True, kv_len, lo, hi, prefix)
-    at, stride = rows_at(places, count, b, hk, views.INDICES, 1)
-    listed = indices + at + row.to(tl.int64) * stride
-    first_id, step = rows_at(places, count, b, hk, views.IDS, 1)
-    own = n.to(tl.int64) * tl.num_programs(1) + hk
-    stop = tl.minimum(tl.cdiv(end, BLOCK), ENTRIES) * BLOCK
+    first_key, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = list_at(indices, places, count, b, hk, row)
+    slots = slots_read(entries, end, SELECT, BLOCK)
+    id0, step = rows_at(places, count, b, hk, views.IDS, 1)
+    keys, ids = keys + own * SLOTS, ids + own * SLOTS
     last = tl.zeros([], tl.int32)
-    for e0 in tl.range(0, SLOTS, E):
-        e = e0 + tl.arange(0, E)
-        entry = tl.load(listed + e // BLOCK, mask=e < ENTRIES * BLOCK, other=NONE)
-        stop = tl.minimum(stop, tl.min(tl.where(entry < 0, e, SLOTS), 0))
-        j = entry.to(tl.int64) * BLOCK + e % BLOCK
-        chosen = (e < stop) & (j >= first_key) & (j < end)
-        tl.store(keys + own * SLOTS + e, tl.where(chosen, j, NONE).to(tl.int32), mask=e < SLOTS)
-        tl.store(ids + own * SLOTS + e, tl.where(chosen, first_id + j * step, NONE).to(tl.int32), mask=e < SLOTS)
-        last = tl.maximum(last, tl.max(tl.where(chosen, e + 1, 0), 0))
+    for n0 in tl.range(0, SLOTS, N):
+        n = n0 + tl.arange(0, N)
+        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
+        tl.store(keys + n, j, mask=n < SLOTS)
+        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
+        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
     tl.store(used + own, last)
 
 
@@ -90,7 +78,7 @@ def heads_of(places, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexp
 
 @triton.jit
 def keys_of(places, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
-    """Where the rows of keys of one head start in a view; of NONE, nowhere."""
+    """Where the rows of keys of one head start in a view; of -1, nowhere."""
     at, stride = rows_at(places, count, b, hk, VIEW, ALIGN)
     return at + j.to(tl.int64) * stride
 
@@ -105,7 +93,7 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, weights,
     own = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + own):
         hk = own % HEADS_KV
-        b, row = token_at(tokens, first, own // HEADS_KV)
+        b, row = token_at(tokens, first + own // HEADS_KV)
         slot = tl.program_id(0) * BN + tl.arange(0, BN)
         h = tl.program_id(1) * BH + tl.arange(0, BH)
         valid, head = h < GROUP, hk * GROUP + h
@@ -158,7 +146,7 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
     """
     own = tl.program_id(2).to(tl.int64)
     hk = own % HEADS_KV
-    b, row = token_at(tokens, first, own // HEADS_KV)
+    b, row = token_at(tokens, first + own // HEADS_KV)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     valid, head = h < GROUP, hk * GROUP + h
     c = FIRST + tl.program_id(0) * BC + tl.arange(0, BC)
@@ -172,7 +160,7 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
     for slot0 in tl.range(0, end, BN):
         slot = slot0 + tl.arange(0, BN)
         j = ahead
-        ahead = tl.load(keys + slot + BN, mask=slot + BN < SLOTS, other=NONE)
+        ahead = tl.load(keys + slot + BN, mask=slot + BN < SLOTS, other=-1)
         key = load_tile(k + at_k, j.to(tl.int64) * stride, j >= 0, c, DIM, DIM % BC != 0)
         offset = h[:, None] * SLOTS + slot[None, :]
         weights = tl.load(ds + offset, mask=valid[:, None], other=0.0)
@@ -200,7 +188,7 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, place
     own = at_token.to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + own):
         hk = own % HEADS_KV
-        b, row = token_at(tokens, first, own // HEADS_KV)
+        b, row = token_at(tokens, first + own // HEADS_KV)
         slot = tl.program_id(0) * BN + tl.arange(0, BN)
         c = panel * BC + tl.arange(0, BC)
         acc = tl.zeros([BN, BC], tl.float32)
