@@ -261,7 +261,12 @@ def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int) -> list[S
         for first, width, count in cuts.panels(dim, cut.BC):
             both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
             at = {"FIRST": first, "AT": starts[name] + first, "ATOMIC": ATOMIC}
-            known = {"DIM": dim, "DIM_ALSO": p.dim_v, "VIEW": views.AT[x], "VIEW_ALSO": views.AT["dout"]} | at
+            known: Constants = {
+                "DIM": dim,
+                "DIM_ALSO": p.dim_v,
+                "VIEW": views.AT[x],
+                "VIEW_ALSO": views.AT["dout"],
+            } | at
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
             known |= {} if both else {"also": None, "weights_also": None}
             known |= {"large": None} if name == "dv" else {}

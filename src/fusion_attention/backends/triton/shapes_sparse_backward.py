@@ -43,10 +43,16 @@ TABLES: dict[str, dict[tuple[int, int], tuple[Cut, ...]]] = {
 SERVED = (16, 32, 64, 128)  # heads of the entries
 # float32 is multiplied by plain multiply-adds, whose operands stay in registers.
 FLOAT32 = {
-    "weigh_slots": Cut(16, 32, 32, 4, 1), "backward_rows": Cut(16, 32, 64, 4, 1), "backward_slots": Cut(16, 32, 64, 4, 1)
-}  # fmt: skip
+    "weigh_slots": Cut(16, 32, 32, 4, 1),
+    "backward_rows": Cut(16, 32, 64, 4, 1),
+    "backward_slots": Cut(16, 32, 64, 4, 1),
+}
 # Rows that do not start on 16 bytes are read in smaller pieces, which takes registers.
-ODD = {"weigh_slots": Cut(64, 64, 32, 8, 1), "backward_rows": Cut(64, 32, 64, 8, 1), "backward_slots": Cut(32, 64, 64, 8, 1)}
+ODD = {
+    "weigh_slots": Cut(64, 64, 32, 8, 1),
+    "backward_rows": Cut(64, 32, 64, 8, 1),
+    "backward_slots": Cut(32, 64, 64, 8, 1),
+}
 for _table in TABLES.values():
     _table[86, 2] = _table[80, 2]
 
