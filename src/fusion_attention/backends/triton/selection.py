@@ -51,10 +51,21 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
-    """int32 keys of slots n: -1 where there is no such slot, or its key is not in the band."""
-    entry = tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
+def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
+    """int32 entries of slots n, -1 where there is no such slot."""
+    return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
+
+
+@triton.jit
+def key_of(entry, n, first, end, BLOCK: tl.constexpr):
+    """int32 keys of slots n with their entries: -1 where there is no such slot, or its key is not in the band."""
     # An entry beyond the last block may be anything: it is left out before it is multiplied.
     inside = (entry >= 0) & (entry <= (end - 1) // BLOCK)
     key = tl.where(inside, entry, 0) * BLOCK + n % BLOCK
     return tl.where(inside & (key >= first) & (key < end), key, -1)
+
+
+@triton.jit
+def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
+    """key_of() slots n of a list."""
+    return key_of(entry_ahead(entries, n, slots, BLOCK), n, first, end, BLOCK)
