@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from support.bits import same_bits
 
 from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
@@ -62,7 +60,8 @@ CASES = [
 WIDE = [
     SparseCase("BSND", dtype="bfloat16", heads_q=128, dim_qk=64, dim_v=64, dim_rope=16, shares_kv=True, q_len=(3,),
                kv_len=(40,), count=40),
-    SparseCase("TND", dtype="float16", heads_q=64, dim_qk=96, dim_v=80, q_len=(3, 2), kv_len=(9, 12), count=12, sink=True),
+    SparseCase("TND", dtype="float16", heads_q=64, dim_qk=96, dim_v=80, q_len=(3, 2), kv_len=(9, 12), count=12,
+               sink=True),
 ]  # fmt: skip
 
 

@@ -204,11 +204,11 @@ def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str,
     """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
     rows = sums.total if room.rows is None else room.rows
     given = given | {"keys": room.keys, "ids": room.ids, "used": room.used, "weights": room.weights, "ds": room.ds}
-    given |= {"rows": rows, "columns": rows.shape[1], "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
+    given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope"):
         given.setdefault(name, None)
     own = tokens * p.heads_kv
-    for one in launches(p, laid.cuts, laid.align, room.slots):
+    for one in launches(p, laid.cuts, laid.align, room.slots, room.rows is None):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
         start(one.kernel, grid, given | named, one.known, one.tile)
@@ -229,7 +229,7 @@ class Step:
     renamed: dict[str, str]
 
 
-def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int) -> list[Step]:
+def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, atomic: bool = False) -> list[Step]:
     """What a chunk launches, in its order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
@@ -248,19 +248,19 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int) ->
             known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
             grid = count, -(-p.group // cut.BH), "own"
             found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
-    return found + slot_launches(p, tiles["backward_slots"], shared, slots)
+    return found + slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
 
 
-def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int) -> list[Step]:
+def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
     """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
-    starts, found = columns_of(p)[0], []
+    (starts, columns), found = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:
         parts.append(("dv", "dout", "weights", p.dim_v))
     for name, x, weights, dim in parts:
         for first, width, count in cuts.panels(dim, cut.BC):
             both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
-            at = {"FIRST": first, "AT": starts[name] + first, "ATOMIC": ATOMIC}
+            at = {"COLUMNS": columns, "FIRST": first, "AT": starts[name] + first, "ATOMIC": atomic}
             known: Constants = {
                 "DIM": dim,
                 "DIM_ALSO": p.dim_v,
@@ -270,7 +270,7 @@ def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int) -> list[S
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
             known |= {} if both else {"also": None, "weights_also": None}
             known |= {"large": None} if name == "dv" else {}
-            grid = (slots // cut.BN, "own", count) if ATOMIC else (slots // cut.BN, count, "own")
+            grid = (slots // cut.BN, "own", count) if atomic else (slots // cut.BN, count, "own")
             found.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
     return found
 

@@ -34,11 +34,10 @@ TABLES: dict[str, dict[tuple[int, int], tuple[Cut, ...]]] = {
         (90, 2): (Cut(16, 64, 256, 4, 3), Cut(32, 64, 256, 4, 3), Cut(64, 64, 256, 8, 3), Cut(128, 64, 256, 8, 3)),
         (80, 2): (Cut(16, 64, 128, 4, 3), Cut(32, 64, 128, 4, 3), Cut(64, 64, 128, 4, 3), Cut(128, 64, 128, 8, 3)),
     },
-    # Heads are summed: half of them at a time, so that the other half is loaded meanwhile.
-    "backward_slots": {
-        (90, 2): (Cut(16, 128, 128, 8, 2), Cut(32, 128, 128, 8, 2), Cut(32, 128, 256, 8, 2), Cut(64, 128, 256, 8, 2)),
-        (80, 2): (Cut(16, 128, 128, 8, 2), Cut(32, 128, 128, 8, 2), Cut(32, 128, 256, 8, 2), Cut(64, 128, 256, 8, 2)),
-    },
+    # Heads are summed, a few at a time: so that others are loaded meanwhile.
+    "backward_slots": dict.fromkeys(
+        ((90, 2), (80, 2)), (Cut(16, 128, 128, 8, 3), Cut(16, 128, 128, 8, 3), Cut(32, 128, 256, 8, 3))
+    ),
 }
 SERVED = (16, 32, 64, 128)  # heads of the entries
 # float32 is multiplied by plain multiply-adds, whose operands stay in registers.
@@ -55,6 +54,7 @@ ODD = {
 }
 for _table in TABLES.values():
     _table[86, 2] = _table[80, 2]
+TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], Cut(64, 64, 64, 4, 3))  # 64 x 128 spills here
 
 
 def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> Cut:

@@ -173,10 +173,10 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
 
 @triton.jit(do_not_specialize=["count", "first"])
 def backward_slots(x, also, weights, weights_also, rows, ids, used, large, places, tokens, count: tl.int32,
-                   first: tl.int64, columns, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr,
-                   DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, VIEW: tl.constexpr,
-                   VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr, ATOMIC: tl.constexpr,
-                   BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+                   first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
+                   DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+                   VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
+                   ATOMIC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Writes BC columns of the rows of BN slots: weights^T x, and weights_also^T also where there is one.
 
     Columns count from FIRST in x and from AT in a row. Grid (tiles of slots, panels of columns, tokens * heads_kv), and
@@ -203,27 +203,27 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, place
             at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
         for h0 in tl.range(0, GROUP, BH):
             h = h0 + tl.arange(0, BH)
-            offset = h[:, None] * SLOTS + slot[None, :]
-            weight = tl.load(weights + offset, mask=(h < GROUP)[:, None], other=0.0)
+            offset = h[None, :] * SLOTS + slot[:, None]
+            weight = tl.load(weights + offset, mask=(h < GROUP)[None, :], other=0.0)
             part = load_tile(at_x, h * head_x, h < GROUP, FIRST + c, DIM, True)
-            acc = tl.dot(tl.trans(weight), part, acc, input_precision="ieee")
+            acc = tl.dot(weight, part, acc, input_precision="ieee")
             if BOTH:
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[:, None], other=0.0)
+                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
                 part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(tl.trans(weight), part, acc, input_precision="ieee")
+                acc = tl.dot(weight, part, acc, input_precision="ieee")
         acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
         if also is not None and not BOTH:  # only the first product was held smaller
             for h0 in tl.range(0, GROUP, BH):
                 h = h0 + tl.arange(0, BH)
-                offset = h[:, None] * SLOTS + slot[None, :]
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[:, None], other=0.0)
+                offset = h[None, :] * SLOTS + slot[:, None]
+                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
                 part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(tl.trans(weight), part, acc, input_precision="ieee")
+                acc = tl.dot(weight, part, acc, input_precision="ieee")
         there = (FIRST + c < DIM)[None, :]
         if ATOMIC:
             key = tl.load(ids + own * SLOTS + slot)
-            at = rows + key.to(tl.int64)[:, None] * columns + AT + c[None, :]
+            at = rows + key.to(tl.int64)[:, None] * COLUMNS + AT + c[None, :]
             tl.atomic_add(at, acc, mask=there & (key >= 0)[:, None], sem="relaxed")
         else:
-            at = rows + own * SLOTS * columns + slot[:, None] * columns + AT + c[None, :]
+            at = rows + own * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
             tl.store(at, acc.to(rows.dtype.element_ty), mask=there)
