@@ -14,7 +14,7 @@ from fusion_attention.waist.problem import AnyProblem, IndexerLossProblem, Index
 # ------------------------------------------------------------------------------------------- attention to lists
 
 
-def forward_tile(problem: Problem, chip: int) -> Tile | None:
+def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     """BM heads of a token meet BN keys of its list."""
     return Tile(16, 16, 4, 1)
 
