@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fusion_attention.backends.triton.shapes import Tile
+import torch
+
+from fusion_attention.backends.triton.shapes import MOST_PARTS, NARROWEST, WIDEST_PART, Tile, chip_of
 from fusion_attention.waist.problem import AnyProblem, IndexerLossProblem, IndexerProblem, Problem
 
 # ------------------------------------------------------------------------------------------- attention to lists
 
 
-def forward_tile(problem: Problem, chip: int) -> Tile | None:
+def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
     """BM heads of a token meet BN keys of its list."""
     return Tile(16, 16, 4, 1)
 
@@ -23,6 +25,70 @@ def forward_tile(problem: Problem, chip: int) -> Tile | None:
 
 
 # ---------------------------------------------------------------------------------------------------- the indexer
+
+COLUMNS = 128  # (token, head) that one product of scores takes, at most; so many heads there may be
+WIDEST = 128  # keys of its tiles, at most
+CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
+MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
+CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
+WRITE = Tile(0, 1024, 4, 1)
+
+# Chip and bytes of an element -> (most elements of a row, tile). Of scores: BM columns meet BN keys.
+Dims = tuple[tuple[int, Tile], ...]
+SCORES: dict[tuple[int, int], Dims] = {
+    (90, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2)), (768, Tile(64, 32, 8, 1))),
+    (80, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2)), (768, Tile(64, 32, 8, 1))),
+    (86, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(32, 32, 8, 1)),)),
+}
+# (most elements of a row, most heads, tile): BM heads, all that there are, meet BN slots of a token's list.
+GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile], ...]] = {
+    (90, 2): ((128, 64, Tile(64, 64, 4, 3)), (128, 128, Tile(128, 64, 8, 2)), (256, 128, Tile(128, 32, 8, 1))),
+    (80, 2): ((128, 64, Tile(64, 64, 4, 3)), (128, 128, Tile(128, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1))),
+    (86, 2): ((128, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(128, 32, 8, 1))),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 64, Tile(64, 16, 8, 1)),)),
+}
+
+
+def heads_held(heads: int) -> int:
+    """Heads of a token in a product of scores."""
+    return 1 << (heads - 1).bit_length()
+
+
+def sorts(top_k: int) -> bool:
+    """Whether one program sorts a row's list."""
+    return top_k <= MOST_SORTED
+
+
+def write_tile(problem: IndexerProblem) -> Tile:
+    """Of the kernel that sorts and writes lists."""
+    return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
+
+
+def scores_tile(problem: IndexerProblem, chip: int) -> Tile | None:
+    """BM columns of (token, head) meet BN keys."""
+    p = problem
+    if p.heads > COLUMNS or p.dim > MOST_PARTS * WIDEST_PART:
+        return None
+    rows = SCORES[chip, 4 if p.dtype == "float32" else 2]
+    return next((tile for dim, tile in rows if p.dim <= dim), None)
+
+
+def gradient_tile(problem: IndexerProblem, chip: int) -> Tile | None:
+    """BM heads, as many as there are, meet BN slots."""
+    p = problem
+    rows = GRADIENT[chip, 4 if p.dtype == "float32" else 2]
+    found = (tile for dim, heads, tile in rows if p.dim <= dim and p.heads <= heads)
+    tile = next(found, None)
+    return None if tile is None else tile._replace(BM=max(NARROWEST, min(tile.BM, heads_held(p.heads))))
+
+
+def tile_on(kernel: str, problem: IndexerProblem, device: torch.device) -> Tile:
+    """The tile of one of the indexer's kernels on a device."""
+    chip = chip_of(device)
+    tile = None if chip is None else {"scores": scores_tile, "gradient": gradient_tile}[kernel](problem, chip)
+    assert tile is not None  # reasons_against() has looked
+    return tile
 
 
 # -------------------------------------------------------------------------------------------- its loss, the warm-up
@@ -33,6 +99,8 @@ def forward_tile(problem: Problem, chip: int) -> Tile | None:
 # Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
+    "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None,
+    "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
 }
 
 

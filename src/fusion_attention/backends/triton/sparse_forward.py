@@ -26,19 +26,19 @@ from fusion_attention.backends.triton.pages import cache_at, clamped
 from fusion_attention.backends.triton.selection import (
     band_of,
     entry_ahead,
-    key_ahead,
-    key_of,
+    in_band,
     list_at,
+    named,
     slots_read,
     token_at,
 )
 
 
 @triton.jit
-def page_of(table, key, last, PAGE: tl.constexpr):
+def page_of(table, key, there, last, PAGE: tl.constexpr):
     """int64 page numbers of keys; table: a sequence's row of it. Those of a cache without pages are never read."""
     if PAGE:
-        return clamped(tl.load(table + tl.maximum(key, 0) // PAGE, mask=key >= 0, other=0), last)
+        return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
     else:
         return key
 
@@ -47,15 +47,14 @@ def page_of(table, key, last, PAGE: tl.constexpr):
 def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
     """Offsets of keys' rows from their cache's first element; NEAR: int32 holds them."""
     _, token, stride_page = cache
-    j = tl.maximum(key, 0)
     if NEAR:
         token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)
     else:
-        j = j.to(tl.int64)
+        key = key.to(tl.int64)
     if PAGE:
-        return page * stride_page + j % PAGE * token
+        return page * stride_page + key % PAGE * token
     else:
-        return j * token
+        return key * token
 
 
 @triton.jit
@@ -108,14 +107,14 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     n = tl.arange(0, BN)
-    key = key_ahead(entries, n, slots, first, end, BLOCK)
-    page = page_of(table, key, last, PAGE)
+    key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
+    page = page_of(table, key, in_band(key, first, end), last, PAGE)
     entry_next = entry_ahead(entries, BN + n, slots, BLOCK)
     for n0 in tl.range(0, slots, BN):
-        key_next = key_of(entry_next, n0 + BN + n, first, end, BLOCK)
-        page_next = page_of(table, key_next, last, PAGE)
+        key_next = named(entry_next, n0 + BN + n, end, BLOCK)
+        page_next = page_of(table, key_next, in_band(key_next, first, end), last, PAGE)
         entry_next = entry_ahead(entries, n0 + 2 * BN + n, slots, BLOCK)
-        there = key >= 0
+        there = in_band(key, first, end)
         keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), there, True, D0, D1, D2, DIM)
         s = inner_three(query, keys, D1, D2)
         if R:
