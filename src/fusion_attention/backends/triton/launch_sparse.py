@@ -44,7 +44,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
     """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
     p = problem
     return {
-        "q": o.q, "k": o.k, "v": None if launch_decode.shared(p) else o.v, "out": o.out,
+        "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
         "max": o.stats.max, "sum": o.stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
@@ -69,7 +69,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True) -> launching.Constants:
     """What the forward kernel knows while compiling."""
     p = problem
-    more = {"SINK": p.has_sink, "SHARED": launch_decode.shared(p), "PAGE": p.page_size, "NEAR": is_near}
+    more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
     return constants(p, tile, align) | more
 
 

@@ -10,15 +10,78 @@ from typing import Any
 
 import torch
 
-from fusion_attention.backends.triton.shapes import MOST_PARTS, NARROWEST, WIDEST_PART, Tile, chip_of
+from fusion_attention.backends.triton.shapes import (
+    MOST_PARTS,
+    NARROWEST,
+    WIDEST_PART,
+    WIDEST_ROPE,
+    Tile,
+    chip_of,
+    parts,
+    spans,
+    widest,
+)
 from fusion_attention.waist.problem import AnyProblem, IndexerLossProblem, IndexerProblem, Problem
 
 # ------------------------------------------------------------------------------------------- attention to lists
 
 
+# Chip -> (most elements of a query row, rope included, most of a value row, tiles of up to 64, 32 and 16 heads).
+# A first number is heads of one token, a second slots of its list. LATENT: values are the first elements of the keys
+# (MLA), read once. Of heads of one list, 16 are the fewest: fewer are padded to them.
+Heads = tuple[tuple[int, int, tuple[Tile, Tile, Tile]], ...]
+FORWARD: dict[int, Heads] = {
+    90: (
+        (128, 128, (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3))),  # 255 registers with pages
+        (256, 256, (Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3))),
+        (576, 512, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),  # 208 KB
+        (768, 768, (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2))),
+    ),
+    80: (
+        (128, 128, (Tile(64, 64, 8, 3), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3))),  # 4 warps of 64 heads spill
+        (256, 256, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2))),
+        (576, 512, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),  # 144 KB
+        (768, 768, (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2))),
+    ),
+    86: (
+        (128, 128, (Tile(64, 64, 8, 2), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3))),
+        (256, 256, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2))),
+        (576, 512, (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2))),
+        (768, 768, (Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2))),  # 97 KB
+    ),
+}
+LATENT: dict[int, Heads] = {
+    90: ((576, 512, (Tile(64, 32, 8, 3), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3))),),  # 64 x 64 spills 96 bytes
+    80: ((576, 512, (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),),  # 112 KB; 4 warps spill
+    86: ((576, 512, (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2))),),  # 64 heads take 112 KB
+}
+# Of float32, whose products are plain multiply-adds, and of rows that do not start on 16 bytes, which nothing loads
+# ahead: larger tiles spill.
+LEAST = Tile(16, 16, 8, 1)
+
+
+def shared(problem: Problem) -> bool:
+    """Whether a tile of values is the first parts of the tile of keys."""
+    if not problem.shares_kv:
+        return False
+    d, v = parts(problem.dim_qk), parts(problem.dim_v)
+    return all(of_v in (of_d, 0) for of_d, of_v in zip(d, v, strict=True))
+
+
 def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
-    """BM heads of a token meet BN keys of its list."""
-    return Tile(16, 16, 4, 1)
+    """BM heads of a token meet BN slots of its list; align: elements of which every row's start is a multiple, 0: those
+    of 16 bytes. None: such sizes were never compiled."""
+    p = problem
+    if max(p.dim_qk, p.dim_v) > MOST_PARTS * WIDEST_PART or p.dim_rope > WIDEST_ROPE:
+        return None
+    qk, v = spans(p)
+    rows = (*(LATENT[chip] if shared(p) else ()), *FORWARD[chip])
+    found = next((tiles for most, most_v, tiles in rows if qk <= most and v <= most_v), None)
+    if found is None:
+        return None
+    if p.dtype == "float32" or 0 < align < widest(p):
+        return LEAST
+    return found[0 if p.group > 32 else 1 if p.group > 16 else 2]
 
 
 # --------------------------------------------------------------------------------------- its backward, sums per key
