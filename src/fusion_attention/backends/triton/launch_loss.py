@@ -160,6 +160,7 @@ class Chunk(NamedTuple):
     first_tile: int
     count: int
     first_block: int
+    blocks: int
     turns: int  # of its longest tile
 
 
@@ -170,8 +171,9 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
     ends = np.cumsum(turns)
     while first < len(turns):
         end = max(int(np.searchsorted(ends, block + most, side="right")), first + 1)
-        found.append(Chunk(first, end - first, block, int(turns[first:end].max())))
-        first, block = end, int(ends[end - 1])
+        last = int(ends[end - 1])
+        found.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
+        first, block = end, last
     return found
 
 
@@ -279,8 +281,7 @@ def rooms_of(
     """Scratch of a loss without lists: elements, dtype, whether it starts as zeros."""
     wide = torch.float32
     most = max((c.count for c in work.chunks), default=0) * tile.BM * p.heads_index
-    ends = [*(c.first_block for c in work.chunks[1:]), work.blocks]
-    blocks = max((end - c.first_block for c, end in zip(work.chunks, ends, strict=True)), default=0)
+    blocks = max((c.blocks for c in work.chunks), default=0)
     found = {
         "notes": ((p.heads_q + 1) * rows, wide, False),
         "keys": (work.padded_keys * width, p.torch_dtype, False),
