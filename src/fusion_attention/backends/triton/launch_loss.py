@@ -204,10 +204,10 @@ class Work:
             np.searchsorted(starts, k.seq * wide + row, side="right") - 1 for row in (k.begin, k.end - 1)
         )
         some = k.end > k.begin
-        none = np.zeros_like(first)
+        lines_of, none = np.full_like(first, tile.BN), np.zeros_like(first)
         keys = k.seq, k.row0, k.row1, np.where(some, first, 0), np.where(some, end + 1, 0), key_at[k.seq] + k.row0
         return cls(
-            np.stack(rows, 1).astype(np.int32), np.stack((*keys, none, none), 1).astype(np.int32), cut,
+            np.stack(rows, 1).astype(np.int32), np.stack((*keys, lines_of, none), 1).astype(np.int32), cut,
             int(turns.sum()), int(lines.sum()),
         )  # fmt: skip
 

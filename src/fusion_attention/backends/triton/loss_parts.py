@@ -68,6 +68,27 @@ def difference(p, x, top, total, seen, SELECTED: tl.constexpr):
     return tl.where(seen, y - p, 0.0), tl.where(seen, loss, 0.0)
 
 
+@triton.constexpr_function
+def steps(dim, columns):
+    """In how many pieces of so many columns rows are read."""
+    return -(-dim // columns)
+
+
+@triton.jit
+def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
+               BC: tl.constexpr):  # fmt: skip
+    """(where piece c of a row begins, the stride of rows, how many columns there are from there on); pieces of the
+    rope part follow those of the row itself."""
+    first = c * BC
+    place, left = base + at + first, DIM - first
+    if DIM_ROPE:
+        behind = first - steps(DIM, BC) * BC
+        is_rope = behind >= 0
+        place = tl.where(is_rope, rope + at_rope + behind, place)
+        stride, left = tl.where(is_rope, stride_rope, stride), tl.where(is_rope, DIM_ROPE - behind, left)
+    return place, stride, left
+
+
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
@@ -103,14 +124,15 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
 @triton.jit(do_not_specialize=["count"])
 def clean_keys(index_k, keys, places, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
                ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes finite_rows() of one tile of the indexer's keys, zeros behind them; grid (tiles)."""
+    """Writes finite_rows() of one tile of the indexer's keys, and zeros where the tile has more lines; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)
     at, stride = rows_at(places, count, b, 0, views.INDEX_K, ALIGN)
     rows = load_part(index_k + at, key * stride, key < key1, 0, E, DIM_INDEX, True)
     out = (to + tl.arange(0, BN)).to(tl.int64) * E
-    tl.store(keys + out[:, None] + tl.arange(0, E)[None, :], finite_rows(rows))
+    there = tl.arange(0, BN) < tl.load(tile + 6)
+    tl.store(keys + out[:, None] + tl.arange(0, E)[None, :], finite_rows(rows), mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["count", "plane"])

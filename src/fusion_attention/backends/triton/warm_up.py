@@ -21,7 +21,15 @@ from fusion_attention.backends.triton.common import (
     rows_at,
     store_part,
 )
-from fusion_attention.backends.triton.loss_parts import at_least, difference, finite_rows, finite_weights, unit_of
+from fusion_attention.backends.triton.loss_parts import (
+    at_least,
+    columns_at,
+    difference,
+    finite_rows,
+    finite_weights,
+    steps,
+    unit_of,
+)
 
 
 @triton.jit
@@ -115,8 +123,7 @@ def join_lse(partial, max_, sum_, places, tiles, count: tl.int32, plane: tl.int6
 def target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads, row, valid, flat, key, inside, exponent,
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """[rows, keys]: the sum over heads of the attention's probabilities; rows are read BC elements at a time."""
-    NOPE: tl.constexpr = (DIM + BC - 1) // BC
-    STEPS: tl.constexpr = NOPE + (DIM_ROPE + BC - 1) // BC
+    STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)
     at_k, head_k, stride_k = heads_at(places, count, b, views.K, ALIGN)
     at_qr, head_qr, stride_qr, at_kr, head_kr, stride_kr = at_q, head_q, stride_q, at_k, head_k, stride_k
@@ -128,22 +135,17 @@ def target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads, row, val
     p = s
     for t in tl.range(0, heads * STEPS):
         h, c = t // STEPS, t % STEPS
+        hk = h // GROUP
         lse = tl.load(notes + h * plane + flat, mask=valid, other=float("inf"))
-        of_q, of_k = q + at_q + h * head_q, k + at_k + h // GROUP * head_k
-        step_q, step_k, first = stride_q, stride_k, c * BC
-        limit = DIM
-        if DIM_ROPE:
-            rope = c >= NOPE
-            of_q = tl.where(rope, q_rope + at_qr + h * head_qr, of_q)
-            of_k = tl.where(rope, k_rope + at_kr + h // GROUP * head_kr, of_k)
-            step_q, step_k = tl.where(rope, stride_qr, step_q), tl.where(rope, stride_kr, step_k)
-            first = tl.where(rope, (c - NOPE) * BC, first)
-            limit = tl.where(rope, DIM_ROPE, DIM)
+        of_q, step_q, width = columns_at(c, q, q_rope, at_q + h * head_q, at_qr + h * head_qr, stride_q, stride_qr,
+                                         DIM, DIM_ROPE, BC)  # fmt: skip
+        of_k, step_k, _ = columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k, stride_kr,
+                                     DIM, DIM_ROPE, BC)  # fmt: skip
         there_q, there_k = valid[:, None], inside[:, None]
         if (DIM % BC != 0) or (DIM_ROPE % BC != 0):
-            there_q, there_k = there_q & (first + d < limit)[None, :], there_k & (first + d < limit)[None, :]
-        query = tl.load(of_q + first + row[:, None] * step_q + d[None, :], mask=there_q, other=0.0)
-        keys = tl.load(of_k + first + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
+            there_q, there_k = there_q & (d < width)[None, :], there_k & (d < width)[None, :]
+        query = tl.load(of_q + row[:, None] * step_q + d[None, :], mask=there_q, other=0.0)
+        keys = tl.load(of_k + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
         s = tl.dot(query, tl.trans(keys), s, input_precision="ieee")
         if c == STEPS - 1:
             p += tl.exp2(s * exponent - lse[:, None])
