@@ -17,7 +17,7 @@ from support.triton_ahead import CUOBJDUMP, TYPES
 from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_dense, launch_gluon, shapes
+from fusion_attention.backends.triton import launch_gluon, launching, shapes
 from fusion_attention.waist.problem import Problem
 
 HOPPER = torch.device("cuda:0")
@@ -81,7 +81,7 @@ def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(kernel: Any, grid: Any, arguments: Any, known: Any, tile: shapes.Tile, **options: int) -> None:
         launched.append((kernel, arguments, known, options))
 
-    monkeypatch.setattr(launch_dense, "launch", note)
+    monkeypatch.setattr(launching, "launch", note)
     monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
     monkeypatch.setattr("fusion_attention.backends.triton.reasons_against", lambda *_: [])
     q = torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16)

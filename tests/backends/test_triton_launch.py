@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime import _allocation
 
-from fusion_attention.backends.triton import launch_dense, shapes
+from fusion_attention.backends.triton import launching, shapes
 
 
 class Asking:
@@ -32,7 +32,7 @@ class Asking:
 
 def launch(kernel: Asking) -> None:
     tile = shapes.Tile(16, 16, 4, 1, shapes.TMA)
-    launch_dense.launch(kernel, (1,), {"places": torch.zeros(4)}, {}, tile)
+    launching.launch(kernel, (1,), {"places": torch.zeros(4)}, {}, tile)
 
 
 def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:

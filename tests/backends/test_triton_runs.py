@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 from support.caches import Cache, made, rows
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, memory, shapes
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory, shapes
 from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE
@@ -32,7 +32,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Name, grid, constants and tile of every launch; nothing is computed."""
     found: list[Launch] = []
     monkeypatch.setattr(
-        launch_dense,
+        launching,
         "launch",
         lambda kernel, grid, arguments, known, tile: found.append((kernel.__name__, grid, dict(known), tile)),
     )
@@ -125,7 +125,7 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 
     monkeypatch.setattr(memory.Copied, "write", watch("write", memory.Copied.write))
     monkeypatch.setattr(memory.Copied, "read", watch("read", memory.Copied.read))
-    monkeypatch.setattr(launch_dense, "launch", watch("launch", lambda *_: None))
+    monkeypatch.setattr(launching, "launch", watch("launch", lambda *_: None))
     e = extents((20, 30), (40, 40))
     run(PROBLEM, e, *memory_of(2, 40))
     cache = Cache(kv_len=(40, 33))
@@ -157,7 +157,7 @@ def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
     verb: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[dict[str, Any]] = []
-    monkeypatch.setattr(launch_dense, "launch", lambda kernel, grid, arguments, *_: launched.append(arguments))
+    monkeypatch.setattr(launching, "launch", lambda kernel, grid, arguments, *_: launched.append(arguments))
     e, compute = extents((20, 30), (40, 40)), getattr(backend, verb)
     schedule = backend.schedule(PROBLEM, e, verb)
     for turn in range(2):
@@ -210,7 +210,7 @@ def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -
         if kernel is launch_decode.decode:
             last.append(arguments["last"])
 
-    monkeypatch.setattr(launch_dense, "launch", noting)
+    monkeypatch.setattr(launching, "launch", noting)
     cache = Cache(kv_len=(40, 33))
     operands, e = made(cache, "cpu"), cache.extents()
     schedule = backend.schedule(cache.problem, e, "attention_forward")
@@ -235,6 +235,6 @@ def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: 
 def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None:
     e = extents((20, 30), (40, 40))
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
-    for width in range(16, 16 + 2 * launch_dense.LAYOUTS):
+    for width in range(16, 16 + 2 * launching.LAYOUTS):
         backend.attention_forward(PROBLEM, e, schedule, memory_of(2, 40, width)[0])
-    assert len(schedule.known) == launch_dense.LAYOUTS
+    assert len(schedule.known) == launching.LAYOUTS

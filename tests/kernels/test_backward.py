@@ -14,7 +14,7 @@ from support.bits import same_bits
 from support.cases import BITS
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_dense, shapes
+from fusion_attention.backends.triton import launch_dense, launching, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query
 from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
 from fusion_attention.waist.mask import INFINITE, Band
@@ -28,14 +28,14 @@ WIDE, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, sh
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     """Of every launch of the backward's two loops, whether rows came by descriptors."""
     seen: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
-    real = launch_dense.launch
+    real = launching.launch
 
     def watched(kernel: Any, grid: Any, arguments: dict[str, Any], known: dict[str, Any], *rest: Any) -> None:
         if kernel in seen:
             seen[kernel].append(known["TMA"])
         real(kernel, grid, arguments, known, *rest)
 
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    monkeypatch.setattr(launching, "launch", watched)
     return seen
 
 

@@ -9,7 +9,7 @@ import torch
 from support.forgetting import Results, forgets, is_poison
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_decode, launch_dense
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching
 from fusion_attention.testing import Case, arguments, lowered, run
 
 
@@ -28,7 +28,7 @@ def test_a_forgotten_element_is_missed(verb: str, results: int, monkeypatch: pyt
 def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
     given: list[torch.Tensor] = []
-    real = launch_dense.launch
+    real = launching.launch
 
     def watched(kernel: Any, grid: Any, named: dict[str, Any], *rest: Any) -> None:
         if not given:
@@ -40,7 +40,7 @@ def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
     q = torch.randn(1, 3, 2, 16, requires_grad=module is launch_dense)
     k = torch.randn(1, 600 if module is launch_decode else 5, 2, 16)
     out = fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    monkeypatch.setattr(launching, "launch", watched)
     if module is launch_dense:
         torch.autograd.grad(out.sum(), q)
     else:

@@ -1,0 +1,133 @@
+"""Launches: a kernel with what stays from run to run and what each run gives, and what a verb keeps of its lengths.
+
+Knows memory layouts and Triton's launcher. Refuses to know what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from fusion_attention.backends.triton import memory, shapes
+from fusion_attention.memory import empty
+from fusion_attention.waist.problem import Extents
+
+Constants = dict[str, Any]
+LAYOUTS = 32  # of memory, of which a schedule knows what to launch: a captured graph meets the same again
+
+
+@dataclass(eq=False)
+class Launch:
+    """A kernel, and what stays as it is from run to run."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    tile: shapes.Tile
+    known: Constants
+    kept: dict[str, Any]  # arguments
+    given: tuple[str, ...]  # names of those that each run gives
+    options: dict[str, int]  # Triton's, besides the tile's
+
+    def start(self, given: dict[str, Any]) -> None:
+        """Launches the kernel."""
+        arguments = self.kept.copy()
+        for name in self.given:
+            arguments[name] = given[name]
+        launch(self.kernel, self.grid, arguments, self.known, self.tile, **self.options)
+
+
+class Family:
+    """Kernels whose arguments have the same names."""
+
+    def __init__(self, *kernels: Any) -> None:
+        self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], kept: dict[str, Any], given: Iterable[str], known: Constants,
+        tile: shapes.Tile, **options: int,
+    ) -> Launch:  # fmt: skip
+        """With those of a verb's arguments that the kernel names; some kernel of the family must name each."""
+        given = tuple(given)
+        if strangers := {*kept, *given} - self._taken:
+            raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
+        named = set(kernel.arg_names) - known.keys()
+        stays = {name: value for name, value in kept.items() if name in named}
+        return Launch(kernel, grid, tile, known, stays, tuple(name for name in given if name in named), options)
+
+
+@dataclass(eq=False)
+class Ready:
+    """What a verb does on one layout of memory: its launches in their order, the tables that they read, and the
+    float32 scratch that each run takes, by the names of arguments."""
+
+    launches: list[Launch]
+    tables: tuple[memory.Copied, ...]
+    scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches; given: the arguments that are a run's own, to which the scratch comes."""
+        for table in self.tables:
+            table.read()
+        for name, shape in self.scratch.items():
+            given[name] = empty(given["q"], shape, torch.float32)
+        for each in self.launches:
+            each.start(given)
+
+
+@dataclass(eq=False)
+class Schedule:
+    """What a verb needs on given lengths: its tiles, and what it has on devices."""
+
+    verb: str
+    kept: memory.Kept
+    rows: int  # of all sequences
+    decodes: bool = False  # the decode kernels compute it
+    known: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
+
+    def once(self, layout: Any, make: Callable[[], Ready]) -> Ready:
+        """What `make` makes, the first time on a layout of memory (memory.layout); the last LAYOUTS are known."""
+        found = self.known.get(layout)
+        if found is None:
+            found = self.known[layout] = make()
+            while len(self.known) > LAYOUTS:
+                self.known.popitem(last=False)
+        else:
+            with contextlib.suppress(KeyError):  # another thread's run pushed it out
+                self.known.move_to_end(layout)
+        return found
+
+    def update(self, extents: Extents) -> None:
+        """Other key lengths of the same rows."""
+        if extents.part is not self.kept.extents.part:  # drawn() counts from there, in the tables of places
+            self.known.clear()
+        self.kept.update(extents)
+
+
+def plan(extents: Extents, verb: str, decodes: bool = False) -> Schedule:
+    """What a verb needs; tiles are cut when a device is known."""
+    return Schedule(verb, memory.Kept(extents), int(extents.q_len.sum()), decodes)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile, **options: int
+) -> None:
+    """Launches a kernel; options: Triton's, besides the tile's."""
+    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    if not tile.TMA:
+        kernel[grid](**arguments, **known, **options)
+        return
+    # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one
+    # set, and the caller's own has to stay. So such a launch has a context of its own.
+    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], arguments | known | options)
+
+
+def _launch_with_scratch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, given: dict[str, Any]) -> None:
+    triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
+    kernel[grid](**given)
