@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.selected import operands
 
-from fusion_attention.backends.triton import shapes_loss
+from fusion_attention.backends.triton import launch_loss, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import LossCase, golden, lowered, plain
@@ -29,11 +29,30 @@ WARM = [
     replace(PACKED, q_len=(0,), kv_len=(0,), count=0),
 ]
 
+LISTS = ("all", "repeated", "short", "none", "wild")
+SELECTED = [
+    LossCase(),
+    *(LossCase(lists=lists, count=7, mode=mode) for lists, mode in zip(LISTS, (0, 3, 3, 0, 3), strict=True)),
+    replace(PACKED, lists="wild", count=7, **HALF),
+    LossCase(lists="all", count=9, dim_qk=32, dim_rope=8, heads_q=8, heads=4, dim=16, **HALF),
+    LossCase(dtype="float16", weights="float16", lists="repeated", wide=True, heads_q=6, heads_kv=3, dim_qk=7, dim=5),
+    replace(PACKED, sink=True, count=5, heads_kv=2, dim_rope=3),
+    LossCase(q_len=(9, 9), kv_len=(4, 4), count=6, lists="all", sink=True),
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, lists="all", count=6, **HALF),
+    LossCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=6, heads_q=1, heads=1, dim=1),
+    LossCase(q_len=(3,), kv_len=(90,), count=40, lists="all", heads_q=33, heads=33, mode=0, window=60),
+    LossCase(q_len=(0, 0), kv_len=(4, 4), count=6),
+    replace(PACKED, q_len=(0,), kv_len=(0,), count=6),
+]
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = shapes_loss.Warm(Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
+    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 3, 16)
+    monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
+    monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
 def judge(case: LossCase) -> None:
@@ -45,6 +64,6 @@ def judge(case: LossCase) -> None:
         compare(f"{case.id}: {name}", got[name], want[name].double(), measure[name], longest)
 
 
-@pytest.mark.parametrize("case", WARM, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_cases(case: LossCase) -> None:
     judge(case)

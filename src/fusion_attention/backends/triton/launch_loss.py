@@ -1,132 +1,56 @@
-"""From the indexer's loss and its statistics to launches: chunks of rows, their scratch, and the order of sums."""
+"""From the indexer's loss to launches: over whole bands by launch_warm_up.py, over selected keys here.
+
+Selected keys: a chunk of rows has five kernels, after which the rows that it has for keys are added up (key_sum.py).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import common, launching, loss_parts, memory, shapes, shapes_loss, warm_up
-from fusion_attention.backends.triton.launching import Constants, Family, Launch, Ready, Schedule
-from fusion_attention.memory import empty
+from fusion_attention.backends.triton import (
+    common,
+    launch_key_sum,
+    loss_parts,
+    memory,
+    selected_loss,
+    shapes,
+    shapes_loss,
+)
+from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.launch_warm_up import (
+    NOTE,
+    Rooms,
+    Roomy,
+    bytes_of,
+    given_by,
+    lse_bytes,
+    ready_warm,
+    run_lse,
+    warm_bytes,
+)
+from fusion_attention.backends.triton.launching import Constants, Family, Launch, Schedule
 from fusion_attention.waist import tiles
 from fusion_attention.waist.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
-    IndexerOperands,
     IndexerProblem,
 )
 
-ROOM = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
-SHARE = 4096  # keys whose statistics one program finds
-SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
-ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_"}
+__all__ = ["run_loss", "run_lse", "workspace_bytes"]
+
+ROOM = 1 << 27  # elements of rows for keys that a chunk holds
+ROWS = 64  # rows of a program of note(), keys of one of clean_keys()
+SLOTS = 1024  # entries that scan() and compare() take at a time, at most
 FAMILY = Family(
-    warm_up.warm_lse, warm_up.join_lse, warm_up.warm_target, warm_up.warm_query, warm_up.warm_key, loss_parts.note,
-    loss_parts.clean_keys, loss_parts.finish_keys,
+    selected_loss.scan, selected_loss.target, selected_loss.score, selected_loss.compare, selected_loss.gradients,
+    loss_parts.note, loss_parts.clean_keys,
 )  # fmt: skip
-
-
-@dataclass(eq=False)
-class Roomy(Ready):
-    """Ready, with scratch of any dtype, cleared or not."""
-
-    rooms: dict[str, tuple[int, torch.dtype, bool]] = field(default_factory=dict)
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Launches, with scratch."""
-        for name, (count, dtype, cleared) in self.rooms.items():
-            given[name] = empty(given["like"], (count,), dtype)
-            if cleared:
-                given[name].zero_()
-        super().run(given)
-
-
-def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device) -> shapes_loss.Warm:
-    """The tiles of the warm-up pair on a device."""
-    chip = shapes.chip_of(device)
-    found = None if chip is None else shapes_loss.warm_tiles(problem, chip)
-    assert found is not None  # reasons_against() has looked
-    return found
-
-
-def given_by(views: dict[str, memory.View | None]) -> dict[str, Any]:
-    """Arguments that are a run's own memory."""
-    return {ARGUMENTS[name]: memory.tensor_of(view) for name, view in views.items() if view is not None}
-
-
-# ---------------------------------------------------------------------------------------------------------- statistics
-
-
-def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: IndexerOperands) -> None:
-    """Writes the indexer's statistics."""
-    assert o.stats is not None
-    views: dict[str, memory.View | None] = {
-        "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
-    }  # fmt: skip
-    given = given_by(views)
-    layout = extents.key, memory.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, extents, views, given)).run(given | {"like": given["q"]})
-
-
-def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """What warm_lse and join_lse know while compiling."""
-    known = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
-    return known, {"BM": tile.BM}
-
-
-def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
-    t = tiles.by_query(e, tile.BM)
-    begin = t.begin // tile.BN * tile.BN
-    turns = np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
-    most = max(SHARE // tile.BN, 1)
-    count = -(-turns // most)
-    of = np.repeat(np.arange(len(t)), count)
-    share = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    none, flat = np.zeros_like(count), e.q_start[t.seq] + t.row0
-    left = np.minimum(turns[of] - share * most, most)
-    cut = t.seq[of], t.row0[of], t.row1[of], begin[of] + share * SHARE, left, share, none[of], flat[of]
-    order = np.argsort(-left, kind="stable")
-    whole = t.seq, t.row0, t.row1, begin, turns, count, none, flat
-    return np.stack(cut, 1)[order].astype(np.int32), np.stack(whole, 1).astype(np.int32)
-
-
-def ready_lse(
-    p: IndexerProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]
-) -> Roomy:
-    """What run_lse() does with memory as these views lie."""
-    device, table = memory.one_device(given), memory.places(views, len(e))
-    tile = tiles_on(p, device).lse
-    cut, whole = shares(e, tile)
-    known, known_join = lse_constants(p, tile, memory.alignment(views, table))
-    places, lengths, of_shares, of_rows = (
-        memory.Copied.of(each, device) for each in (table, memory.lengths(e), cut, whole)
-    )
-    rows = int(e.q_len.sum())
-    kept = {
-        "places": places.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
-    }  # fmt: skip
-    own = [*given, "partial"]
-    launches = []
-    if len(cut):
-        launches.append(
-            FAMILY.launch(
-                warm_up.warm_lse, (len(cut),), kept | {"tiles": of_shares.tensor}, own, known, tile
-            )
-        )
-    if len(whole):
-        kept |= {"tiles": of_rows.tensor}
-        launches.append(FAMILY.launch(warm_up.join_lse, (len(whole),), kept, own, known_join, tile))
-    rooms = {"partial": (2 * rows * int(whole[:, 5].max(initial=0)), torch.float32, False)}
-    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, rooms)
-
-
-# ------------------------------------------------------------------------------------------------ loss without lists
 
 
 def run_loss(
@@ -141,160 +65,160 @@ def run_loss(
         "index_q": index.q, "index_k": index.k, "weights": index.weights,
         "dq": g.dq, "dk": g.dk, "dweights": g.dweights,
     }  # fmt: skip
-    assert index.stats is not None
-    views |= {"index_max": index.stats.max, "index_sum": index.stats.sum}
+    if p.select_count:
+        views["indices"] = index.indices
+    else:
+        assert index.stats is not None
+        views |= {"index_max": index.stats.max, "index_sum": index.stats.sum}
     given = given_by(views)
     if p.has_sink:
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
-    layout = extents.key, memory.layout(views, given)
-    ready = schedule.once(layout, lambda: ready_warm(p, extents, views, given))
+    make = ready_selected if p.select_count else ready_warm
+    ready = schedule.once((extents.key, memory.layout(views, given)), lambda: make(p, extents, views, given))
     given["like"] = given["q"]
     ready.run(given)
+    # In one order, whatever the chunks were.
     o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
-
-
-class Chunk(NamedTuple):
-    """Tiles of rows whose differences lie in scratch at one time."""
-
-    first_tile: int
-    count: int
-    first_block: int
-    blocks: int
-    turns: int  # of its longest tile
-
-
-def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
-    """Tiles in their order, cut so that a chunk has at most so many blocks, or one tile."""
-    found: list[Chunk] = []
-    first, block = 0, 0
-    ends = np.cumsum(turns)
-    while first < len(turns):
-        end = max(int(np.searchsorted(ends, block + most, side="right")), first + 1)
-        last = int(ends[end - 1])
-        found.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
-        first, block = end, last
-    return found
-
-
-@dataclass(eq=False)
-class Work:
-    """The tables of a loss without lists."""
-
-    rows: np.ndarray
-    keys: np.ndarray
-    chunks: list[Chunk]
-    blocks: int
-    padded_keys: int
-
-    @classmethod
-    def of(cls, e: Extents, tile: shapes.Tile) -> Work:
-        """Tiles of rows and tiles of keys."""
-        t, k = tiles.by_query(e, tile.BM), tiles.by_key(e, tile.BN)
-        begin = t.begin // tile.BN * tile.BN
-        turns = np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
-        cut = chunks(turns, ROOM // (tile.BM * tile.BN))
-        block = np.cumsum(turns) - turns - np.repeat([c.first_block for c in cut], [c.count for c in cut])
-        lines = -(-e.kv_len // tile.BN) * tile.BN
-        key_at = np.cumsum(lines) - lines
-        rows = t.seq, t.row0, t.row1, begin, turns, block, key_at[t.seq] + begin, e.q_start[t.seq] + t.row0
-        wide = np.int64(1) << 32
-        starts = t.seq * wide + t.row0
-        first, end = (
-            np.searchsorted(starts, k.seq * wide + row, side="right") - 1 for row in (k.begin, k.end - 1)
-        )
-        some = k.end > k.begin
-        lines_of, none = np.full_like(first, tile.BN), np.zeros_like(first)
-        keys = k.seq, k.row0, k.row1, np.where(some, first, 0), np.where(some, end + 1, 0), key_at[k.seq] + k.row0
-        return cls(
-            np.stack(rows, 1).astype(np.int32), np.stack((*keys, lines_of, none), 1).astype(np.int32), cut,
-            int(turns.sum()), int(lines.sum()),
-        )  # fmt: skip
-
-
-def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
-    """What each kernel of a loss without lists knows while compiling."""
-    index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
-    tile = {"BM": t.target.BM, "BN": t.target.BN}
-    return {
-        "note": {"BM": tile["BM"]},
-        "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
-        "warm_target": index | tile | {
-            "GROUP": p.heads_q // p.heads_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns, "ALIGN": align,
-        },
-        "warm_query": index | tile | {
-            "UNIT": loss_parts.UNIT.value if p.dtype == "float16" else 1.0, "ALIGN": align, "BK": t.query.BN,
-        },
-        "warm_key": tile | {"SPLITS": SPLITS, "E": index["E"], "BR": t.key.BM},
-        "finish_keys": index | {"SPLITS": SPLITS, "BN": tile["BN"]},
-    }  # fmt: skip
-
-
-def ready_warm(
-    p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]
-) -> Roomy:
-    """What run_loss() does without lists, with memory as these views lie."""
-    device, table = memory.one_device(given), memory.places(views, len(e))
-    t = tiles_on(p, device)
-    work, known = Work.of(e, t.target), warm_constants(p, t, memory.alignment(views, table))
-    tables = tuple(memory.Copied.of(each, device) for each in (table, memory.lengths(e), work.rows, work.keys))
-    places, lengths, of_rows, of_keys = (each.tensor for each in tables)
-    width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
-    plane = {"step_head": rows, "step_row": 1, "plane": rows}
-    numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
-    kept = numbers | plane | {
-        "places": places, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
-        **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
-    }  # fmt: skip
-    added = {"plane": work.padded_keys * width}
-    rooms = rooms_of(p, work, t.target, width, rows)
-    if "largest" in rooms:
-        del kept["largest"]
-    own = [*given, *rooms]
-    launches: list[Launch] = []
-
-    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
-        launches.append(FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile))
-
-    if len(work.rows):
-        launch(loss_parts.note, (len(work.rows),), NOTE)
-    if len(work.keys):
-        launch(loss_parts.clean_keys, (len(work.keys),), NOTE, tiles=of_keys)
-    for c in work.chunks:
-        chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.count, "first_block": c.first_block}
-        if c.turns:
-            launch(warm_up.warm_target, (c.turns, c.count), t.target, **chunk)
-        launch(warm_up.warm_query, (c.count, p.heads_index), t.query, **chunk)
-        if len(work.keys):
-            launch(warm_up.warm_key, (len(work.keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
-    if len(work.keys):
-        launch(loss_parts.finish_keys, (len(work.keys),), NOTE, **added, tiles=of_keys)
-    return Roomy(launches, tables, {}, rooms)
-
-
-NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
-
-
-def rooms_of(
-    p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int
-) -> dict[str, tuple[int, torch.dtype, bool]]:
-    """Scratch of a loss without lists: elements, dtype, whether it starts as zeros."""
-    wide = torch.float32
-    most = max((c.count for c in work.chunks), default=0) * tile.BM * p.heads_index
-    blocks = max((c.blocks for c in work.chunks), default=0)
-    found = {
-        "notes": ((p.heads_q + 1) * rows, wide, False),
-        "keys": (work.padded_keys * width, p.torch_dtype, False),
-        "differences": (blocks * tile.BM * tile.BN, wide, False),
-        "rows": (most * width, p.torch_dtype, False),
-        "factors": (most, wide, False),
-        "added": (SPLITS * work.padded_keys * width, wide, True),
-        "losses": (work.blocks, wide, False),
-    }
-    return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
     """What a verb allocates besides operands and results, at most."""
     e = schedule.kept.extents
-    return 0
+    if isinstance(problem, IndexerProblem):
+        return lse_bytes(problem, e)
+    if not problem.select_count:
+        return warm_bytes(problem, e)
+    keys, entries = int(e.kv_len.sum()), rows_of_chunk(problem) * problem.select_count
+    sums = launch_key_sum.workspace_bytes(keys, shapes.power(problem.dim_index))
+    return bytes_of(rooms_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+
+
+# ------------------------------------------------------------------------------------------------- loss of selections
+
+
+@dataclass(eq=False)
+class Selected(Roomy):
+    """What a loss over selected keys does: `launches` first, then those of each chunk of rows."""
+
+    chunks: list[tuple[int, list[Launch]]] = field(default_factory=list)  # rows, launches
+    width: int = 0  # of a row for a key
+    dim: int = 0
+    entries: int = 0  # of a list
+    keys: int = 0
+    where: Where | None = None
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches chunk after chunk, adding up what each has for keys."""
+        super().run(given)
+        total = KeySum(given["like"], self.keys, self.width)
+        for rows, launches in self.chunks:
+            for each in launches:
+                each.start(given)
+            count = rows * self.entries
+            total.add(given["rows"][: count * self.width].view(count, self.width), given["ids"][:count])
+        assert self.where is not None
+        total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
+
+
+def rows_of_chunk(p: IndexerLossProblem) -> int:
+    """Rows whose lists are in scratch at one time."""
+    return max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1)
+
+
+def row_tables(e: Extents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens: sequence, row and id of its key 0; tiles of rows; tiles of keys)."""
+    t, k = tiles.by_query(e, ROWS), tiles.by_key(e, ROWS)
+    none = np.zeros_like(t.seq)
+    rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
+    none = np.zeros_like(k.seq)
+    keys = k.seq, k.row0, k.row1, none, none, e.kv_start[k.seq] + k.row0, k.row1 - k.row0, none
+    seq = np.repeat(np.arange(len(e)), e.q_len)
+    tokens = seq, np.arange(len(seq)) - e.q_start[seq], e.kv_start[seq], np.zeros_like(seq)
+    first, second, third = (np.stack(each, 1).astype(np.int32) for each in (tokens, rows, keys))
+    return first, second, third
+
+
+def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
+    """What each kernel of a loss over selected keys knows while compiling."""
+    index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
+    group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
+    return {
+        "note": {"BM": ROWS},
+        "clean_keys": index | {"BN": ROWS},
+        "scan": {"BK": slots},
+        "target": {
+            "GROUP": group, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "ALIGN": align,
+            "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,
+        },
+        "score": index | {"HI": shapes.power(p.heads_index), "BK": t.score.BM},
+        "compare": {"BK": slots},
+        "gradients": index | {"HI": shapes.power(p.heads_index), "BK": t.gradients.BM},
+    }  # fmt: skip
+
+
+def rooms_of(p: IndexerLossProblem, e: Extents) -> Rooms:
+    """Scratch of a loss over selected keys, but for the sums per key."""
+    wide, rows, width = torch.float32, int(e.q_len.sum()), shapes.power(p.dim_index)
+    entries = min(rows, rows_of_chunk(p)) * p.select_count
+    low = torch.bfloat16 if p.dtype == "bfloat16" else wide  # float16 holds no sum over heads
+    found = {
+        "notes": (rows * (p.heads_q + 1), wide, False),
+        "keys": (int(e.kv_len.sum()) * width, p.torch_dtype, False),
+        "ids": (entries, torch.int32, False),
+        "scores": (entries, wide, False),
+        "shares": (entries, wide, False),
+        "rows": (entries * width, low, False),
+        "losses": (rows, wide, False),
+    }
+    return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
+
+
+def ready_selected(
+    p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Selected:
+    """What run_loss() does over selected keys, with memory as these views lie."""
+    device = memory.one_device(given)
+    table = memory.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
+    t = tiles_on(p, device)
+    known = selected_constants(p, t, memory.alignment(views, table))
+    made = (table, memory.lengths(e), *row_tables(e), launch_key_sum.key_tiles(e))
+    tables = tuple(memory.Copied.of(each, device) for each in made)
+    places, lengths, tokens, of_rows, of_keys, to_write = (each.tensor for each in tables)
+    rooms, rows, width = rooms_of(p, e), int(e.q_len.sum()), shapes.power(p.dim_index)
+    absent = {"q_rope", "k_rope", "sink", "largest"} - given.keys() - rooms.keys()
+    kept = dict.fromkeys(absent) | {
+        "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
+        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "places": places, "lengths": lengths,
+        "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+    }  # fmt: skip
+    own = [*(name for name in given if name != "dk"), *rooms]  # KeySum writes dk
+
+    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
+        return FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile)
+
+    first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) else []
+    if len(of_keys):
+        first.append(launch(loss_parts.clean_keys, (len(of_keys),), NOTE, tiles=of_keys))
+    chunks = []
+    for at in range(0, rows, rows_of_chunk(p)):
+        count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
+        launches = [
+            launch(selected_loss.scan, (count,), NOTE, **here),
+            launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here),
+            launch(selected_loss.score, (count,), t.score, **here),
+            launch(selected_loss.compare, (count,), NOTE, **here),
+            launch(selected_loss.gradients, (count,), t.gradients, **here),
+        ]
+        chunks.append((count, launches))
+    where = Where(places, to_write, len(e))
+    keys = int(e.kv_len.sum())
+    return Selected(first, tables, {}, rooms, chunks, width, p.dim_index, p.select_count, keys, where)
+
+
+def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
+    """The tiles of a loss over selected keys on a device."""
+    chip = shapes.chip_of(device)
+    found = None if chip is None else shapes_loss.selected_tiles(problem, chip)
+    assert found is not None  # reasons_against() has looked
+    return found

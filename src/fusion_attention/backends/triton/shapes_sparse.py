@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fusion_attention.backends.triton import shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.waist.problem import AnyProblem, IndexerLossProblem, IndexerProblem, Problem
 
@@ -25,14 +26,13 @@ def forward_tile(problem: Problem, chip: int) -> Tile | None:
 # ---------------------------------------------------------------------------------------------------- the indexer
 
 
-# -------------------------------------------------------------------------------------------- its loss, the warm-up
-
-
 # -------------------------------------------------------------------------------------------------- what is refused
 
 # Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
+    "indexer_lse": shapes_loss.holds_lse,
+    "indexer_loss": shapes_loss.holds_loss,
 }
 
 

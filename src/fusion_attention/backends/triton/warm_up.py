@@ -121,7 +121,8 @@ def join_lse(partial, max_, sum_, places, tiles, count: tl.int32, plane: tl.int6
 
 @triton.jit
 def target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads, row, valid, flat, key, inside, exponent,
-           GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+           GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
+           ALIGN: tl.constexpr):  # fmt: skip
     """[rows, keys]: the sum over heads of the attention's probabilities; rows are read BC elements at a time."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)

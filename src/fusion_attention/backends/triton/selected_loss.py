@@ -55,7 +55,8 @@ def scan(indices, ids, places, lengths, tokens, count: tl.int32, first: tl.int32
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_kv"])
 def target(q, k, q_rope, k_rope, notes, ids, shares, places, tokens, count: tl.int32, first: tl.int32,
            slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
-           DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+           DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+           BC: tl.constexpr):  # fmt: skip
     """Writes p, the mean over heads of the attention's probabilities, of BK entries of a token's list; grid (tiles of
     entries, tokens)."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
@@ -132,7 +133,7 @@ def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int3
 
 @triton.jit(do_not_specialize=["first", "slots"])
 def compare(ids, scores, shares, losses, first: tl.int32, slots: tl.int32, BK: tl.constexpr):
-    """Overwrites the shares p of a token's list with y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
+    """Overwrites the shares p of a token's list by y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     of_ids, of_scores, of_shares = ids + at_token * slots, scores + at_token * slots, shares + at_token * slots
     top = tl.full([BK], -float("inf"), tl.float32)
