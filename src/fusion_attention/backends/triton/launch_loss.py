@@ -22,6 +22,7 @@ from fusion_attention.backends.triton import (
 )
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_warm_up import (
+    MOST,
     NOTE,
     Rooms,
     Roomy,
@@ -123,7 +124,7 @@ class Selected(Roomy):
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
     """Rows whose lists are in scratch at one time."""
-    return max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1)
+    return min(max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1), MOST)
 
 
 def row_tables(e: Extents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -22,11 +22,12 @@ from fusion_attention.waist.problem import (
 ROOM = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
 SHARE = 4096  # keys whose statistics one program finds
 SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
+MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
 Rooms = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
 ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
-    warm_up.warm_lse, warm_up.join_lse, warm_up.warm_target, warm_up.warm_query, warm_up.warm_key, loss_parts.note,
+    warm_up.warm_lse, warm_up.join_lse, warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query, warm_up.warm_key, loss_parts.note,
     loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
 
@@ -146,6 +147,7 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
     ends = np.cumsum(turns)
     while first < len(turns):
         end = max(int(np.searchsorted(ends, block + most, side="right")), first + 1)
+        end = min(end, first + MOST)
         last = int(ends[end - 1])
         found.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
         first, block = end, last
@@ -192,7 +194,8 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     return {
         "note": {"BM": tile["BM"]},
         "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
-        "warm_target": index | tile | {
+        "warm_difference": index | {"BM": tile["BM"], "BN": tile["BN"], "ALIGN": align},
+        "warm_target": tile | {
             "GROUP": p.heads_q // p.heads_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns, "ALIGN": align,
         },
         "warm_query": index | tile | {
@@ -235,6 +238,7 @@ def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View |
         chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.count, "first_block": c.first_block}
         if c.turns:
             launch(warm_up.warm_target, (c.turns, c.count), t.target, **chunk)
+            launch(warm_up.warm_difference, (c.turns, c.count), t.difference, **chunk)
         launch(warm_up.warm_query, (c.count, p.heads_index), t.query, **chunk)
         if len(work.keys):
             launch(warm_up.warm_key, (len(work.keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)

@@ -188,8 +188,7 @@ def gradients(index_q, weights, keys, ids, shares, dq, dweights, rows, largest, 
         ds = tl.where(s > 0, gap[:, None] * (w * unit)[None, :], 0.0).to(key.dtype)
         acc = tl.dot(tl.trans(ds), key, acc, input_precision="ieee")
         given = tl.dot(ds, query, input_precision="ieee") / unit
-        to = out + k.to(tl.int64)[:, None] * E + e[None, :]
-        tl.store(to, given.to(rows.dtype.element_ty), mask=(id >= 0)[:, None])
+        tl.store(out + (k * E)[:, None] + e[None, :], given.to(rows.dtype.element_ty), mask=(id >= 0)[:, None])
     at_dq, head_dq, stride_dq = heads_at(places, count, b, views.DQ, 1)
     store_part(dq + at_dq + row * stride_dq, h * head_dq, there, acc / unit, 0, E, DIM_INDEX)
     at_dw, stride_dw = rows_at(places, count, b, 0, views.DWEIGHTS, 1)

@@ -18,6 +18,7 @@ class Warm(NamedTuple):
 
     lse: Tile
     target: Tile
+    difference: Tile  # the target's, with its own warps and stages
     query: Tile  # the target's rows; keys of a turn, which divide its keys
     key: Tile  # rows of a turn, which divide the target's rows; its keys
     columns: int  # elements of a row that the target reads at a time
@@ -26,15 +27,15 @@ class Warm(NamedTuple):
 # Chip (CHIPS) and bytes of an element -> (most elements of an indexer's row, tiles).
 WARM: dict[tuple[int, int], tuple[tuple[int, Warm], ...]] = {
     (90, 2): (
-        (128, Warm(Tile(64, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), 64)),
-        (256, Warm(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), 64)),
+        (128, Warm(Tile(64, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), 64)),
+        (256, Warm(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), 64)),
     ),
     (80, 2): (
-        (128, Warm(Tile(64, 64, 8, 3), Tile(64, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), 64)),
-        (256, Warm(Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 64)),
+        (128, Warm(Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), 64)),
+        (256, Warm(Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 64)),
     ),
-    (90, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 4, 16)),),
-    (80, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 4, 16)),),
+    (90, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
+    (80, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
 }
 for _width in (2, 4):
     WARM[86, _width] = WARM[80, _width]

@@ -154,36 +154,60 @@ def target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads, row, val
     return p
 
 
-@triton.jit(do_not_specialize=["count", "first_tile", "first_block", "heads_q", "heads_index", "plane"])
-def warm_target(q, k, q_rope, k_rope, index_q, index_k, weights, index_max, index_sum, notes, differences, losses,
-                places, lengths, tiles, count: tl.int32, first_tile: tl.int32, first_block: tl.int32,
-                heads_q: tl.int32, heads_index: tl.int32, plane: tl.int64, exponent: tl.float32, GROUP: tl.constexpr,
-                DIM: tl.constexpr, DIM_ROPE: tl.constexpr, E: tl.constexpr, DIM_INDEX: tl.constexpr, BC: tl.constexpr,
-                ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes y - p of one tile of rows and one of its keys, and their part of the loss; grid (tiles of keys, tiles)."""
+@triton.jit
+def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
+    """(where the differences of a tile of rows and its keys of one turn begin, from one row to the next)."""
+    turns = tl.load(tile + 4)
+    return differences + tl.load(tile + 5).to(tl.int64) * (BM * BN) + turn * BN, turns * BN
+
+
+@triton.jit(do_not_specialize=["count", "first_tile", "heads_q", "plane"])
+def warm_target(q, k, q_rope, k_rope, notes, differences, places, lengths, tiles, count: tl.int32,
+                first_tile: tl.int32, heads_q: tl.int32, plane: tl.int64, exponent: tl.float32, GROUP: tl.constexpr,
+                DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+                BN: tl.constexpr):  # fmt: skip
+    """Writes p of one tile of rows and one of its keys; grid (tiles of keys, tiles)."""
     tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
-    turns, turn = tl.load(tile + 4), tl.program_id(0)
-    if turn >= turns:
+    turn = tl.program_id(0)
+    if turn >= tl.load(tile + 4):
         return
-    b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
-    begin, block, flat = tl.load(tile + 3), tl.load(tile + 5), tl.load(tile + 7) + tl.arange(0, BM)
+    b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
-    valid, band = row < row1, band_at(lengths_at(lengths, count, b))
-    inside = key < band[1]
+    flat, valid, inside = tl.load(tile + 7) + tl.arange(0, BM), row < row1, key < tl.load(lengths + count + b)
     p = target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads_q, row, valid, flat, key, inside, exponent,
                GROUP, DIM, DIM_ROPE, BC, ALIGN)  # fmt: skip
     p /= tl.load(notes + heads_q * plane + flat, mask=valid, other=1.0)[:, None]
-    x = index_scores(index_q, index_k, weights, places, count, b, heads_index, row, valid, key, inside, views.INDEX_Q,
-                     views.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
+    at, line = block_at(differences, tile, turn, BM, BN)
+    tl.store(at + (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :], p)
+
+
+@triton.jit(do_not_specialize=["count", "first_tile", "first_block", "heads_index"])
+def warm_difference(index_q, index_k, weights, index_max, index_sum, differences, losses, places, lengths, tiles,
+                    count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
+                    E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr):  # fmt: skip
+    """Overwrites p of one tile of rows and one of its keys by y - p, and writes their part of the loss; grid (tiles of
+    keys, tiles)."""
+    tile = tiles + (first_tile + tl.program_id(1)).to(tl.int64) * PER_TILE
+    turn = tl.program_id(0)
+    if turn >= tl.load(tile + 4):
+        return
+    b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
+    valid, band = row < row1, band_at(lengths_at(lengths, count, b))
+    x = index_scores(index_q, index_k, weights, places, count, b, heads_index, row, valid, key, key < band[1],
+                     views.INDEX_Q, views.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
     at_max, stride_max = rows_at(places, count, b, 0, views.INDEX_MAX, 1)
     at_sum, stride_sum = rows_at(places, count, b, 0, views.INDEX_SUM, 1)
     wide = row.to(tl.int64)
     top = tl.load(index_max + at_max + wide * stride_max, mask=valid, other=0.0)
     total = tl.load(index_sum + at_sum + wide * stride_sum, mask=valid, other=1.0)
-    gap, loss = difference(p, x, top[:, None], total[:, None], sees(row, key, band) & valid[:, None], False)
-    tl.store(losses + first_block + block + turn, tl.sum(loss))
-    at = differences + block.to(tl.int64) * (BM * BN) + turn * BN
-    tl.store(at + tl.arange(0, BM).to(tl.int64)[:, None] * (turns * BN) + tl.arange(0, BN)[None, :], gap)
+    at, line = block_at(differences, tile, turn, BM, BN)
+    at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
+    seen = sees(row, key, band) & valid[:, None]
+    gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], seen, False)
+    tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
+    tl.store(at, gap)
 
 
 @triton.jit(do_not_specialize=["count", "first_tile", "tiles_of_chunk"])
@@ -196,22 +220,22 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
     at_tile, h = tl.program_id(0), tl.program_id(1)
     tile = tiles + (first_tile + at_tile).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
-    turns, block, first = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    turns, first = tl.load(tile + 4), tl.load(tile + 6)
     row, lane = (row0 + tl.arange(0, BM)).to(tl.int64), tl.arange(0, BM)
     valid = row < row1
     at_q, stride_q = rows_at(places, count, b, h, views.INDEX_Q, ALIGN)
     query = finite_rows(load_part(index_q + at_q, row * stride_q, valid, 0, E, DIM_INDEX, True))
     at_w, stride_w = rows_at(places, count, b, 0, views.WEIGHTS, 1)
     w = finite_weights(tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32))
-    slot = (h.to(tl.int64) * tiles_of_chunk + at_tile) * BM + lane
-    tl.store(rows + slot[:, None] * E + tl.arange(0, E)[None, :], query)
-    tl.store(factors + slot, w * unit_of(largest))
+    slot = (h.to(tl.int64) * tiles_of_chunk + at_tile) * BM
+    tl.store(rows + slot * E + (lane * E)[:, None] + tl.arange(0, E)[None, :], query)
+    tl.store(factors + slot + lane, w * unit_of(largest))
     acc, dw = tl.zeros([BM, E], tl.float32), tl.zeros([BM], tl.float32)
-    at_gap = differences + block.to(tl.int64) * (BM * BN)
-    of_row, of_key = lane.to(tl.int64) * (turns * BN), tl.arange(0, BK)
-    at_keys = keys + first.to(tl.int64) * E
+    at_gap, line = block_at(differences, tile, 0, BM, BN)
+    of_row, of_key, at_keys = lane * line, tl.arange(0, BK), keys + first.to(tl.int64) * E
     for t in tl.range(0, turns * (BN // BK)):
-        k = tl.load(at_keys + t * (BK * E) + of_key[:, None] * E + tl.arange(0, E)[None, :])
+        k = tl.load(at_keys + (of_key * E)[:, None] + tl.arange(0, E)[None, :])
+        at_keys += BK * E
         s = tl.dot(query, tl.trans(k), input_precision="ieee")
         gap = tl.load(at_gap + t * BK + of_row[:, None] + of_key[None, :])
         dw += tl.sum(tl.maximum(s, 0.0) * gap, 1)
@@ -235,24 +259,24 @@ def warm_key(keys, differences, rows, factors, added, tiles, key_tiles, first_ti
     if begin >= end:
         return
     e, n = tl.arange(0, E), tl.arange(0, BN)
-    at_keys = (at + n).to(tl.int64)[:, None] * E + e[None, :]
-    k = tl.load(keys + at_keys)
-    place = added + split * plane + at_keys
+    at_keys = (n * E)[:, None] + e[None, :]
+    k = tl.load(keys + at.to(tl.int64) * E + at_keys)
+    place = added + split * plane + at.to(tl.int64) * E + at_keys
     acc = tl.load(place)
     low, high = split * heads_index // SPLITS, (split + 1) * heads_index // SPLITS
     lane, at_zero = tl.arange(0, BR), tl.full([], 0, tl.int64)
     for t in tl.range(begin * (BM // BR), end * (BM // BR)):
         at_tile = t // (BM // BR)
         tile = tiles + (first_tile + at_tile) * PER_TILE
-        column, turns, block = key0 - tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
-        met = (column >= 0) & (column < turns * BN)
-        line = (t % (BM // BR) * BR + lane).to(tl.int64) * (turns * BN)
-        gap = tl.load(differences + block.to(tl.int64) * (BM * BN) + column + line[None, :] + n[:, None],
-                      mask=(met & (n >= 0))[:, None], other=0.0)  # fmt: skip
+        column = key0 - tl.load(tile + 3)
+        at_gap, line = block_at(differences, tile, 0, BM, BN)
+        met = (column >= 0) & (column < line) & (n >= 0)
+        of_row = (t % (BM // BR) * BR + lane) * line
+        gap = tl.load(at_gap + column + of_row[None, :] + n[:, None], mask=met[:, None], other=0.0)
         for h in tl.range(low, high):
-            slot = ((at_zero + h) * tiles_of_chunk * (BM // BR) + t) * BR + lane
-            query = tl.load(rows + slot[:, None] * E + e[None, :])
+            slot = ((at_zero + h) * tiles_of_chunk * (BM // BR) + t) * BR
+            query = tl.load(rows + slot * E + (lane * E)[:, None] + e[None, :])
             s = tl.dot(k, tl.trans(query), input_precision="ieee")
-            ds = tl.where(s > 0, gap * tl.load(factors + slot)[None, :], 0.0)
+            ds = tl.where(s > 0, gap * tl.load(factors + slot + lane)[None, :], 0.0)
             acc = tl.dot(ds.to(k.dtype), query, acc, input_precision="ieee")
     tl.store(place, acc)
