@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.backends.triton import shapes_loss
 from fusion_attention.backends.triton.shapes import (
     MOST_PARTS,
     NARROWEST,
@@ -154,9 +155,6 @@ def tile_on(kernel: str, problem: IndexerProblem, device: torch.device) -> Tile:
     return tile
 
 
-# -------------------------------------------------------------------------------------------- its loss, the warm-up
-
-
 # -------------------------------------------------------------------------------------------------- what is refused
 
 # Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
@@ -164,6 +162,8 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
     "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None,
     "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
+    "indexer_lse": shapes_loss.holds_lse,
+    "indexer_loss": shapes_loss.holds_loss,
 }
 
 
