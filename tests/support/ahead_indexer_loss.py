@@ -45,11 +45,14 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
         if tiles is None:
             return None
         known = launch_warm_up.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
-        tile = {"warm_target": tiles.target, "warm_difference": tiles.difference, "warm_query": tiles.query, "warm_key": tiles.key}
+        tile = {
+            "warm_target": tiles.target,
+            "warm_difference": tiles.difference,
+            "warm_query": tiles.query,
+            "warm_key": tiles.key,
+        }
         name = kernel.__name__
-        return Compiled(
-            kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead
-        )
+        return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
 
     return config
 
@@ -77,18 +80,14 @@ def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: in
         known = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
         tile = {"target": tiles.target, "score": tiles.score, "gradients": tiles.gradients}
         name = kernel.__name__
-        return Compiled(
-            kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead
-        )
+        return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
 
     return config
 
 
 def problem(dim: int = 128, dim_rope: int = 64, heads: int = 64, index: int = 128, **more: Any) -> IndexerLossProblem:
     given = {"heads_q": 128, "heads_kv": 128, "dtype": "bfloat16", "weights_dtype": "bfloat16", "scale": 0.1} | more
-    return IndexerLossProblem(
-        dim_qk=dim, dim_rope=dim_rope, heads_index=heads, dim_index=index, **given
-    )
+    return IndexerLossProblem(dim_qk=dim, dim_rope=dim_rope, heads_index=heads, dim_index=index, **given)
 
 
 def indexer(dim: int = 128, dtype: str = "bfloat16") -> IndexerProblem:
