@@ -156,3 +156,22 @@ def test_a_run_does_not_wait_for_the_gpu() -> None:
         run(backward, "triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_graph_gives_the_same_bits() -> None:
+    case = SparseCase(**SMALL, dtype="bfloat16", heads_q=16, dim_qk=64, dim_v=64, count=40)
+    args = sparse.arguments(case)
+    call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
+
+    def both() -> Results:
+        saved = run(call, "triton")
+        return {**saved, **run(SparseBackward(call, dy, *saved.values()), "triton")}
+
+    want = home(both())  # compiles, and copies the tables
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        same_bits(home(found), want)
