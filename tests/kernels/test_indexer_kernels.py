@@ -1,4 +1,4 @@
-"""The indexer's kernels under Triton's interpreter against golden: what is chosen, in which order, and its gradients."""
+"""The indexer's kernels under Triton's interpreter against golden: what is chosen, in order, and its gradients."""
 
 from __future__ import annotations
 
@@ -39,20 +39,16 @@ CASES = [
     IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), top_k=8, **HALF),
 ]
 
+PIECE = Tile(0, 16, 4, 1)
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few rows has several of them."""
-    monkeypatch.setattr(shapes_sparse, "COLUMNS", 16)
-    monkeypatch.setattr(shapes_sparse, "CANDIDATES", 16)
-    monkeypatch.setattr(shapes_sparse, "CHOICE", Tile(0, 16, 4, 1))
-    monkeypatch.setattr(shapes_sparse, "WRITE", Tile(0, 16, 4, 1))
-    monkeypatch.setattr(shapes_sparse, "scores_tile", lambda *_: Tile(16, 16, 4, 1))
-    monkeypatch.setattr(
-        shapes_sparse,
-        "gradient_tile",
-        lambda p, _: Tile(max(16, shapes_sparse.heads_held(p.heads)), 16, 4, 1),
-    )
+    for name, value in (("CANDIDATES", 16), ("CHOICE", PIECE), ("WRITE", PIECE), ("FEWEST", 4)):
+        monkeypatch.setattr(shapes_sparse, name, value)
+    for name in ("scores_tile", "gradient_tile"):
+        monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)

@@ -60,8 +60,10 @@ def judge(case: SparseCase, args: dict[str, Any] | None = None) -> Results:
 
 
 CASES = [
-    SparseCase("TND", dtype="bfloat16", q_len=(0, 5, 1, 0), kv_len=(3, 9, 4, 0), q_rest=1, kv_rest=2, dim_rope=4),
-    SparseCase("TND", dtype="float16", heads_q=6, heads_kv=3, dim_qk=20, dim_v=24, lists="repeated", sink=True, **TWO),
+    SparseCase("TND", dtype="bfloat16", q_len=(0, 3, 1, 0), kv_len=(3, 9, 4, 0), q_rest=1, kv_rest=2, dim_rope=4),
+    SparseCase(
+        "TND", dtype="float16", heads_q=4, heads_kv=2, dim_qk=12, dim_v=20, sink=True, q_len=(1, 2), kv_len=(5, 6)
+    ),
     SparseCase(dtype="float16", shares_kv=True, dim_qk=20, dim_v=18, block=3, count=2, q_len=(3,), kv_len=(9,)),
     SparseCase(dtype="bfloat16", heads_q=33, count=20, lists="all", **MLA, q_len=(2,), kv_len=(19,)),
     SparseCase("TND", shares_kv=True, dim_qk=37, dim_v=18, heads_q=3, lists="wild", count=6, sink=True, **TWO),

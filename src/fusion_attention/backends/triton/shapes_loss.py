@@ -91,11 +91,11 @@ class Selected(NamedTuple):
 SELECTED: dict[tuple[int, int], tuple[tuple[int, int, Selected], ...]] = {
     (90, 2): (
         (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), 64)),
-        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), 64)),
+        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), 64)),
         (256, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 128, 8, 1), 64)),
     ),
     (80, 2): (
-        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), 64)),
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), 64)),
         (128, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 2), 64)),
         (256, 128, Selected(Tile(128, 128, 8, 3), Tile(32, 128, 8, 2), Tile(16, 128, 8, 1), 64)),
     ),

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fusion_attention.backends.triton import shapes_loss
 from fusion_attention.backends.triton.shapes import (
     MOST_PARTS,
@@ -17,7 +15,6 @@ from fusion_attention.backends.triton.shapes import (
     WIDEST_PART,
     WIDEST_ROPE,
     Tile,
-    chip_of,
     parts,
     spans,
     widest,
@@ -90,33 +87,51 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
 
 # ---------------------------------------------------------------------------------------------------- the indexer
 
-COLUMNS = 128  # (token, head) that one product of scores takes, at most; so many heads there may be
-WIDEST = 128  # keys of its tiles, at most
+SCORED = 16  # rows that a program scores: at most as many as there are columns in a product
+ONE_LAUNCH = 64  # heads of a gradient that any chip's tiles hold together
+FEWEST = 8  # heads of a token in a product: fewer are filled up, or a product would have more tokens than that
+WIDEST = 128  # keys of a tile of scores, at most
 CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
 MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
 CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
 WRITE = Tile(0, 1024, 4, 1)
 
-# Chip and bytes of an element -> (most elements of a row, tile). Of scores: BM columns meet BN keys.
-Dims = tuple[tuple[int, Tile], ...]
-SCORES: dict[tuple[int, int], Dims] = {
-    (90, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2)), (768, Tile(64, 32, 8, 1))),
-    (80, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(128, 64, 8, 2)), (768, Tile(64, 32, 8, 1))),
+# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys.
+SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
+    (90, 2): (
+        (128, Tile(128, 128, 8, 2)),  # 125 registers, 97 KB: two programs share a processor
+        (256, Tile(128, 64, 8, 2)),  # 116 registers
+        (768, Tile(64, 32, 8, 1)),
+    ),
+    (80, 2): (
+        (128, Tile(128, 128, 8, 2)),  # 128 registers, 68 KB: two programs
+        (256, Tile(128, 64, 8, 2)),
+        (768, Tile(64, 32, 8, 1)),
+    ),
     (86, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(32, 32, 8, 1)),)),
 }
-# (most elements of a row, most heads, tile): BM heads, all that there are, meet BN slots of a token's list.
-GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile], ...]] = {
-    (90, 2): ((128, 64, Tile(64, 64, 4, 3)), (128, 128, Tile(128, 64, 8, 2)), (256, 128, Tile(128, 32, 8, 1))),
-    (80, 2): ((128, 64, Tile(64, 64, 4, 3)), (128, 128, Tile(128, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1))),
-    (86, 2): ((128, 64, Tile(64, 64, 4, 2)), (128, 128, Tile(128, 32, 8, 1))),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 64, Tile(64, 16, 8, 1)),)),
+# Chip and bytes of an element -> (most elements of a row, most heads, tile, tile where dS is float16 or rows do not
+# start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
+GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
+    (90, 2): (
+        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 254 registers, 72 KB: two programs
+        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+        (256, 128, Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),
+    ),
+    (80, 2): (
+        (128, 64, Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),  # three stages spill
+        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
+    ),
+    (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
 }
 
 
-def heads_held(heads: int) -> int:
-    """Heads of a token in a product of scores."""
-    return 1 << (heads - 1).bit_length()
+def heads_held(heads: int, columns: int) -> int:
+    """Heads of a token in a product of scores; more take several launches."""
+    return min(max(FEWEST, 1 << (heads - 1).bit_length()), columns)
 
 
 def sorts(top_k: int) -> bool:
@@ -131,28 +146,19 @@ def write_tile(problem: IndexerProblem) -> Tile:
 
 def scores_tile(problem: IndexerProblem, chip: int) -> Tile | None:
     """BM columns of (token, head) meet BN keys."""
+    rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
+    return next((tile for dim, tile in rows if problem.dim <= dim), None)
+
+
+def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
+    """BM heads meet BN slots; more heads take several launches."""
     p = problem
-    if p.heads > COLUMNS or p.dim > MOST_PARTS * WIDEST_PART:
+    fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
+    if not fits:
         return None
-    rows = SCORES[chip, 4 if p.dtype == "float32" else 2]
-    return next((tile for dim, tile in rows if p.dim <= dim), None)
-
-
-def gradient_tile(problem: IndexerProblem, chip: int) -> Tile | None:
-    """BM heads, as many as there are, meet BN slots."""
-    p = problem
-    rows = GRADIENT[chip, 4 if p.dtype == "float32" else 2]
-    found = (tile for dim, heads, tile in rows if p.dim <= dim and p.heads <= heads)
-    tile = next(found, None)
-    return None if tile is None else tile._replace(BM=max(NARROWEST, min(tile.BM, heads_held(p.heads))))
-
-
-def tile_on(kernel: str, problem: IndexerProblem, device: torch.device) -> Tile:
-    """The tile of one of the indexer's kernels on a device."""
-    chip = chip_of(device)
-    tile = None if chip is None else {"scores": scores_tile, "gradient": gradient_tile}[kernel](problem, chip)
-    assert tile is not None  # reasons_against() has looked
-    return tile
+    _, _, tile, narrow = next((row for row in fits if p.heads <= row[1]), fits[-1])
+    tile = narrow if p.dtype == "float16" or align < 8 else tile
+    return tile._replace(BM=max(NARROWEST, heads_held(p.heads, tile.BM)))
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
