@@ -21,7 +21,7 @@ WARM = [
     LossCase(count=0),
     LossCase(
         count=0, dtype="float16", weights="float16", q_len=(20,), kv_len=(40,), heads_q=6, heads_kv=3, dim_qk=7, dim=5
-    ),  # fmt: skip
+    ),
     replace(PACKED, count=0, sink=True, heads_kv=2, dim_rope=3),
     replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, count=0, **HALF),
     LossCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=0, heads_q=1, heads=1, dim=1, dim_qk=20),

@@ -129,7 +129,9 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Launches the scores and the choice of every chunk of rows."""
-    views = {"q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values}
+    views: dict[str, memory.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
+    }  # fmt: skip
     given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = memory.layout(views, given)
@@ -250,7 +252,7 @@ def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
     """Launches the gradient of every chunk of tokens, and the sums per key."""
-    views = {
+    views: dict[str, memory.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
     }  # fmt: skip

@@ -27,8 +27,8 @@ NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; 
 Rooms = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
 ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
-    warm_up.warm_lse, warm_up.join_lse, warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query, warm_up.warm_key, loss_parts.note,
-    loss_parts.clean_keys, loss_parts.finish_keys,
+    warm_up.warm_lse, warm_up.join_lse, warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query,
+    warm_up.warm_key, loss_parts.note, loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ class Chunk(NamedTuple):
     """Tiles of rows whose differences lie in scratch at one time."""
 
     first_tile: int
-    count: int
+    tiles: int
     first_block: int
     blocks: int
     turns: int  # of its longest tile
@@ -171,7 +171,7 @@ class Work:
         begin = t.begin // tile.BN * tile.BN
         turns = np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
         cut = chunks(turns, ROOM // (tile.BM * tile.BN))
-        block = np.cumsum(turns) - turns - np.repeat([c.first_block for c in cut], [c.count for c in cut])
+        block = np.cumsum(turns) - turns - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
         lines = -(-e.kv_len // tile.BN) * tile.BN
         key_at = np.cumsum(lines) - lines
         rows = t.seq, t.row0, t.row1, begin, turns, block, key_at[t.seq] + begin, e.q_start[t.seq] + t.row0
@@ -235,11 +235,11 @@ def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View |
     if len(work.keys):
         launch(loss_parts.clean_keys, (len(work.keys),), NOTE, tiles=of_keys)
     for c in work.chunks:
-        chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.count, "first_block": c.first_block}
+        chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.tiles, "first_block": c.first_block}
         if c.turns:
-            launch(warm_up.warm_target, (c.turns, c.count), t.target, **chunk)
-            launch(warm_up.warm_difference, (c.turns, c.count), t.difference, **chunk)
-        launch(warm_up.warm_query, (c.count, p.heads_index), t.query, **chunk)
+            launch(warm_up.warm_target, (c.turns, c.tiles), t.target, **chunk)
+            launch(warm_up.warm_difference, (c.turns, c.tiles), t.difference, **chunk)
+        launch(warm_up.warm_query, (c.tiles, p.heads_index), t.query, **chunk)
         if len(work.keys):
             launch(warm_up.warm_key, (len(work.keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(work.keys):
@@ -250,7 +250,7 @@ def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View |
 def rooms_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Rooms:
     """Scratch of a loss without lists."""
     wide = torch.float32
-    most = max((c.count for c in work.chunks), default=0) * tile.BM * p.heads_index
+    most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     found = {
         "notes": ((p.heads_q + 1) * rows, wide, False),
