@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
-from support.selected import operands
+import torch
+from support.bits import same_bits
+from support.selected import cloned, operands
 
-from fusion_attention.backends.triton import launch_loss, shapes_loss
+from fusion_attention import plan as plans
+from fusion_attention.backends.triton import launch_loss, launch_warm_up, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
-from fusion_attention.testing.indexer_loss import LossCase, golden, lowered, plain
+from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
 from fusion_attention.torch_ops.eager import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -68,3 +72,28 @@ def judge(case: LossCase) -> None:
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_cases(case: LossCase) -> None:
     judge(case)
+
+
+@pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
+def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of rows, or a row, is the least that a chunk holds."""
+    call, found = lowered(case, operands(case)), []
+    for size in (1 << 25, 1):
+        monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
+        monkeypatch.setattr(launch_loss, "ROOM", size)
+        monkeypatch.setattr(launch_warm_up, "ROOM", size)
+        found.append(dict(run(call, "triton")))
+    same_bits(found[1], found[0])
+
+
+def test_no_list_makes_the_loss_read_outside() -> None:
+    """Entries that nobody checked: those behind the band count nothing, the first negative one ends the list."""
+    case = LossCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, lists="all", mode=0)
+    args = cloned(operands(case))
+    call = lowered(case, args)
+    lists = args["sparse_indices"]
+    lists.copy_(torch.randint(0, 24, lists.shape, generator=torch.Generator().manual_seed(0)))
+    lists[0, :, 1], lists[1, :, 2], lists[4, :, 3], lists[2] = 2**31 - 1, -(2**31), 1 << 20, -1
+    got, want, measure = run(call, "triton"), run(in_float64(call), "golden"), run(call, "cpu")
+    for name, value in got.items():
+        compare(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
