@@ -65,7 +65,8 @@ def test_what_spills_is_known() -> None:
 
 def test_tall_tiles_multiply_by_wgmma_and_loads_are_in_flight() -> None:
     recorded = {run: RECORDED[run] for run in ahead.RUNS if run in RECORDED}
-    tall = [run for run in recorded if ahead.RUNS[run][2] == 90 and ahead.compiled(run).tile.BM >= 64]
+    rows = {run: ahead.compiled(run).rows or ahead.compiled(run).tile.BM for run in recorded}
+    tall = [run for run in recorded if ahead.RUNS[run][2] == 90 and rows[run] >= 64]
     narrow = [
         run for run in tall if "fp32" not in str(ahead.compiled(run).types.get("q")) and not recorded[run]["wgmma"]
     ]

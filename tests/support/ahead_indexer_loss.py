@@ -41,7 +41,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
     """A kernel of the loss without lists."""
 
     def config(chip: int) -> Compiled | None:
-        tiles = shapes_loss.warm_tiles(problem, chip)
+        tiles = shapes_loss.warm_tiles(problem, chip, align or 8)
         if tiles is None:
             return None
         known = launch_warm_up.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
@@ -52,7 +52,8 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
             "warm_key": tiles.key,
         }
         name = kernel.__name__
-        return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
+        small = launch_warm_up.FINISH if name == "finish_keys" else launch_warm_up.NOTE
+        return Compiled(kernel, known[name], types(problem), tile.get(name, small), name in tile, ahead)
 
     return config
 
@@ -130,6 +131,6 @@ def configs() -> dict[str, Config]:
 
 
 CONFIGS: dict[str, Config] = configs()
-EVERYDAY: tuple[str, ...] = ()
+EVERYDAY: tuple[str, ...] = ("warm_target", "selected_gradients")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 SPILLED: dict[str, str] = {}

@@ -145,7 +145,7 @@ def ready_topk(
     table, last = pages_of(views["k"])
     device, where = memory.one_device(given), memory.places(views, len(e))
     align = memory.alignment({name: views[name] for name in ("q", "k")}, where)
-    tile = tile_on(shapes_sparse.scores_tile, p, device)
+    tile = tile_on(shapes_sparse.scores_tile, p, device, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
     if not len(planned):
         return Choice([], ())

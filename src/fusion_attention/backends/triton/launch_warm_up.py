@@ -23,6 +23,7 @@ ROOM = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 1
 SHARE = 4096  # keys whose statistics one program finds
 SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
 MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
+FINISH = shapes.Tile(0, 0, 16, 1)  # of the kernel that writes keys: fewer warps spill
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
 Rooms = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
 ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_"}
@@ -47,10 +48,10 @@ class Roomy(Ready):
         super().run(given)
 
 
-def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device) -> shapes_loss.Warm:
+def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
     """The tiles of the warm-up pair on a device."""
     chip = shapes.chip_of(device)
-    found = None if chip is None else shapes_loss.warm_tiles(problem, chip)
+    found = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
     assert found is not None  # reasons_against() has looked
     return found
 
@@ -100,9 +101,10 @@ def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
 def ready_lse(p: IndexerProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]) -> Roomy:
     """What run_lse() does with memory as these views lie."""
     device, table = memory.one_device(given), memory.places(views, len(e))
-    tile = tiles_on(p, device).lse
+    align = memory.alignment(views, table)
+    tile = tiles_on(p, device, align).lse
     cut, whole = shares(e, tile)
-    known, known_join = lse_constants(p, tile, memory.alignment(views, table))
+    known, known_join = lse_constants(p, tile, align)
     places, lengths, of_shares, of_rows = (
         memory.Copied.of(each, device) for each in (table, memory.lengths(e), cut, whole)
     )
@@ -209,8 +211,9 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
 def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]) -> Roomy:
     """What launch_loss.run_loss() does without lists, with memory as these views lie."""
     device, table = memory.one_device(given), memory.places(views, len(e))
-    t = tiles_on(p, device)
-    work, known = Work.of(e, t.target), warm_constants(p, t, memory.alignment(views, table))
+    align = memory.alignment(views, table)
+    t = tiles_on(p, device, align)
+    work, known = Work.of(e, t.target), warm_constants(p, t, align)
     tables = tuple(memory.Copied.of(each, device) for each in (table, memory.lengths(e), work.rows, work.keys))
     places, lengths, of_rows, of_keys = (each.tensor for each in tables)
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
@@ -243,7 +246,7 @@ def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View |
         if len(work.keys):
             launch(warm_up.warm_key, (len(work.keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(work.keys):
-        launch(loss_parts.finish_keys, (len(work.keys),), NOTE, **added, tiles=of_keys)
+        launch(loss_parts.finish_keys, (len(work.keys),), FINISH, **added, tiles=of_keys)
     return Roomy(launches, tables, {}, rooms)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fusion_attention.backends.triton.shapes import Tile, power
+from fusion_attention.backends.triton.shapes import Tile, power, widest
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 WIDEST_INDEX = 256  # elements of an indexer's row, which kernels hold as one
@@ -71,11 +71,17 @@ for _width in (2, 4):
     WARM[86, _width] = WARM[80, _width]
 
 
-def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int) -> Warm | None:
-    """The tiles of the warm-up pair for a problem; None: such sizes were never compiled."""
+def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
+    """The tiles of the warm-up pair for a problem; None: such sizes were never compiled.
+
+    Rows that do not start on 16 bytes (align: elements of which their starts are multiples) take the smallest tiles.
+    """
     dim = problem.dim if isinstance(problem, IndexerProblem) else problem.dim_index
     rows = WARM[chip, 4 if problem.dtype == "float32" else 2]
-    return next((tiles for widest, tiles in rows if power(dim) <= widest), None)
+    fits = [tiles for most, tiles in rows if power(dim) <= most]
+    if not fits:
+        return None
+    return fits[0] if align >= widest(problem) else fits[-1]
 
 
 class Selected(NamedTuple):
@@ -90,7 +96,7 @@ class Selected(NamedTuple):
 # Chip and bytes of an element -> (most elements of an indexer's row, most of its heads, tiles).
 SELECTED: dict[tuple[int, int], tuple[tuple[int, int, Selected], ...]] = {
     (90, 2): (
-        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), 64)),
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 8, 3), 64)),  # 4 warps spill
         (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), 64)),
         (256, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 128, 8, 1), 64)),
     ),

@@ -109,7 +109,7 @@ SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(64, 32, 8, 1)),
     ),
     (86, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
-    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(32, 32, 8, 1)),)),
+    **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
 }
 # Chip and bytes of an element -> (most elements of a row, most heads, tile, tile where dS is float16 or rows do not
 # start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
@@ -120,7 +120,7 @@ GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
         (256, 128, Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, 64, Tile(64, 64, 4, 2), Tile(64, 64, 8, 2)),  # three stages spill
+        (128, 64, Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),  # 4 warps spill
         (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
         (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
@@ -144,10 +144,13 @@ def write_tile(problem: IndexerProblem) -> Tile:
     return Tile(0, 0, 16 if problem.top_k > 512 else 4, 1) if sorts(problem.top_k) else WRITE
 
 
-def scores_tile(problem: IndexerProblem, chip: int) -> Tile | None:
-    """BM columns of (token, head) meet BN keys."""
+def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
+    """BM columns of (token, head) meet BN keys; of rows that do not start on 16 bytes at most 64 of each."""
     rows = SCORES[chip, 4 if problem.dtype == "float32" else 2]
-    return next((tile for dim, tile in rows if problem.dim <= dim), None)
+    tile = next((tile for dim, tile in rows if problem.dim <= dim), None)
+    if tile is None or align >= widest(problem):
+        return tile
+    return tile._replace(BM=min(tile.BM, 64), BN=min(tile.BN, 64), num_stages=1)
 
 
 def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
