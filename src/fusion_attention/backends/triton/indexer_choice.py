@@ -51,11 +51,8 @@ def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
     larger = tl.full([], 0, tl.int64)
     for turn in range(16):  # two bits of it each, from the highest on
         step = tl.full([], 1, tl.int64) << (30 - 2 * turn)
-        one, two, three = (
-            (floor + step).to(tl.int32),
-            (floor + 2 * step).to(tl.int32),
-            (floor + 3 * step).to(tl.int32),
-        )
+        one, two = (floor + step).to(tl.int32), (floor + 2 * step).to(tl.int32)
+        three = (floor + 3 * step).to(tl.int32)
         found = tl.zeros([BN], tl.int64)
         for s0 in tl.range(0, held, BN):
             rank = (tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY) >> 32).to(tl.int32)
@@ -72,7 +69,7 @@ def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
-    """Leaves the TOP largest of `held` candidates, the first ones among equals; returns the smallest rank that stays."""
+    """Leaves the TOP largest of `held` candidates, the first among equals; returns the smallest rank that stays."""
     floor, larger = floor_of(entries, held, TOP, BN)
     kept, equals = tl.full([], 0, tl.int32), TOP - larger
     n = tl.arange(0, BN)
@@ -93,8 +90,8 @@ def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
 def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, ROOM: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
                  BN: tl.constexpr):  # fmt: skip
-    """The TOP best keys of one row among its first `held` entries, in no order, from its scores BN at a time; grid (rows
-    of tiles from `begin` on). entries: room for ROOM candidates of each row, TOP and a piece at least."""
+    """The TOP best keys of one row, its first `held` entries in no order, from its scores BN at a time; grid (rows of
+    tiles from `begin` on). entries: room for ROOM candidates of each row, for TOP and a piece at least."""
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
     if row < tl.load(tile + 2):

@@ -22,6 +22,8 @@ from fusion_attention.backends.triton.indexer_scores import index_product
 from fusion_attention.backends.triton.pages import safe_unit
 from fusion_attention.backends.triton.selection import SCANNED, band_of, key_ahead, list_at, slots_read, token_at
 
+THREADS = tl.constexpr(256)  # of a program, at most
+
 
 @triton.jit
 def largest_of(values, slots):
@@ -43,14 +45,25 @@ def write_owners(owners, entries, ids, slots, first, end, SELECT: tl.constexpr):
         tl.store(owners + n, tl.where(key >= 0, (start + key * step).to(tl.int32), -1), mask=n < SELECT)
 
 
-@triton.jit(do_not_specialize=["count", "begin"])
+@triton.jit
+def slots_ahead(entries, values, n, slots, first, end):
+    """(keys, values in float32) of slots n. Loaded more than once, so that there is one for each thread: of fewer
+    elements Triton loads anew what each layout of the turn wants of them, half of all its instructions."""
+    COPIES: tl.constexpr = THREADS // n.shape[0]
+    copy = tl.zeros([1, COPIES], tl.int32)
+    s = n[:, None] + copy
+    value = tl.load(values + s, mask=s < slots, other=0.0).to(tl.float32)
+    return tl.max(key_ahead(entries, s, slots, first, end, 1), 1), tl.max(value, 1)
+
+
+@triton.jit(do_not_specialize=["count", "begin", "head0"])
 def index_gradient(q, k, weights, indices, dvalues, dq, dweights, rows, owners, places, lengths, tokens,
-                   count: tl.int32, begin: tl.int32,
-                   HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
-                   SELECT: tl.constexpr, UNITS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+                   count: tl.int32, begin: tl.int32, head0: tl.int32,
+                   HEADS: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+                   DIM: tl.constexpr, SELECT: tl.constexpr, UNITS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                    BN: tl.constexpr):  # fmt: skip
-    """dq and dweights of one token's BM heads, and the row of each of its SELECT slots, BN at a time; grid (tokens from
-    `begin` on).
+    """dq and dweights of one token's BM heads from head0 on, and the row of each of its SELECT slots, BN at a time,
+    added to that of heads before where ADDS; grid (tokens from `begin` on).
 
     UNITS: dS is rounded to float16, so gradients and weights are held in units of the largest.
     """
@@ -64,7 +77,7 @@ def index_gradient(q, k, weights, indices, dvalues, dq, dweights, rows, owners, 
     slot0 = tl.program_id(0).to(tl.int64) * SELECT
     write_owners(owners + slot0, entries, rows_at(places, count, b, 0, views.IDS, 1), slots, first, end, SELECT)
 
-    h, n = tl.arange(0, BM), tl.arange(0, BN)
+    h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
     there = h < HEADS
     at, head, token = heads_at(places, count, b, views.Q, ALIGN)
     query = load_three(q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
@@ -77,25 +90,26 @@ def index_gradient(q, k, weights, indices, dvalues, dq, dweights, rows, owners, 
     at_k, token_k = rows_at(places, count, b, 0, views.K, ALIGN)
     acc0, acc1, acc2 = zeros_three(BM, D0, D1, D2)
     dw = tl.zeros([BM], tl.float32)
-    ahead = key_ahead(entries, n, slots, first, end, 1)
-    upstream = tl.load(dvalues + n, mask=n < slots, other=0.0)
+    ahead, upstream = slots_ahead(entries, dvalues, n, slots, first, end)
     for s0 in tl.range(0, slots, BN):
-        key, g = ahead, upstream.to(tl.float32)
+        key, g = ahead, upstream
         s = s0 + n
-        ahead = key_ahead(entries, s + BN, slots, first, end, 1)
-        upstream = tl.load(dvalues + s + BN, mask=s + BN < slots, other=0.0)
+        ahead, upstream = slots_ahead(entries, dvalues, s + BN, slots, first, end)
         if UNITS:
             g = g / unit
         chosen = key >= 0
         keys = load_three(k + at_k, tl.maximum(key, 0).to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
-        x = index_product(query, keys, D1, D2)
-        dw += tl.sum(tl.where(chosen[None, :], x * g[None, :], 0.0), 1)
-        ds = tl.where(chosen[None, :] & (x > 0.0), weight[:, None] * g[None, :], 0.0).to(query[0].dtype)
+        x = tl.where(chosen[None, :], index_product(query, keys, D1, D2), 0.0)
+        dw += tl.sum(x * g[None, :], 1)
+        ds = tl.where(x > 0.0, weight[:, None] * g[None, :], 0.0).to(query[0].dtype)
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), ds, keys, D1, D2)
         part0, part1, part2 = zeros_three(BN, D0, D1, D2)
         parts = add_three((part0, part1, part2), tl.trans(ds), query, D1, D2)
         if UNITS:
             parts = parts[0] * unit * unit_w, parts[1] * unit * unit_w, parts[2] * unit * unit_w
+        if ADDS:
+            before = load_three(rows, (slot0 + s) * DIM, chosen, True, D0, D1, D2, DIM)
+            parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
         store_three(rows, (slot0 + s) * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
     at, head, token = heads_at(places, count, b, views.DQ, ALIGN)
     if UNITS:

@@ -34,14 +34,15 @@ def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit(do_not_specialize=["count", "begin", "width", "step", "last", "pitch"])
+@triton.jit(do_not_specialize=["count", "begin", "head0", "width", "step", "last", "pitch"])
 def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl.int32, begin: tl.int32,
-                 width: tl.int32, step: tl.int32, last: tl.int32, pitch: tl.int32,
-                 HEADS: tl.constexpr, H: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-                 DIM: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-                 BN: tl.constexpr):  # fmt: skip
-    """Scores of BN keys against the BT rows of a tile, BM columns of (token, head) at a time, H heads of a token;
-    grid (tiles of keys, tiles of rows from `begin` on).
+                 head0: tl.int32, width: tl.int32, step: tl.int32, last: tl.int32, pitch: tl.int32,
+                 HEADS: tl.constexpr, H: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                 D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Scores of BN keys against the BT rows of a tile, BM columns of (token, head) at a time, H heads of a token from
+    head0 on, whose scores are added to those of heads before where ADDS; grid (tiles of keys, tiles of rows from
+    `begin` on).
 
     A row's scores lie `pitch` numbers apart; of keys that no row of the tile sees none is written. width: pages that a
     row of the table names.
@@ -63,7 +64,7 @@ def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl
         keys = load_three(k, offset_of(cache, page, j, PAGE), j < kv_len, True, D0, D1, D2, DIM)
         first, head, token = heads_at(places, count, b, views.Q, ALIGN)
         n = tl.arange(0, BM)
-        u, h = n // H, n % H
+        u, h = n // H, head0 + n % H
         within = u * token + h * head
         first_w, _, token_w = heads_at(places, count, b, views.WEIGHTS, 1)
         within_w, there = u * token_w + h, h < HEADS
@@ -77,8 +78,10 @@ def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl
             ahead = columns_ahead(weights + after * token_w, within_w, there & (after + u < stop))
             rows = load_three(q + first + t * token, within, there & (t + u < stop), True, D0, D1, D2, DIM)
             x = index_product(keys, rows, D1, D2) * weight[None, :]
-            if HEADS < H:
+            if HEADS % H:
                 x = tl.where(there[None, :], x, 0.0)  # 0 * inf is NaN
             total = tl.sum(tl.reshape(x, [BN, TOKENS, H]), 2)
             to = out + (t + s).to(tl.int64)[None, :] * pitch + tl.arange(0, BN)[:, None]
+            if ADDS:
+                total += tl.load(to, mask=(t + s < stop)[None, :], other=0.0)
             tl.store(to, total, mask=(t + s < stop)[None, :])

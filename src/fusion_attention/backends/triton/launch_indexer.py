@@ -6,6 +6,7 @@ sums per key are taken up where they were left, so the number of chunks changes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,13 +41,9 @@ def candidates(top_k: int, piece: int) -> int:
     return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, piece)) // piece) * piece
 
 
-def rows_per_tile(problem: IndexerProblem) -> int:
-    """Rows that one program scores, whole products of them."""
-    return max(shapes.NARROWEST, shapes_sparse.COLUMNS // shapes_sparse.heads_held(problem.heads))
-
-
-def row_tiles(extents: Extents, size: int) -> np.ndarray:
+def row_tiles(extents: Extents) -> np.ndarray:
     """[tiles, 8] int32: seq, row0 and row1 of every few rows."""
+    size = shapes_sparse.SCORED
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
     row0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * size
@@ -61,9 +58,9 @@ def ends_of(extents: Extents, tiles: np.ndarray) -> np.ndarray:
     return np.clip(np.maximum(tiles[:, 2] - 1 + e.hi[seq], e.prefix[seq]), 0, e.kv_len[seq])
 
 
-def tiles_per_chunk(problem: IndexerProblem, pitch: int, rows: int) -> int:
-    """Tiles of `rows` rows whose scores and candidates a chunk holds."""
-    each = rows * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
+def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
+    """Tiles of rows whose scores and candidates a chunk holds."""
+    each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
     return min(max(1, CHUNK // each), MOST)
 
 
@@ -71,10 +68,10 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
     """What index_scores, index_choice and index_write know while compiling."""
     p, piece = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
-    of_all = {"BT": rows_per_tile(p)}
+    of_all, held = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
     of_scores = of_all | d | {
-        "HEADS": p.heads, "H": shapes_sparse.heads_held(p.heads), "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align,
-        "BM": max(tile.BM, shapes_sparse.heads_held(p.heads)), "BN": tile.BN,
+        "HEADS": p.heads, "H": held, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align, "BM": tile.BM,
+        "BN": tile.BN,
     }  # fmt: skip
     room = candidates(p.top_k, piece)
     of_choice = of_all | {"TOP": p.top_k, "ROOM": room, "PAGE": p.page_size, "BN": piece}
@@ -113,7 +110,15 @@ class Sorting:
         self.written.start(given | {"entries": found})
 
 
-def pages_of(problem: IndexerProblem, k: Any) -> tuple[torch.Tensor | None, int]:
+def tile_on(table: Callable[..., Tile | None], problem: IndexerProblem, device: torch.device, *more: int) -> Tile:
+    """A tile on a device."""
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else table(problem, chip, *more)
+    assert tile is not None  # reasons_against() has looked
+    return tile
+
+
+def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
     """(table of pages, last page of the pool; -1: it holds none)."""
     if not isinstance(k, PagedView):
         return None, 0
@@ -124,7 +129,9 @@ def pages_of(problem: IndexerProblem, k: Any) -> tuple[torch.Tensor | None, int]
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Launches the scores and the choice of every chunk of rows."""
-    views = {"q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values}
+    views: dict[str, memory.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
+    }  # fmt: skip
     given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = memory.layout(views, given)
@@ -135,18 +142,18 @@ def ready_topk(
     p: IndexerProblem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
 ) -> Choice:
     """What run_topk() does with memory as these views and arguments lie."""
-    table, last = pages_of(p, views["k"])
+    table, last = pages_of(views["k"])
     device, where = memory.one_device(given), memory.places(views, len(e))
     align = memory.alignment({name: views[name] for name in ("q", "k")}, where)
-    tile = shapes_sparse.tile_on("scores", p, device)
-    rows, planned = rows_per_tile(p), row_tiles(kept.capacity, rows_per_tile(p))
+    tile = tile_on(shapes_sparse.scores_tile, p, device, align)
+    rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
     if not len(planned):
         return Choice([], ())
-    tiled = kept.on(device, f"rows {rows}", lambda e: row_tiles(e, rows))
+    tiled = kept.on(device, "rows", row_tiles)
     places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
     ends = ends_of(kept.capacity, planned)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
-    per = tiles_per_chunk(p, pitch, rows)
+    per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
     width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     shared = {
@@ -158,8 +165,10 @@ def ready_topk(
     sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
     for begin in range(0, len(planned), per):
         count, kept_here = min(per, len(planned) - begin), shared | {"begin": begin}
-        if (keys := -(-int(ends[begin : begin + count].max()) // tile.BN)) > 0:
-            launches.append(CHOICE.launch(index_scores, (keys, count), kept_here, own, of_scores, tile))
+        keys = -(-int(ends[begin : begin + count].max()) // tile.BN)
+        for head0 in range(0, p.heads if keys else 0, of_scores["H"]):
+            of_heads, known = kept_here | {"head0": head0}, of_scores | {"ADDS": head0 > 0}
+            launches.append(CHOICE.launch(index_scores, (keys, count), of_heads, own, known, tile))
         grid = (count * rows,)
         launches.append(CHOICE.launch(index_choice, grid, kept_here, own, of_choice, shapes_sparse.CHOICE))
         written = CHOICE.launch(index_write, (*grid, pieces), kept_here, own, of_write, shapes_sparse.write_tile(p))
@@ -179,11 +188,11 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
     if schedule.verb == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
         return sum_bytes(keys, p.dim) + most * p.top_k * (BYTES_OF_ENTRY + p.dim * row_type(p).itemsize)
-    rows, planned = rows_per_tile(p), row_tiles(e, rows_per_tile(p))
+    planned = row_tiles(e)
     if not len(planned):
         return 0
     pitch = -(-int(ends_of(e, planned).max()) // shapes_sparse.WIDEST) * shapes_sparse.WIDEST
-    chunk = min(tiles_per_chunk(p, pitch, rows), len(planned)) * rows
+    chunk = min(tiles_per_chunk(p, pitch), len(planned)) * shapes_sparse.SCORED
     sorting = 0 if shapes_sparse.sorts(p.top_k) else 4 * 8 * p.top_k  # masked, sorted, and what torch.sort takes
     return chunk * (4 * pitch + 8 * candidates(p.top_k, shapes_sparse.CHOICE.BN) + 4 + sorting)
 
@@ -192,8 +201,10 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 
 
 def row_type(problem: IndexerProblem) -> torch.dtype:
-    """Of the rows that tokens give to keys: float16 may not hold what their sum does."""
-    return torch.bfloat16 if problem.dtype == "bfloat16" else torch.float32
+    """Of the rows that tokens give to keys: float16 may not hold what their sum does, and heads in several launches add
+    to them."""
+    whole = problem.heads <= shapes_sparse.ONE_LAUNCH
+    return torch.bfloat16 if problem.dtype == "bfloat16" and whole else torch.float32
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
@@ -207,7 +218,7 @@ def gradient_constants(problem: IndexerProblem, tile: Tile, align: int) -> Const
     p = problem
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     return d | {
-        "HEADS": p.heads, "DIM": p.dim, "SELECT": p.top_k, "UNITS": p.dtype == "float16", "ALIGN": align,
+        "HEADS": p.heads, "ADDS": False, "DIM": p.dim, "SELECT": p.top_k, "UNITS": p.dtype == "float16", "ALIGN": align,
         "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
 
@@ -230,8 +241,9 @@ class Gradient(launching.Ready):
         given["rows"], given["owners"] = empty(q, (self.entries, dim), dtype), empty(q, (self.entries,), torch.int32)
         for each in self.launches:
             each.start(given)
-            entries = each.grid[0] * each.known["SELECT"]
-            total.add(given["rows"][:entries], given["owners"][:entries])
+            if each.kept["head0"] + each.known["BM"] >= each.known["HEADS"]:
+                entries = each.grid[0] * each.known["SELECT"]
+                total.add(given["rows"][:entries], given["owners"][:entries])
         if self.where is not None:
             total.write(given["dk"], "dk", 0, dim, 1, self.where)
 
@@ -240,7 +252,7 @@ def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
     """Launches the gradient of every chunk of tokens, and the sums per key."""
-    views = {
+    views: dict[str, memory.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
     }  # fmt: skip
@@ -258,7 +270,7 @@ def ready_backward(
     device = memory.one_device(given)
     where = memory.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
     align = memory.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
-    tile = shapes_sparse.tile_on("gradient", p, device)
+    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
     places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
     listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
     known = gradient_constants(p, tile, align)
@@ -266,8 +278,16 @@ def ready_backward(
     own = [name for name in given if name != "dk"] + ["rows", "owners"]
     per = tokens_per_chunk(p, schedule.rows)
     launches = [
-        GRADIENT.launch(index_gradient, (min(per, schedule.rows - n),), shared | {"begin": n}, own, known, tile)
+        GRADIENT.launch(
+            index_gradient,
+            (min(per, schedule.rows - n),),
+            shared | {"begin": n, "head0": head0},
+            own,
+            known | {"ADDS": head0 > 0},
+            tile,
+        )
         for n in range(0, schedule.rows, per)
+        for head0 in range(0, p.heads, tile.BM)
     ]
     return Gradient(
         launches, (places, lengths, listed, tiles), {}, Where(places.tensor, tiles.tensor, len(e)),

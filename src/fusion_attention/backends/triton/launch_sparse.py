@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton.mend_lists import mend_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
-FAMILY = launching.Family(sparse_forward)
+FAMILY = launching.Family(sparse_forward, mend_lists)
 ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table")) | {"width": 0, "step": 0, "last": 0}
 NEAR = 1 << 31  # elements: int32 counts to them
 KEYS = ("k", "v", "k_rope")
@@ -44,7 +45,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
     """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
     p = problem
     return {
-        "q": o.q, "k": o.k, "v": None if launch_decode.shared(p) else o.v, "out": o.out,
+        "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
         "max": o.stats.max, "sum": o.stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
@@ -69,8 +70,14 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True) -> launching.Constants:
     """What the forward kernel knows while compiling."""
     p = problem
-    more = {"SINK": p.has_sink, "SHARED": launch_decode.shared(p), "PAGE": p.page_size, "NEAR": is_near}
+    more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
     return constants(p, tile, align) | more
+
+
+def mend_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
+    """What the kernel that mends knows."""
+    known = forward_constants(problem, shapes.mend_tile("mend_out", problem), align, is_near)
+    return {name: value for name, value in known.items() if name not in ("RAW", "SINK")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
@@ -107,9 +114,13 @@ def ready(
         "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
         "places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
     }  # fmt: skip
-    known = forward_constants(p, tile, align, near(views, kept.capacity))
-    grid = (len(listed.tensor) * programs(p, tile),)
-    launches = [FAMILY.launch(sparse_forward, grid, arguments, given, known, tile)]
+    is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
+    count, mended = len(listed.tensor), mend_constants(p, align, is_near)
+    known = forward_constants(p, tile, align, is_near)
+    launches = [
+        FAMILY.launch(sparse_forward, (count * programs(p, tile),), arguments, given, known, tile),
+        FAMILY.launch(mend_lists, (count * programs(p, mend),), arguments, given, mended, mend),
+    ]
     return launching.Ready(launches, (places, lengths, listed))
 
 
