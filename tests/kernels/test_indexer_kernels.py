@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
-from support.selected import good_choice, operands, ordered
+import torch
+from support.bits import same_bits
+from support.selected import cloned, good_choice, operands, ordered
 
-from fusion_attention.backends.triton import shapes_sparse
+from fusion_attention import plan as plans
+from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
@@ -19,6 +24,7 @@ from fusion_attention.testing.sparse import (
     promoted,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 FLOAT16 = {"dtype": "float16", "weights": "float16"}
@@ -75,3 +81,49 @@ def test_gradients(case: IndexerCase) -> None:
     measure = plain_indexer_gradients(case, args, indices)
     for name, value in got.items():
         compare(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans made before know what they launch."""
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
+
+
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of rows, or a token, is the least that a chunk holds."""
+    case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
+    args = operands(case)
+    call, found = lowered_indexer(args), []
+    for size in (launch_indexer.CHUNK, 1):
+        fresh(monkeypatch)
+        monkeypatch.setattr(launch_indexer, "CHUNK", size)
+        indices, values = chosen(call, "triton")
+        found.append({"indices": indices, "values": values, **indexer_gradients(call, args["dy"], indices, "triton")})
+    same_bits(found[1], found[0])
+
+
+def test_no_list_makes_the_gradient_read_outside() -> None:
+    """Entries that nobody checked: those behind the band give nothing, the first negative one ends the list."""
+    case = IndexerCase("TND", q_len=(3, 5), kv_len=(7, 20), top_k=9)
+    args = operands(case)
+    call, dy = lowered_indexer(args), args["dy"]
+    lists = torch.randint(0, 24, (8, 1, 9), generator=torch.Generator().manual_seed(0)).int()
+    lists[0, 0, 1], lists[1, 0, 2], lists[4, 0, 3] = 2**31 - 1, -(2**31), 1 << 20
+    got = indexer_gradients(call, dy, lists, "triton")
+    want = indexer_gradients(promoted(call), dy.double(), lists, "golden")
+    measure = indexer_gradients(call, dy, lists, "cpu")
+    for name, value in got.items():
+        compare(name, value, want[name], measure[name], 20)
+
+
+def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
+    case = IndexerCase("TND", q_len=(4,), kv_len=(40,), heads=1, top_k=36, exact=True, mode=0)
+    args = cloned(operands(case))
+    args["query"].fill_(1.0), args["weights"].fill_(1.0)
+    args["key"][3], args["key"][20] = math.nan, math.nan
+    args["key"][5], args["weights"][2] = math.inf, -math.inf
+    call = lowered_indexer(args)
+    (indices, values), (want, scores) = chosen(call, "triton"), chosen(promoted(call), "golden")
+    assert want[0, 0, :3].tolist() == [3, 20, 5]
+    assert (want[2] == -1).any()
+    assert torch.equal(indices, want)
+    assert torch.equal(values.nan_to_num(7.0), scores.to(values.dtype).nan_to_num(7.0))

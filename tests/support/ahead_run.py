@@ -23,6 +23,7 @@ class Compiled:
         tile: its warps and stages.
         counted: the instructions of its main loop are recorded.
         ahead: groups of loads that its loop must keep in flight.
+        rows: of its products' first factor, where those are not the tile's BM.
     """
 
     kernel: Any
@@ -31,6 +32,7 @@ class Compiled:
     tile: Tile
     counted: bool = True
     ahead: int = 0
+    rows: int = 0
 
 
 # Chip (80, 86, 90) -> what is compiled for it; None: its tables hold no tile.

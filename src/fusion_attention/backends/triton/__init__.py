@@ -187,7 +187,7 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str) -> Schedule:
 def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, at most."""
     planned = schedule(problem, extents, verb)
-    if isinstance(problem, IndexerLossProblem) or verb == "indexer_lse":
+    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and verb == "indexer_lse"):
         from fusion_attention.backends.triton import launch_loss
 
         return launch_loss.workspace_bytes(problem, planned)
@@ -289,11 +289,11 @@ def indexer_backward(
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
     """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
-    from fusion_attention.backends.triton import launch_loss, memory
+    from fusion_attention.backends.triton import launch_warm_up, memory
 
     if len(extents):
         with memory.on(memory.tensor_of(operands.q).device):
-            launch_loss.run_lse(problem, extents, schedule, operands)
+            launch_warm_up.run_lse(problem, extents, schedule, operands)
 
 
 def indexer_loss(

@@ -30,7 +30,7 @@ def _listed(order, e, end):
 
 
 @triton.jit
-def add_rows(rows, order, starts, total, columns, W: tl.constexpr):
+def add_rows(rows, order, starts, total, COLUMNS: tl.constexpr, W: tl.constexpr):
     """Adds a key's rows to its row of `total`, W columns of it; grid (keys, panels of columns).
 
     order: int64, the rows' numbers, sorted by key; starts: where each key's begin, and where the last one's end.
@@ -39,8 +39,8 @@ def add_rows(rows, order, starts, total, columns, W: tl.constexpr):
     begin, end = tl.load(starts + key), tl.load(starts + key + 1)
     if begin < end:
         c = tl.program_id(1) * W + tl.arange(0, W)
-        there = c < columns
-        at = total + key * columns + c
+        there = c < COLUMNS
+        at = total + key * COLUMNS + c
         acc = tl.load(at, mask=there, other=0.0)
         # One turn ahead: where a row lies is known when its turn comes.
         ahead = _listed(order, begin, end)
@@ -48,14 +48,14 @@ def add_rows(rows, order, starts, total, columns, W: tl.constexpr):
             now = ahead
             ahead = _listed(order, e + TURN, end)
             for n in tl.static_range(TURN):
-                row = tl.load(rows + now[n] * columns + c, mask=there & (e + n < end), other=0.0)
+                row = tl.load(rows + now[n] * COLUMNS + c, mask=there & (e + n < end), other=0.0)
                 acc += row.to(tl.float32)
         tl.store(at, acc, mask=there)
 
 
 @triton.jit(do_not_specialize=["count"])
-def write_rows(total, out, places, tiles, columns, count: tl.int32, VIEW: tl.constexpr, FIRST: tl.constexpr,
-               DIM: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def write_rows(total, out, places, tiles, count: tl.int32, VIEW: tl.constexpr, COLUMNS: tl.constexpr,
+               FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes DIM columns of `total` from FIRST on to the rows of a view; grid (tiles of keys, heads, panels)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -64,7 +64,7 @@ def write_rows(total, out, places, tiles, columns, count: tl.int32, VIEW: tl.con
     there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
     first, step = rows_at(places, count, b, h, views.IDS, 1)
     key = first + j.to(tl.int64) * step
-    found = tl.load(total + key[:, None] * columns + FIRST + c[None, :], mask=there, other=0.0)
+    found = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
     at, stride = rows_at(places, count, b, h, VIEW, 1)
     at = out + at + j.to(tl.int64)[:, None] * stride + c[None, :]
     tl.store(at, found.to(out.dtype.element_ty), mask=there)

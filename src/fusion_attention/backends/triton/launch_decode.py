@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import launch_dense, launching, memory, shapes
+from fusion_attention.backends.triton import launch_dense, launching, memory, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
@@ -44,7 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
     """The tables that may hold a tile for so many rows of a key head, the first choice first."""
     int8 = problem.kv_dtype == "int8"
-    if shared(problem) and not int8:
+    if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
     many = ("prefill int8" if int8 else "prefill",) if rows > FEW_ROWS else ()
     return *many, "decode"
@@ -67,7 +67,7 @@ def decode_constants(
     known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     known |= {
         "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
-        "ROOM": room(p), "WITHIN": within, "SHARED": shared(p),
+        "ROOM": room(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
     }  # fmt: skip
     of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
@@ -81,15 +81,12 @@ def room(problem: Problem) -> int:
 def paired(problem: Problem) -> bool:
     """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
     first, second, _ = shapes.parts(problem.dim_v)
-    return problem.kv_dtype == "int8" and not shared(problem) and not (second or problem.dim_v % 2) and first >= 32
-
-
-def shared(problem: Problem) -> bool:
-    """Whether a tile of values is the first parts of the tile of keys."""
-    if not problem.shares_kv:
-        return False
-    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
-    return all(of_v in (of_d, 0) for of_d, of_v in zip(d, v, strict=True))
+    return (
+        problem.kv_dtype == "int8"
+        and not shapes_sparse.shared(problem)
+        and not (second or problem.dim_v % 2)
+        and first >= 32
+    )
 
 
 @functools.lru_cache(maxsize=16)

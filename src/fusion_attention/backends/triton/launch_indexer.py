@@ -129,7 +129,9 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Launches the scores and the choice of every chunk of rows."""
-    views = {"q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values}
+    views: dict[str, memory.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
+    }  # fmt: skip
     given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = memory.layout(views, given)
@@ -143,7 +145,7 @@ def ready_topk(
     table, last = pages_of(views["k"])
     device, where = memory.one_device(given), memory.places(views, len(e))
     align = memory.alignment({name: views[name] for name in ("q", "k")}, where)
-    tile = tile_on(shapes_sparse.scores_tile, p, device)
+    tile = tile_on(shapes_sparse.scores_tile, p, device, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
     if not len(planned):
         return Choice([], ())
@@ -250,7 +252,7 @@ def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
     """Launches the gradient of every chunk of tokens, and the sums per key."""
-    views = {
+    views: dict[str, memory.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
     }  # fmt: skip

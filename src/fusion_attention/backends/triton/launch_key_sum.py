@@ -91,13 +91,20 @@ class KeySum:
         starts = torch.searchsorted(found, self._every, out_int32=True)
         w = panel_of(columns)
         arguments: dict[str, Any] = {"rows": rows, "order": order, "starts": starts, "total": self.total}
-        launch(add_rows, (keys, -(-columns // w)), arguments | {"columns": columns}, {"W": w}, ADD)
+        launch(add_rows, (keys, -(-columns // w)), arguments, {"COLUMNS": columns, "W": w}, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))
-        known = {"VIEW": views.AT[name], "FIRST": first, "DIM": dim, "W": w, "BN": WRITE.BN}
-        arguments = {"total": self.total, "out": out, "columns": self.total.shape[1], **vars(where)}
+        known = {
+            "VIEW": views.AT[name],
+            "COLUMNS": self.total.shape[1],
+            "FIRST": first,
+            "DIM": dim,
+            "W": w,
+            "BN": WRITE.BN,
+        }
+        arguments = {"total": self.total, "out": out, **vars(where)}
         launch(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, known, WRITE)

@@ -10,7 +10,7 @@ import contextvars
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from fusion_attention.backends.triton import memory, shapes
 from fusion_attention.memory import empty
 from fusion_attention.waist.problem import Extents
 
+T = TypeVar("T")
 Constants = dict[str, Any]
 LAYOUTS = 32  # of memory, of which a schedule knows what to launch: a captured graph meets the same again
 
@@ -89,9 +90,9 @@ class Schedule:
     kept: memory.Kept
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
-    known: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
+    known: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
 
-    def once(self, layout: Any, make: Callable[[], Ready]) -> Ready:
+    def once(self, layout: Any, make: Callable[[], T]) -> T:
         """What `make` makes, the first time on a layout of memory (memory.layout); the last LAYOUTS are known."""
         found = self.known.get(layout)
         if found is None:

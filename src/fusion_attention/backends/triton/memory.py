@@ -29,7 +29,7 @@ VIEWS = (
     "ids",
     # Lists, the indexer and its loss: index_q and index_k stand beside attention's own q and k alone.
     *("indices", "weights", "values", "dvalues", "dweights"),
-    *("index_q", "index_k", "index_max", "index_sum"),
+    *("index_q", "index_k", "index_max", "index_sum", "ids"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
 ROWS = (

@@ -51,10 +51,26 @@ def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
+    """int32 entries of slots n, -1 where there is no such slot."""
+    return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
+
+
+@triton.jit
+def named(entry, n, end, BLOCK: tl.constexpr):
+    """int32 keys that slots n name with their entries; whether one is in the band, in_band() says."""
+    # An entry beyond the last block may be anything: it stays behind the band when it is multiplied.
+    return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
+
+
+@triton.jit
+def in_band(key, first, end):
+    """Whether a row sees keys; what is before its first one is beyond all of them without a sign."""
+    return (key - first).to(tl.uint32, bitcast=True) < tl.maximum(end - first, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
     """int32 keys of slots n: -1 where there is no such slot, or its key is not in the band."""
-    entry = tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
-    # An entry beyond the last block may be anything: it is left out before it is multiplied.
-    inside = (entry >= 0) & (entry <= (end - 1) // BLOCK)
-    key = tl.where(inside, entry, 0) * BLOCK + n % BLOCK
-    return tl.where(inside & (key >= first) & (key < end), key, -1)
+    key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
+    return tl.where(in_band(key, first, end), key, -1)
