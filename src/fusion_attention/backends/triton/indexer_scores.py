@@ -64,7 +64,9 @@ def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl
         keys = load_three(k, offset_of(cache, page, j, PAGE), j < kv_len, True, D0, D1, D2, DIM)
         first, head, token = heads_at(places, count, b, views.Q, ALIGN)
         n = tl.arange(0, BM)
-        u, h = n // H, head0 + n % H
+        u, h = n // H, n % H
+        if ADDS:  # a number that is not known while compiling costs each load of rows registers
+            h += head0
         within = u * token + h * head
         first_w, _, token_w = heads_at(places, count, b, views.WEIGHTS, 1)
         within_w, there = u * token_w + h, h < HEADS
