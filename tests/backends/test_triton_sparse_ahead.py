@@ -13,10 +13,11 @@ import pytest
 triton = pytest.importorskip("triton")
 
 from support import sparse_ahead as ahead
-from support.triton_ahead import EVERYDAY_CHIPS, SHARED, Figures, workers
+from support.triton_ahead import SHARED, Figures, workers
 
 RECORDED = {run: row for area in ahead.AREAS for run, row in ahead.recorded(area).items()}
 unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
+EVERYDAY_CHIPS = (80, 90)
 STACKED = 4
 
 

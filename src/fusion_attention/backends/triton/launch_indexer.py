@@ -241,7 +241,7 @@ class Gradient(launching.Ready):
         given["rows"], given["owners"] = empty(q, (self.entries, dim), dtype), empty(q, (self.entries,), torch.int32)
         for each in self.launches:
             each.start(given)
-            if each.kept["head0"] + each.known["BM"] >= each.known["HEADS"]:
+            if each.argument("head0") + each.known["BM"] >= each.known["HEADS"]:
                 entries = each.grid[0] * each.known["SELECT"]
                 total.add(given["rows"][:entries], given["owners"][:entries])
         if self.where is not None:

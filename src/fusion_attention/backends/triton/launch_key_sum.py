@@ -18,7 +18,7 @@ import torch
 
 from fusion_attention.backends.triton import memory, shapes, views
 from fusion_attention.backends.triton.key_sum import add_rows, write_rows
-from fusion_attention.backends.triton.launching import launch
+from fusion_attention.backends.triton.launching import launch_named
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents
 
@@ -91,7 +91,7 @@ class KeySum:
         starts = torch.searchsorted(found, self._every, out_int32=True)
         w = panel_of(columns)
         arguments: dict[str, Any] = {"rows": rows, "order": order, "starts": starts, "total": self.total}
-        launch(add_rows, (keys, -(-columns // w)), arguments, {"COLUMNS": columns, "W": w}, ADD)
+        launch_named(add_rows, (keys, -(-columns // w)), arguments, {"COLUMNS": columns, "W": w}, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""
@@ -107,4 +107,4 @@ class KeySum:
             "BN": WRITE.BN,
         }
         arguments = {"total": self.total, "out": out, **vars(where)}
-        launch(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, known, WRITE)
+        launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, known, WRITE)

@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.backward import prepare
 from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
-from fusion_attention.backends.triton.launching import Constants, Schedule, launch
+from fusion_attention.backends.triton.launching import Constants, Schedule, launch_named
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
 from fusion_attention.memory import empty
@@ -291,4 +291,4 @@ def prepare_constants(problem: Problem, align: int) -> Constants:
 def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: Any) -> None:
     """Launches a kernel with those of the arguments that it names."""
     arguments = {name: given[name] for name in kernel.arg_names if name not in known}
-    launch(kernel, grid, arguments, known, tile)
+    launch_named(kernel, grid, arguments, known, tile)
