@@ -16,4 +16,12 @@ INDEXER = [
           "seen = (over == 0) & (k < end)", "seen = (k < end)", f"{LOSS}::test_cases"),
     house("Triton: the warm-up's window is one key short", "backends/triton/warm_up.py",
           "(key[None, :] >= (row + lo)[:, None])", "(key[None, :] > (row + lo)[:, None])", f"{LOSS}::test_cases"),
+    house("Triton: a lane without a head makes an infinite key NaN", "backends/triton/selected_loss.py",
+          "if PADDED:", "if not PADDED:", f"{LOSS}::test_an_infinite_key_whose_products_are_all_negative_scores_zero"),
+    house("Triton: a key that is NaN is multiplied by zero", "backends/triton/loss_parts.py",
+          "tl.where(bad[:, None] > 0, tl.zeros_like(x), x)", "x",
+          f"{LOSS}::test_a_row_that_is_not_finite_reaches_exactly_goldens_rows"),
+    house("Triton: differences of float16 have no room", "backends/triton/loss_parts.py",
+          "tl.constexpr(256.0)", "tl.constexpr(4096.0)",
+          f"{LOSS}::test_float16_holds_differences_of_statistics_of_fewer_keys"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -97,3 +98,50 @@ def test_no_list_makes_the_loss_read_outside() -> None:
     got, want, measure = run(call, "triton"), run(in_float64(call), "golden"), run(call, "cpu")
     for name, value in got.items():
         compare(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
+
+
+NARROW = LossCase(q_len=(6,), kv_len=(9,), heads=2, heads_q=2, count=0)
+CHOSEN = replace(NARROW, count=9, lists="all")
+# Padded lanes of heads multiply zeros: an infinite key must not reach a score through them.
+STRANGE = [
+    *((case, name, math.nan) for case in (NARROW, CHOSEN) for name in ("query_index", "key_index", "weights")),
+    *((case, name, fill) for case in (NARROW, CHOSEN) for name in ("query", "key") for fill in (math.nan, math.inf)),
+]
+EVERYDAY = [(NARROW, "query_index", math.nan), (CHOSEN, "key_index", math.nan), (CHOSEN, "key", math.inf)]
+REST = [pytest.param(*item, marks=pytest.mark.slow) for item in STRANGE if item not in EVERYDAY]
+
+
+@pytest.mark.parametrize(("case", "name", "fill"), [*EVERYDAY, *REST])
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: LossCase, name: str, fill: float) -> None:
+    args = cloned(operands(case))
+    measure = plain(case, args)  # of what is not reached: plain itself multiplies by zero
+    args[name][(0, 3, *(0,) * (args[name].dim() - 2))] = fill
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    assert any(not t.isfinite().all() for t in want.values())
+    for name, value in got.items():
+        compare(name, value, want[name].double(), measure[name], 54)
+
+
+def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
+    """And no lane beyond the last head makes it NaN."""
+    args = cloned(operands(CHOSEN))
+    args["query_index"].abs_()
+    measure = plain(CHOSEN, args)
+    args["key_index"][0, 3] = -math.inf
+    call = lowered(CHOSEN, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        assert value.isfinite().all(), name
+        compare(name, value, want[name].double(), measure[name], 54)
+
+
+def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
+    """y is then more than 1: a product in float16 has room for 255 times as much."""
+    case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
+    args = cloned(operands(case))
+    args["softmax_sum_index"] /= 100
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        compare(name, value, want[name].double(), run(call, "cpu")[name], 54)

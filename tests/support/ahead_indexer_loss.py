@@ -105,18 +105,18 @@ def configs() -> dict[str, Config]:
     found: dict[str, Config] = {}
     for kernel in (warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query, warm_up.warm_key):
         name = kernel.__name__
-        found[f"{name}"] = warm(kernel, problem())
+        found[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is warm_up.warm_difference else 2)
         found[f"{name} wide"] = warm(kernel, problem(dim=512, heads_kv=1, index=256))
         found[f"{name} float32"] = warm(kernel, problem(**FLOAT32))
         found[f"{name} float16"] = warm(kernel, problem(**FLOAT16, has_sink=True))
     found["warm_target odd strides"] = warm(warm_up.warm_target, problem(dim=72, dim_rope=0), align=1)
     found["warm_query odd strides"] = warm(warm_up.warm_query, problem(index=72), align=1)
-    found["warm_lse"] = lse(indexer())
+    found["warm_lse"] = lse(indexer(), ahead=1)
     found["warm_lse wide"] = lse(indexer(256, "float16"))
     found["warm_lse float32"] = lse(indexer(dtype="float32"))
     for kernel in (selected_loss.target, selected_loss.score, selected_loss.gradients):
         name = f"selected_{kernel.__name__}"
-        found[f"{name}"] = selected(kernel, problem(**LATENT))
+        found[f"{name}"] = selected(kernel, problem(**LATENT), ahead=1 if kernel is selected_loss.score else 2)
         found[f"{name} 128 heads"] = selected(kernel, problem(**LATENT, heads=128))
         found[f"{name} wide"] = selected(kernel, problem(**LATENT, heads=128, index=256))
         found[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))

@@ -144,6 +144,7 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     """What each kernel of a loss over selected keys knows while compiling."""
     index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
     group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
+    heads = shapes.power(p.heads_index)
     return {
         "note": {"BM": ROWS},
         "clean_keys": index | {"BN": ROWS},
@@ -152,9 +153,9 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
             "GROUP": group, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "ALIGN": align,
             "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,
         },
-        "score": index | {"HI": shapes.power(p.heads_index), "BK": t.score.BM},
+        "score": index | {"HI": heads, "PADDED": heads != p.heads_index, "BK": t.score.BM},
         "compare": {"BK": slots},
-        "gradients": index | {"HI": shapes.power(p.heads_index), "BK": t.gradients.BM},
+        "gradients": index | {"HI": heads, "BK": t.gradients.BM},
     }  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from fusion_attention.backends.triton.common import LOG2E, PER_TILE, heads_at, l
 
 LEAST = tl.constexpr(1e-8)  # below it probabilities enter the logarithms as this
 LN_LEAST = tl.constexpr(math.log(1e-8))
-UNIT = tl.constexpr(4096.0)  # float16 products take differences, which are at most 1, as so many times themselves
+# float16 products take differences as so many times themselves. These are at most 1 where the statistics are the row's
+# own, and may be 255; where 128k keys share all alike, a thirtieth of one's share still has all its digits.
+UNIT = tl.constexpr(256.0)
 
 
 @triton.jit

@@ -92,7 +92,10 @@ def target(q, k, q_rope, k_rope, notes, ids, shares, places, tokens, count: tl.i
         keys = tl.load(of_k + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
         s = tl.dot(keys, tl.trans(query), s, input_precision="ieee")
         if c == STEPS - 1:
-            p += tl.sum(tl.exp2(s * exponent - lse[None, :]), 1)
+            each = tl.exp2(s * exponent - lse[None, :])
+            if GROUP % BH != 0:  # a lane without a head multiplies zeros, and an infinite key
+                each = tl.where(in_group[None, :], each, 0.0)
+            p += tl.sum(each, 1)
             s = tl.zeros([BK, BH], tl.float32)
     p /= tl.load(of_notes + heads_kv * GROUP)
     tl.store(shares + at_token * slots + slot, tl.where(there, p, 0.0), mask=slot < slots)
@@ -107,7 +110,7 @@ def listed(ids, k, slots):
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_index"])
 def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int32, first: tl.int32, slots: tl.int32,
           heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
-          BK: tl.constexpr):  # fmt: skip
+          PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Writes I, the indexer's score of every entry of a token's list; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     b, row, base = token_at(tokens, first + at_token)
@@ -127,8 +130,10 @@ def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int3
         key = tl.where(id >= 0, id - base, 0).to(tl.int64)
         keys = load_part(index_k + at_k, key * stride_k, id >= 0, 0, E, DIM_INDEX, True)
         s = tl.dot(keys, tl.trans(query), input_precision="ieee")
-        x = tl.sum(at_least(s, 0.0) * w[None, :], 1)
-        tl.store(out + k, x, mask=k < slots)
+        each = at_least(s, 0.0) * w[None, :]
+        if PADDED:  # a lane without a head multiplies zeros, and an infinite key
+            each = tl.where(there[None, :], each, 0.0)
+        tl.store(out + k, tl.sum(each, 1), mask=k < slots)
 
 
 @triton.jit(do_not_specialize=["first", "slots"])

@@ -52,8 +52,8 @@ WARM: dict[tuple[int, int], tuple[tuple[int, Warm], ...]] = {
                 Tile(64, 64, 8, 3),
                 Tile(128, 64, 8, 3),
                 Tile(128, 64, 8, 3),
-                Tile(128, 64, 8, 2),
-                Tile(64, 64, 8, 2),
+                Tile(128, 32, 8, 3),  # of 64 keys nothing is loaded ahead within 99 KB
+                Tile(64, 64, 8, 3),
                 64,
             ),
         ),
