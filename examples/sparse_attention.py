@@ -1,6 +1,6 @@
 """DeepSeek's sparse attention in small: an indexer chooses 32 of 256 keys for every row, attention reads those alone.
 
-Forward and gradients, each beside the same thing computed densely.
+Forward and gradients, each beside the same thing computed densely; on a GPU where there is one.
 """
 
 import torch
@@ -8,6 +8,7 @@ import torch
 import fusion_attention as fa
 
 torch.manual_seed(0)
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
 TOKENS, HEADS, DIM, ROPE, CHOSEN = 256, 8, 64, 16, 32
 
 # The lightning indexer: small heads, one shared key row per token, weights that carry the scale.

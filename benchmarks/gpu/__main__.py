@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.gpu.cases import GROUPS, Row
+from benchmarks.gpu.cases import GROUPS
+from benchmarks.gpu.row import Row
 from benchmarks.gpu.timing import matmul_rate, milliseconds, read_rate
 
 
@@ -48,7 +49,7 @@ def show(found: dict[str, Any]) -> None:
     if found["gbytes_per_s"]:
         rate = f"{found['gbytes_per_s']:7.0f} GB/s    {found['share_of_read']:5.2f} of read  "
     ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in found["ratios"].items())
-    print(f"{found['group']:9} {found['name']:24} {found['ours_ms']:9.3f} ms {rate}  {ratios}", flush=True)
+    print(f"{found['group']:14} {found['name']:24} {found['ours_ms']:9.3f} ms {rate}  {ratios}", flush=True)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,31 +11,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks.gpu.lists import indexer, loss, selected
+from benchmarks.gpu.row import Call, Row
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
-Call = Callable[[], object]
 TOKENS, WIDTH = 16384, 2048  # of all sequences together; heads x dim
 SDPA = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One thing computed by ours and by peers; flops and bytes of ours, bytes 0 where they are not the limit."""
-
-    group: str
-    name: str
-    ours: Call
-    peers: dict[str, Call]
-    flops: int
-    bytes: int = 0
 
 
 def _tensors(length: int, dim: int, grad: bool = False) -> tuple[torch.Tensor, ...]:
@@ -194,3 +182,4 @@ def _cache(p: Problem, batch: int, length: int) -> tuple[Operands, Extents]:
 
 
 GROUPS = {"dense": dense, "masks": masks, "decode": decode}
+GROUPS |= {"lists": selected, "indexer": indexer, "loss": loss}

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime import _allocation
 
-from fusion_attention.backends.triton import launch_dense, shapes
+from fusion_attention.backends.triton import launching, shapes
 
 
 class Asking:
@@ -32,8 +32,8 @@ class Asking:
 
 def launch(kernel: Asking) -> None:
     tile = shapes.Tile(16, 16, 4, 1, shapes.TMA)
-    one = launch_dense.Launch.of(kernel, (1,), {"places": torch.zeros(4)}, (), {}, tile)
-    launch_dense.Ready([one], ()).run({"q": torch.zeros(4)})
+    one = launching.Family(kernel).launch(kernel, (1,), {"places": torch.zeros(4)}, (), {}, tile)
+    launching.Ready([one], ()).run({"q": torch.zeros(4)})
 
 
 def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:

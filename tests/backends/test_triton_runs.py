@@ -18,7 +18,7 @@ from support.caches import Cache, made, rows
 from support.launches import constants, watch
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, memory
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory
 from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE
@@ -122,7 +122,7 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 
     monkeypatch.setattr(memory.Copied, "write", asking("write", memory.Copied.write))
     monkeypatch.setattr(memory.Copied, "read", asking("read", memory.Copied.read))
-    monkeypatch.setattr(launch_dense, "launch", asking("launch", lambda *_: None))
+    monkeypatch.setattr(launching, "launch", asking("launch", lambda *_: None))
     e = extents((20, 30), (40, 40))
     run(PROBLEM, e, *memory_of(2, 40))
     cache = Cache(kv_len=(40, 33))
@@ -232,6 +232,6 @@ def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: 
 def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None:
     e = extents((20, 30), (40, 40))
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
-    for width in range(16, 16 + 2 * launch_dense.LAYOUTS):
+    for width in range(16, 16 + 2 * launching.LAYOUTS):
         backend.attention_forward(PROBLEM, e, schedule, memory_of(2, 40, width)[0])
-    assert len(schedule.known) == launch_dense.LAYOUTS
+    assert len(schedule.known) == launching.LAYOUTS

@@ -130,6 +130,6 @@ def test_a_run_does_not_wait_for_the_gpu() -> None:
 
 
 def test_what_no_back_end_computes_is_refused_with_every_reason() -> None:
-    problem = Problem(4, 2, 2000, 64, dtype="bfloat16", select_count=3)
-    with pytest.raises(BackendError, match=r"triton: .*select_count.*triton: .*no tile.*cpu: "):
+    problem = Problem(4, 2, 2000, 64, dtype="bfloat16", common_keys=3)
+    with pytest.raises(BackendError, match=r"triton: .*common_keys.*triton: .*no tile.*cpu: "):
         choose(problem, torch.device("cuda"), "auto")

@@ -13,8 +13,11 @@ from mutations_of_c_face import C_FACE
 from mutations_of_decode import DECODES
 from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
+from mutations_of_indexer import INDEXER
+from mutations_of_lists import LISTS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
+from mutations_of_sparse_backward import SPARSE_BACKWARD
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -460,5 +463,5 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *FORWARD, *BACKWARD, *GPUS),
+    *(*C_FACE, *ENTRY, *RUNTIME, *FORWARD, *BACKWARD, *GPUS, *LISTS, *SPARSE_BACKWARD, *INDEXER),
 )

@@ -11,7 +11,7 @@ FORWARD = [
     house("Triton: a descriptor of rows that overlap", "backends/triton/memory.py",
           "view.stride_token >= view.dim", "view.stride_token >= 0",
           f"{DESCRIPTORS}::test_rows_that_no_descriptor_describes"),
-    house("Triton: the caller's allocator is overwritten", "backends/triton/launch_dense.py",
+    house("Triton: the caller's allocator is overwritten", "backends/triton/launching.py",
           "contextvars.copy_context().run(self._start_with_scratch, given)", "self._start_with_scratch(given)",
           "backends/test_triton_launch.py::test_the_callers_allocator_stays"),
     house("Gluon: wgmma on a chip that has none", "backends/triton/launch_gluon.py",

@@ -30,7 +30,7 @@ GPUS = [
     house("Triton: a layout does not say which page table", "backends/triton/memory.py",
           "view.dim, view.piece, shares", "view.dim, view.piece, True",
           f"{RUNS}::test_a_page_table_of_its_own_is_refused_after_runs_that_share_one"),
-    house("Triton: what a layout needs is found every time", "backends/triton/launch_dense.py",
+    house("Triton: what a layout needs is found every time", "backends/triton/launching.py",
           "found = self.known.get(layout)", "found = None",
           f"{RUNS}::test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory"),
     house("Triton: an infinity is formed anew", "backends/triton/mend.py",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.forgetting import Results, forgets, is_poison
+from support.forgotten import FAMILIES
 from support.launches import watch
 
 import fusion_attention as fa
@@ -45,3 +47,18 @@ def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
     else:
         fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
     assert len(given) == (2 if module is launch_dense else 1)
+
+
+SLOW = ("attention_backward", "indexer_topk", "indexer_backward")
+OF_LISTS = [
+    pytest.param(family, verb, marks=[pytest.mark.slow] if verb in SLOW else [])
+    for family, verb in FAMILIES
+    if family.__name__ not in ("training", "decode")
+]
+
+
+@pytest.mark.parametrize(("family", "verb"), OF_LISTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_forgotten_element_of_lists_is_missed(
+    family: Callable[[str], Results], verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert forgets(monkeypatch, "triton", verb, lambda: family("triton")) == FAMILIES[family, verb]

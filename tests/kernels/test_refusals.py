@@ -155,7 +155,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
         PLAIN,
         dim_qk=900,
         dim_rope=300,
-        select_count=3,
+        common_keys=3,
         out_quant="tensor",
         page_size=16,
         dropout="philox",
@@ -168,7 +168,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
     words = (
         "sm_7x",
         "out_quant",
-        "select_count",
+        "common_keys",
         "dim_rope up to 256",
         "no dropout",
         "cpu: ",
@@ -180,9 +180,9 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
 def test_reasons_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real tables
     assert backend.reasons_against(PLAIN, "cpu") == []
-    wide = dataclasses.replace(PLAIN, dim_qk=600, dim_rope=300, dtype="int8", select_count=3)
+    wide = dataclasses.replace(PLAIN, dim_qk=600, dim_rope=300, dtype="int8", common_keys=3)
     reasons = backend.reasons_against(wide, "cpu")
-    assert [word in reason for word, reason in zip(("int8", "select_count", "dim_rope"), reasons, strict=True)] == [
+    assert [word in reason for word, reason in zip(("int8", "common_keys", "dim_rope"), reasons, strict=True)] == [
         True
     ] * 3
     cache = dataclasses.replace(PLAIN, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
@@ -281,6 +281,6 @@ def test_a_pool_is_measured_by_its_memory() -> None:
 
 def test_an_argument_that_no_kernel_takes() -> None:
     with pytest.raises(TypeError, match="no kernel takes qurey, slope"):
-        launch_dense.Launch.of(
+        launch_dense.FAMILY.launch(
             launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.MEND["mend_out"][0]
         )

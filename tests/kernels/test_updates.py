@@ -15,7 +15,7 @@ import torch
 from support.bits import same_bits
 from support.caches import Cache, judge, made, rows
 
-from fusion_attention.backends.triton import launch_dense, memory
+from fusion_attention.backends.triton import launching, memory
 from fusion_attention.plan import Plan, plan
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
@@ -27,13 +27,13 @@ CPU = torch.device("cpu")
 def replay(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Launches once more what was launched since the test began, with the same kernels, grids and arguments."""
     recorded: list[tuple[Any, ...]] = []
-    real = launch_dense.launch
+    real = launching.launch
 
     def recording(*given: Any) -> None:
         recorded.append(given)
         real(*given)
 
-    monkeypatch.setattr(launch_dense, "launch", recording)
+    monkeypatch.setattr(launching, "launch", recording)
     return lambda: [real(*given) for given in recorded] and None  # type: ignore[return-value]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.selected import Args, backends, close, leaves_of, operands, ordered, shown
+from support.selected import Args, backends, close, good_choice, leaves_of, operands, ordered, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -23,7 +23,6 @@ from fusion_attention.testing.sparse import (
     part,
     plain_indexer_gradients,
     promoted,
-    scores_of,
 )
 
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
@@ -71,25 +70,8 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
 def test_what_is_chosen(case: IndexerCase) -> None:
     """Distinct keys that the row sees, none of them worse than one left out, and their scores."""
     args = operands(case)
-    best = chosen(promoted(lowered_indexer(args)), "golden")[1]
     for backend in backends(case):
-        indices, values = chosen(lowered_indexer(args), backend)
-        for b, rows in enumerate(case.q_len):
-            scores = scores_of(case, args, b, torch.float64)
-            narrow = scores_of(case, args, b, torch.float32)
-            own, theirs = (part(case, t, "q", b)[:, 0] for t in (indices.long(), best))
-            count = torch.tensor([min(case.seen(b, row), case.top_k) for row in range(rows)], dtype=torch.int64)
-            valid = torch.arange(case.top_k) < count[:, None]
-            assert torch.equal(own >= 0, valid)
-            for row in range(rows):
-                assert len(set(own[row, : count[row]].tolist())) == count[row]
-            if not scores.numel():
-                continue
-            at = scores.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf)
-            plain = narrow.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf).to(values.dtype)
-            compare(f"{backend}: {case.id}: values", part(case, values, "q", b)[:, 0], at, plain, case.dim * case.heads)
-            slack = 1e-5 * scores.masked_fill(scores == -math.inf, 0).abs().amax()
-            assert (at[valid] >= theirs[valid] - slack).all(), backend
+        good_choice(case, args, *chosen(lowered_indexer(args), backend), backend)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from fusion_attention.backends.triton import launch_dense
+from fusion_attention.backends.triton import launching
 
 See = Callable[[Any, dict[str, Any]], Any]
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, see: See, *, computes: bool = True) -> None:
     """Shows every launch before it is made: the kernel, and its arguments and Triton's options by their names."""
-    real = launch_dense.launch
+    real = launching.launch
 
     def watched(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
         see(kernel, dict(zip(kernel.arg_names, arguments, strict=True)) | options)
         if computes:
             real(kernel, grid, arguments, options)
 
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    monkeypatch.setattr(launching, "launch", watched)
 
 
 def constants(named: dict[str, Any]) -> dict[str, Any]:

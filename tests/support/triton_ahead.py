@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,16 @@ if __name__ == "__main__":
 
 from support import sass
 
-from fusion_attention.backends.triton import backward, decode, forward, launch_decode, launch_dense, mend, shapes
+from fusion_attention.backends.triton import (
+    backward,
+    decode,
+    forward,
+    launch_decode,
+    launch_dense,
+    launching,
+    mend,
+    shapes,
+)
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.waist.problem import Problem
 
@@ -53,7 +63,7 @@ KERNELS = {
 }
 
 
-def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launch_dense.Constants:
+def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launching.Constants:
     """What a kernel knows while compiling; align: elements of which row starts are multiples, 0: those of 16 bytes."""
     align = align or shapes.widest(problem)
     if kernel == "forward":
@@ -96,14 +106,18 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     return "*" + types.get(name, "fp32")
 
 
-def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> ASTSource:
+def source(kernel: str, problem: Problem, constants: launching.Constants) -> ASTSource:
     """A kernel with the types of its arguments."""
-    function = KERNELS[kernel]
+    return of_types(KERNELS[kernel], constants, lambda name: pointer(kernel, name, problem))
+
+
+def of_types(function: Any, constants: launching.Constants, typed: Callable[[str], str | None]) -> ASTSource:
+    """A kernel with its constants; typed: the type of an argument that has no annotation, None where it is absent."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
     for at, (name, param) in enumerate(zip(function.arg_names, function.params, strict=True)):
-        kind = None if name in constants else param.annotation_type or pointer(kernel, name, problem)
+        kind = None if name in constants else param.annotation_type or typed(name)
         if kind is None:
             signature[name], fixed[(at,)] = "constexpr", constants.get(name)
         else:
@@ -115,8 +129,14 @@ def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> 
 
 def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
     """What the kernel takes on a chip (80 for sm_80), and with which instructions it multiplies."""
+    found = taken(source(kernel, problem, known(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
+    return found | {way: issued(kernel, tile, int(found[way])) for way in ("cut", "whole")}
+
+
+def taken(given: ASTSource, tile: Tile, chip: int, counted: bool) -> Figures:
+    """measure() of a kernel with its arguments; cut and whole: instructions of a turn of its main loop, if counted."""
     compiled = triton.compile(
-        source(kernel, problem, known(kernel, problem, tile, align)),
+        given,
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )
@@ -131,7 +151,7 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0
         int(re.search(rf"{word}:(\d+)", usage).group(1))  # type: ignore[union-attr]
         for word in ("REG", "STACK", "LOCAL")
     )
-    turns = sass.loops(code) if kernel in LOOPS else []
+    turns = sass.loops(code) if counted else []
     return {
         "registers": registers,
         "spilled": stack + local,
@@ -142,8 +162,8 @@ def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0
         "copies": len(re.findall(r"\bLDGSTS", code)) + len(re.findall(r"\bUTMALDG", code)),
         "waits": len(re.findall(r"WARPGROUP\.DEPBAR", code)),
         "ahead": ahead(compiled.asm["ttgir"]),
-        "cut": issued(kernel, tile, max((loop.most for loop in turns), default=0)),
-        "whole": issued(kernel, tile, min((loop.least for loop in turns), default=0)),
+        "cut": max((loop.most for loop in turns), default=0),
+        "whole": min((loop.least for loop in turns), default=0),
     }
 
 

@@ -83,7 +83,7 @@ class Backend(Protocol):
 
 
 class IndexerBackend(Backend, Protocol):
-    """A back end that computes the indexer and its loss too; another has a reason against every such problem."""
+    """A back end that computes the indexer and its loss too, as all of them do."""
 
     @property
     def indexer_topk(self) -> Callable[[IndexerProblem, Extents, Any, IndexerOperands], None]:
@@ -108,12 +108,12 @@ class IndexerBackend(Backend, Protocol):
 
 def load(name: str) -> Backend:
     """A back end; only what is chosen is imported: a machine without one's needs loads everything else."""
+    found: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton
 
-        return triton
-    found: IndexerBackend
-    if name == "cpu":
+        found = triton
+    elif name == "cpu":
         from fusion_attention.backends import cpu
 
         found = cpu

@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.backends.triton import shapes
+from fusion_attention.backends.triton import shapes, shapes_sparse
 from fusion_attention.waist.problem import (
     AnyProblem,
     Extents,
     Grads,
+    IndexerGrads,
+    IndexerLossOperands,
     IndexerLossProblem,
+    IndexerOperands,
     IndexerProblem,
     Operands,
     Problem,
 )
 
 if TYPE_CHECKING:
-    from fusion_attention.backends.triton.launch_dense import Schedule
+    from fusion_attention.backends.triton.launching import Schedule
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -104,50 +107,110 @@ def against_cache(problem: Problem) -> list[str]:
     return reasons
 
 
-def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
-    """One sentence for each thing that this back end cannot do; empty when it can. Without a verb, for all of them."""
-    p, where = problem, torch.device(device)
-    if isinstance(p, IndexerProblem | IndexerLossProblem):
-        return [*against_device(where), "the triton back end computes no indexer."]
-    table = (
-        ("dtype", p.dtype, DTYPES),
-        ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
-        ("out_quant", p.out_quant, ("none",)),
-        ("select_count", p.select_count, (0,)),
-        ("common_keys", p.common_keys, (0,)),
-        ("has_row_scale", p.has_row_scale, (False,)),
-        ("has_weight_scale", p.has_weight_scale, (False,)),
-    )
-    unknown = [
+def refused(table: tuple[tuple[str, object, tuple[object, ...]], ...]) -> list[str]:
+    """A sentence for each row (what, given, accepted) whose value is not accepted."""
+    return [
         f"the triton back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
+
+
+def against_dense(problem: Problem) -> list[str]:
+    """What no kernel computes that meets every key of a band."""
+    p = problem
+    unknown = refused(
+        (
+            ("dtype", p.dtype, DTYPES),
+            ("kv_dtype", p.kv_dtype or "as dtype", ("as dtype", "int8")),
+            ("out_quant", p.out_quant, ("none",)),
+            ("common_keys", p.common_keys, (0,)),
+            ("has_row_scale", p.has_row_scale, (False,)),
+            ("has_weight_scale", p.has_weight_scale, (False,)),
+        )
+    )
     if p.has_blocked_tiles:
         unknown.append("the triton back end computes no blocked tiles: give them as a matrix, blocked.")
-    return against_device(where) + unknown + against_shape(p, where, verb) + against_cache(p)
+    return unknown
 
 
-def schedule(problem: Problem, extents: Extents, verb: str) -> Schedule:
+def against_selection(problem: Problem) -> list[str]:
+    """What no kernel computes that meets the keys of lists."""
+    p = problem
+    return refused(
+        (
+            ("dtype", p.dtype, DTYPES),
+            ("bias with select_count", p.bias, ("none",)),
+            ("has_blocked with select_count", p.has_blocked, (False,)),
+            ("has_blocked_tiles with select_count", p.has_blocked_tiles, (False,)),
+            ("dropout with select_count", p.dropout, ("none",)),
+            ("empty_rows with select_count", p.empty_rows, ("zero",)),
+            ("kv_dtype with select_count", p.kv_dtype, ("",)),
+            ("out_quant with select_count", p.out_quant, ("none",)),
+            ("common_keys with select_count", p.common_keys, (0,)),
+            ("has_row_scale with select_count", p.has_row_scale, (False,)),
+            ("has_weight_scale with select_count", p.has_weight_scale, (False,)),
+            ("softcap with select_count", p.softcap, (0.0,)),
+        )
+    )
+
+
+def against_family(problem: AnyProblem, device: torch.device, verb: str) -> list[str]:
+    """Why kernels of lists, of the indexer or of its loss have no code for a problem's sizes."""
+    chip = shapes.chip_of(device)
+    if problem.dtype not in DTYPES or chip is None:
+        return []
+    return shapes_sparse.against(problem, verb, chip)
+
+
+def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
+    """One sentence for each thing that this back end cannot do; empty when it can. Without a verb, for all of them."""
+    p, where = problem, torch.device(device)
+    against = against_device(where)
+    if isinstance(p, IndexerProblem | IndexerLossProblem):
+        against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
+        return against + against_family(p, where, verb)
+    if p.select_count:
+        return against + against_selection(p) + against_family(p, where, verb)
+    return against + against_dense(p) + against_shape(p, where, verb) + against_cache(p)
+
+
+def schedule(problem: AnyProblem, extents: Extents, verb: str) -> Schedule:
     """What one verb needs on given lengths; what depends on a device is made by the first run on it."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense
+    from fusion_attention.backends.triton import launch_decode, launching
 
-    if verb == "attention_forward" and launch_decode.serves(problem, extents):
-        return launch_decode.plan(problem, extents)
-    return launch_dense.plan(problem, extents, verb)
+    if isinstance(problem, Problem) and verb == "attention_forward" and not problem.select_count:
+        return launching.plan(extents, verb, launch_decode.serves(problem, extents))
+    return launching.plan(extents, verb)
 
 
-def workspace_bytes(problem: Problem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     """What a verb allocates besides operands and results, at most."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense
-
     planned = schedule(problem, extents, verb)
+    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and verb == "indexer_lse"):
+        from fusion_attention.backends.triton import launch_loss
+
+        return launch_loss.workspace_bytes(problem, planned)
+    if isinstance(problem, IndexerProblem):
+        from fusion_attention.backends.triton import launch_indexer
+
+        return launch_indexer.workspace_bytes(problem, planned)
     if planned.decodes:
+        from fusion_attention.backends.triton import launch_decode
+
         return launch_decode.workspace_bytes(problem, planned)
-    return launch_dense.workspace_bytes(problem, planned) if verb == "attention_backward" else 0
+    if verb == "attention_forward":
+        return 0
+    if problem.select_count:
+        from fusion_attention.backends.triton import launch_sparse_backward
+
+        return launch_sparse_backward.workspace_bytes(problem, planned)
+    from fusion_attention.backends.triton import launch_dense
+
+    return launch_dense.workspace_bytes(problem, planned)
 
 
-def reschedule(problem: Problem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+def reschedule(problem: AnyProblem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
     schedule.update(extents)
     return schedule
@@ -162,12 +225,15 @@ lay_forward = keep = nothing
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense, memory
+    from fusion_attention.backends.triton import launch_decode, launch_dense, launch_sparse, memory
 
-    if len(extents):
-        run = launch_decode.run if schedule.decodes else launch_dense.run_forward
-        with memory.on(memory.tensor_of(operands.q).device):
-            run(problem, extents, schedule, operands)
+    if not len(extents):
+        return
+    run = launch_decode.run if schedule.decodes else launch_dense.run_forward
+    if problem.select_count:
+        run = launch_sparse.run
+    with memory.on(memory.tensor_of(operands.q).device):
+        run(problem, extents, schedule, operands)
 
 
 def attention_backward(
@@ -177,13 +243,20 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import launch_dense, memory
+    from fusion_attention.backends.triton import memory
 
     if not len(extents):
         if grads.dsink is not None:
             grads.dsink.zero_()
         return
     with memory.on(memory.tensor_of(operands.q).device):
+        if problem.select_count:
+            from fusion_attention.backends.triton import launch_sparse_backward
+
+            launch_sparse_backward.run(problem, extents, schedule, operands, grads)
+            return
+        from fusion_attention.backends.triton import launch_dense
+
         if grads.dbias is None or not grads.owns_dbias:
             launch_dense.run_backward(problem, extents, schedule, operands, grads)
             return
@@ -192,3 +265,49 @@ def attention_backward(
         grads = replace(grads, dbias=replace(grads.dbias, keep=summed), owns_dbias=False)
         launch_dense.run_backward(problem, extents, schedule, operands, grads)
         owned.copy_(summed)
+
+
+def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
+    """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
+    from fusion_attention.backends.triton import launch_indexer, memory
+
+    if len(extents):
+        with memory.on(memory.tensor_of(operands.q).device):
+            launch_indexer.run_topk(problem, extents, schedule, operands)
+
+
+def indexer_backward(
+    problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands, grads: IndexerGrads
+) -> None:
+    """Writes dq, dk and dweights from the chosen indices; the same bits in every run."""
+    from fusion_attention.backends.triton import launch_indexer, memory
+
+    if len(extents):
+        with memory.on(memory.tensor_of(operands.q).device):
+            launch_indexer.run_backward(problem, extents, schedule, operands, grads)
+
+
+def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
+    """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
+    from fusion_attention.backends.triton import launch_warm_up, memory
+
+    if len(extents):
+        with memory.on(memory.tensor_of(operands.q).device):
+            launch_warm_up.run_lse(problem, extents, schedule, operands)
+
+
+def indexer_loss(
+    problem: IndexerLossProblem,
+    extents: Extents,
+    schedule: Schedule,
+    operands: IndexerLossOperands,
+    grads: IndexerGrads,
+) -> None:
+    """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights; the same bits in every run."""
+    from fusion_attention.backends.triton import launch_loss, memory
+
+    if not len(extents):
+        operands.loss.zero_()
+        return
+    with memory.on(memory.tensor_of(operands.q).device):
+        launch_loss.run_loss(problem, extents, schedule, operands, grads)

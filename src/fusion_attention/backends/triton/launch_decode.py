@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import launch_dense, memory, shapes
+from fusion_attention.backends.triton import launch_dense, launching, memory, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
 from fusion_attention.backends.triton.mend import mend_out
 from fusion_attention.contract import BackendError
@@ -44,7 +44,7 @@ def serves(problem: Problem, extents: Extents) -> bool:
 def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
     """The tables that may hold a tile for so many rows of a key head, the first choice first."""
     int8 = problem.kv_dtype == "int8"
-    if shared(problem) and not int8:
+    if shapes_sparse.shared(problem) and not int8:
         return "latent", "decode"
     many = ("prefill int8" if int8 else "prefill",) if rows > FEW_ROWS else ()
     return *many, "decode"
@@ -61,13 +61,13 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
-) -> tuple[launch_dense.Constants, launch_dense.Constants]:
+) -> tuple[launching.Constants, launching.Constants]:
     """What decode and join know while compiling."""
     p = problem
     known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     known |= {
         "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
-        "ROOM": room(p), "WITHIN": within, "SHARED": shared(p),
+        "ROOM": room(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
     }  # fmt: skip
     of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
@@ -81,20 +81,12 @@ def room(problem: Problem) -> int:
 def paired(problem: Problem) -> bool:
     """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
     first, second, _ = shapes.parts(problem.dim_v)
-    return problem.kv_dtype == "int8" and not shared(problem) and not (second or problem.dim_v % 2) and first >= 32
-
-
-def shared(problem: Problem) -> bool:
-    """Whether a tile of values is the first parts of the tile of keys."""
-    if not problem.shares_kv:
-        return False
-    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
-    return all(of_v in (of_d, 0) for of_d, of_v in zip(d, v, strict=True))
-
-
-def plan(problem: Problem, extents: Extents) -> launch_dense.Schedule:
-    """The decode kernels read lengths on the device: nothing of them is planned but how many rows there may be."""
-    return launch_dense.Schedule("attention_forward", memory.Kept(extents), int(extents.q_len.sum()), decodes=True)
+    return (
+        problem.kv_dtype == "int8"
+        and not shapes_sparse.shared(problem)
+        and not (second or problem.dim_v % 2)
+        and first >= 32
+    )
 
 
 @functools.lru_cache(maxsize=16)
@@ -203,7 +195,7 @@ def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch
     return table, min(pool_of(view, problem.heads_kv) for view in paged.values())
 
 
-def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: Operands) -> None:
+def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
     """Launches decode, join, and the kernel that mends."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
@@ -218,13 +210,13 @@ def run(problem: Problem, extents: Extents, schedule: launch_dense.Schedule, o: 
 
 
 def ready(
-    p: Problem, e: Extents, schedule: launch_dense.Schedule, views: dict[str, memory.View | None], given: dict[str, Any]
-) -> launch_dense.Ready:
+    p: Problem, e: Extents, schedule: launching.Schedule, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> launching.Ready:
     """What run() does with memory as these views and arguments lie."""
     table, last = pages(p, views)
     device = memory.one_device(given)
     if not schedule.rows:
-        return launch_dense.Ready([], ())
+        return launching.Ready([], ())
     kept, where = schedule.kept, memory.places(views, len(e))
     align = memory.alignment(views, where)
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
@@ -242,16 +234,16 @@ def ready(
     scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * room(p),)}
     own = [*given, *launch_dense.DRAWS, *scratch]
     launches = [
-        launch_dense.Launch.of(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
-        launch_dense.Launch.of(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
+        launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
+        launch_dense.FAMILY.launch(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
         *launch_dense.launch_mend(
             mend_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.mend_out_constants(p, align)
         ),
     ]
-    return launch_dense.Ready(launches, (places, lengths, listed), scratch)
+    return launching.Ready(launches, (places, lengths, listed), scratch)
 
 
-def workspace_bytes(problem: Problem, schedule: launch_dense.Schedule) -> int:
+def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     """At most: on a chip of MOST_PROCESSORS, with the highest tile."""
     p, extents = problem, schedule.kept.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)

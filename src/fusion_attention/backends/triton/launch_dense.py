@@ -5,23 +5,18 @@ The constants made here are also what the tests compile ahead of time, so that w
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from fusion_attention.backends.triton import bias, common, launch_gluon, memory, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
+from fusion_attention.backends.triton.launching import Constants, Family, Launch, Ready, Schedule
 from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
-from fusion_attention.memory import empty
 from fusion_attention.waist import dropout, tiles
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
@@ -30,9 +25,7 @@ DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 2  # of what prepare() notes of each row
 _NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
-Constants = dict[str, Any]
-KERNELS = (forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
-TAKEN = frozenset(name for kernel in KERNELS for name in kernel.arg_names)
+FAMILY = Family(forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
 # Arguments of what a problem may lack.
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dq_rope", "dk_rope", "dbias", "part", "large",
@@ -41,107 +34,6 @@ ABSENT: dict[str, Any] = dict.fromkeys(
 DRAWS = ("seed", "offset")
 # What kernels call views that have another name in the table of places.
 ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
-LAYOUTS = 32  # of memory, of which a schedule knows what to launch: a captured graph meets the same again
-
-
-@dataclass(eq=False)
-class Launch:
-    """A kernel, and what stays as it is from run to run."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: list[Any]  # in the kernel's order: Triton takes them quicker than by name
-    given: list[tuple[int, str]]  # places of those that each run gives
-    options: dict[str, int]  # Triton's
-    scratch: bool  # Triton asks for memory of descriptors
-
-    @classmethod
-    def of(
-        cls, kernel: Any, grid: tuple[int, ...], kept: dict[str, Any], given: Iterable[str], known: Constants,
-        tile: shapes.Tile, **options: int,
-    ) -> Launch:  # fmt: skip
-        """With those of a verb's arguments that the kernel names; some kernel of KERNELS must name each."""
-        own = set(given)
-        if strangers := {*kept, *own} - TAKEN:
-            raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
-        values, places = kept | dict.fromkeys(own) | known, enumerate(kernel.arg_names)
-        arguments = [values[name] for name in kernel.arg_names]
-        places_given = [(at, name) for at, name in places if name in own and name not in known]
-        options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return cls(kernel, grid, arguments, places_given, options, bool(tile.TMA))
-
-    def start(self, given: dict[str, Any]) -> None:
-        """Launches the kernel."""
-        arguments = self.arguments.copy()
-        for at, name in self.given:
-            arguments[at] = given[name]
-        launch(self.kernel, self.grid, arguments, self.options)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
-    """Launches a kernel."""
-    kernel[grid](*arguments, **options)
-
-
-@dataclass(eq=False)
-class Ready:
-    """What a verb does on one layout of memory: its launches in their order, the tables that they read, and the
-    float32 scratch that each run takes, by the names of arguments."""
-
-    launches: list[Launch]
-    tables: tuple[memory.Copied, ...]
-    scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Launches; given: the arguments that are a run's own, to which the scratch comes."""
-        for table in self.tables:
-            table.read()
-        for name, shape in self.scratch.items():
-            given[name] = empty(given["q"], shape, torch.float32)
-        if any(each.scratch for each in self.launches):
-            # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another
-            # one set, and the caller's own has to stay. So such launches have a context of their own.
-            contextvars.copy_context().run(self._start_with_scratch, given)
-        else:
-            self._start(given)
-
-    def _start(self, given: dict[str, Any]) -> None:
-        for each in self.launches:
-            each.start(given)
-
-    def _start_with_scratch(self, given: dict[str, Any]) -> None:
-        like = given["q"]
-        triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
-        self._start(given)
-
-
-@dataclass(eq=False)
-class Schedule:
-    """What a verb needs on given lengths: its tiles, and what it has on devices."""
-
-    verb: str
-    kept: memory.Kept
-    rows: int  # of all sequences
-    decodes: bool = False  # the decode kernels compute it
-    known: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
-
-    def once(self, layout: Any, make: Callable[[], Ready]) -> Ready:
-        """What `make` makes, the first time on a layout of memory (memory.layout); the last LAYOUTS are known."""
-        found = self.known.get(layout)
-        if found is None:
-            found = self.known[layout] = make()
-            while len(self.known) > LAYOUTS:
-                self.known.popitem(last=False)
-        else:
-            with contextlib.suppress(KeyError):  # another thread's run pushed it out
-                self.known.move_to_end(layout)
-        return found
-
-    def update(self, extents: Extents) -> None:
-        """Other key lengths of the same rows."""
-        if extents.part is not self.kept.extents.part:  # drawn() counts from there, in the tables of places
-            self.known.clear()
-        self.kept.update(extents)
 
 
 def widths(problem: Problem) -> Constants:
@@ -228,11 +120,6 @@ def may_be_empty(problem: Problem, extents: Extents) -> bool:
         return True
     t = tiles.by_query(extents, 1)
     return bool(((t.full_end <= t.full_begin) & (extents.kv_len[t.seq] > 0)).any())
-
-
-def plan(problem: Problem, extents: Extents, verb: str) -> Schedule:
-    """What a verb needs; the tiles are cut when a device is known."""
-    return Schedule(verb, memory.Kept(extents), int(extents.q_len.sum()))
 
 
 def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
@@ -363,7 +250,7 @@ def launch_mend(
     tile = shapes.mend_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is mend_key else tile.BM))
     grid = blocks * len(lengths), heads
-    return [Launch.of(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
+    return [FAMILY.launch(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
@@ -396,7 +283,7 @@ def ready_forward(
         "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
     }  # fmt: skip
     own = [*given, *DRAWS]
-    launches = [Launch.of(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
+    launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
     launches += launch_mend(mend_out, p, e.q_len, p.heads_q, arguments, own, mend_out_constants(p, align))
     return Ready(launches, (places, lengths, tiled))
 
@@ -458,13 +345,13 @@ def ready_backward(
     if tiles_of_rows:
         grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
         launches += (
-            Launch.of(prepare, grid, of_rows, own, known_prepare, query),
-            Launch.of(backward_query, grid, of_rows, own, known_query, query),
+            FAMILY.launch(prepare, grid, of_rows, own, known_prepare, query),
+            FAMILY.launch(backward_query, grid, of_rows, own, known_query, query),
             *launch_mend(mend_query, p, e.q_len, p.heads_q, shared, own, mend_constants("mend_query", p, align)),
         )
     if tiles_of_keys:
         keys, known = kept.capacity.kv_len, mend_constants("mend_key", p, align)
         of_keys = shared | {"tiles": by_key.tensor}
-        launches.append(Launch.of(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
+        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
         launches += launch_mend(mend_key, p, keys, p.heads_kv, shared, own, known)
     return Ready(launches, (places, lengths, by_query, by_key), scratch)

@@ -26,9 +26,16 @@ VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
     *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat"),
     *("scale_k", "offset_k", "scale_v", "offset_v"),
+    "ids",
+    # Lists, the indexer and its loss: index_q and index_k stand beside attention's own q and k alone.
+    *("indices", "weights", "values", "dvalues", "dweights"),
+    *("index_q", "index_k", "index_max", "index_sum", "ids"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
-ROWS = ("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope")
+ROWS = (
+    *("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope"),
+    *("index_q", "index_k"),
+)
 FIELDS = 4
 TILE_FIELDS = 8
 _WIDE = 16  # bytes of the widest load

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_attention.waist.problem import Problem
+from fusion_attention.waist.problem import AnyProblem, Problem
 
 WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
 MOST_PARTS = 3
@@ -273,7 +273,7 @@ def row_of(kernel: str, problem: Problem, chip: int) -> tuple[Tile, Tile, int] |
     return next((row[2:] for row in rows if qk <= row[0] and v <= row[1]), None)
 
 
-def widest(problem: Problem) -> int:
+def widest(problem: AnyProblem) -> int:
     """Elements of the widest load, 16 bytes."""
     return 4 if problem.dtype == "float32" else 8
 

@@ -1,0 +1,295 @@
+"""Launches of the lightning indexer: the choice of keys, chunk of rows by chunk of rows, and the values' gradient.
+
+A chunk's scores and candidates lie in a workspace of bounded size. A row's choice depends on its own scores alone, and
+sums per key are taken up where they were left, so the number of chunks changes no bit. Knows lists and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton import launch_decode, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton.indexer_choice import NO_ENTRY, index_choice, index_write
+from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer_scores import index_scores
+from fusion_attention.backends.triton.launch_key_sum import BYTES_OF_ENTRY, KeySum, Where, key_tiles, numbered
+from fusion_attention.backends.triton.launch_key_sum import workspace_bytes as sum_bytes
+from fusion_attention.backends.triton.launch_sparse import tokens
+from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.contract import BackendError
+from fusion_attention.memory import empty
+from fusion_attention.waist.kv import PagedView
+from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
+
+Constants = launching.Constants
+CHUNK = 1 << 27  # bytes of a chunk's scores and candidates, or of the rows that it gives to keys; at least one tile's
+MOST = 65535  # programs along the second axis of a grid
+CHOICE = launching.Family(index_scores, index_choice, index_write)
+GRADIENT = launching.Family(index_gradient)
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+
+
+def candidates(top_k: int, piece: int) -> int:
+    """How many candidates of a row there is memory for: it is sorted out once so many of its scores are larger."""
+    return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, piece)) // piece) * piece
+
+
+def row_tiles(extents: Extents) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0 and row1 of every few rows."""
+    size = shapes_sparse.SCORED
+    turns = -(-extents.q_len // size)
+    seq = np.repeat(np.arange(len(extents)), turns)
+    row0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * size
+    table = np.zeros((len(seq), memory.TILE_FIELDS), np.int32)
+    table[:, 0], table[:, 1], table[:, 2] = seq, row0, np.minimum(row0 + size, extents.q_len[seq])
+    return table
+
+
+def ends_of(extents: Extents, tiles: np.ndarray) -> np.ndarray:
+    """The end of the keys that some row of a tile sees."""
+    e, seq = extents, tiles[:, 0]
+    return np.clip(np.maximum(tiles[:, 2] - 1 + e.hi[seq], e.prefix[seq]), 0, e.kv_len[seq])
+
+
+def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
+    """Tiles of rows whose scores and candidates a chunk holds."""
+    each = shapes_sparse.SCORED * (4 * pitch + 8 * candidates(problem.top_k, shapes_sparse.CHOICE.BN))
+    return min(max(1, CHUNK // each), MOST)
+
+
+def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
+    """What index_scores, index_choice and index_write know while compiling."""
+    p, piece = problem, shapes_sparse.CHOICE.BN
+    d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
+    of_all, held = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
+    of_scores = of_all | d | {
+        "HEADS": p.heads, "H": held, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align, "BM": tile.BM,
+        "BN": tile.BN,
+    }  # fmt: skip
+    room = candidates(p.top_k, piece)
+    of_choice = of_all | {"TOP": p.top_k, "ROOM": room, "PAGE": p.page_size, "BN": piece}
+    sorts = shapes_sparse.sorts(p.top_k)
+    of_write = of_all | {
+        "TOP": p.top_k, "ROOM": room if sorts else p.top_k, "SORTS": sorts,
+        "BN": shapes.power(p.top_k) if sorts else shapes_sparse.WRITE.BN,
+    }  # fmt: skip
+    return of_scores, of_choice, of_write
+
+
+@dataclass(eq=False)
+class Choice(launching.Ready):
+    """room: of scratch, shape and dtype."""
+
+    room: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+    def run(self, given: dict[str, Any]) -> None:
+        """As that of any; the scratch has dtypes of its own."""
+        given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.room.items()}
+        super().run(given)
+
+
+@dataclass(eq=False)
+class Sorting:
+    """A launch of index_write where there are more entries of a list than a program sorts."""
+
+    written: launching.Launch
+    top_k: int
+
+    def start(self, given: dict[str, Any]) -> None:
+        """Sorts, and launches."""
+        entries, held = given["entries"][:, : self.top_k], given["held"]
+        there = torch.arange(self.top_k, device=held.device) < held[:, None]
+        found = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
+        self.written.start(given | {"entries": found})
+
+
+def tile_on(table: Callable[..., Tile | None], problem: IndexerProblem, device: torch.device, *more: int) -> Tile:
+    """A tile on a device."""
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else table(problem, chip, *more)
+    assert tile is not None  # reasons_against() has looked
+    return tile
+
+
+def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
+    """(table of pages, last page of the pool; -1: it holds none)."""
+    if not isinstance(k, PagedView):
+        return None, 0
+    if k.piece:
+        raise BackendError("fusion_attention: triton: expected rows in one piece, got pieces for k")
+    return k.table, launch_decode.pool_of(k, 1)
+
+
+def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
+    """Launches the scores and the choice of every chunk of rows."""
+    views: dict[str, memory.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
+    }  # fmt: skip
+    given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
+    given["table"] = o.k.table if isinstance(o.k, PagedView) else None
+    layout = memory.layout(views, given)
+    schedule.once(layout, lambda: ready_topk(problem, extents, schedule.kept, views, given)).run(given)
+
+
+def ready_topk(
+    p: IndexerProblem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Choice:
+    """What run_topk() does with memory as these views and arguments lie."""
+    table, last = pages_of(views["k"])
+    device, where = memory.one_device(given), memory.places(views, len(e))
+    align = memory.alignment({name: views[name] for name in ("q", "k")}, where)
+    tile = tile_on(shapes_sparse.scores_tile, p, device, align)
+    rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
+    if not len(planned):
+        return Choice([], ())
+    tiled = kept.on(device, "rows", row_tiles)
+    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    ends = ends_of(kept.capacity, planned)
+    pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
+    per = tiles_per_chunk(p, pitch)
+    of_scores, of_choice, of_write = constants(p, tile, align)
+    width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
+    shared = {
+        "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
+        "width": width, "step": step, "last": last, "pitch": pitch,
+    }  # fmt: skip
+    own: list[str] = [*given, "scores", "entries", "held"]
+    launches: list[Any] = []
+    sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
+    for begin in range(0, len(planned), per):
+        count, kept_here = min(per, len(planned) - begin), shared | {"begin": begin}
+        keys = -(-int(ends[begin : begin + count].max()) // tile.BN)
+        for head0 in range(0, p.heads if keys else 0, of_scores["H"]):
+            of_heads, known = kept_here | {"head0": head0}, of_scores | {"ADDS": head0 > 0}
+            launches.append(CHOICE.launch(index_scores, (keys, count), of_heads, own, known, tile))
+        grid = (count * rows,)
+        launches.append(CHOICE.launch(index_choice, grid, kept_here, own, of_choice, shapes_sparse.CHOICE))
+        written = CHOICE.launch(index_write, (*grid, pieces), kept_here, own, of_write, shapes_sparse.write_tile(p))
+        launches.append(written if sorts else Sorting(written, p.top_k))
+    chunk = min(per, len(planned)) * rows
+    room = {
+        "scores": ((chunk, pitch), torch.float32),
+        "entries": ((chunk, of_choice["ROOM"]), torch.int64),
+        "held": ((chunk,), torch.int32),
+    }
+    return Choice(launches, (places, lengths, tiled), {}, room)
+
+
+def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
+    """What the verb allocates besides operands and results, at most."""
+    p, e = problem, schedule.kept.extents
+    if schedule.verb == "indexer_backward":
+        keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
+        return sum_bytes(keys, p.dim) + most * p.top_k * (BYTES_OF_ENTRY + p.dim * row_type(p).itemsize)
+    planned = row_tiles(e)
+    if not len(planned):
+        return 0
+    pitch = -(-int(ends_of(e, planned).max()) // shapes_sparse.WIDEST) * shapes_sparse.WIDEST
+    chunk = min(tiles_per_chunk(p, pitch), len(planned)) * shapes_sparse.SCORED
+    sorting = 0 if shapes_sparse.sorts(p.top_k) else 4 * 8 * p.top_k  # masked, sorted, and what torch.sort takes
+    return chunk * (4 * pitch + 8 * candidates(p.top_k, shapes_sparse.CHOICE.BN) + 4 + sorting)
+
+
+# -------------------------------------------------------------------------------------------------------- the gradient
+
+
+def row_type(problem: IndexerProblem) -> torch.dtype:
+    """Of the rows that tokens give to keys: float16 may not hold what their sum does, and heads in several launches add
+    to them."""
+    whole = problem.heads <= shapes_sparse.ONE_LAUNCH
+    return torch.bfloat16 if problem.dtype == "bfloat16" and whole else torch.float32
+
+
+def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
+    """Tokens whose rows a chunk holds."""
+    each = problem.top_k * (BYTES_OF_ENTRY + problem.dim * row_type(problem).itemsize)
+    return max(1, min(CHUNK // each, tokens))
+
+
+def gradient_constants(problem: IndexerProblem, tile: Tile, align: int) -> Constants:
+    """What index_gradient knows while compiling."""
+    p = problem
+    d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
+    return d | {
+        "HEADS": p.heads, "ADDS": False, "DIM": p.dim, "SELECT": p.top_k, "UNITS": p.dtype == "float16", "ALIGN": align,
+        "BM": tile.BM, "BN": tile.BN,
+    }  # fmt: skip
+
+
+@dataclass(eq=False)
+class Gradient(launching.Ready):
+    """The launches of chunks of tokens, and what becomes of the rows that they leave."""
+
+    where: Where | None = None
+    keys: int = 0
+    entries: int = 0  # of a chunk
+    row: tuple[int, torch.dtype] = (0, torch.float32)
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches a chunk, and adds its rows to their keys' sums."""
+        for table in self.tables:
+            table.read()
+        q, (dim, dtype) = given["q"], self.row
+        total = KeySum(q, self.keys, dim)
+        given["rows"], given["owners"] = empty(q, (self.entries, dim), dtype), empty(q, (self.entries,), torch.int32)
+        for each in self.launches:
+            each.start(given)
+            if each.argument("head0") + each.known["BM"] >= each.known["HEADS"]:
+                entries = each.grid[0] * each.known["SELECT"]
+                total.add(given["rows"][:entries], given["owners"][:entries])
+        if self.where is not None:
+            total.write(given["dk"], "dk", 0, dim, 1, self.where)
+
+
+def run_backward(
+    problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
+) -> None:
+    """Launches the gradient of every chunk of tokens, and the sums per key."""
+    views: dict[str, memory.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
+        "dweights": g.dweights,
+    }  # fmt: skip
+    given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
+    layout = memory.layout(views, given)
+    schedule.once(layout, lambda: ready_backward(problem, extents, schedule, views, given)).run(given)
+
+
+def ready_backward(
+    p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, memory.View | None],
+    given: dict[str, Any],
+) -> Gradient:  # fmt: skip
+    """What run_backward() does with memory as these views and arguments lie."""
+    kept, capacity = schedule.kept, schedule.kept.capacity
+    device = memory.one_device(given)
+    where = memory.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
+    align = memory.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
+    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
+    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
+    known = gradient_constants(p, tile, align)
+    shared = {"places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
+    own = [name for name in given if name != "dk"] + ["rows", "owners"]
+    per = tokens_per_chunk(p, schedule.rows)
+    launches = [
+        GRADIENT.launch(
+            index_gradient,
+            (min(per, schedule.rows - n),),
+            shared | {"begin": n, "head0": head0},
+            own,
+            known | {"ADDS": head0 > 0},
+            tile,
+        )
+        for n in range(0, schedule.rows, per)
+        for head0 in range(0, p.heads, tile.BM)
+    ]
+    return Gradient(
+        launches, (places, lengths, listed, tiles), {}, Where(places.tensor, tiles.tensor, len(e)),
+        int(capacity.kv_len.sum()), min(per, schedule.rows) * p.top_k, (p.dim, row_type(p)),
+    )  # fmt: skip

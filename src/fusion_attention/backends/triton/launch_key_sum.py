@@ -1,0 +1,110 @@
+"""Launches of the sums of rows by key: the float32 sums, the sorting of lists, the gradients at last.
+
+    total = KeySum(like, keys, columns)
+    for chunk in chunks:
+        total.add(rows, ids)        [entries, columns] and int32 [entries], -1 for none
+    total.write(dk, "dk", 0, where)
+
+Knows no verb. The number of a key, its id, counts the keys of all sequences and heads: numbered().
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton import memory, shapes, views
+from fusion_attention.backends.triton.key_sum import add_rows, write_rows
+from fusion_attention.backends.triton.launching import launch_named
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents
+
+PANEL = 256  # columns that one program sums, at most
+ADD, WRITE = shapes.Tile(0, 0, 2, 1), shapes.Tile(0, 16, 4, 1)
+# Of an entry of a list, besides its row: its id; ids and their order, sorted, and both again while they are.
+BYTES_OF_ENTRY = 4 + 2 * (4 + 8)
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Tables on a device: of places, with `ids` and the views that are written; key_tiles(); how many sequences."""
+
+    places: torch.Tensor
+    tiles: torch.Tensor
+    count: int
+
+
+def numbered(like: torch.Tensor, capacity: Extents, heads: int) -> RowView:
+    """`ids` of the table of places: key j of head h of sequence b has the id (first[b] + j) * heads + h.
+
+    capacity: lengths that later ones do not exceed (memory.Kept): an id stays a key's.
+    """
+    ones = np.ones(len(capacity), np.int64)
+    return RowView((like,), capacity.kv_start * heads, heads, ones, 1)
+
+
+def key_tiles(extents: Extents) -> np.ndarray:
+    """[tiles, 8] int32: seq, key0 and key1 of every few keys."""
+    turns = -(-extents.kv_len // WRITE.BN)
+    seq = np.repeat(np.arange(len(extents)), turns)
+    key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
+    table = np.zeros((len(seq), memory.TILE_FIELDS), np.int32)
+    table[:, 0], table[:, 1], table[:, 2] = seq, key0, np.minimum(key0 + WRITE.BN, extents.kv_len[seq])
+    return table
+
+
+def workspace_bytes(keys: int, columns: int) -> int:
+    """What a sum holds, besides the rows and lists of a chunk (BYTES_OF_ENTRY)."""
+    return 4 * keys * columns + 8 * (keys + 1)
+
+
+def panel_of(columns: int) -> int:
+    """Columns that a program sums."""
+    return min(PANEL, shapes.power(columns))
+
+
+class KeySum:
+    """The sums of `keys` keys in float32, zero at first.
+
+    Args:
+        like: a tensor on the device.
+        keys: how many ids there are.
+        columns: elements of a row.
+    """
+
+    def __init__(self, like: torch.Tensor, keys: int, columns: int) -> None:
+        self.total = like.new_zeros((keys, columns), dtype=torch.float32)
+        self._every = torch.arange(keys + 1, dtype=torch.int32, device=like.device)
+
+    def add(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """Adds rows [entries, columns] to the keys of int32 ids [entries], in the order of the entries; -1: to none.
+
+        Nothing waits for the device, and no row of an entry without a key is read.
+        """
+        keys, columns = self.total.shape
+        if not keys or not len(ids):
+            return
+        found, order = torch.sort(ids, stable=True)
+        starts = torch.searchsorted(found, self._every, out_int32=True)
+        w = panel_of(columns)
+        arguments: dict[str, Any] = {"rows": rows, "order": order, "starts": starts, "total": self.total}
+        launch_named(add_rows, (keys, -(-columns // w)), arguments, {"COLUMNS": columns, "W": w}, ADD)
+
+    def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
+        """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""
+        if not len(where.tiles) or not heads:
+            return
+        w = min(PANEL, shapes.power(dim))
+        known = {
+            "VIEW": views.AT[name],
+            "COLUMNS": self.total.shape[1],
+            "FIRST": first,
+            "DIM": dim,
+            "W": w,
+            "BN": WRITE.BN,
+        }
+        arguments = {"total": self.total, "out": out, **vars(where)}
+        launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, known, WRITE)

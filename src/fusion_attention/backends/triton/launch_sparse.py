@@ -1,0 +1,132 @@
+"""Launches of attention to lists of selected keys: one program for a token and a few heads.
+
+Knows lists. Refuses to know who chose what stands in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton.mend_lists import mend_lists
+from fusion_attention.backends.triton.sparse_forward import sparse_forward
+from fusion_attention.waist.kv import PagedView, RowView
+from fusion_attention.waist.problem import Extents, Operands, Problem
+
+FAMILY = launching.Family(sparse_forward, mend_lists)
+ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table")) | {"width": 0, "step": 0, "last": 0}
+NEAR = 1 << 31  # elements: int32 counts to them
+KEYS = ("k", "v", "k_rope")
+
+
+def tokens(extents: Extents) -> np.ndarray:
+    """[tokens, 2] int32: (sequence, row) of every token of all sequences."""
+    seq = np.repeat(np.arange(len(extents)), extents.q_len)
+    row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
+    return np.stack((seq, row), 1).astype(np.int32)
+
+
+def near(views: dict[str, memory.View | None], extents: Extents) -> bool:
+    """Whether int32 holds every offset of a key's row from its sequence's first, or from the pool's."""
+    most = int(extents.kv_len.max(initial=0))
+    for view in (views[name] for name in KEYS):
+        if isinstance(view, PagedView):
+            if view.pool.untyped_storage().nbytes() >= NEAR * view.pool.element_size():
+                return False
+        elif isinstance(view, RowView) and most * view.stride_token >= NEAR:
+            return False
+    return True
+
+
+def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
+    """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
+    p = problem
+    return {
+        "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
+        "max": o.stats.max, "sum": o.stats.sum,
+        "q_rope": o.q_rope if p.dim_rope else None,
+        "k_rope": o.k_rope if p.dim_rope else None,
+        "indices": o.indices,
+    }  # fmt: skip
+
+
+def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
+    """What every kernel of lists knows while compiling."""
+    p = problem
+    return launch_dense.widths(p) | {
+        "GROUP": p.group,
+        "RAW": launch_dense.raw(p),
+        "SELECT": p.select_count,
+        "BLOCK": p.select_block,
+        "ALIGN": align,
+        "BM": tile.BM,
+        "BN": tile.BN,
+    }
+
+
+def forward_constants(problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True) -> launching.Constants:
+    """What the forward kernel knows while compiling."""
+    p = problem
+    more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
+    return constants(p, tile, align) | more
+
+
+def mend_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
+    """What the kernel that mends knows."""
+    known = forward_constants(problem, shapes.mend_tile("mend_out", problem), align, is_near)
+    return {name: value for name, value in known.items() if name not in ("RAW", "SINK")}
+
+
+def programs(problem: Problem, tile: shapes.Tile) -> int:
+    """Of a token."""
+    return problem.heads_kv * -(-problem.group // tile.BM)
+
+
+def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
+    """Launches the forward kernel."""
+    views = views_of(problem, o)
+    given = launch_dense.given_by(problem, o, views)
+    if isinstance(o.k, PagedView):
+        given["table"] = o.k.table
+    found = schedule.once(memory.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given))
+    found.run(given)
+
+
+def ready(
+    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> launching.Ready:
+    """What run() does with memory as these views and arguments lie."""
+    table, last = launch_decode.pages(p, views)
+    device, where = memory.one_device(given), memory.places(views, len(e))
+    align = memory.alignment(views, where)
+    listed = kept.on(device, "tokens", tokens)
+    if not len(listed.tensor):
+        return launching.Ready([], ())
+    tile = tile_on(p, device, align)
+    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    # Without a page no key is read.
+    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
+    numbers = launch_dense.numbers(p)
+    arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | {
+        "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
+        "places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
+    }  # fmt: skip
+    is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
+    count, mended = len(listed.tensor), mend_constants(p, align, is_near)
+    known = forward_constants(p, tile, align, is_near)
+    launches = [
+        FAMILY.launch(sparse_forward, (count * programs(p, tile),), arguments, given, known, tile),
+        FAMILY.launch(mend_lists, (count * programs(p, mend),), arguments, given, mended, mend),
+    ]
+    return launching.Ready(launches, (places, lengths, listed))
+
+
+def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
+    """The forward's tile on a device."""
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
+    assert tile is not None  # reasons_against() has looked
+    return tile

@@ -1,0 +1,294 @@
+"""Launches of the backward over selected keys: chunks of tokens, and the memory between the kernels.
+
+A chunk holds P, dS and a row of gradients for each slot of its tokens. How many tokens it has follows from BUDGET and
+changes no bit: what a token computes is its own, and key_sum.py adds to a key's sum in the order of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton import common, launch_key_sum, memory, shapes, views
+from fusion_attention.backends.triton import shapes_sparse_backward as cuts
+from fusion_attention.backends.triton.backward import prepare
+from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
+from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
+from fusion_attention.backends.triton.launching import Constants, Schedule, launch_named
+from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
+from fusion_attention.memory import empty
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+
+BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
+# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed.
+ATOMIC = False
+PREPARE, LISTS = shapes.Tile(16, 16, 8, 1), shapes.Tile(0, 0, 4, 1)
+ENTRIES = 1024  # slots that a turn of read_lists() fills
+MOST_PROGRAMS = 65535  # of a grid's second and third axis
+PIECE = 16  # columns at whose multiples the parts of a row begin
+
+
+def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
+    """Where the gradients of keys begin in a row, by the views that receive them, and how long a row is."""
+    p = problem
+    dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
+    found, columns = {}, 0
+    for name, dim in dims.items():
+        found[name] = columns
+        columns += -(-dim // PIECE) * PIECE
+    return found, columns
+
+
+def slots_of(problem: Problem, tiles: dict[str, Cut]) -> int:
+    """Slots of a token: whole tiles that hold its entries."""
+    most = max(cut.BN for cut in tiles.values())
+    return -(-problem.select_count * problem.select_block // most) * most
+
+
+def rows_dtype(problem: Problem, wide: bool) -> torch.dtype:
+    """Of what a token gives to a key; float16 would leave little of what a scaled loss gives."""
+    return torch.bfloat16 if problem.dtype == "bfloat16" and not wide else torch.float32
+
+
+def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
+    """What a chunk holds of a token."""
+    p = problem
+    weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
+    rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
+    return weights + p.heads_kv * (slots * (rows + 8) + 4)  # a slot's key and id, a list's length
+
+
+def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
+    """How many tokens a chunk has."""
+    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv, tokens)
+    return max(1, most)
+
+
+def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
+    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    p, e = problem, schedule.kept.extents
+    if not schedule.rows:
+        return 0
+    row = rows_dtype(p, wide=True)
+    slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
+    chunk = tokens_of(p, schedule.rows, slots, row) * bytes_of_token(p, slots, row)
+    notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
+    keys = int(schedule.kept.capacity.kv_len.sum()) * p.heads_kv
+    flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
+    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1])
+
+
+def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
+    """The views that the kernels read and write, by their names in the table of places."""
+    p = problem
+    found = {
+        "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum, "indices": o.indices,
+        "dout": g.dout, "dq": g.dq, "dk": g.dk,
+    }  # fmt: skip
+    if not p.shares_kv:
+        found |= {"v": o.v, "dv": g.dv}
+    if p.dim_rope:
+        found |= {"q_rope": o.q_rope, "k_rope": o.k_rope, "dq_rope": g.dq_rope, "dk_rope": g.dk_rope}
+    return found
+
+
+@dataclass(eq=False)
+class Laid:
+    """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
+
+    places: memory.Copied
+    lengths: memory.Copied
+    by_row: memory.Copied
+    tokens: memory.Copied
+    by_key: memory.Copied
+    align: int
+    cuts: dict[str, Cut]
+    keys: int  # of all sequences and heads
+
+    def read(self) -> None:
+        """Says that what comes next reads the tables."""
+        for table in (self.places, self.lengths, self.by_row, self.tokens, self.by_key):
+            table.read()
+
+
+def lay(problem: Problem, extents: Extents, kept: memory.Kept, views: dict[str, Any], given: dict[str, Any]) -> Laid:
+    """What run() does with memory as these views lie."""
+    p, count = problem, len(extents)
+    device, like = memory.one_device(given), given["q"]
+    total = np.full(count, 1, np.int64)
+    flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
+    ids = launch_key_sum.numbered(like, kept.capacity, p.heads_kv)
+    table = memory.places(views | {"flat": flat, "ids": ids}, count)
+    align, chip = memory.alignment(views, table), shapes.chip_of(device)
+    assert chip is not None  # reasons_against() has looked
+    return Laid(
+        memory.Copied.of(table, device),
+        kept.on(device, "lengths", memory.lengths),
+        kept.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
+        kept.on(device, "tokens", listed_tokens),
+        kept.on(device, "keys", launch_key_sum.key_tiles),
+        align,
+        {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS},
+        int(kept.capacity.kv_len.sum()) * p.heads_kv,
+    )
+
+
+def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
+    p, found = problem, views_of(problem, o, g)
+    given: dict[str, Any] = {name: memory.tensor_of(view) for name, view in found.items()}
+    laid = schedule.once(memory.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
+    laid.read()
+    like, tokens = given["q"], schedule.rows
+    given |= {"places": laid.places.tensor, "lengths": laid.lengths.tensor, "tokens": laid.tokens.tensor}
+    given |= {"count": len(extents), "plane": tokens * p.heads_q}
+    given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
+    given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
+    part = note_rows(p, laid, given, o)
+    sums, wide = KeySum(like, laid.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    if tokens:
+        room = Room.of(p, tokens, laid.cuts, rows_dtype(p, wide), like)
+        for first in range(0, tokens, room.tokens):
+            run_chunk(p, laid, room, sums, given | {"first": first}, min(room.tokens, tokens - first))
+    where = Where(laid.places.tensor, laid.by_key.tensor, len(extents))
+    for name, first in columns_of(p)[0].items():
+        sums.write(given[name], name, first, found[name].dim, p.heads_kv, where)
+    if g.dsink is not None:
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+
+
+def note_rows(problem: Problem, laid: Laid, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
+    """lse and D of every row and head, as the dense backward notes them; tiles' shares of dsink."""
+    p, tiles = problem, laid.by_row.tensor
+    if not len(tiles):
+        return None
+    part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
+    sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
+    own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
+    start(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
+    return part
+
+
+@dataclass(eq=False)
+class Room:
+    """What the kernels hand to one another of a chunk of so many tokens."""
+
+    tokens: int
+    slots: int
+    keys: torch.Tensor
+    ids: torch.Tensor
+    used: torch.Tensor
+    weights: torch.Tensor
+    ds: torch.Tensor
+    rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Room:
+        """Memory for a chunk, which serves one after the other."""
+        slots = slots_of(p, tiles)
+        held = tokens_of(p, tokens, slots, row)
+        lists, pairs = held * p.heads_kv * slots, held * p.heads_q * slots
+        keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
+        weights, ds = (empty(like, (pairs,)) for _ in range(2))
+        rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
+        return cls(held, slots, keys, ids, empty(like, (held * p.heads_kv,), torch.int32), weights, ds, rows)
+
+
+def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
+    """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
+    rows = sums.total if room.rows is None else room.rows
+    given = given | {"keys": room.keys, "ids": room.ids, "used": room.used, "weights": room.weights, "ds": room.ds}
+    given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
+    for name in ("v", "q_rope", "k_rope"):
+        given.setdefault(name, None)
+    own = tokens * p.heads_kv
+    for one in launches(p, laid.cuts, laid.align, room.slots, room.rows is None):
+        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
+        named = {name: given[source] for name, source in one.renamed.items()}
+        start(one.kernel, grid, given | named, one.known, one.tile)
+    if room.rows is not None:
+        entries = own * room.slots
+        sums.add(room.rows[:entries], room.ids[:entries])
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel of a chunk; a grid's words stand for its numbers of tokens and heads. renamed: arguments that a kernel
+    calls otherwise than the table of places does."""
+
+    kernel: Any
+    grid: tuple[Any, ...]
+    known: Constants
+    tile: Any
+    renamed: dict[str, str]
+
+
+def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, atomic: bool = False) -> list[Step]:
+    """What a chunk launches, in its order."""
+    p = problem
+    shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": ENTRIES}
+    cut = tiles["weigh_slots"]
+    sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
+    grid = slots // cut.BN, -(-p.group // cut.BH), "own"
+    found = [
+        Step(read_lists, ("tokens", "heads_kv"), lists, LISTS, {}),
+        Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
+    ]
+    cut = tiles["backward_rows"]
+    for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
+        for first, width, count in cuts.panels(dim, cut.BC):
+            own = cut._replace(BC=width)
+            known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
+            grid = count, -(-p.group // cut.BH), "own"
+            found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
+    return found + slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+
+
+def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
+    """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
+    (starts, columns), found = columns_of(p), []
+    parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
+    if not p.shares_kv:
+        parts.append(("dv", "dout", "weights", p.dim_v))
+    for name, x, weights, dim in parts:
+        for first, width, count in cuts.panels(dim, cut.BC):
+            both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
+            at = {"COLUMNS": columns, "FIRST": first, "AT": starts[name] + first, "ATOMIC": atomic}
+            known: Constants = {
+                "DIM": dim,
+                "DIM_ALSO": p.dim_v,
+                "VIEW": views.AT[x],
+                "VIEW_ALSO": views.AT["dout"],
+            } | at
+            renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
+            known |= {} if both else {"also": None, "weights_also": None}
+            known |= {"large": None} if name == "dv" else {}
+            grid = (slots // cut.BN, "own", count) if atomic else (slots // cut.BN, count, "own")
+            found.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
+    return found
+
+
+def known_of(cut: Cut) -> Constants:
+    """The sizes of a tile."""
+    return {"BH": cut.BH, "BN": cut.BN, "BC": cut.BC}
+
+
+def prepare_constants(problem: Problem, align: int) -> Constants:
+    """What prepare() knows while compiling."""
+    known = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
+    return known | {
+        "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
+    }  # fmt: skip
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: Any) -> None:
+    """Launches a kernel with those of the arguments that it names."""
+    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
+    launch_named(kernel, grid, arguments, known, tile)

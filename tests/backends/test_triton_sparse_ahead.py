@@ -1,0 +1,75 @@
+"""The kernels of lists, of the indexer and of its loss compiled without a GPU: what each takes, and how it multiplies.
+
+As test_triton_ahead.py does for the dense ones; `python tests/support/sparse_ahead.py` records anew.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from support import sparse_ahead as ahead
+from support.triton_ahead import SHARED, Figures, workers
+
+RECORDED = {run: row for area in ahead.AREAS for run, row in ahead.recorded(area).items()}
+unrecorded = pytest.mark.skip(reason=f"not recorded of Triton {triton.__version__}")
+EVERYDAY_CHIPS = (80, 90)
+STACKED = 4
+
+
+def is_everyday(run: str) -> bool:
+    _, name, chip = ahead.RUNS[run]
+    return name in ahead.EVERYDAY and chip in EVERYDAY_CHIPS
+
+
+def marks(run: str) -> list[pytest.MarkDecorator]:
+    return ([] if is_everyday(run) else [pytest.mark.slow]) + ([] if run in RECORDED else [unrecorded])
+
+
+@cache
+def pool() -> ProcessPoolExecutor:
+    return workers()
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> dict[str, Future[Figures]]:
+    """Everything that this run's tests will ask for, under way."""
+    asked = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
+    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in asked and run in RECORDED}
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in ahead.RUNS])
+def test_resources(run: str, compiled: dict[str, Future[Figures]]) -> None:
+    found, before = compiled[run].result(), RECORDED[run]
+    assert found["shared"] <= SHARED[ahead.RUNS[run][2]]
+    assert found["registers"] <= before["registers"] + 8
+    assert {key: found[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
+    assert found["ahead"] >= before["ahead"]
+    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if found[key] > before[key]]
+    assert risen == []
+
+
+def test_every_run_is_recorded() -> None:
+    known = [area for area in ahead.AREAS if ahead.recorded(area)]  # of this Triton
+    assert [run for run, (area, _, _) in ahead.RUNS.items() if area in known and run not in RECORDED] == []
+
+
+def test_what_spills_is_known() -> None:
+    """Bytes on the stack are recorded, and rise no more; each run that keeps some says why."""
+    assert {run: row["spilled"] for run, row in RECORDED.items() if row["spilled"] and run not in ahead.SPILLED} == {}
+    assert [run for run, row in RECORDED.items() if row["stacked"] > STACKED] == []
+
+
+def test_tall_tiles_multiply_by_wgmma_and_loads_are_in_flight() -> None:
+    recorded = {run: RECORDED[run] for run in ahead.RUNS if run in RECORDED}
+    rows = {run: ahead.compiled(run).rows or ahead.compiled(run).tile.BM for run in recorded}
+    tall = [run for run in recorded if ahead.RUNS[run][2] == 90 and rows[run] >= 64]
+    narrow = [
+        run for run in tall if "fp32" not in str(ahead.compiled(run).types.get("q")) and not recorded[run]["wgmma"]
+    ]
+    assert [run for run in narrow if ahead.compiled(run).counted] == []
+    assert [run for run, row in recorded.items() if row["ahead"] < ahead.compiled(run).ahead] == []

@@ -1,0 +1,177 @@
+"""Lists of selected keys, the indexer and its loss on a real GPU against golden on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.on_gpu import copied
+
+import fusion_attention as fa
+from fusion_attention import nn
+from fusion_attention.backends.triton import launch_sparse_backward
+from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.testing import compare, indexer_loss, sparse
+from fusion_attention.testing.indexer_loss import LossCase
+from fusion_attention.testing.sparse import IndexerCase, SparseCase
+from fusion_attention.torch_ops.eager import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+Results = dict[str, torch.Tensor]
+MLA: dict[str, Any] = {"dim_qk": 512, "dim_v": 512, "dim_rope": 64, "shares_kv": True, "scale": 0.04}
+SMALL: dict[str, Any] = {"layout": "TND", "q_len": (33, 0, 7), "kv_len": (90, 5, 40)}
+CASES = [
+    *(SparseCase(**SMALL, dtype=d, lists=lists, count=40) for d in ("float32", "float16", "bfloat16")
+      for lists in ("random", "repeated", "wild", "none")),
+    *(SparseCase(dtype="bfloat16", heads_q=heads, q_len=(5,), kv_len=(700,), count=300, lists="all", **MLA)
+      for heads in (1, 8, 16, 33, 64, 128)),
+    SparseCase(**SMALL, dtype="float16", heads_q=6, heads_kv=3, dim_qk=128, dim_v=128, scale=0.09, sink=True, block=8),
+    SparseCase(**SMALL, dtype="bfloat16", heads_q=40, dim_qk=192, dim_v=128, scale=0.07, block=64, lists="all", mode=0),
+    SparseCase(**SMALL, dtype="bfloat16", dim_qk=768, dim_v=768, scale=0.036, count=50),
+    SparseCase("BSND", page=64, dtype="bfloat16", heads_q=128, q_len=(2, 1), kv_len=(700, 90), count=90, **MLA),
+    SparseCase(page=16, dtype="float16", heads_q=8, heads_kv=2, q_len=(3,), kv_len=(80,), block=4, lists="wild"),
+]  # fmt: skip
+
+
+def on_gpu(call: Any) -> Any:
+    """A call with its tensors on the GPU."""
+    return replace(call, tensors={name: copied(t) for name, t in call.tensors.items()})
+
+
+def home(results: Any) -> Results:
+    return {name: t.cpu() for name, t in results.items()}
+
+
+def compute(case: SparseCase, args: dict[str, Any]) -> Results:
+    """sparse.compute() on the GPU."""
+    call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
+    results = run(call, "triton")
+    found = home(dict(zip(("out", "max", "sum"), results.values(), strict=True)))
+    return found if case.page else found | home(run(SparseBackward(call, dy, *results.values()), "triton"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_lists(case: SparseCase) -> None:
+    args = sparse.arguments(case)
+    want, measure = sparse.golden(case, args), sparse.plain(case, args)
+    for name, mine in compute(case, args).items():
+        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(max(case.kv_len) * 2, case.dim_v))
+
+
+def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SparseCase(**SMALL, dtype="bfloat16", heads_q=64, count=80, lists="all", mode=0, **MLA)
+    args = sparse.arguments(case)
+    first = compute(case, args)
+    for budget in (1 << 30, 1 << 22):
+        monkeypatch.setattr(launch_sparse_backward, "BUDGET", budget)
+        same_bits(compute(case, args), first)
+
+
+def test_sums_in_no_order_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_sparse_backward, "ATOMIC", True)
+    test_lists(CASES[4])
+    test_lists(CASES[13])
+
+
+INDEXERS = [
+    *(IndexerCase(**SMALL, dtype=d, heads=h, dim=64, top_k=k, exact=True) for d in ("float16", "bfloat16")
+      for h in (3, 64) for k in (20, 70)),
+    IndexerCase("BSND", dtype="bfloat16", q_len=(3,), kv_len=(9000,), heads=4, dim=16, top_k=2048, mode=0, exact=True),
+    IndexerCase(page=16, dtype="bfloat16", q_len=(3, 5), kv_len=(65, 20), heads=8, dim=32, top_k=40, exact=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", INDEXERS, ids=lambda case: case.id)
+def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
+    args = sparse.indexer_arguments(case)
+    want = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")
+    found = sparse.chosen(on_gpu(sparse.lowered_indexer(args)), "triton")
+    assert torch.equal(found[0].cpu(), want[0])
+    same_bits({"values": found[1].cpu()}, {"values": want[1].to(found[1].dtype)})
+
+
+@pytest.mark.parametrize("case", [INDEXERS[1], INDEXERS[6]], ids=lambda case: case.id)
+def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
+    args = sparse.indexer_arguments(replace(case, exact=False))
+    call, dy = sparse.lowered_indexer(args), args["dy"]
+    wide = sparse.promoted(call)
+    indices, _ = sparse.chosen(wide, "golden")
+    want = sparse.indexer_gradients(wide, dy.double(), indices, "golden")
+    measure = sparse.plain_indexer_gradients(case, args, indices)
+    found = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
+    for name, mine in found.items():
+        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+
+
+LOSSES = [
+    LossCase(**SMALL, dtype=d, weights=d, heads_q=heads, dim_qk=64, heads=8, dim=64, count=count, sink=True)
+    for d in ("float32", "bfloat16")
+    for heads in (4, 128)
+    for count in (0, 30)
+]
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
+def test_losses(case: LossCase) -> None:
+    args = indexer_loss.arguments(case)
+    want, measure = indexer_loss.golden(case, args), indexer_loss.plain(case, args)
+    found = home(run(on_gpu(indexer_loss.lowered(case, args)), "triton"))
+    for name, mine in found.items():
+        compare(f"{case.id}: {name}", mine, want[name], measure[name], sum(case.q_len), 2.0 if name == "loss" else 0.0)
+
+
+@pytest.mark.parametrize("stage", ["warmup", "sparse"])
+def test_a_layer_captured_by_no_graph_learns_as_on_the_cpu(stage: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64)
+    nn.set_stage(layer, stage)
+    x, rope = torch.randn(1, 200, 256), nn.rope_table(torch.arange(200), 16)
+    found: dict[str, Results] = {}
+    for device, name in (("cpu", "golden"), ("cpu", "cpu"), ("cuda", "triton")):
+        one = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64).to(device)
+        one.load_state_dict(layer.state_dict())
+        nn.set_stage(one, stage)
+        with fa.use_backend(name):
+            out, loss = one(x.to(device), rope=tuple(t.to(device) for t in rope))
+            (out.square().mean() + loss).backward()
+        found[name] = home({n: p.grad for n, p in one.named_parameters() if p.grad is not None}) | {"out": out.cpu()}
+    for name, mine in found["triton"].items():
+        compare(name, mine.detach(), found["golden"][name].double().detach(), found["cpu"][name].detach(), 200)
+
+
+def test_a_run_does_not_wait_for_the_gpu() -> None:
+    case = SparseCase(**SMALL, dtype="bfloat16", heads_q=16, dim_qk=64, dim_v=64)
+    args = sparse.arguments(case)
+    call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
+    saved = run(call, "triton")
+    backward = SparseBackward(call, dy, *saved.values())
+    run(backward, "triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(call, "triton")
+        run(backward, "triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_graph_gives_the_same_bits() -> None:
+    case = SparseCase(**SMALL, dtype="bfloat16", heads_q=16, dim_qk=64, dim_v=64, count=40)
+    args = sparse.arguments(case)
+    call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
+
+    def both() -> Results:
+        saved = run(call, "triton")
+        return {**saved, **run(SparseBackward(call, dy, *saved.values()), "triton")}
+
+    want = home(both())  # compiles, and copies the tables
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        same_bits(home(found), want)

@@ -1,0 +1,129 @@
+"""The indexer's kernels under Triton's interpreter against golden: what is chosen, in order, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.selected import cloned, good_choice, operands, ordered
+
+from fusion_attention import plan as plans
+from fusion_attention.backends.triton import launch_indexer, shapes_sparse
+from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.testing import compare
+from fusion_attention.testing.sparse import (
+    IndexerCase,
+    chosen,
+    indexer_gradients,
+    lowered_indexer,
+    plain_indexer_gradients,
+    promoted,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+FLOAT16 = {"dtype": "float16", "weights": "float16"}
+
+EXACT = [
+    IndexerCase(exact=True, top_k=6, q_len=(7, 7), **FLOAT16),
+    *(replace(PACKED, exact=True, dim=4, heads=h, top_k=k, mode=m) for h, k, m in ((1, 1, 3), (4, 3, 0), (3, 9, 3))),
+    IndexerCase(exact=True, q_len=(4,), kv_len=(150,), dim=4, top_k=20, **HALF),  # candidates are sorted out twice
+    IndexerCase(exact=True, page=16, kv_len=(65, 20), q_len=(3, 5), dim=4, top_k=40),
+]
+CASES = [
+    *(IndexerCase(dtype=d) for d in ("float32", "float16", "bfloat16")),
+    replace(PACKED, heads=33, dim=24, top_k=5, **FLOAT16),
+    replace(PACKED, heads=16, dim=80, top_k=5, **HALF),
+    IndexerCase(q_len=(9, 9), kv_len=(4, 4), top_k=6),  # rows without keys
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, **HALF),
+    IndexerCase(q_len=(0, 0), kv_len=(4, 4)),
+    IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), top_k=8, **HALF),
+]
+
+PIECE = Tile(0, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so low that a case of a few rows has several of them."""
+    for name, value in (("CANDIDATES", 16), ("CHOICE", PIECE), ("WRITE", PIECE), ("FEWEST", 4)):
+        monkeypatch.setattr(shapes_sparse, name, value)
+    for name in ("scores_tile", "gradient_tile"):
+        monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))
+
+
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
+def test_the_order_is_exact(case: IndexerCase) -> None:
+    """Whole numbers add up alike everywhere."""
+    args = operands(case)
+    indices, values = chosen(lowered_indexer(args), "triton")
+    ordered(case, args, indices, values, "triton")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_what_is_chosen(case: IndexerCase) -> None:
+    args = operands(case)
+    good_choice(case, args, *chosen(lowered_indexer(args), "triton"), "triton")
+
+
+@pytest.mark.parametrize("case", [c for c in (*EXACT[:2], *CASES) if not c.page], ids=lambda case: case.id)
+def test_gradients(case: IndexerCase) -> None:
+    args = operands(case)
+    call, dy = lowered_indexer(args), args["dy"]
+    indices = chosen(promoted(call), "golden")[0]
+    got = indexer_gradients(call, dy, indices, "triton")
+    want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
+    measure = plain_indexer_gradients(case, args, indices)
+    for name, value in got.items():
+        compare(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans made before know what they launch."""
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
+
+
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of rows, or a token, is the least that a chunk holds."""
+    case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
+    args = operands(case)
+    call, found = lowered_indexer(args), []
+    for size in (launch_indexer.CHUNK, 1):
+        fresh(monkeypatch)
+        monkeypatch.setattr(launch_indexer, "CHUNK", size)
+        indices, values = chosen(call, "triton")
+        found.append({"indices": indices, "values": values, **indexer_gradients(call, args["dy"], indices, "triton")})
+    same_bits(found[1], found[0])
+
+
+def test_no_list_makes_the_gradient_read_outside() -> None:
+    """Entries that nobody checked: those behind the band give nothing, the first negative one ends the list."""
+    case = IndexerCase("TND", q_len=(3, 5), kv_len=(7, 20), top_k=9)
+    args = operands(case)
+    call, dy = lowered_indexer(args), args["dy"]
+    lists = torch.randint(0, 24, (8, 1, 9), generator=torch.Generator().manual_seed(0)).int()
+    lists[0, 0, 1], lists[1, 0, 2], lists[4, 0, 3] = 2**31 - 1, -(2**31), 1 << 20
+    got = indexer_gradients(call, dy, lists, "triton")
+    want = indexer_gradients(promoted(call), dy.double(), lists, "golden")
+    measure = indexer_gradients(call, dy, lists, "cpu")
+    for name, value in got.items():
+        compare(name, value, want[name], measure[name], 20)
+
+
+def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
+    case = IndexerCase("TND", q_len=(4,), kv_len=(40,), heads=1, top_k=36, exact=True, mode=0)
+    args = cloned(operands(case))
+    args["query"].fill_(1.0), args["weights"].fill_(1.0)
+    args["key"][3], args["key"][20] = math.nan, math.nan
+    args["key"][5], args["weights"][2] = math.inf, -math.inf
+    call = lowered_indexer(args)
+    (indices, values), (want, scores) = chosen(call, "triton"), chosen(promoted(call), "golden")
+    assert want[0, 0, :3].tolist() == [3, 20, 5]
+    assert (want[2] == -1).any()
+    assert torch.equal(indices, want)
+    assert torch.equal(values.nan_to_num(7.0), scores.to(values.dtype).nan_to_num(7.0))

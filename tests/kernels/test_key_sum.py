@@ -1,0 +1,75 @@
+"""Sums of rows by key under Triton's interpreter: one order, whatever the list, and for any number of chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention.backends.triton import launch_key_sum, memory
+from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents
+
+NONE, KEYS = -1, 5
+LISTS = {
+    "mixed": [3, 0, NONE, 3, 4, 0, NONE, 0, 0, 3],
+    "one key": [2] * 19,
+    "nobody's": [NONE] * 6,
+    "sorted": [0, 0, 1, 1, 2, 2, 3, 3],
+}
+
+
+def rows_of(entries: list[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows whose sum depends on the order; those of nobody are NaN."""
+    generator = torch.Generator().manual_seed(len(entries))
+    rows = torch.randn(len(entries), columns, generator=generator) * 10.0 ** (torch.arange(len(entries)) % 5)[:, None]
+    rows[torch.tensor(entries) == NONE] = torch.nan
+    return rows.to(dtype)
+
+
+def one_after_the_other(entries: list[int], rows: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(KEYS, rows.shape[1])
+    for key, row in zip(entries, rows.float(), strict=True):
+        if key != NONE:
+            total[key] += row
+    return total
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(("columns", "dtype"), [(20, torch.float32), (300, torch.bfloat16)], ids=str)
+def test_rows_are_added_in_their_order_for_any_number_of_chunks(name: str, columns: int, dtype: torch.dtype) -> None:
+    entries = LISTS[name]
+    rows, ids = rows_of(entries, columns, dtype), torch.tensor(entries, dtype=torch.int32)
+    for size in (len(entries), 3):
+        total = KeySum(rows, KEYS, columns)
+        for some, whose in zip(rows.split(size), ids.split(size), strict=True):
+            total.add(some, whose)
+        same_bits(total.total, one_after_the_other(entries, rows), f"{name} in chunks of {size}")
+
+
+def test_every_key_is_written_where_its_view_lies() -> None:
+    """Two heads, an empty sequence, more keys than a tile, columns from the middle; nothing else is touched."""
+    lengths, heads, dim, room = np.array([3, 0, 20]), 2, 3, 7
+    e = Extents(lengths, lengths, lengths * 0, lengths * 0, lengths * 0, lengths * 0)
+    like = torch.zeros(1)
+    total = KeySum(like, int(lengths.sum()) * heads, 6)
+    total.total.copy_(torch.arange(total.total.numel()).view(total.total.shape))
+    out = torch.full((int(lengths.sum()), heads, room), torch.nan, dtype=torch.bfloat16)
+    view = RowView((out,), e.kv_start * heads * room, heads * room, np.full(3, room, np.int64), dim)
+    views = {"ids": launch_key_sum.numbered(like, e, heads), "dk": view}
+    where = Where(torch.from_numpy(memory.places(views, 3)), torch.from_numpy(launch_key_sum.key_tiles(e)), 3)
+    total.write(out, "dk", 2, dim, heads, where)
+    want = total.total.view(-1, heads, 6)[..., 2:5].to(torch.bfloat16)
+    same_bits(out[..., :dim], want)
+    assert out[..., dim:].isnan().all()
+
+
+def test_no_keys_and_no_entries() -> None:
+    like = torch.zeros(1)
+    KeySum(like, 0, 4).add(like.new_zeros(2, 4), torch.full((2,), NONE, dtype=torch.int32))
+    total = KeySum(like, 2, 4)
+    total.add(like.new_zeros(0, 4), torch.zeros(0, dtype=torch.int32))
+    assert not total.total.any()
+    assert launch_key_sum.workspace_bytes(2, 4) == total.total.nbytes + 2 * 4 * 3

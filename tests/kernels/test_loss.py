@@ -1,0 +1,147 @@
+"""The indexer's loss and the warm-up pair under the interpreter: golden's results, and the same bits for any chunks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.selected import cloned, operands
+
+from fusion_attention import plan as plans
+from fusion_attention.backends.triton import launch_loss, launch_warm_up, shapes_loss
+from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.testing import compare
+from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
+from fusion_attention.torch_ops.eager import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+
+PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+WARM = [
+    LossCase(count=0),
+    LossCase(
+        count=0, dtype="float16", weights="float16", q_len=(20,), kv_len=(40,), heads_q=6, heads_kv=3, dim_qk=7, dim=5
+    ),
+    replace(PACKED, count=0, sink=True, heads_kv=2, dim_rope=3),
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, count=0, **HALF),
+    LossCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=0, heads_q=1, heads=1, dim=1, dim_qk=20),
+    LossCase(q_len=(40,), kv_len=(70,), count=0, window=21, dim_qk=24, dim_rope=8, heads_q=2, heads=5, dim=16, **HALF),
+    LossCase(q_len=(0, 0), kv_len=(4, 4), count=0),
+    replace(PACKED, q_len=(0,), kv_len=(0,), count=0),
+]
+
+LISTS = ("all", "repeated", "short", "none", "wild")
+SELECTED = [
+    LossCase(),
+    *(LossCase(lists=lists, count=7, mode=mode) for lists, mode in zip(LISTS, (0, 3, 3, 0, 3), strict=True)),
+    replace(PACKED, lists="wild", count=7, **HALF),
+    LossCase(lists="all", count=9, dim_qk=32, dim_rope=8, heads_q=8, heads=4, dim=16, **HALF),
+    LossCase(dtype="float16", weights="float16", lists="repeated", wide=True, heads_q=6, heads_kv=3, dim_qk=7, dim=5),
+    replace(PACKED, sink=True, count=5, heads_kv=2, dim_rope=3),
+    LossCase(q_len=(9, 9), kv_len=(4, 4), count=6, lists="all", sink=True),
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, lists="all", count=6, **HALF),
+    LossCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, count=6, heads_q=1, heads=1, dim=1),
+    LossCase(q_len=(3,), kv_len=(90,), count=40, lists="all", heads_q=33, heads=33, mode=0, window=60),
+    LossCase(q_len=(0, 0), kv_len=(4, 4), count=6),
+    replace(PACKED, q_len=(0,), kv_len=(0,), count=6),
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = shapes_loss.Warm(Tile(16, 16, 4, 1), *(Tile(16, 32, 4, 1),) * 2, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
+    monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
+    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 3, 16)
+    monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
+    monkeypatch.setattr(launch_loss, "SLOTS", 16)
+
+
+def judge(case: LossCase) -> None:
+    args = operands(case)
+    want, measure, got = golden(case, args), plain(case, args), run(lowered(case, args), "triton")
+    assert got.keys() == want.keys()
+    for name in want:
+        longest = sum(case.q_len) * max(case.kv_len) if name == "loss" else max(case.kv_len)
+        compare(f"{case.id}: {name}", got[name], want[name].double(), measure[name], longest)
+
+
+@pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
+def test_cases(case: LossCase) -> None:
+    judge(case)
+
+
+@pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
+def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of rows, or a row, is the least that a chunk holds."""
+    call, found = lowered(case, operands(case)), []
+    for size in (1 << 25, 1):
+        monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
+        monkeypatch.setattr(launch_loss, "ROOM", size)
+        monkeypatch.setattr(launch_warm_up, "ROOM", size)
+        found.append(dict(run(call, "triton")))
+    same_bits(found[1], found[0])
+
+
+def test_no_list_makes_the_loss_read_outside() -> None:
+    """Entries that nobody checked: those behind the band count nothing, the first negative one ends the list."""
+    case = LossCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, lists="all", mode=0)
+    args = cloned(operands(case))
+    call = lowered(case, args)
+    lists = args["sparse_indices"]
+    lists.copy_(torch.randint(0, 24, lists.shape, generator=torch.Generator().manual_seed(0)))
+    lists[0, :, 1], lists[1, :, 2], lists[4, :, 3], lists[2] = 2**31 - 1, -(2**31), 1 << 20, -1
+    got, want, measure = run(call, "triton"), run(in_float64(call), "golden"), run(call, "cpu")
+    for name, value in got.items():
+        compare(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
+
+
+NARROW = LossCase(q_len=(6,), kv_len=(9,), heads=2, heads_q=2, count=0)
+CHOSEN = replace(NARROW, count=9, lists="all")
+# Padded lanes of heads multiply zeros: an infinite key must not reach a score through them.
+STRANGE = [
+    *((case, name, math.nan) for case in (NARROW, CHOSEN) for name in ("query_index", "key_index", "weights")),
+    *((case, name, fill) for case in (NARROW, CHOSEN) for name in ("query", "key") for fill in (math.nan, math.inf)),
+]
+EVERYDAY = [(NARROW, "query_index", math.nan), (CHOSEN, "key_index", math.nan), (CHOSEN, "key", math.inf)]
+REST = [pytest.param(*item, marks=pytest.mark.slow) for item in STRANGE if item not in EVERYDAY]
+
+
+@pytest.mark.parametrize(("case", "name", "fill"), [*EVERYDAY, *REST])
+def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: LossCase, name: str, fill: float) -> None:
+    args = cloned(operands(case))
+    measure = plain(case, args)  # of what is not reached: plain itself multiplies by zero
+    args[name][(0, 3, *(0,) * (args[name].dim() - 2))] = fill
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    assert any(not t.isfinite().all() for t in want.values())
+    for name, value in got.items():
+        compare(name, value, want[name].double(), measure[name], 54)
+
+
+def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
+    """And no lane beyond the last head makes it NaN."""
+    args = cloned(operands(CHOSEN))
+    args["query_index"].abs_()
+    measure = plain(CHOSEN, args)
+    args["key_index"][0, 3] = -math.inf
+    call = lowered(CHOSEN, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        assert value.isfinite().all(), name
+        compare(name, value, want[name].double(), measure[name], 54)
+
+
+def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
+    """y is then more than 1: a product in float16 has room for 255 times as much."""
+    case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
+    args = cloned(operands(case))
+    args["softmax_sum_index"] /= 100
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        compare(name, value, want[name].double(), run(call, "cpu")[name], 54)

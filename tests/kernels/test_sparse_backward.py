@@ -1,0 +1,194 @@
+"""The backward over selected keys under Triton's interpreter, against golden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.aligned import aligned
+from support.bits import same_bits
+from support.selected import leaves_of, shown
+
+import fusion_attention as fa
+from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton import launch_sparse_backward as launched
+from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.memory import empty
+from fusion_attention.ops.sparse import own
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.plan import compute
+from fusion_attention.testing import compare
+from fusion_attention.testing.cases import Results
+from fusion_attention.testing.sparse import SparseCase, arguments, golden, in_float64, lowered, plain
+from fusion_attention.torch_ops.eager import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+SMALL = Cut(16, 16, 16, 4, 1)
+TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
+MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True}
+
+
+@pytest.fixture(autouse=True)
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a few slots, heads and columns take several."""
+    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: SMALL)
+
+
+def saved(call: Sparse) -> list[torch.Tensor]:
+    """Golden's output, rounded once, and statistics."""
+    out, *stats = run(in_float64(call), "golden").values()
+    return [out.to(call.problem.torch_dtype), *(t.float() for t in stats)]
+
+
+def backward(args: Mapping[str, Any]) -> Results:
+    call = lowered(args)
+    return run(SparseBackward(call, args["dy"], *saved(call)), "triton")
+
+
+def judge(case: SparseCase, args: dict[str, Any] | None = None) -> Results:
+    args = arguments(case) if args is None else args
+    want, measure, found = golden(case, args), plain(case, args), backward(args)
+    for name, mine in found.items():
+        # What a row gives to a sink is a difference of products that cancel.
+        terms = (args["dy"].double() * want["out"]).abs().nan_to_num().sum() if name == "dsinks" else 0.0
+        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len), float(terms))
+    return found
+
+
+CASES = [
+    SparseCase("TND", dtype="bfloat16", q_len=(0, 3, 1, 0), kv_len=(3, 9, 4, 0), q_rest=1, kv_rest=2, dim_rope=4),
+    SparseCase(
+        "TND", dtype="float16", heads_q=4, heads_kv=2, dim_qk=12, dim_v=20, sink=True, q_len=(1, 2), kv_len=(5, 6)
+    ),
+    SparseCase(dtype="float16", shares_kv=True, dim_qk=20, dim_v=18, block=3, count=2, q_len=(3,), kv_len=(9,)),
+    SparseCase(dtype="bfloat16", heads_q=33, count=20, lists="all", **MLA, q_len=(2,), kv_len=(19,)),
+    SparseCase("TND", shares_kv=True, dim_qk=37, dim_v=18, heads_q=3, lists="wild", count=6, sink=True, **TWO),
+    SparseCase(lists="none", sink=True, **TWO),
+    SparseCase(q_len=(4,), kv_len=(0,), sink=True),
+    SparseCase(q_len=(0,), kv_len=(4,), sink=True),
+    SparseCase(dtype="float16", lists="short", q_len=(1, 1), kv_len=(20, 3), count=7, wide=True, scale=-0.1),
+    SparseCase(dtype="bfloat16", heads_q=1, lists="all", q_len=(6,), kv_len=(4,)),
+]
+REST = [
+    SparseCase(**TWO),
+    SparseCase(heads_q=2, heads_kv=2, block=4, count=5, lists="wild", mode=0, **TWO),
+    SparseCase(dtype="bfloat16", dim_qk=96, dim_v=80, count=12, q_len=(2, 1), kv_len=(9, 12)),
+    *(SparseCase(heads_q=heads, dtype=dtype, count=20, lists="all", **MLA, q_len=(2,), kv_len=(30,))
+      for heads, dtype in ((8, "float16"), (16, "bfloat16"), (64, "bfloat16"), (128, "float16"))),
+]  # fmt: skip
+ALL = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in REST)]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
+def test_cases(case: SparseCase) -> None:
+    judge(case)
+
+
+WIDE = ("dkey", "dvalue")
+LISTED = SparseCase("TND", dtype="bfloat16", lists="repeated", count=5, dim_rope=4, **TWO)
+
+
+def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that many tokens name, and name more than once."""
+    args = aligned(arguments(LISTED))
+    together = judge(LISTED, args)
+    taken: list[int] = []
+    real = launched.run_chunk
+    monkeypatch.setattr(launched, "run_chunk", lambda *given: taken.append(given[-1]) or real(*given))
+    monkeypatch.setattr(launched, "BUDGET", 1)
+    same_bits(backward(args), together)
+    assert taken == [1] * sum(LISTED.q_len)
+
+
+def test_added_atomically_the_gradients_are_as_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "ATOMIC", True)
+    judge(LISTED)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_what_no_list_should_hold_is_never_read(block: int) -> None:
+    """Blocks behind the last key, the largest number there is, the smallest, and what stands behind it."""
+    case = SparseCase(heads_q=2, count=6, block=block, mode=0, q_len=(3,), kv_len=(18,))
+    args = arguments(case)
+    call, double = lowered(args), in_float64(lowered(args))
+    largest, least = (1 << 31) - 1, -(1 << 31)
+    wild = [[largest, 0, largest // 3, 1, 0, 1], [0, least, 1, 1, 1, 1], [18 // block + 1, 1, 0, 0, 0, 0]]
+    args["sparse_indices"][0, :, 0] = torch.tensor(wild, dtype=torch.int32)  # behind the back of who checks it
+    want = run(SparseBackward(double, args["dy"].double(), *saved(double)), "golden")
+    found, other = (run(SparseBackward(call, args["dy"], *saved(call)), name) for name in ("triton", "cpu"))
+    for name, mine in found.items():
+        compare(name, mine, want[name], other[name], 18)
+        assert mine.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_what_is_not_finite_reaches_the_rows_and_keys_that_golden_gives_it_to(value: float) -> None:
+    case = SparseCase(lists="random", count=2, mode=0, heads_q=2, q_len=(6,), kv_len=(20,))
+    args = arguments(case)
+    args["value"][0, int(args["sparse_indices"][0, 0, 0, 1]), 0, 1] = value
+    args["key"][0, int(args["sparse_indices"][0, 1, 0, 1]), 0, 1] = math.nan
+    args["dy"][0, 2, 1, 0] = value
+    want, found = golden(case, args), backward(args)
+    for name, mine in found.items():
+        assert torch.equal(mine.isnan(), want[name].isnan()), name
+        assert torch.equal(mine.isinf(), want[name].isinf()), name
+        assert 0 < mine.isfinite().sum() < mine.numel(), name
+
+
+def test_a_scaled_loss_overflows_no_gradient_of_a_score() -> None:
+    case = SparseCase("TND", dtype="float16", scale=1e-3, dim_qk=16, dim_v=16, **TWO)
+    args = arguments(case)
+    args["dy"][:3] *= 4096  # of one sequence: the other one's gradients keep their small parts
+    args["value"] *= 64
+    found = judge(case, args)
+    assert found["dquery"].isfinite().all()
+    assert args["dy"][:3].abs().max() > 10_000
+
+
+def test_gradients_of_keys_that_somebody_adds_up_are_not_rounded() -> None:
+    case = SparseCase("TND", dtype="bfloat16", count=5, **TWO)
+    args = arguments(case)
+    want, call = golden(case, args), lowered(args)
+    step = SparseBackward(call, args["dy"], *saved(call))
+    wide = {n: empty(t, t.shape, torch.float32 if n in WIDE else t.dtype) for n, t in step.results().items()}
+    compute(step, wide, "triton")
+    measure = plain(case, args)
+    for name in WIDE:
+        rounded = wide[name].bfloat16()
+        compare(name, rounded, want[name], measure[name], 9)
+        assert (wide[name] != rounded)[: sum(case.kv_len)].any(), name
+
+
+def test_the_public_function_trains() -> None:
+    case = SparseCase(dtype="bfloat16", count=5, dim_rope=4, sink=True, q_len=(3,), kv_len=(9,))
+    args = arguments(case)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name in ("triton", "cpu", "golden"):
+        leaves = leaves_of(args, *DIFFERENTIABLE)
+        given = shown(own.RECORD, case, args | leaves)
+        out = fa.sparse_attention(**given, backend=name)
+        out.backward(args["dy"])
+        found[name] = {what: leaf.grad for what, leaf in leaves.items() if leaf.grad is not None}
+    for what, want in found["golden"].items():
+        compare(what, found["triton"][what], want.double(), found["cpu"][what], 9, 1.0)
+
+
+def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(LISTED, sink=True, dtype="float16")
+    call = lowered(arguments(case))
+    taken: list[int] = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        fresh = empty(*given)
+        taken.append(fresh.nbytes)
+        return fresh
+
+    monkeypatch.setattr(launched, "empty", counted)
+    backward(arguments(case))
+    said = backend.workspace_bytes(call.problem, call.extents, "attention_backward")
+    assert 0 < sum(taken) <= said
+    assert said < launched.BUDGET

@@ -1,0 +1,87 @@
+"""Layers, faces and autograd over lists on the Triton back end, under its interpreter, against golden."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_attention as fa
+from fusion_attention import nn, npu
+from fusion_attention.backends import triton as backend
+from fusion_attention.testing import compare
+from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem, Problem
+
+DIM, LENGTH = 32, 12
+SIZES: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 5}
+LATENT: dict[str, Any] = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
+Results = dict[str, torch.Tensor]
+
+
+def layer_of(form: str, stage: str) -> nn.SparseAttention:
+    torch.manual_seed(0)
+    layer: nn.SparseAttention = (
+        nn.SparseLatentAttention(DIM, 2, **LATENT, **SIZES)
+        if form == "latent"
+        else nn.SparseSelfAttention(DIM, 2, kv_heads=1, **SIZES)
+    )
+    nn.set_stage(layer, stage)
+    return layer
+
+
+def results(layer: nn.SparseAttention, x: torch.Tensor, name: str) -> Results:
+    """Output, loss and gradients of a layer on one back end."""
+    rope = nn.rope_table(torch.arange(LENGTH), 6 if isinstance(layer, nn.SparseLatentAttention) else 8)
+    with fa.use_backend(name):
+        out, loss = layer(x, rope=rope)
+        (out.square().mean() + loss).backward()
+    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {"out": out.detach(), "loss": loss.detach(), **found}
+
+
+@pytest.mark.parametrize(("form", "stage"), [("grouped", "sparse"), ("latent", "sparse"), ("latent", "warmup")])
+def test_layers(form: str, stage: str) -> None:
+    layer = layer_of(form, stage)
+    x = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1))
+    exact = results(copy.deepcopy(layer).double(), x.double(), "golden")
+    measure = results(copy.deepcopy(layer), x, "cpu")
+    for name, mine in results(layer, x, "triton").items():
+        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
+        compare(f"{form} {stage}: {name}", mine, exact[name], measure[name], LENGTH, terms)
+
+
+def rows(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_one_call_by_both_faces() -> None:
+    q, k, lists = rows(1, 3, 2, 16, seed=1), rows(1, 9, 1, 16, seed=2), torch.randint(0, 7, (1, 3, 1, 5)).int()
+    ours = fa.sparse_attention(q, k, k, lists, scale=0.3, backend="triton")
+    with fa.use_backend("triton"):
+        theirs = npu.npu_sparse_flash_attention(
+            q, k, k, lists, 0.3, layout_query="BSND", layout_kv="BSND", sparse_mode=3, attention_mode=0
+        )
+    assert torch.equal(ours, theirs[0] if isinstance(theirs, tuple) else theirs)
+
+
+@pytest.mark.parametrize(
+    ("problem", "verb", "words"),
+    [
+        (Problem(2, 1, 16, 16, select_count=4, bias="matrix"), "attention_forward", ["bias with select_count"]),
+        (
+            Problem(2, 1, 16, 16, select_count=4, softcap=2.0, dtype="float64", empty_rows="mean"),
+            "",
+            ["dtype", "empty_rows with select_count", "softcap with select_count"],
+        ),
+        (Problem(2, 1, 900, 16, select_count=4), "attention_forward", ["no tile for dim_qk 900"]),
+        (IndexerProblem(4, 16, "float64"), "indexer_topk", ["dtype float32, float16, bfloat16, not float64"]),
+        (IndexerProblem(4, 900), "indexer_topk", ["no tile for 4 indexer heads of 900 elements"]),
+        (IndexerLossProblem(4, 1, 16, 4, 900), "indexer_loss", ["4 indexer heads of 900 elements"]),
+        (Problem(2, 1, 16, 16, select_count=4, page_size=16), "attention_forward", []),
+    ],
+)
+def test_what_is_refused(problem: Any, verb: str, words: list[str]) -> None:
+    reasons = backend.reasons_against(problem, "cpu", verb)
+    assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)

@@ -1,0 +1,163 @@
+"""Attention to lists of selected keys under Triton's interpreter, against golden."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
+from fusion_attention.testing import compare
+from fusion_attention.testing.cases import Results
+from fusion_attention.testing.sparse import SparseCase, arguments, golden, in_float64, lowered, plain
+from fusion_attention.torch_ops.eager import run
+
+RESULTS = ("out", "max", "sum")
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
+PAGED: dict[str, Any] = {"page": 16, "kv_len": (33, 7), "q_len": (3, 2)}
+WIDE: dict[str, Any] = {"dim_qk": 32, "dim_v": 40}
+MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a few heads and keys take several."""
+    monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
+
+
+def forward(args: dict[str, Any], backend: str = "triton") -> Results:
+    return dict(zip(RESULTS, run(lowered(args), backend).values(), strict=True))
+
+
+def judge(case: SparseCase, args: dict[str, Any] | None = None) -> None:
+    args = arguments(case) if args is None else args
+    want, measure = golden(case, args), plain(case, args)
+    for name, mine in forward(args).items():
+        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+
+
+CASES = [
+    SparseCase(**TWO),
+    SparseCase("TND", dtype="bfloat16", q_len=(0, 5, 1, 0), kv_len=(3, 9, 4, 0), q_rest=1, kv_rest=2, dim_rope=4),
+    SparseCase("TND", dtype="float16", heads_q=6, heads_kv=3, dim_qk=7, dim_v=5, sink=True, **TWO),
+    SparseCase("BSND", dtype="float16", dim_qk=24, dim_v=16, shares_kv=True, block=3, count=7, lists="all", **TWO),
+    SparseCase("BSND", dtype="bfloat16", heads_q=33, count=20, lists="all", **MLA, q_len=(2,), kv_len=(40,)),
+    SparseCase("BSND", lists="wild", count=9, block=4, q_len=(7, 3), kv_len=(40, 9)),
+    SparseCase("TND", lists="repeated", count=20, mode=0, wide=True, **TWO),
+    SparseCase(lists="none", sink=True, **TWO),
+    SparseCase(lists="short", count=40, q_len=(1, 2), kv_len=(60, 3)),
+    SparseCase(q_len=(9, 9), kv_len=(4, 4), lists="all", sink=True, dtype="bfloat16"),
+    SparseCase(q_len=(0, 0), kv_len=(4, 4)),
+    SparseCase(q_len=(4, 4), kv_len=(0, 0), sink=True),
+    SparseCase(heads_q=1, dim_qk=80, dim_v=3, dim_rope=5, q_len=(2,), kv_len=(50,), layout="TND", count=60, scale=-0.1),
+    SparseCase(heads_q=8, dim_qk=16, dim_v=16, block=64, count=3, lists="all", q_len=(2,), kv_len=(150,), mode=0),
+    *(SparseCase(**PAGED, block=n, count=5, lists="all", dtype=d, **MLA) for n, d in ((1, "bfloat16"), (8, "float32"))),
+    SparseCase("TND", **PAGED, count=7, lists="wild", heads_kv=2, sink=True, mode=0),
+]
+HEADS = [
+    pytest.param(SparseCase(heads_q=heads, dtype="float16", count=20, lists="all", **MLA, q_len=(2,), kv_len=(30,)),
+                 marks=[] if heads in (3, 64) else [pytest.mark.slow])
+    for heads in (1, 3, 8, 16, 64, 128)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *HEADS], ids=lambda case: case.id)
+def test_cases(case: SparseCase) -> None:
+    judge(case)
+
+
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no int32 held an offset."""
+    monkeypatch.setattr(launch_sparse, "NEAR", 1)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=lambda case: case.id)
+def test_rows_that_lie_further_apart_than_int32_counts(case: SparseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(case)
+    want = forward(args)
+    far(monkeypatch)
+    same_bits(forward(args), want)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_no_list_makes_a_row_read_outside(block: int) -> None:
+    """Entries that nobody checked: those beyond the last block name nothing, the first negative one ends the list."""
+    case = SparseCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, block=block, mode=0, heads_kv=2, sink=True)
+    args = arguments(case)
+    call, wide = lowered(args), in_float64(lowered(args))
+    lists = args["sparse_indices"]
+    lists.copy_(torch.randint(0, 20 // block + 3, lists.shape, generator=torch.Generator().manual_seed(block)))
+    lists[0, :, 1], lists[2] = 2**31 - 1, -1
+    lists[1, :, 2] = min((2**32 + 2) // block, 2**31 - 1)  # times 3 it is 2 where 32 bits hold no more
+    lists[3, 1, :4] = torch.tensor([1 << 30, 0, -(2**31), 0], dtype=torch.int32)
+    found, want = (list(run(one, name).values()) for one, name in ((call, "triton"), (wide, "golden")))
+    measure = plain(case, {**args, "sparse_indices": lists.clamp(min=-1)})
+    for name, mine, right in zip(RESULTS, found, want, strict=True):
+        compare(name, mine, right, measure[name], max(case.kv_len))
+
+
+def test_no_page_table_makes_a_row_read_outside() -> None:
+    """Pages are clamped to the pool; rows that name no wild page stay as they are."""
+    case = SparseCase("TND", page=16, q_len=(2, 2), kv_len=(33, 20), count=9, lists="all", mode=0)
+    args = arguments(case)
+    call, want = lowered(args), forward(args)["out"]
+    for wild in (-7, 1 << 30, 2**31 - 1):
+        args["block_table"][1, :2] = wild
+        out = next(iter(run(call, "triton").values()))
+        same_bits({"out": out[:2]}, {"out": want[:2]})
+
+
+def test_a_second_run_has_the_same_bits() -> None:
+    call = lowered(arguments(CASES[2]))
+    first, second = (dict(run(call, "triton")) for _ in range(2))
+    same_bits(second, first)
+
+
+# ------------------------------------------------------------------------------------------------ what is not finite
+
+
+@pytest.mark.parametrize(("name", "fill"), [("key", math.nan), ("value", math.inf), ("query", -math.inf)])
+def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(name: str, fill: float) -> None:
+    case = SparseCase("TND", dtype="bfloat16", heads_q=3, count=20, q_len=(6,), kv_len=(64,), mode=0, **WIDE)
+    args = arguments(case)
+    measure = plain(case, args)
+    args[name][int(args["sparse_indices"][3, 0, 0]) if name != "query" else 3, 0, 5] = fill
+    want, found = golden(case, args), forward(args)
+    assert not want["out"].isfinite().all()
+    for each in RESULTS:
+        compare(f"{case.id}: {each}", found[each], want[each], measure[each], max(case.kv_len))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool) -> None:
+    page = {"page": 16} if paged else {}
+    case = SparseCase("TND", heads_q=3, dim_qk=16, dim_v=5, scale=1.0, sink=True, count=90, lists="all", q_len=(2,),
+                      kv_len=(90,), mode=0, **page)  # fmt: skip
+    args = arguments(case)
+    places = [at(args, case, token) for token in range(90)]
+    args["query"].fill_(1.0)
+    for token, place in enumerate(places):
+        args["key"][place] = 200 / 16 if token == 30 else 0.0  # every other key's weight underflows
+        args["value"][place] = 1.0
+    args["sparse_indices"][:] = torch.arange(90, dtype=torch.int32)
+    args["sinks"][2] = 300.0
+    for token, element, fill in ((5, 0, math.inf), (65, 1, -math.inf), (6, 2, math.inf), (60, 2, -math.inf)):
+        args["value"][(*places[token], 0, element)] = fill
+    args["key"][(*places[7], 0, 3)] = -math.inf  # a weight of 0, not merely small: the key is not seen
+    args["value"][(*places[7], 0, slice(3, None))] = math.inf
+    out = forward(args)["out"].double()
+    assert (out[..., 0] == math.inf).all()
+    assert (out[..., 1] == -math.inf).all()
+    assert out[..., 2].isnan().all()
+    assert (out[:, :2, 3:] == 1.0).all()
+
+
+def at(args: dict[str, Any], case: SparseCase, token: int) -> tuple[int, ...]:
+    """Where a token of the first sequence lies."""
+    if not case.page:
+        return (token,)
+    return int(args["block_table"][0, token // case.page]), token % case.page

@@ -1,0 +1,91 @@
+"""What is compiled ahead of time of the indexer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.ahead_run import Compiled, Config, pointers
+
+from fusion_attention.backends.triton import launch_indexer, shapes_sparse
+from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
+from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer_scores import index_scores
+from fusion_attention.waist.problem import IndexerProblem
+
+WIDEST = {"float32": 4}  # elements of 16 bytes, of others 8
+
+
+def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
+    return IndexerProblem(heads, dim, **{"dtype": "bfloat16", "weights_dtype": "bfloat16", "has_values": True} | more)
+
+
+def typed(p: IndexerProblem) -> dict[str, str]:
+    """Types of the arguments that are memory."""
+    floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
+    rows = dict.fromkeys(("rows",), "*bf16" if p.dtype == "bfloat16" else "*fp32")
+    integers = {"held": "*i32", "entries": "*i64", "owners": "*i32", "indices": "*i32", "tokens": "*i32"}
+    tables = {"places": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
+    return pointers(p.dtype, "q", "k", "values", "dvalues", "dq") | floats | rows | integers | tables
+
+
+def scores(p: IndexerProblem, align: int = 0) -> Config:
+    def at(chip: int) -> Compiled | None:
+        tile = shapes_sparse.scores_tile(p, chip, align or 8)
+        if tile is None:
+            return None
+        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0]
+        ahead = max(0, tile.num_stages - 2) if align != 1 else 0
+        return Compiled(index_scores, known, typed(p), tile, ahead=ahead, rows=tile.BN)
+
+    return at
+
+
+def choice(p: IndexerProblem) -> Config:
+    known = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[1]
+    return lambda _: Compiled(index_choice, known, typed(p), shapes_sparse.CHOICE, counted=False)
+
+
+def write(p: IndexerProblem) -> Config:
+    known = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[2]
+    return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
+
+
+def gradient(p: IndexerProblem, align: int = 0) -> Config:
+    def at(chip: int) -> Compiled | None:
+        tile = shapes_sparse.gradient_tile(p, chip, align or 8)
+        if tile is None:
+            return None
+        known = launch_indexer.gradient_constants(p, tile, align or WIDEST.get(p.dtype, 8))
+        return Compiled(index_gradient, known, typed(p), tile, ahead=max(0, tile.num_stages - 2) if align != 1 else 0)
+
+    return at
+
+
+FLOAT16, FLOAT32 = {"dtype": "float16"}, {"dtype": "float32"}
+CONFIGS: dict[str, Config] = {
+    "indexer scores 64 heads": scores(problem()),
+    "indexer scores 64 heads paged": scores(problem(page_size=64)),
+    "indexer scores 33 heads": scores(problem(33)),
+    "indexer scores 8 heads": scores(problem(8)),
+    "indexer scores 1 head": scores(problem(1)),
+    "indexer scores 128 heads": scores(problem(128, **FLOAT16)),
+    "indexer scores 256": scores(problem(dim=256)),
+    "indexer scores 768": scores(problem(dim=768)),
+    "indexer scores odd strides": scores(problem(), align=1),
+    "indexer scores float32": scores(problem(**FLOAT32)),
+    "indexer choice 2048": choice(problem()),
+    "indexer choice 8192": choice(problem(top_k=8192, page_size=64)),
+    "indexer write 2048": write(problem()),
+    "indexer write 8192": write(problem(top_k=8192)),
+    "indexer gradient 64 heads": gradient(problem()),
+    "indexer gradient 64 heads float16": gradient(problem(**FLOAT16)),
+    "indexer gradient 16 heads": gradient(problem(16)),
+    "indexer gradient 128 heads": gradient(problem(128)),
+    "indexer gradient 128 heads float16": gradient(problem(128, **FLOAT16)),
+    "indexer gradient 256": gradient(problem(dim=256)),
+    "indexer gradient odd strides": gradient(problem(), align=1),
+    "indexer gradient float32": gradient(problem(**FLOAT32)),
+}
+EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 heads")
+# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+SPILLED = {"indexer scores 33 heads sm_86": "8 bytes with Triton 3.7.1, none with 3.6.0; one instruction of a turn"}

@@ -1,0 +1,136 @@
+"""What is compiled ahead of time of the loss of the indexer and the warm-up pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.ahead_run import Compiled, Config, pointers
+
+from fusion_attention.backends.triton import (
+    launch_loss,
+    launch_warm_up,
+    loss_parts,
+    selected_loss,
+    shapes_loss,
+    warm_up,
+)
+from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
+
+ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")
+WIDE = ("max_", "sum_", "notes", "index_max", "index_sum", "differences", "losses", "factors", "added", "partial")
+WIDE += ("shares", "scores")
+TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "ids", "indices") | pointers("i64", "places", "lengths")
+
+
+def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
+    """Types of the arguments that a problem has."""
+    found = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *WIDE)
+    found |= pointers(problem.weights_dtype, "weights", "dweights")
+    if problem.dtype == "float16":
+        found |= pointers("i32", "largest")
+    if isinstance(problem, IndexerLossProblem):
+        low = "float32" if problem.dtype != "bfloat16" and problem.select_count else problem.dtype
+        found |= pointers(low, "rows")
+        found |= pointers("float32", "sink") if problem.has_sink else {}
+        if not problem.dim_rope:
+            del found["q_rope"], found["k_rope"]
+    return found
+
+
+def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 0) -> Config:
+    """A kernel of the loss without lists."""
+
+    def config(chip: int) -> Compiled | None:
+        tiles = shapes_loss.warm_tiles(problem, chip, align or 8)
+        if tiles is None:
+            return None
+        known = launch_warm_up.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
+        tile = {
+            "warm_target": tiles.target,
+            "warm_difference": tiles.difference,
+            "warm_query": tiles.query,
+            "warm_key": tiles.key,
+        }
+        name = kernel.__name__
+        small = launch_warm_up.FINISH if name == "finish_keys" else launch_warm_up.NOTE
+        return Compiled(kernel, known[name], types(problem), tile.get(name, small), name in tile, ahead)
+
+    return config
+
+
+def lse(problem: IndexerProblem, align: int = 0, ahead: int = 0) -> Config:
+    """The kernel of statistics."""
+
+    def config(chip: int) -> Compiled | None:
+        tiles = shapes_loss.warm_tiles(problem, chip)
+        if tiles is None:
+            return None
+        known, _ = launch_warm_up.lse_constants(problem, tiles.lse, align or 16 // problem.torch_dtype.itemsize)
+        return Compiled(warm_up.warm_lse, known, types(problem), tiles.lse, True, ahead)
+
+    return config
+
+
+def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 0) -> Config:
+    """A kernel of the loss over selected keys."""
+
+    def config(chip: int) -> Compiled | None:
+        tiles = shapes_loss.selected_tiles(problem, chip)
+        if tiles is None:
+            return None
+        known = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
+        tile = {"target": tiles.target, "score": tiles.score, "gradients": tiles.gradients}
+        name = kernel.__name__
+        return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
+
+    return config
+
+
+def problem(dim: int = 128, dim_rope: int = 64, heads: int = 64, index: int = 128, **more: Any) -> IndexerLossProblem:
+    given = {"heads_q": 128, "heads_kv": 128, "dtype": "bfloat16", "weights_dtype": "bfloat16", "scale": 0.1} | more
+    return IndexerLossProblem(dim_qk=dim, dim_rope=dim_rope, heads_index=heads, dim_index=index, **given)
+
+
+def indexer(dim: int = 128, dtype: str = "bfloat16") -> IndexerProblem:
+    return IndexerProblem(64, dim, dtype, dtype, top_k=0)
+
+
+LATENT = {"dim": 512, "heads_kv": 1, "select_count": 2048}
+FLOAT32 = {"dtype": "float32", "weights_dtype": "float32"}
+FLOAT16 = {"dtype": "float16", "weights_dtype": "float16"}
+
+
+def configs() -> dict[str, Config]:
+    """Every kernel with every row of its table."""
+    found: dict[str, Config] = {}
+    for kernel in (warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query, warm_up.warm_key):
+        name = kernel.__name__
+        found[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is warm_up.warm_difference else 2)
+        found[f"{name} wide"] = warm(kernel, problem(dim=512, heads_kv=1, index=256))
+        found[f"{name} float32"] = warm(kernel, problem(**FLOAT32))
+        found[f"{name} float16"] = warm(kernel, problem(**FLOAT16, has_sink=True))
+    found["warm_target odd strides"] = warm(warm_up.warm_target, problem(dim=72, dim_rope=0), align=1)
+    found["warm_query odd strides"] = warm(warm_up.warm_query, problem(index=72), align=1)
+    found["warm_lse"] = lse(indexer(), ahead=1)
+    found["warm_lse wide"] = lse(indexer(256, "float16"))
+    found["warm_lse float32"] = lse(indexer(dtype="float32"))
+    for kernel in (selected_loss.target, selected_loss.score, selected_loss.gradients):
+        name = f"selected_{kernel.__name__}"
+        found[f"{name}"] = selected(kernel, problem(**LATENT), ahead=1 if kernel is selected_loss.score else 2)
+        found[f"{name} 128 heads"] = selected(kernel, problem(**LATENT, heads=128))
+        found[f"{name} wide"] = selected(kernel, problem(**LATENT, heads=128, index=256))
+        found[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))
+        found[f"{name} float16"] = selected(kernel, problem(**LATENT, **FLOAT16, has_sink=True))
+    found["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
+    found["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
+    found["clean_keys"] = warm(loss_parts.clean_keys, problem())
+    found["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))
+    found["scan"] = selected(selected_loss.scan, problem(**LATENT))
+    found["compare"] = selected(selected_loss.compare, problem(**LATENT))
+    return found
+
+
+CONFIGS: dict[str, Config] = configs()
+EVERYDAY: tuple[str, ...] = ("warm_target", "selected_gradients")
+# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+SPILLED: dict[str, str] = {}

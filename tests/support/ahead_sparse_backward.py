@@ -1,0 +1,112 @@
+"""What is compiled ahead of time of the backward of attention to lists, and sums per key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.ahead_run import Compiled, Config, pointers
+from support.triton_ahead import TYPES
+
+from fusion_attention.backends.triton import key_sum, launch_key_sum, shapes
+from fusion_attention.backends.triton import launch_sparse_backward as launched
+from fusion_attention.backends.triton import shapes_sparse_backward as cuts
+from fusion_attention.backends.triton import sparse_backward as kernels
+from fusion_attention.backends.triton.backward import prepare
+from fusion_attention.waist.problem import Problem
+
+COUNT = 2048
+ROWS = ("q", "k", "v", "dout", "q_rope", "k_rope", "x", "also", "weights", "weights_also", "ds", "out", "o", "rows")
+SMALL = {"keys": "*i32", "ids": "*i32", "used": "*i32", "tokens": "*i32", "indices": "*i32", "tiles": "*i32"}
+TABLES = {"places": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32", "sum_": "*fp32", "sink": "*fp32"}
+
+
+def problem(heads: int, dim: int = 512, dim_rope: int = 64, dim_v: int = 512, **more: Any) -> Problem:
+    """MLA's sizes by default: values are the first elements of the keys."""
+    given = {"dtype": "bfloat16", "heads_kv": 1, "shares_kv": True, "select_count": COUNT} | more
+    return Problem(heads, dim_qk=dim, dim_rope=dim_rope, dim_v=dim_v, scale=0.1, **given)
+
+
+APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
+
+
+def types_of(p: Problem, atomic: bool) -> dict[str, str]:
+    """Of the kernels' arguments."""
+    found = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"part": "*fp32"}
+    if p.dtype == "float16":
+        found["large"] = "*i32"
+    if atomic or launched.rows_dtype(p, wide=False).itemsize == 4:
+        found["rows"] = "*fp32"
+    absent = {"q_rope", "k_rope"} if not p.dim_rope else set()
+    absent |= {"v"} if p.shares_kv else set()
+    return {name: kind for name, kind in found.items() if name not in absent}
+
+
+def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: bool = False, ahead: int = 0) -> Config:
+    """The launch number `which` of a kernel in a chunk; ahead: as in Compiled, of products of 16 bits."""
+
+    def made(chip: int) -> Compiled:
+        wide = align or shapes.widest(p)
+        tiles = {name: cuts.cut_of(name, p, chip, wide) for name in cuts.KERNELS}
+        steps = launched.launches(p, tiles, wide, launched.slots_of(p, tiles), atomic)
+        one = [one for one in steps if one.kernel is kernel][which]
+        cut = one.tile
+        if kernel is kernels.read_lists:
+            return Compiled(kernel, one.known, types_of(p, atomic), cut, counted=False)
+        # Slots stand as rows where heads are summed, and columns where they are not.
+        sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
+        tile = shapes.Tile(*sizes, cut.num_warps, cut.num_stages)
+        return Compiled(kernel, one.known, types_of(p, atomic), tile, ahead=ahead)
+
+    return made
+
+
+def of_rows(dtype: str) -> Config:
+    """The sum of rows by key."""
+    types = {"rows": "*" + TYPES[dtype], "order": "*i64", "starts": "*i32", "total": "*fp32"}
+    known = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
+    return lambda _: Compiled(key_sum.add_rows, known, types, launch_key_sum.ADD, counted=False)
+
+
+def written() -> Config:
+    """The sums as gradients."""
+    types = {"total": "*fp32", "out": "*bf16", **SMALL, **TABLES}
+    known = {"VIEW": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
+    return lambda _: Compiled(key_sum.write_rows, known, types, launch_key_sum.WRITE, counted=False)
+
+
+def noted(p: Problem) -> Config:
+    """lse and D of rows."""
+    known = launched.prepare_constants(p, shapes.widest(p))
+    return lambda _: Compiled(prepare, known, types_of(p, False), launched.PREPARE, counted=False)
+
+
+def configs() -> dict[str, Config]:
+    """Every tile of the tables, features off and on."""
+    found: dict[str, Config] = {}
+    three = (("weights", kernels.weigh_slots), ("rows", kernels.backward_rows), ("slots", kernels.backward_slots))
+    for what, kernel in three:
+        for heads in (128, 64, 32, 16):
+            # A loop of one turn, of 16 heads that are summed, loads nothing ahead.
+            ahead = 0 if heads == 16 and what == "slots" else 2
+            found[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
+        found[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
+        found[f"sparse {what} 128 float16"] = step(kernel, problem(128, dtype="float16"), ahead=2)
+        found[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
+        found[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
+        found[f"sparse {what} 40 grouped"] = step(kernel, problem(80, heads_kv=2, select_block=16, **APART), ahead=2)
+    found["sparse weights 576"] = step(kernels.weigh_slots, problem(128, dim=576, dim_rope=0), ahead=2)
+    found["sparse slots 576"] = step(kernels.backward_slots, problem(128, dim=576, dim_rope=0), 1, ahead=2)
+    found["sparse rows 128 rope"] = step(kernels.backward_rows, problem(128), -1, ahead=2)
+    found["sparse slots 128 rope"] = step(kernels.backward_slots, problem(128), -1, ahead=2)
+    found["sparse slots 128 values"] = step(kernels.backward_slots, problem(128, **APART), -1, ahead=2)
+    found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
+    found["sparse lists"] = step(kernels.read_lists, problem(128))
+    found["sparse prepare 512"] = noted(problem(128, has_sink=True))
+    found |= {"sum rows": of_rows("bfloat16"), "sum rows float32": of_rows("float32"), "sum written": written()}
+    return found
+
+
+CONFIGS: dict[str, Config] = configs()
+EVERYDAY: tuple[str, ...] = ("sparse weights 128", "sparse slots 128", "sparse rows 16", "sum rows")
+# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+SPILLED = {"sparse weights 40 grouped sm_80": "8 bytes with Triton 3.7.1, none with 3.6.0"}

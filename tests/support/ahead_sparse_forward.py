@@ -1,0 +1,71 @@
+"""What is compiled ahead of time of attention to lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.ahead_run import Compiled, Config, pointers
+from support.triton_ahead import problem
+
+from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
+from fusion_attention.backends.triton.mend_lists import mend_lists
+from fusion_attention.backends.triton.sparse_forward import sparse_forward
+
+LATENT: dict[str, Any] = {"dim": 512, "dim_rope": 64, "shares_kv": True}
+SIZES: dict[str, dict[str, Any]] = {
+    "latent": LATENT,
+    "128": {"dim": 128},
+    "256": {"dim": 256},
+    "576": {"dim": 512, "dim_rope": 64},
+    "768": {"dim": 768},
+}
+
+
+def config(align: int = 0, mends: bool = False, **more: Any) -> Config:
+    """The forward kernel of a problem, or the one that mends."""
+    given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
+    p = problem(**given)
+
+    def compiled(chip: int) -> Compiled | None:
+        tile = shapes_sparse.forward_tile(p, chip, align)
+        if tile is None:
+            return None
+        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink")
+        types |= pointers("i64", "places", "lengths") | pointers("i32", "indices", "tokens")
+        types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
+        types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
+        types |= pointers("i32", "table") if p.page_size else {}
+        if mends:
+            known = launch_sparse.mend_constants(p, align or shapes.widest(p))
+            return Compiled(mend_lists, known, types, shapes.mend_tile("mend_out", p), counted=False)
+        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p))
+        return Compiled(sparse_forward, known, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0)
+
+    return compiled
+
+
+CONFIGS: dict[str, Config] = {}
+for name, size in SIZES.items():
+    for heads in (64, 32, 16):
+        CONFIGS[f"lists {name} {heads} heads"] = config(**size, heads_q=heads)
+CONFIGS |= {
+    "lists latent blocks": config(**LATENT, select_block=16, dtype="float16"),
+    "lists latent pages": config(**LATENT, page_size=64),
+    "lists latent 8 heads pages": config(**LATENT, heads_q=8, page_size=64, select_block=4),
+    "lists latent negative scale": config(**LATENT, scale=-0.1),
+    "lists 128 pages": config(dim=128, page_size=16, dtype="float16"),
+    "lists 576 pages": config(**SIZES["576"], page_size=64),
+    **{f"lists {name} odd strides": config(align=1, **size) for name, size in SIZES.items()},
+    **{f"lists {name} float32": config(dtype="float32", **size) for name, size in SIZES.items()},
+    "lists latent float32 pages": config(dtype="float32", **LATENT, page_size=16, select_block=3),
+    **{f"lists {name} mended": config(mends=True, **size) for name, size in SIZES.items()},
+    "lists 576 pages mended": config(mends=True, **SIZES["576"], page_size=64, select_block=16, dtype="float16"),
+    "lists latent odd pages": config(align=1, **LATENT, page_size=16, select_block=3),
+}
+EVERYDAY = ("lists latent 64 heads", "lists 128 mended")
+# Runs that keep bytes on the stack, and why no tile that keeps none is taken.
+OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
+SPILLED = {
+    **dict.fromkeys(("lists latent pages sm_90", "lists 576 pages sm_90"), OUTSIDE),
+    "lists 768 mended sm_90": "8 bytes of a kernel that returns where all results are finite",
+}

@@ -1,0 +1,84 @@
+"""Compiles the kernels of lists, of the indexer and of its loss for a chip without having one.
+
+`python tests/support/sparse_ahead.py` compiles every area and writes what this Triton makes of it into resources/, a
+file for each area; with names of areas or of entries after it these alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import triton
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import ahead_indexer, ahead_indexer_loss, ahead_sparse_backward, ahead_sparse_forward
+from support.ahead_run import Compiled
+from support.triton_ahead import CHIPS, Figures, of_types, taken, workers
+
+AREAS = {
+    "sparse_forward": ahead_sparse_forward,
+    "sparse_backward": ahead_sparse_backward,
+    "indexer": ahead_indexer,
+    "indexer_loss": ahead_indexer_loss,
+}
+RUNS = {
+    f"{name} sm_{chip}": (area, name, chip)
+    for area, module in AREAS.items()
+    for name, config in module.CONFIGS.items()
+    for chip in CHIPS
+    if config(chip) is not None
+}
+EVERYDAY = tuple(name for module in AREAS.values() for name in module.EVERYDAY)
+SPILLED = {run: reason for module in AREAS.values() for run, reason in module.SPILLED.items()}
+
+
+def compiled(run: str) -> Compiled:
+    """An entry of RUNS."""
+    area, name, chip = RUNS[run]
+    found = AREAS[area].CONFIGS[name](chip)
+    assert found is not None
+    return found
+
+
+def figures(run: str) -> Figures:
+    """What an entry of RUNS takes."""
+    one = compiled(run)
+    return taken(of_types(one.kernel, one.constants, one.types.get), one.tile, RUNS[run][2], one.counted)
+
+
+def resources(area: str) -> Path:
+    """Where this Triton's figures of an area are recorded."""
+    return Path(__file__).parent / "resources" / f"{area}-{triton.__version__}.json"
+
+
+def recorded(area: str) -> dict[str, Figures]:
+    """What was recorded of an area."""
+    path = resources(area)
+    found: dict[str, Figures] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def main() -> None:
+    """Compiles all entries, or those of areas or names that are given, and records what they take."""
+    asked = sys.argv[1:] or list(AREAS)
+    rows = {area: recorded(area) for area in AREAS}
+    with workers() as pool:
+        running = {
+            run: pool.submit(figures, run) for run, (area, name, _) in RUNS.items() if area in asked or name in asked
+        }
+        for run, future in running.items():
+            area = RUNS[run][0]
+            rows[area][run] = future.result()
+            print(f"{run:44} {rows[area][run]}", flush=True)  # noqa: T201 (a tool's report)
+            lines = ",\n".join(
+                f"  {json.dumps(run)}: {json.dumps(rows[area][run])}" for run in RUNS if run in rows[area]
+            )
+            resources(area).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
