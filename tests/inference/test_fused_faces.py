@@ -412,3 +412,10 @@ def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
 
 def is_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
+
+
+@pytest.mark.parametrize("name", ["query_padding_size", "kv_padding_size"])
+def test_padding_without_a_number_is_refused(name: str) -> None:
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(ContractError, match=f"{name}: expected one number"):
+        npu.npu_fused_infer_attention_score(q, q, q, num_heads=2, input_layout="BNSD", **{name: []})

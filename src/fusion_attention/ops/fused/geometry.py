@@ -134,6 +134,11 @@ def _sizes(n: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _unused(padding: np.ndarray) -> int:
+    """The slots behind every item; none where no number says so, which a rule refuses."""
+    return max([0, *map(int, padding[:1])])
+
+
 def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, np.ndarray]:
     """(query rows, the slot of the first one) of every item; below zero where padding leaves no room."""
     layout, given = n["input_layout"], n["actual_seq_lengths"]
@@ -146,7 +151,7 @@ def _rows(n: dict[str, Any], batch: int, one_token: bool) -> tuple[np.ndarray, n
         q_len = most if one_token else _spread(given, most)
         padding = n["query_padding_size"]
         if padding is not None and not one_token:
-            return q_len, most - max(int(padding[0]), 0) - q_len
+            return q_len, most - _unused(padding) - q_len
     return q_len, np.zeros(batch, np.int64)
 
 
@@ -163,7 +168,7 @@ def _keys(n: dict[str, Any], batch: int, q_len: np.ndarray, tokens: np.ndarray) 
     capacity = np.array(np.broadcast_to(tokens, batch), np.int64)
     kv_len, padding = _spread(given, capacity), n["kv_padding_size"]
     if padding is not None and len(tokens) == 1:
-        first = capacity - max(int(padding[0]), 0) - kv_len
+        first = capacity - _unused(padding) - kv_len
     return kv_len, first, capacity
 
 
