@@ -47,8 +47,8 @@ SPILLED = {
     ),
 }
 STACKED = 4
-# With Triton 3.7.1 or 3.8.0 (the pinned 3.6.0 keeps none, or 8 bytes outside
-# the loop): tiles are not yet chosen for these. Worst are forwards that read `blocked` on sm_80 and sm_86, where up to 45 instructions of a turn touch the stack.
+# With Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet: the pinned 3.6.0 keeps none, or 8 bytes outside the loop.
+# Worst are forwards that read `blocked` on sm_80 and sm_86, where up to 45 instructions of a turn touch the stack.
 LATER = frozenset(
     (
         "decode 768 read sm_86",
