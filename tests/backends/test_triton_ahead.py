@@ -47,7 +47,7 @@ SPILLED = {
     ),
 }
 STACKED = 4
-# With Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet: the pinned 3.6.0 keeps none, or 8 bytes outside the loop.
+# With Triton 3.7.1 or 3.8.0, for which no tiles are chosen yet: the pinned 3.6.0 keeps at most 8 bytes, outside loops.
 # Worst are forwards that read `blocked` on sm_80 and sm_86, where up to 45 instructions of a turn touch the stack.
 LATER = frozenset(
     (
