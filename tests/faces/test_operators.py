@@ -1,4 +1,4 @@
-"""torch.ops.npu: every function of torch_npu that is here, as an operator of torch under torch_npu's name and schema."""
+"""torch.ops.npu: every function of torch_npu that is here, as an operator of torch under torch_npu's name."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -53,7 +53,7 @@ def test_tensors_that_are_written_are_declared(ops: Any) -> None:
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name: str, ops: Any) -> None:
-    op, args = sampled(name)
+    args = sampled(name)
     overload = getattr(ops, name).default
     assert torch.library.opcheck(overload, (), args, test_utils=CHEAP) == dict.fromkeys(CHEAP, "SUCCESS")
 
@@ -61,13 +61,13 @@ def test_opcheck(name: str, ops: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck_traced(name: str, ops: Any) -> None:
-    op, args = sampled(name)
+    args = sampled(name)
     torch.library.opcheck(getattr(ops, name).default, (), args, test_utils="test_aot_dispatch_dynamic")
 
 
 def test_results_and_gradients_are_the_function_s(ops: Any) -> None:
     for name in ("npu_fusion_attention", "npu_sparse_flash_attention"):
-        op, args = sampled(name)
+        args = sampled(name)
         trained = [t for t in args.values() if isinstance(t, torch.Tensor) and t.requires_grad]
         found = []
         for function in (getattr(ops, name), getattr(npu, name)):
@@ -113,7 +113,7 @@ def test_a_drawn_seed_in_a_trace_is_an_error(ops: Any) -> None:
     q = torch.randn(1, 16, 2, 64)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = mode.from_tensor(q)
-        with pytest.raises(NotImplementedError, match="returns its seed as an int.*npu_fusion_attention_v3"):
+        with pytest.raises(NotImplementedError, match=r"returns its seed as an int.*npu_fusion_attention_v3"):
             ops.npu_fusion_attention(fake, fake, fake, 2, "BSND", keep_prob=0.5)
         assert ops.npu_fusion_attention_v3(fake, fake, fake, 2, "BSND", keep_prob=0.5)[0].shape == q.shape
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Op
 from fusion_attention.contract.sampling import sample
 from fusion_attention.npu.modules import functions
 from fusion_attention.ops import RECORDS
@@ -91,15 +90,15 @@ def declared(name: str, arguments: list[str]) -> tuple[list[str], list[str]]:
     return [others.get(a) or _USUAL[a] for a in arguments], _RETURNS.get(name, "Tensor").split()
 
 
-def sampled(name: str) -> tuple[Op, dict[str, Any]]:
-    """(record, arguments by the function's names) of a legal call of an operator, gradients wanted where it has them."""
+def sampled(name: str) -> dict[str, Any]:
+    """Arguments of a legal call of an operator by its names; gradients are wanted where it has them."""
     op = RECORDS[name]
     args = sample(op)
     dense = ("query", "key", "value") if "fusion_attention" in name and "grad" not in name else ()
     for trained in {*dense, *(name for names in op.trains.values() for name in names)}:
         if isinstance(args[trained], torch.Tensor):
             args[trained].requires_grad_()
-    return op, {shown: value for shown, value in by_name(op, args).items() if value is not None}
+    return {shown: value for shown, value in by_name(op, args).items() if value is not None}
 
 
 CHECKED = [name for name in functions() if name in RECORDS]
