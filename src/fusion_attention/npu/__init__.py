@@ -1,6 +1,14 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask
+from fusion_attention.npu.experts import (
+    npu_moe_token_permute,
+    npu_moe_token_permute_grad,
+    npu_moe_token_permute_with_routing_map,
+    npu_moe_token_unpermute,
+    npu_moe_token_unpermute_grad,
+    npu_moe_token_unpermute_with_routing_map,
+)
 from fusion_attention.npu.fused_inference import (
     _npu_fused_infer_attention_score_get_max_workspace,
     _npu_fused_infer_attention_score_infer_output,
@@ -57,6 +65,12 @@ __all__ = [
     "npu_incre_flash_attention",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_moe_token_permute",
+    "npu_moe_token_permute_grad",
+    "npu_moe_token_permute_with_routing_map",
+    "npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_grad",
+    "npu_moe_token_unpermute_with_routing_map",
     "npu_prompt_flash_attention",
     "npu_ring_attention_update",
     "npu_rms_norm",

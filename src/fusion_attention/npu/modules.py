@@ -16,10 +16,13 @@ import torch
 from fusion_attention.npu import device as npu_device
 from fusion_attention.npu import (
     dropout,
+    experts,
     fused_inference,
+    gates,
     indexer_loss,
     inference,
     merging,
+    norms,
     process_groups,
     sparse,
     testcase,
@@ -27,7 +30,7 @@ from fusion_attention.npu import (
 )
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging)
+FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging, norms, gates, experts)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
