@@ -28,6 +28,13 @@ from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
 from fusion_attention.npu.norms import npu_rms_norm, npu_rms_norm_backward
+from fusion_attention.npu.quantised import npu_dynamic_quant, npu_quant_matmul
+from fusion_attention.npu.routing import (
+    npu_moe_finalize_routing,
+    npu_moe_gating_top_k,
+    npu_moe_gating_top_k_softmax,
+    npu_moe_init_routing_v2,
+)
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
@@ -54,6 +61,7 @@ __all__ = [
     "npu_attention_update",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
+    "npu_dynamic_quant",
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",
@@ -65,6 +73,10 @@ __all__ = [
     "npu_incre_flash_attention",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_moe_finalize_routing",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
     "npu_moe_token_permute",
     "npu_moe_token_permute_grad",
     "npu_moe_token_permute_with_routing_map",
@@ -72,6 +84,7 @@ __all__ = [
     "npu_moe_token_unpermute_grad",
     "npu_moe_token_unpermute_with_routing_map",
     "npu_prompt_flash_attention",
+    "npu_quant_matmul",
     "npu_ring_attention_update",
     "npu_rms_norm",
     "npu_rms_norm_backward",

@@ -24,13 +24,18 @@ from fusion_attention.npu import (
     merging,
     norms,
     process_groups,
+    quantised,
+    routing,
     sparse,
     testcase,
     training,
 )
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging, norms, gates, experts)
+FACES = (
+    *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
+    *(norms, gates, experts, routing, quantised),
+)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
