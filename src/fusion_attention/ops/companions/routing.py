@@ -106,7 +106,7 @@ INIT = moe(
         Tensor("offset", "Static quantisation: [1].", optional=True, dtypes="float32"),
         Attr("active_num", "At most so many rows; -1 and 0: all.", default=-1, domain="active_num >= -1", bad=-2),
         Attr("expert_capacity", "Of drop_pad_mode 1: not used.", default=-1),
-        Attr("expert_num", "How many experts there are.", default=-1, domain="expert_num >= 1", bad=0),
+        Attr("expert_num", "How many experts there are.", default=-1, domain="1 <= expert_num <= 10240", bad=0),
         Attr("drop_pad_mode", "0: no row is dropped or made up.", default=0, domain="drop_pad_mode == 0", bad=1),
         Attr("expert_tokens_num_type", "counts: 0 cumulative, 1 each, 2 pairs (expert, count) of those that have any.",
              default=0, domain="expert_tokens_num_type in (0, 1, 2)", bad=3),
