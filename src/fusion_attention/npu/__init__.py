@@ -28,6 +28,7 @@ from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
 from fusion_attention.npu.norms import npu_rms_norm, npu_rms_norm_backward
+from fusion_attention.npu.products import npu_grouped_matmul
 from fusion_attention.npu.quantised import npu_dynamic_quant, npu_quant_matmul
 from fusion_attention.npu.routing import (
     npu_moe_finalize_routing,
@@ -70,6 +71,7 @@ __all__ = [
     "npu_fusion_attention_grad_v3",
     "npu_fusion_attention_v2",
     "npu_fusion_attention_v3",
+    "npu_grouped_matmul",
     "npu_incre_flash_attention",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",

@@ -24,6 +24,7 @@ from fusion_attention.npu import (
     merging,
     norms,
     process_groups,
+    products,
     quantised,
     routing,
     sparse,
@@ -34,7 +35,7 @@ from fusion_attention.npu import (
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, experts, routing, quantised),
+    *(norms, gates, experts, routing, quantised, products),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
