@@ -124,7 +124,7 @@ def npu_grouped_matmul(
         checked(products.GROUPED, given)
     except ContractError as error:
         raise (GroupTypeError(list(error.failures)) if error.param == "group_type" else error) from None
-    x, weight = ([t] if isinstance(t, Tensor) else t for t in (x, weight))
+    x, weight = _listed(x) or (), _listed(weight) or ()
     product = _Product(given, x[0].dtype if number is None else DTYPES[number])
     one = split_item in (2, 3)
     if group_type == 2:
@@ -136,21 +136,27 @@ def npu_grouped_matmul(
     return product.of_rows(x[0], one)
 
 
+def _listed(given: Tensor | Tensors | None) -> Tensors | None:
+    """A list of tensors; one tensor is a list of one."""
+    return (given,) if isinstance(given, Tensor) else given
+
+
+def _vectors(given: Tensor | Tensors | None) -> Tensors | None:
+    """A vector for every group."""
+    found = _listed(given)
+    return None if found is None else products.vectors(found)
+
+
 class _Product:
     """What every group's product has besides rows and their matrix."""
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
         """given: by the record's names; dtype: of results."""
 
-        def listed(name: str) -> Tensors | None:
-            value = given[name]
-            return [value] if isinstance(value, Tensor) else value
-
-        self.weights = products.matrices(listed("weight") or [])
-        self.vectors = {
-            name: None if (found := listed(name)) is None else products.vectors(found) for name in products.ONE_EACH
-        }
-        self.per_token = None if (rows := listed("per_token_scale")) is None else rows[0]
+        self.weights = products.matrices(_listed(given["weight"]) or ())
+        self.vectors = {name: _vectors(given[name]) for name in products.ONE_EACH}
+        rows = _listed(given["per_token_scale"])
+        self.per_token = None if rows is None else rows[0]
         self.act, self.dtype = ACTIVATIONS[given["act_type"] or 0], dtype
         self.group_list, self.kind = given["group_list"], given["group_list_type"] or 0
         self.lazy = is_traced(given.values()) or (isinstance(self.group_list, Tensor) and self.group_list.is_meta)
@@ -158,7 +164,7 @@ class _Product:
     def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
         """The product of rows, the first of which is row `start` of all, with the matrix of a group."""
         weight = self.weights[group]
-        bias, scale, anti, shift = (None if (v := self.vectors[n]) is None else v[group] for n in products.ONE_EACH)
+        bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors.values()]
         if x.dtype == torch.int8:
             y = exact(x, weight)
             y = (y if bias is None else y + bias).float()
