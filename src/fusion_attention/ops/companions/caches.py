@@ -97,19 +97,21 @@ SCATTER_PA = companion(
     (),
     rules=(
         *_of_pages((("key", "key_cache"), ("value", "value_cache"))),
-        *(
-            invalid(
-                f"slot_mapping.dim() == 1 and slot_mapping.shape[0] == {name}.shape[0]",
-                where,
-                "a slot for every row",
-                text,
-                when=f"{name}.dim() > 0",
-                spoil={where: words},
-            )
-            for name, where, text, words in (
-                ("key", "slot_mapping", "as many slots as key has tokens", ("5", "zeros")),
-                ("value", "value", "as many tokens as key has", "5 2 W"),
-            )
+        invalid(
+            "slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0]",
+            "slot_mapping",
+            "a slot for every row",
+            "as many slots as key has tokens",
+            when="key.dim() > 0",
+            spoil={"slot_mapping": ("5", "zeros")},
+        ),
+        invalid(
+            "value.shape[0] == key.shape[0]",
+            "value",
+            "one for each key",
+            "as many tokens as key has",
+            when="key.dim() > 0 and value.dim() > 0",
+            spoil={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
@@ -326,7 +328,7 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
         name,
         "one for every element of a row",
         f"[{width}]",
-        given={"k_cache": ("3 4 1 4", "int8"), "ckv_cache": ("3 4 1 8", "int8"), **SCALES},
+        given={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8"), **SCALES},
         spoil={name: ("3", "float32")},
     )
     return Tensor(name, text, True, dtypes="float32"), rule
@@ -350,7 +352,7 @@ KV_RMSNORM_ROPE = companion(
         floats("sin", "As cos.", like="kv"),
         Tensor("index", "Where rows go; below 0 nothing is stored.", dtypes="int64"),
         Tensor("k_cache", "Rope rows, in the dtype of kv or int8; written.", dtypes=f"{WRITTEN}"),
-        Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes="=k_cache"),
+        Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes=f"{WRITTEN}"),
         *(p for p, _ in NUMBERS),
         Tensor("v", "Values apart from kv.", True),
         Attr(
@@ -406,7 +408,7 @@ KV_RMSNORM_ROPE = companion(
         invalid(
             "(k_rope_scale is not None) == (k_cache.dtype == torch_int8)"
             " and (c_kv_scale is not None) == (k_cache.dtype == torch_int8)"
-            " and (k_cache.dtype in (kv.dtype, torch_int8))",
+            " and k_cache.dtype in (kv.dtype, torch_int8) and ckv_cache.dtype == k_cache.dtype",
             "k_cache",
             "int8 caches need both scales, others have none",
             "the dtype of kv, or int8 with scales",

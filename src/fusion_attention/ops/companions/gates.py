@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_attention.contract import Attr
 from fusion_attention.ops.companions.common import companion, floats, result, same_shape, two_halves
 from fusion_attention.ops.shared.rules import invalid
@@ -75,7 +77,7 @@ GEGLU_GRAD = companion(
     (result("dx", "In the shape of self.", "=self"),),
     rules=(
         *two_halves(grad_output="3 2", gelu="3 2"),
-        GRADIENT_OF_HALF,
+        replace(GRADIENT_OF_HALF, spoil=dict.fromkeys(("grad_output", "gelu"), "B S1 W")),
         same_shape("gelu", "grad_output", spoil={"gelu": "B S1 W"}),
     ),
     formula="da = dy * gelu(b),  db = dy * a * gelu'(b);  with activate_left the other way round",

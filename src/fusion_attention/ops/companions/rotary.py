@@ -52,6 +52,7 @@ def angles(cos: str, sin: str, *rows: str) -> tuple[Rule, ...]:
             name,
             "one table of angles turns both",
             f"rows that {cos} is repeated to",
+            when=f"expands_to({cos}, {rows[0]})",
             spoil={name: "B 3 N1 W"},
         )
         for name in rows[1:]
@@ -153,7 +154,7 @@ MROPE = companion(
     (
         Tensor("positions", "[T], or [3, T] of time, height and width.", dtypes="int64 int32"),
         floats("query", "[T, heads * head_size]."),
-        floats("key", "[T, heads * head_size].", like="query"),
+        floats("key", "[T, heads * head_size]."),
         floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
         Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
         Array("mrope_section", "How many angles are of time, height and width.", True),
@@ -167,7 +168,7 @@ MROPE = companion(
             bad="block",
         ),
     ),
-    (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=query")),
+    (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),
     rules=(
         invalid(
             "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] == 3",
@@ -199,7 +200,7 @@ MROPE = companion(
             "mrope_section",
             "together they are half of the rotary size",
             "three sizes of sections",
-            when="cos_sin_cache.dim() == 2",
+            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] == (3,))",
             spoil={"mrope_section": [1, 2]},
         ),
         Rule(

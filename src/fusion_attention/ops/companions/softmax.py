@@ -18,7 +18,7 @@ TRIANGLE = Attr("fixed_triu_mask", "The scores above the diagonal instead of tho
 FORMULA = "y = softmax(where(mask, -10000, scale * x)) over the last axis"
 
 
-def _mask_fits(scores: str) -> tuple:  # type: ignore[type-arg]
+def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
     advice, text = "axes of size 1 are repeated", f"a shape that is repeated to that of {scores}"
     return (
         invalid(
@@ -26,7 +26,7 @@ def _mask_fits(scores: str) -> tuple:  # type: ignore[type-arg]
             scores,
             "rows of scores",
             "two axes or more",
-            spoil={scores: "7", "mask": ("7", "zeros")},
+            spoil=dict.fromkeys((scores, *also), "7") | {"mask": ("7", "zeros")},
         ),
         invalid(f"expands_to(mask, {scores})", "mask", advice, text, spoil={"mask": "5 7"}),
     )
@@ -58,7 +58,7 @@ SCALED_MASKED_SOFTMAX_BACKWARD = companion(
         Attr("fixed_triu_mask", "The forward's.", type=bool),
     ),
     (result("dx", "In the shape of y.", "=y"),),
-    rules=(same_shape("y_grad", "y"), *_mask_fits("y"), finite_scale("scale", optional=False)),
+    rules=(same_shape("y_grad", "y"), *_mask_fits("y", "y_grad"), finite_scale("scale", optional=False)),
     formula="dx = scale * y * (dy - sum(dy * y)),  0 where masked",
     sample={"y_grad": "B N1 S1 W", "y": "B N1 S1 W", "mask": "S1 W", "scale": 0.5, "fixed_triu_mask": False},
 )
