@@ -8,6 +8,14 @@ from fusion_attention.npu.caches import (
     npu_scatter_pa_kv_cache,
 )
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask
+from fusion_attention.npu.experts import (
+    npu_moe_token_permute,
+    npu_moe_token_permute_grad,
+    npu_moe_token_permute_with_routing_map,
+    npu_moe_token_unpermute,
+    npu_moe_token_unpermute_grad,
+    npu_moe_token_unpermute_with_routing_map,
+)
 from fusion_attention.npu.fused_inference import (
     _npu_fused_infer_attention_score_get_max_workspace,
     _npu_fused_infer_attention_score_infer_output,
@@ -35,18 +43,20 @@ from fusion_attention.npu.indexer_loss import (
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
-from fusion_attention.npu.norms import (
-    npu_add_rms_norm,
-    npu_gemma_rms_norm,
-    npu_rms_norm,
-    npu_rms_norm_backward,
-)
+from fusion_attention.npu.norms import npu_add_rms_norm, npu_gemma_rms_norm, npu_rms_norm, npu_rms_norm_backward
+from fusion_attention.npu.quantised import npu_dynamic_quant, npu_quant_matmul
 from fusion_attention.npu.rotary import (
     npu_apply_rotary_pos_emb,
     npu_interleave_rope,
     npu_mrope,
     npu_rotary_mul,
     npu_rotary_mul_backward,
+)
+from fusion_attention.npu.routing import (
+    npu_moe_finalize_routing,
+    npu_moe_gating_top_k,
+    npu_moe_gating_top_k_softmax,
+    npu_moe_init_routing_v2,
 )
 from fusion_attention.npu.shapes import (
     get_npu_format,
@@ -55,10 +65,7 @@ from fusion_attention.npu.shapes import (
     npu_format_cast,
     npu_transpose_batchmatmul,
 )
-from fusion_attention.npu.softmax import (
-    npu_scaled_masked_softmax,
-    npu_scaled_masked_softmax_backward,
-)
+from fusion_attention.npu.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
@@ -90,6 +97,7 @@ __all__ = [
     "npu_confusion_transpose_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
+    "npu_dynamic_quant",
     "npu_fast_gelu",
     "npu_fast_gelu_backward",
     "npu_format_cast",
@@ -112,8 +120,19 @@ __all__ = [
     "npu_kv_rmsnorm_rope_cache",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_moe_finalize_routing",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_init_routing_v2",
+    "npu_moe_token_permute",
+    "npu_moe_token_permute_grad",
+    "npu_moe_token_permute_with_routing_map",
+    "npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_grad",
+    "npu_moe_token_unpermute_with_routing_map",
     "npu_mrope",
     "npu_prompt_flash_attention",
+    "npu_quant_matmul",
     "npu_ring_attention_update",
     "npu_rms_norm",
     "npu_rms_norm_backward",
