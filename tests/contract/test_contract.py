@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 from support.records import ATTENTION, EVERY_FACE, PACKED, Args, call, layouts, one, outcome
+from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding
 from fusion_attention import ContractError, ContractWarning
@@ -172,9 +173,9 @@ def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
 def test_a_function_takes_its_samples(name: str) -> None:
     op = CONTRACTS[name]
     for layout in layouts(op):
-        results = call(op, sample(op, **layout, B=1, D=4, Dv=4))
-        first = results if isinstance(results, torch.Tensor) else results[0]
-        assert first.isfinite().all(), layout
+        small = {"B": 1, "D": 4, "Dv": 4} if op.lower else {}
+        first, *_ = tree_leaves(call(op, sample(op, **layout, **small)))
+        assert first is None or first.isfinite().all(), layout
 
 
 # -------------------------------------------------------------------------------------------- stages and their failures

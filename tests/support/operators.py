@@ -1,12 +1,14 @@
 """What torch_npu (2.14) declares of its operators, in few words, and sample calls of those that are here."""
 
+import inspect
 from typing import Any
 
 import torch
 
+from fusion_attention.contract import Tensors
 from fusion_attention.contract.sampling import sample
 from fusion_attention.npu.modules import functions
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import COMPANIONS, CONTRACTS
 
 from .records import by_name
 
@@ -60,6 +62,7 @@ _OTHERS = {
 }
 _NUMBERS = "Tensor Tensor Tensor Tensor int int int"
 _RETURNS = {
+    "get_npu_format": "int",
     "npu_fusion_attention": _NUMBERS,
     "npu_fusion_attention_v2": _NUMBERS,
     "npu_fusion_attention_v3": "Tensor " * 6,
@@ -92,13 +95,22 @@ def declared(name: str, arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def sampled(name: str) -> dict[str, Any]:
     """Arguments of a legal call of an operator by its names; gradients are wanted where it has them."""
-    op = RECORDS[name]
+    op = CONTRACTS[name]
     args = sample(op)
     dense = ("query", "key", "value") if "fusion_attention" in name and "grad" not in name else ()
     for trained in {*dense, *(name for names in op.trains.values() for name in names)}:
         if isinstance(args[trained], torch.Tensor):
             args[trained].requires_grad_()
-    return {shown: value for shown, value in by_name(op, args).items() if value is not None}
+    needed = {p.name for p in inspect.signature(functions()[name]).parameters.values() if p.default is p.empty}
+    given = by_name(op, args)
+    for p in op.params:
+        value = given.get(p.shown)
+        if isinstance(p, Tensors) and value is not None:  # attention's lists of keys are declared as tensors
+            first = value if isinstance(value, torch.Tensor) else value[0]
+            given[p.shown] = [first] if op.name in COMPANIONS else first
+    outputs = {p.shown for p in op.tensors(output=True)} - needed
+    return {name: value for name, value in given.items() if name in needed or not (value is None or name in outputs)}
 
 
-CHECKED = [name for name in functions() if name in RECORDS]
+CHECKED = [name for name in functions() if name in CONTRACTS]
+OF_ATTENTION = [name for name in functions() if name not in COMPANIONS]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Attr, Op, bind
+from fusion_attention.contract import Array, Attr, Op, bind
 from fusion_attention.torch_ops.dispatch import is_traced
 
 
@@ -15,14 +15,15 @@ def checked(op: Op, args: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a call that its record allows, defaults in place of None.
 
     Within torch.compile nobody asks: torch's own operators say what is wrong. Other traces are asked where their sizes
-    are numbers; what would read memory is not.
+    are numbers and no tensor holds lengths; what would read memory is not.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
     if not is_traced(args.values()):
         return bind(op, args).names
-    if not torch.compiler.is_compiling() and _numbers(args.values()):
+    lengths = any(isinstance(args[p.name], torch.Tensor) for p in op.params if isinstance(p, Array))
+    if not torch.compiler.is_compiling() and not lengths and _numbers(args.values()):
         return bind(op, args, reads=False, memory=False).names
     return {p.name: p.default if args[p.name] is None else args[p.name] for p in op.params if isinstance(p, Attr)}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu import device as npu_device
 from fusion_attention.npu import (
+    caches,
     dropout,
     experts,
     fused_inference,
@@ -26,16 +26,20 @@ from fusion_attention.npu import (
     process_groups,
     products,
     quantised,
+    rotary,
     routing,
+    shapes,
+    softmax,
     sparse,
     testcase,
     training,
 )
+from fusion_attention.npu import device as npu_device
 
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, experts, routing, quantised, products),
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.

@@ -93,43 +93,26 @@ def npu_grouped_matmul(
         >>> npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0][:, 0].tolist()
         [1.0, 2.0, 2.0]
     """
+    # locals() is what was given, by name: the record knows the names.
+    given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
     if group_type is None and isinstance(group_list, (list, tuple)):
-        group_type = 0 if len(x) == 1 else -1
-    number = number_of(output_dtype)
-    given: dict[str, Any] = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "scale": scale,
-        "offset": offset,
-        "antiquant_scale": antiquant_scale,
-        "antiquant_offset": antiquant_offset,
-        "per_token_scale": per_token_scale,
-        "group_list": group_list,
-        "activation_input": activation_input,
-        "activation_quant_scale": activation_quant_scale,
-        "activation_quant_offset": activation_quant_offset,
-        "split_item": split_item,
-        "group_type": group_type,
-        "group_list_type": group_list_type,
-        "act_type": act_type,
-        "tuning_config": tuning_config,
-        "output_dtype": number,
-        "x_dtype": x_dtype,
-        "weight_dtype": weight_dtype,
-        "scale_dtype": scale_dtype,
-        "per_token_scale_dtype": per_token_scale_dtype,
-    }
+        given["group_type"] = 0 if len(x) == 1 else -1
     try:
-        checked(products.GROUPED, given)
+        given |= checked(products.GROUPED, given)
     except ContractError as error:
         raise (GroupTypeError(list(error.failures)) if error.param == "group_type" else error) from None
-    x, weight = _listed(x) or (), _listed(weight) or ()
+    return _products(given)
+
+
+def _products(given: dict[str, Any]) -> list[Tensor]:
+    """The results of a call, by the record's names."""
+    x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
+    number = given["output_dtype"]
     product = _Product(given, x[0].dtype if number is None else DTYPES[number])
-    one = split_item in (2, 3)
-    if group_type == 2:
+    one = given["split_item"] in (2, 3)
+    if given["group_type"] == 2:
         return product.of_sums(x[0], weight[0])
-    if len(x) > 1 or group_type == -1:
+    if len(x) > 1 or given["group_type"] == -1:
         starts = [0, *torch.tensor([t.shape[0] for t in x]).cumsum(0).tolist()]
         found = [product(t, i, starts[i]) for i, t in enumerate(x)]
         return [torch.cat(found)] if one else found

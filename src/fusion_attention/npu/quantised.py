@@ -62,7 +62,7 @@ def npu_dynamic_quant(
         ([[64, -127], [0, 0]], 0.01575)
     """
     number = quantised.number_of(dst_type)
-    checked(
+    given = checked(
         quantised.DYNAMIC,
         {
             "input": input,
@@ -81,11 +81,11 @@ def npu_dynamic_quant(
     elif smooth_scales is not None:
         x = x * smooth_scales.float()
     largest = 2 ** (bits - 1) - 1
-    axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[quant_mode]
+    axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[given["quant_mode"]]
     scale = row_scales(x, largest, axes)
-    wide = scale if quant_mode == "pertensor" else scale.unsqueeze(axes[0])
+    wide = scale if given["quant_mode"] == "pertensor" else scale.unsqueeze(axes[0])
     y = rounded(x / torch.where(wide == 0, 1.0, wide), largest)
-    return (y if bits == 8 else _packed(y)), scale.reshape(1) if quant_mode == "pertensor" else scale
+    return (y if bits == 8 else _packed(y)), scale.reshape(1) if given["quant_mode"] == "pertensor" else scale
 
 
 def _packed(y: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def npu_moe_gating_top_k_softmax(
         >>> expert.tolist(), row.tolist()
         ([[1, 2], [0, 1]], [[0, 2], [1, 3]])
     """
-    checked(routing.SOFTMAX, {"x": x, "finished": finished, "k": k})
+    k = checked(routing.SOFTMAX, {"x": x, "finished": finished, "k": k})["k"]
     y, expert = _largest(x.float().softmax(-1), k)
     if finished is not None:
         expert = torch.where(finished.unsqueeze(-1), x.shape[-1], expert)
@@ -108,36 +109,20 @@ def npu_moe_gating_top_k(
         >>> expert.tolist(), round(y.sum().item(), 6)
         ([[2, 3]], 1.0)
     """
-    checked(
-        routing.GATING,
-        {
-            "x": x,
-            "k": k,
-            "bias": bias,
-            "input_ids": input_ids,
-            "tid2eid": tid2eid,
-            "k_group": k_group,
-            "group_count": group_count,
-            "group_select_mode": group_select_mode,
-            "renorm": renorm,
-            "norm_type": norm_type,
-            "out_flag": out_flag,
-            "routed_scaling_factor": routed_scaling_factor,
-            "eps": eps,
-        },
-    )
-    out = x.float().sigmoid() if norm_type else x.float().softmax(-1)
+    given = checked(routing.GATING, dict(locals()))
+    groups, sigmoid = given["group_count"], given["norm_type"] == 1
+    out = x.float().sigmoid() if sigmoid else x.float().softmax(-1)
     scores = out.detach() if bias is None else out.detach() + bias.float()
-    if group_count > 1:
-        grouped = scores.unflatten(-1, (group_count, -1))
-        best = _largest(grouped, 2)[0].sum(-1) if group_select_mode else grouped.amax(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, k_group)[1], True)
+    if groups > 1:
+        grouped = scores.unflatten(-1, (groups, -1))
+        best = _largest(grouped, 2)[0].sum(-1) if given["group_select_mode"] else grouped.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, given["k_group"])[1], True)
         scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
     expert = _largest(scores, k)[1]
     y = out.gather(-1, expert)
-    if norm_type:
-        y = y / (y.sum(-1, keepdim=True) + eps)
-    return (y * routed_scaling_factor).to(x.dtype), expert.to(torch.int32), out
+    if sigmoid:
+        y = y / (y.sum(-1, keepdim=True) + given["eps"])
+    return (y * given["routed_scaling_factor"]).to(x.dtype), expert.to(torch.int32), out
 
 
 def npu_moe_init_routing_v2(
@@ -193,56 +178,42 @@ def npu_moe_init_routing_v2(
         >>> rows[:, 0].tolist(), places.tolist(), counts.tolist()
         ([1.0, 1.0, 2.0, 2.0], [1, 0, 2, 3], [1, 2, 1])
     """
-    checked(
-        routing.INIT,
-        {
-            "x": x,
-            "expert_idx": expert_idx,
-            "scale": scale,
-            "offset": offset,
-            "active_num": active_num,
-            "expert_capacity": expert_capacity,
-            "expert_num": expert_num,
-            "drop_pad_mode": drop_pad_mode,
-            "expert_tokens_num_type": expert_tokens_num_type,
-            "expert_tokens_num_flag": expert_tokens_num_flag,
-            "quant_mode": quant_mode,
-            "active_expert_range": active_expert_range,
-            "row_idx_type": row_idx_type,
-            "x_dtype": x_dtype,
-        },
-    )
-    start, end = active_expert_range or (0, expert_num)
+    given = checked(routing.INIT, dict(locals()))
+    start, end = tuple(active_expert_range or ()) or (0, expert_num)
     expert = expert_idx.flatten().long()
     active = (expert >= start) & (expert < end)
     expert = torch.where(active, expert, end)
     order = expert.argsort(stable=True)
-    place = order.argsort()
-    rows = order.numel() if active_num <= 0 else min(active_num, order.numel())
+    rows = order.numel() if given["active_num"] <= 0 else min(given["active_num"], order.numel())
     first = order[:rows]
-    token, there = first // max(expert_idx.shape[1], 1), active[first]
-    found = x[token].masked_fill(~there.unsqueeze(1), 0)
-    scales = x.new_zeros(rows, dtype=torch.float32)
-    if quant_mode == 0 and scale is not None and offset is not None:
-        found = rounded((found.float() * scale + offset).masked_fill(~there.unsqueeze(1), 0), 127)
-    elif quant_mode == 1:
+    token = first // max(expert_idx.shape[1], 1)
+    found, scales = _expanded(x[token], active[first], scale, offset, given["quant_mode"], token, expert[first] - start)
+    choices = order if given["row_idx_type"] else torch.where(active, order.argsort(), -1)
+    counts = _counts(expert, (start, end), given) if given["expert_tokens_num_flag"] else expert.new_zeros(0)
+    return found, choices.to(torch.int32), counts, scales
+
+
+def _expanded(
+    rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(rows, perhaps as int8, and their scales); what is not there is 0."""
+    found = rows.masked_fill(~there.unsqueeze(1), 0)
+    scales = rows.new_zeros(len(rows), dtype=torch.float32)
+    if mode == 0 and scale is not None and offset is not None:
+        return rounded((found.float() * scale + offset).masked_fill(~there.unsqueeze(1), 0), 127), scales
+    if mode == 1:
         wide = found.float()
         if scale is not None:
-            wide = wide * scale[(expert[first] - start).clamp(max=scale.shape[0] - 1)]
+            wide = wide * scale[expert.clamp(max=scale.shape[0] - 1)]
         scales = row_scales(wide, 127, (-1,))
-        found = rounded(wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1), 127)
-    elif scale is not None:
-        scales = scale[token].masked_fill(~there, 0)
-    choices = order if row_idx_type else torch.where(active, place, -1)
-    return found, choices.to(torch.int32), _counts(expert, start, end, expert_tokens_num_type, expert_tokens_num_flag,
-                                                    expert_num), scales  # fmt: skip
+        return rounded(wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1), 127), scales
+    return found, scales if scale is None else scale[token].masked_fill(~there, 0)
 
 
-def _counts(expert: Tensor, start: int, end: int, kind: int, wanted: bool, experts: int) -> Tensor:
+def _counts(expert: Tensor, bounds: tuple[int, ...], given: Mapping[str, Any]) -> Tensor:
     """How many rows each active expert has, as expert_tokens_num_type says."""
-    if not wanted:
-        return expert.new_zeros(0)
-    ids = torch.arange(start, end, device=expert.device)
+    kind = given["expert_tokens_num_type"]
+    ids = torch.arange(*bounds, device=expert.device)
     counts = (expert.unsqueeze(0) == ids.unsqueeze(1)).sum(1)
     if kind == 0:
         return counts.cumsum(0)
@@ -250,7 +221,7 @@ def _counts(expert: Tensor, start: int, end: int, kind: int, wanted: bool, exper
         return counts
     first = (counts == 0).to(torch.int8).argsort(stable=True)  # those that have any, in their order
     pairs = torch.stack((ids, counts), 1)[first].masked_fill((counts[first] == 0).unsqueeze(1), 0)
-    return torch.nn.functional.pad(pairs, (0, 0, 0, experts - len(ids)))
+    return torch.nn.functional.pad(pairs, (0, 0, 0, given["expert_num"] - len(ids)))
 
 
 def npu_moe_finalize_routing(

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from fusion_attention.contract import Op
-from fusion_attention.ops.companions import experts, gates, norms, products, quantised, routing
+from fusion_attention.ops.companions import (
+    caches,
+    experts,
+    gates,
+    norms,
+    products,
+    quantised,
+    rotary,
+    routing,
+    shapes,
+    softmax,
+)
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.indexer import own as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
@@ -22,6 +33,6 @@ FAMILIES = (
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Functions that torch itself computes: records without a lowering (ops/companions).
-AROUND = (norms, gates, experts, routing, quantised, products)
+AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products)
 COMPANIONS: dict[str, Op] = {record.name: record for family in AROUND for record in family.RECORDS}
 CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.contract import Op, Rule, Tensor
+from fusion_attention.contract import Op, Rule, Tensor, trained
 from fusion_attention.ops.shared.rules import invalid, refused, untrained
 
 FLOATS = "float16 bfloat16 float32"
@@ -29,7 +29,40 @@ def halves(tensor: torch.Tensor, dim: int) -> bool:
     return has_axis(tensor, dim) and tensor.shape[dim] % 2 == 0
 
 
-FUNCTIONS = {"ends_with": ends_with, "has_axis": has_axis, "halves": halves}
+def expands_to(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
+    if tensor.dim() > whole.dim():
+        return False
+    shape = whole.shape[whole.dim() - tensor.dim() :]
+    return all(n in (1, m) for n, m in zip(tensor.shape, shape, strict=True))
+
+
+def half_of(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """A tensor's shape, half as long along an axis."""
+    at = dim % tensor.dim()
+    return (*tensor.shape[:at], tensor.shape[at] // 2, *tensor.shape[at + 1 :])
+
+
+def within(indices: torch.Tensor, *sizes: int, low: int = 0) -> bool | str:
+    """Whether indices are from `low` to below a size, each column below its own; reads them. What is not, if any."""
+    if indices.is_meta or not indices.numel():
+        return True
+    columns = indices.reshape(-1, len(sizes))
+    for top, bottom, size in zip(columns.amax(0).tolist(), columns.amin(0).tolist(), sizes, strict=True):
+        if bottom < low or top >= size:
+            return f"{bottom if bottom < low else top}, outside [{low}, {size})"
+    return True
+
+
+FUNCTIONS = {
+    "ends_with": ends_with,
+    "has_axis": has_axis,
+    "halves": halves,
+    "half_of": half_of,
+    "expands_to": expands_to,
+    "within": within,
+    "trained": trained,
+}
 
 
 def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_attention.contract import Attr
 from fusion_attention.ops.companions.common import companion, floats, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
@@ -64,5 +66,38 @@ RMS_NORM_BACKWARD = companion(
     functions={"one_per_row": lambda x, gamma: (*x.shape[: x.dim() - gamma.dim()], *(1,) * gamma.dim())},
     sample={**SAMPLE, "dy": "B S1 W", "rstd": ("B S1 1", "float32")},
 )
+ADD_RMS_NORM = companion(
+    "npu_add_rms_norm",
+    "torch_npu's root-mean-square norm of a sum: (y, rstd, x).",
+    (
+        floats("x1", "One addend."),
+        floats("x2", "The other.", like="x1"),
+        replace(
+            GAMMA, text="A weight for every element of the axes that are normalised together: the last ones of x1."
+        ),
+        EPSILON,
+    ),
+    (
+        result("y", "In the shape of x1.", "=x1"),
+        result("rstd", "1 / rms, in the shape of x1 with the normalised axes of size 1.", "float32"),
+        result("x", "The sum.", "=x1"),
+    ),
+    rules=(
+        same_shape("x2", "x1"),
+        invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", spoil={"gamma": "7"}),
+    ),
+    formula=f"x = x1 + x2\n{FORMULA}",
+    sample={"x1": "B S1 W", "x2": "B S1 W", "gamma": "W"},
+)
+GEMMA_RMS_NORM = companion(
+    "npu_gemma_rms_norm",
+    "torch_npu's root-mean-square norm with weights that count from 1: (y, rstd).",
+    (X, GAMMA, EPSILON),
+    (Y, RSTD),
+    rules=(WEIGHTS,),
+    formula=FORMULA.replace("* gamma", "* (1 + gamma)"),
+    tex=TEX.replace(r"\cdot \gamma", r"(1 + \gamma)"),
+    sample=SAMPLE,
+)
 
-RECORDS = (RMS_NORM, RMS_NORM_BACKWARD)
+RECORDS = (RMS_NORM, RMS_NORM_BACKWARD, ADD_RMS_NORM, GEMMA_RMS_NORM)
