@@ -84,6 +84,12 @@ def test_results_and_gradients_are_the_function_s(ops: Any) -> None:
             same_bits(got, want, name)
 
 
+def test_gradients_of_what_torch_itself_computes(ops: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    gradients = [torch.autograd.grad(f(x).sum(), x)[0] for f in (ops.npu_swiglu, npu.npu_swiglu)]
+    same_bits(*gradients, "npu_swiglu")
+
+
 def test_errors_are_the_function_s(ops: Any) -> None:
     q = torch.randn(1, 16, 2, 64)
     with pytest.raises(ContractError, match="npu_fusion_attention: input_layout: expected one of BSND"):
