@@ -15,6 +15,7 @@ import torch
 
 from fusion_attention.npu import device as npu_device
 from fusion_attention.npu import (
+    caches,
     dropout,
     experts,
     fused_inference,
@@ -25,7 +26,10 @@ from fusion_attention.npu import (
     norms,
     process_groups,
     quantised,
+    rotary,
     routing,
+    shapes,
+    softmax,
     sparse,
     testcase,
     training,
@@ -34,7 +38,7 @@ from fusion_attention.npu import (
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, experts, routing, quantised),
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.

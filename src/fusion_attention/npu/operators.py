@@ -112,6 +112,8 @@ def _parameter(p: inspect.Parameter, annotation: Any) -> str:
         default = ""
     elif isinstance(p.default, str):
         default = f'="{p.default}"'
+    elif isinstance(p.default, tuple):
+        default = f"={list(p.default)}"
     else:
         default = f"={p.default}"
     return f"{_type(annotation)} {p.name}{default}"
