@@ -83,8 +83,8 @@ def starts(op: Op) -> list[Args]:
 
 @st.composite
 def calls(draw: st.DrawFn, op: Op) -> Args:
-    chosen = {**draw(st.sampled_from(SIZES)), **draw(st.sampled_from(starts(op)))}
-    args = sample(op, **chosen, **draw(st.sampled_from(layouts(op))))
+    chosen = {**draw(st.sampled_from(SIZES)), **draw(st.sampled_from(starts(op))), **draw(st.sampled_from(layouts(op)))}
+    args = sample(op, **chosen)
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     for p in draw(st.lists(st.sampled_from(inputs), max_size=3)):
         value = args[p.name]
