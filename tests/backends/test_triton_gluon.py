@@ -13,11 +13,12 @@ import torch
 triton = pytest.importorskip("triton")
 
 from support import sass
+from support.launches import watch
 from support.triton_ahead import CUOBJDUMP, TYPES
 from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_dense, launch_gluon, shapes
+from fusion_attention.backends.triton import launch_gluon, shapes
 from fusion_attention.waist.problem import Problem
 
 HOPPER = torch.device("cuda:0")
@@ -76,21 +77,18 @@ def test_rows_that_no_descriptor_describes_are_plain_tritons(measured: None) -> 
 
 @gluon
 def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, int]]] = []
-
-    def note(kernel: Any, grid: Any, arguments: Any, known: Any, tile: shapes.Tile, **options: int) -> None:
-        launched.append((kernel, arguments, known, options))
-
-    monkeypatch.setattr(launch_dense, "launch", note)
+    launched: list[tuple[Any, dict[str, Any]]] = []
+    watch(monkeypatch, lambda *seen: launched.append(seen), computes=False)
     monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
     monkeypatch.setattr("fusion_attention.backends.triton.reasons_against", lambda *_: [])
     q = torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16)
     fa.attention(q, q, q, backend="triton")
-    kernel, arguments, known, options = launched[0]
+    kernel, named = launched[0]
+    known = launch_gluon.constants(problem(128, scale=q.shape[-1] ** -0.5), 8)
     assert kernel is launch_gluon.kernel()
-    assert set(kernel.arg_names) <= arguments.keys() | known.keys()
-    assert known.keys() <= set(kernel.arg_names)
-    assert options == launch_gluon.OPTIONS
+    assert {name: value for name, value in named.items() if name.isupper()} == known | {"GROUP": 1}
+    assert {name for name, value in named.items() if value is None} == {"sink"}
+    assert launch_gluon.OPTIONS.items() <= named.items()
 
 
 def compiled(p: Problem) -> Any:

@@ -26,13 +26,14 @@ class Asking:
     def __getitem__(self, grid: tuple[int, ...]) -> Asking:
         return self
 
-    def __call__(self, **given: Any) -> None:
+    def __call__(self, *given: Any, **options: Any) -> None:
         self.given.append(_allocation._allocator.get()(1 << 10, 128, None))
 
 
 def launch(kernel: Asking) -> None:
     tile = shapes.Tile(16, 16, 4, 1, shapes.TMA)
-    launch_dense.launch(kernel, (1,), {"places": torch.zeros(4)}, {}, tile)
+    one = launch_dense.Launch.of(kernel, (1,), {"places": torch.zeros(4)}, (), {}, tile)
+    launch_dense.Ready([one], ()).run({"q": torch.zeros(4)})
 
 
 def test_scratch_is_given_in_a_thread_that_has_no_allocator() -> None:

@@ -15,27 +15,24 @@ import torch
 triton = pytest.importorskip("triton")
 
 from support.caches import Cache, made, rows
+from support.launches import constants, watch
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, memory, shapes
+from fusion_attention.backends.triton import launch_decode, launch_dense, memory
 from fusion_attention.contract import BackendError
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
-Launch = tuple[str, tuple[int, ...], dict[str, Any], shapes.Tile]
+Launch = tuple[str, dict[str, Any]]
 PROBLEM = Problem(2, 1, 16, 16, dtype="float16", scale=0.3)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Name, grid, constants and tile of every launch; nothing is computed."""
+    """Name and constants of every launch; nothing is computed."""
     found: list[Launch] = []
-    monkeypatch.setattr(
-        launch_dense,
-        "launch",
-        lambda kernel, grid, arguments, known, tile: found.append((kernel.__name__, grid, dict(known), tile)),
-    )
+    watch(monkeypatch, lambda kernel, named: found.append((kernel.__name__, constants(named))), computes=False)
     return found
 
 
@@ -66,26 +63,26 @@ def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches:
     problem = dataclasses.replace(PROBLEM, empty_rows=empty_rows)
     operands, grads = memory_of(2, 40)
     run(problem, extents((20, 30), (40, 40)), operands, grads)
-    before = [(name, known, tile) for name, _, known, tile in launches]
+    before = launches.copy()
     launches.clear()
     run(problem, extents((20, 30), (40, 10)), operands, grads)
-    assert [(name, known, tile) for name, _, known, tile in launches] == before
+    assert launches == before
     assert before
 
 
 @pytest.mark.parametrize(("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str)
 def test_rows_are_read_in_the_widest_pieces_on_which_they_start(width: int, align: int, launches: list[Launch]) -> None:
     run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40, width))
-    assert {known["ALIGN"] for _, _, known, _ in launches} == {align}
-    for name, _, known, tile in launches:
-        assert not known.get("TMA") or align == 8, (name, tile)
+    assert {known["ALIGN"] for _, known in launches} == {align}
+    for name, known in launches:
+        assert not known.get("TMA") or align == 8, (name, known)
 
 
 def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[Launch]) -> None:
     operands, grads = memory_of(1, 40)
     moved = torch.zeros(1 + operands.k.keep[0].numel(), dtype=torch.float16)[1:].view(1, 40, 1, 16)
     run(PROBLEM, extents((20,), (40,)), dataclasses.replace(operands, k=rows(moved)), grads)
-    assert {known["ALIGN"] for _, _, known, _ in launches} == {1}
+    assert {known["ALIGN"] for _, known in launches} == {1}
 
 
 def test_integers_of_a_cache_count_their_own_elements() -> None:
@@ -115,7 +112,7 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
     """Whether a graph is being captured is asked of the current device: it has to be theirs."""
     asked: list[str] = []
 
-    def watch(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any) -> Any:
             assert entered == [torch.device("cpu")], what
             asked.append(what)
@@ -123,9 +120,9 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 
         return watched
 
-    monkeypatch.setattr(memory.Copied, "write", watch("write", memory.Copied.write))
-    monkeypatch.setattr(memory.Copied, "read", watch("read", memory.Copied.read))
-    monkeypatch.setattr(launch_dense, "launch", watch("launch", lambda *_: None))
+    monkeypatch.setattr(memory.Copied, "write", asking("write", memory.Copied.write))
+    monkeypatch.setattr(memory.Copied, "read", asking("read", memory.Copied.read))
+    monkeypatch.setattr(launch_dense, "launch", asking("launch", lambda *_: None))
     e = extents((20, 30), (40, 40))
     run(PROBLEM, e, *memory_of(2, 40))
     cache = Cache(kv_len=(40, 33))
@@ -157,7 +154,7 @@ def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
     verb: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[dict[str, Any]] = []
-    monkeypatch.setattr(launch_dense, "launch", lambda kernel, grid, arguments, *_: launched.append(arguments))
+    watch(monkeypatch, lambda _, named: launched.append(named), computes=False)
     e, compute = extents((20, 30), (40, 40)), getattr(backend, verb)
     schedule = backend.schedule(PROBLEM, e, verb)
     for turn in range(2):
@@ -197,7 +194,7 @@ def test_another_layout_has_another_table(what: str, tables: list[np.ndarray], l
     for operands in (memory_of(2, 40)[0], other_layouts()[what]):
         backend.attention_forward(PROBLEM, e, schedule, operands)
     assert len(tables) == 2
-    aligned, other = (known["ALIGN"] for name, _, known, _ in launches if name == "forward")
+    aligned, other = (known["ALIGN"] for name, known in launches if name == "forward")
     assert (aligned, other) == (8, 1 if what == "another start" else 8)
     assert (tables[0] == tables[1]).all() == (what == "another start")
 
@@ -206,11 +203,11 @@ def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -
     """Of the same shape and strides: what is behind a pool's memory is never read."""
     last: list[int] = []
 
-    def noting(kernel: Any, grid: Any, arguments: dict[str, Any], *_: Any) -> None:
+    def noting(kernel: Any, named: dict[str, Any]) -> None:
         if kernel is launch_decode.decode:
-            last.append(arguments["last"])
+            last.append(named["last"])
 
-    monkeypatch.setattr(launch_dense, "launch", noting)
+    watch(monkeypatch, noting, computes=False)
     cache = Cache(kv_len=(40, 33))
     operands, e = made(cache, "cpu"), cache.extents()
     schedule = backend.schedule(cache.problem, e, "attention_forward")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,22 +191,33 @@ def test_the_self_test_ends_when_its_time_is_up() -> None:
     assert list(selftest.outcomes([], 1.0)) == []
 
 
-def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same() -> None:
-    outcomes = list(selftest.outcomes(["cpu"], 7.0))
+@pytest.fixture
+def a_second_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which every step of the self test takes a second, on any machine."""
+    gone = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(gone), perf_counter=time.perf_counter)
+    monkeypatch.setattr(selftest, "time", clock)
+
+
+def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same(a_second_a_step: None) -> None:
+    steps = len(list(selftest._of("cpu")))
+    outcomes = list(selftest.outcomes(["cpu"], steps + 4))
     fixed = [one.name for one in outcomes if not one.name.startswith("drawn ")]
     assert [one for one in outcomes if one.fault] == []
     assert {"decoding over pages", "the indexer's choice", f"instruction set {FOUND['chosen']}"} <= set(fixed)
     drawn = [one.name for one in outcomes if one.name.startswith("drawn ")]
-    again = [one.name for one in selftest.outcomes(["cpu"], 5.0) if one.name.startswith("drawn ")]
-    common = min(len(drawn), len(again))
-    assert drawn[:common] == again[:common]
+    again = [step.name for step, _ in zip(selftest._drawn(["cpu"]), drawn, strict=False)]
+    assert len(drawn) == 4
+    assert drawn == again
 
 
 @pytest.mark.parametrize("part", ["out", "dq", "indices"])
-def test_a_wrong_result_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_seen(part: str, a_second_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "indices":
         from fusion_attention.testing import sparse
 
+        steps = [step for step in selftest._of("cpu") if "indexer" in step.name]
+        monkeypatch.setattr(selftest, "_of", lambda backend: steps)
         chosen = sparse.chosen
         monkeypatch.setattr(sparse, "chosen", lambda call, name: (chosen(call, name)[0] + (name == "cpu"), None))
     else:
@@ -216,7 +229,7 @@ def test_a_wrong_result_is_seen(part: str, monkeypatch: pytest.MonkeyPatch) -> N
             return found
 
         monkeypatch.setattr(selftest, "run", wrong)
-    found = facts("--seconds", "6" if part == "indices" else "2")
+    found = facts("--seconds", "3")
     assert found["self_test"]["wrong"]
     assert found["problems"][0].startswith("self test: ")
     assert len(found["problems"]) <= module.SHOWN + 1

@@ -12,7 +12,7 @@ FORWARD = [
           "view.stride_token >= view.dim", "view.stride_token >= 0",
           f"{DESCRIPTORS}::test_rows_that_no_descriptor_describes"),
     house("Triton: the caller's allocator is overwritten", "backends/triton/launch_dense.py",
-          "contextvars.copy_context().run(_launch_with_scratch, kernel", "_launch_with_scratch(kernel",
+          "contextvars.copy_context().run(self._start_with_scratch, given)", "self._start_with_scratch(given)",
           "backends/test_triton_launch.py::test_the_callers_allocator_stays"),
     house("Gluon: wgmma on a chip that has none", "backends/triton/launch_gluon.py",
           "get_device_capability(device) == _CAPABILITY", "get_device_capability(device) >= _CAPABILITY",

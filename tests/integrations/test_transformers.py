@@ -28,7 +28,7 @@ LENGTHS = 13, 6, 9
 NEW = 5
 BY_NAME = {family.name: family for family in FAMILIES}
 # Compiling takes seconds: every day a decoder and an encoder.
-COMPILED = "Llama", "BERT"
+RARE, COMPILED = ("torch.compile", "left-padded", "bfloat16", "static cache"), ("Llama", "BERT")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,7 +172,7 @@ def cases() -> list[Any]:
     found = []
     for family in FAMILIES:
         for column in family.columns:
-            slow = column == "torch.compile" and family.name not in COMPILED
+            slow = column in RARE and family.name not in COMPILED
             marks = [pytest.mark.slow] if slow else []
             found.append(pytest.param(family.name, column, marks=marks, id=f"{family.name}-{column}"))
     return found

@@ -12,6 +12,7 @@ import torch
 from support.aligned import aligned
 from support.bits import same_bits
 from support.cases import BITS
+from support.launches import watch
 
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_dense, shapes
@@ -28,14 +29,7 @@ WIDE, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, sh
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     """Of every launch of the backward's two loops, whether rows came by descriptors."""
     seen: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
-    real = launch_dense.launch
-
-    def watched(kernel: Any, grid: Any, arguments: dict[str, Any], known: dict[str, Any], *rest: Any) -> None:
-        if kernel in seen:
-            seen[kernel].append(known["TMA"])
-        real(kernel, grid, arguments, known, *rest)
-
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    watch(monkeypatch, lambda kernel, named: seen[kernel].append(named["TMA"]) if kernel in seen else None)
     return seen
 
 

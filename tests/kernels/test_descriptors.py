@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support.aligned import aligned
+from support.launches import watch
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_dense, shapes
+from fusion_attention.backends.triton import shapes
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
 from fusion_attention.waist.mask import Band
@@ -23,14 +22,7 @@ CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every launch of the forward, whether rows came by descriptors."""
     seen: list[bool] = []
-    real = launch_dense.launch
-
-    def watched(kernel: Any, grid: Any, arguments: Any, known: dict[str, Any], *rest: Any, **options: Any) -> None:
-        if kernel is forward:
-            seen.append(known["TMA"])
-        real(kernel, grid, arguments, known, *rest, **options)
-
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    watch(monkeypatch, lambda kernel, named: seen.append(named["TMA"]) if kernel is forward else None)
     return seen
 
 

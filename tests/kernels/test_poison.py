@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.forgetting import Results, forgets, is_poison
+from support.launches import watch
 
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_decode, launch_dense
@@ -28,19 +29,17 @@ def test_a_forgotten_element_is_missed(verb: str, results: int, monkeypatch: pyt
 def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel leaves for the next one: shares of decode, and what the backward prepares for its rows."""
     given: list[torch.Tensor] = []
-    real = launch_dense.launch
 
-    def watched(kernel: Any, grid: Any, named: dict[str, Any], *rest: Any) -> None:
+    def see(kernel: Any, named: dict[str, Any]) -> None:
         if not given:
             scratch = [named.get("flat"), named.get("part")]
             given.extend(t for t in scratch if t is not None)
             assert all(map(is_poison, given))
-        real(kernel, grid, named, *rest)
 
     q = torch.randn(1, 3, 2, 16, requires_grad=module is launch_dense)
     k = torch.randn(1, 600 if module is launch_decode else 5, 2, 16)
     out = fa.attention(q, k, k, sink=torch.zeros(2), backend="triton")
-    monkeypatch.setattr(launch_dense, "launch", watched)
+    watch(monkeypatch, see)
     if module is launch_dense:
         torch.autograd.grad(out.sum(), q)
     else:

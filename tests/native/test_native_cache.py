@@ -163,8 +163,8 @@ def common_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...
 @pytest.mark.parametrize(
     ("problem", "variant"),
     [
-        pytest.param(problem, variant, marks=[] if i == 1 or variant == VARIANTS[-1] else pytest.mark.slow)
-        for i, problem in enumerate(COMMON)
+        pytest.param(problem, variant, marks=[] if variant in everyday else pytest.mark.slow)
+        for problem, everyday in zip(COMMON, (VARIANTS[-1:], (VARIANTS[0], VARIANTS[-1]), VARIANTS[-1:]), strict=True)
         for variant in VARIANTS
     ],
     ids=str,

@@ -246,7 +246,7 @@ def test_saved_state_is_the_same_in_all_stages(form: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("form", ["latent", "grouped"])
+@pytest.mark.parametrize("form", ["latent", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
     torch._dynamo.reset()
     layer = make(form, stage)

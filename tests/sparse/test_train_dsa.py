@@ -43,6 +43,7 @@ def kill(folder: Path, step: int) -> int:
     return last
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """kill -9 in the dense and in the sparse stage: the losses and weights of a run that nobody disturbed."""
     whole = train(tmp_path / "whole")

@@ -114,7 +114,7 @@ def source(kernel: str, problem: Problem, constants: launch_dense.Constants) -> 
 
 
 def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
-    """What the kernel takes on a chip (80 or 90), and with which instructions it multiplies."""
+    """What the kernel takes on a chip (80 for sm_80), and with which instructions it multiplies."""
     compiled = triton.compile(
         source(kernel, problem, known(kernel, problem, tile, align)),
         target=GPUTarget("cuda", chip, 32),
@@ -295,9 +295,10 @@ EVERYDAY = (
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
     *("mend_out 128", "mend_query 128", "mend_key 768 read"),
 )
+OLDER = "forward 128 plain", "query 64 read", "key 128 drawn", "decode 128 16 rows int8", "mend_out 128"  # on sm_80 too
 CHIPS = (80, 86, 90)
-EVERYDAY_CHIPS = (80, 90)
 SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
+OTHERS = {89: 86, 100: 90, 120: 86}  # chips whose tiles are another one's (shapes.CHIPS)
 RUNS = {
     f"{name} sm_{chip}": (name, chip)
     for name, config in CONFIGS.items()

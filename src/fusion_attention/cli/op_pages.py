@@ -132,7 +132,7 @@ def _example(called: Any) -> str:
     """The docstring's example as a program."""
     found = docstrings.sections(inspect.getdoc(called) or "").get("Example", "")
     code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", found, re.M))
-    used = ", ".join(sorted({called.__name__, *re.findall(r"\b_?npu_\w+(?=\()", code)}))
+    used = ", ".join(sorted({called.__name__, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
     return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 
 

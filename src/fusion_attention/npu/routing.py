@@ -153,9 +153,8 @@ def npu_moe_init_routing_v2(
         scale: float32. Without quantisation: [T], carried along; dynamic: factors of the elements, [experts, H] or
             [1, H]; static: [1].
         offset: float32 [1], static quantisation.
-        active_num: at most so many rows; -1 and 0: all.
+        active_num: at most so many rows; -1 and 0: all. expert_num: how many experts there are.
         expert_capacity, drop_pad_mode, x_dtype: only their defaults are computed here.
-        expert_num: how many experts there are.
         expert_tokens_num_type: 0: cumulative counts; 1: a count of each active expert; 2: pairs (expert, count).
         expert_tokens_num_flag: whether counts are wanted.
         quant_mode: -1: none; 0: static; 1: each row by its own largest element.

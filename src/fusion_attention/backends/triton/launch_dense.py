@@ -50,11 +50,10 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    tile: shapes.Tile
-    known: Constants
-    kept: dict[str, Any]  # arguments
-    given: tuple[str, ...]  # names of those that each run gives
-    options: dict[str, int]  # Triton's, besides the tile's
+    arguments: list[Any]  # in the kernel's order: Triton takes them quicker than by name
+    given: list[tuple[int, str]]  # places of those that each run gives
+    options: dict[str, int]  # Triton's
+    scratch: bool  # Triton asks for memory of descriptors
 
     @classmethod
     def of(
@@ -62,19 +61,26 @@ class Launch:
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
         """With those of a verb's arguments that the kernel names; some kernel of KERNELS must name each."""
-        given = tuple(given)
-        if strangers := {*kept, *given} - TAKEN:
+        own = set(given)
+        if strangers := {*kept, *own} - TAKEN:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
-        named = set(kernel.arg_names) - known.keys()
-        stays = {name: value for name, value in kept.items() if name in named}
-        return cls(kernel, grid, tile, known, stays, tuple(name for name in given if name in named), options)
+        values, places = kept | dict.fromkeys(own) | known, enumerate(kernel.arg_names)
+        arguments = [values[name] for name in kernel.arg_names]
+        places_given = [(at, name) for at, name in places if name in own and name not in known]
+        options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return cls(kernel, grid, arguments, places_given, options, bool(tile.TMA))
 
     def start(self, given: dict[str, Any]) -> None:
         """Launches the kernel."""
-        arguments = self.kept.copy()
-        for name in self.given:
-            arguments[name] = given[name]
-        launch(self.kernel, self.grid, arguments, self.known, self.tile, **self.options)
+        arguments = self.arguments.copy()
+        for at, name in self.given:
+            arguments[at] = given[name]
+        launch(self.kernel, self.grid, arguments, self.options)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, int]) -> None:
+    """Launches a kernel."""
+    kernel[grid](*arguments, **options)
 
 
 @dataclass(eq=False)
@@ -92,8 +98,21 @@ class Ready:
             table.read()
         for name, shape in self.scratch.items():
             given[name] = empty(given["q"], shape, torch.float32)
+        if any(each.scratch for each in self.launches):
+            # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another
+            # one set, and the caller's own has to stay. So such launches have a context of their own.
+            contextvars.copy_context().run(self._start_with_scratch, given)
+        else:
+            self._start(given)
+
+    def _start(self, given: dict[str, Any]) -> None:
         for each in self.launches:
             each.start(given)
+
+    def _start_with_scratch(self, given: dict[str, Any]) -> None:
+        like = given["q"]
+        triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
+        self._start(given)
 
 
 @dataclass(eq=False)
@@ -449,21 +468,3 @@ def ready_backward(
         launches.append(Launch.of(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
         launches += launch_mend(mend_key, p, keys, p.heads_kv, shared, own, known)
     return Ready(launches, (places, lengths, by_query, by_key), scratch)
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile, **options: int
-) -> None:
-    """Launches a kernel; options: Triton's, besides the tile's."""
-    options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if not tile.TMA:
-        kernel[grid](**arguments, **known, **options)
-        return
-    # Descriptors lie in memory that Triton asks of an allocator, a context variable: no thread has what another one
-    # set, and the caller's own has to stay. So such a launch has a context of its own.
-    contextvars.copy_context().run(_launch_with_scratch, kernel, grid, arguments["places"], arguments | known | options)
-
-
-def _launch_with_scratch(kernel: Any, grid: tuple[int, ...], like: torch.Tensor, given: dict[str, Any]) -> None:
-    triton.set_allocator(lambda size, alignment, stream: empty(like, (size,), torch.uint8))
-    kernel[grid](**given)
