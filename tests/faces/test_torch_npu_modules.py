@@ -65,7 +65,7 @@ def modules_in_order(modules: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "name", "text"),
     [
-        ("", "npu_rms_norm", "fusion_attention's torch_npu has no npu_rms_norm (docs/torch_npu.md)"),
+        ("", "matmul_all_reduce", "fusion_attention's torch_npu has no matmul_all_reduce (docs/torch_npu.md)"),
         ("", "npu_fusion_atention", "no npu_fusion_atention; it has npu_fusion_attention, npu_fusion_attention_v"),
         ("", "contrib", "fusion_attention's torch_npu has no contrib"),
         ("npu", "mem_get_inf", "fusion_attention's torch_npu.npu has no mem_get_inf"),

@@ -24,6 +24,7 @@ MAY_ALLOCATE = {
     "memory::_lent": "the place itself",
     "backends.triton.memory::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
+    "npu.operators::_parameter": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
 }
 COMPUTES_NOTHING = ("cli", "testing")

@@ -42,6 +42,12 @@ AXES = {
     "Ps": "tokens of a page",
     "R": "rows of a page table, one per sequence",
     "M": "pages of a sequence",
+    "T": "tokens",
+    "H": "elements of a token's row",
+    "E": "experts",
+    "C": "rows of an expert",
+    "W": "elements of a row",
+    "N": "columns of a product",
     "pages": "as many as an item has",
 }
 # What may hold axis words: shapes and expressions.

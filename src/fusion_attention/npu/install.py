@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu.modules import NAME, made
+from fusion_attention.npu.modules import NAME, functions, made
+from fusion_attention.npu.operators import register_all
 from fusion_attention.npu.process_groups import register
 from fusion_attention.npu.windows import watch
 from fusion_attention.patches import Changes, Layer, another, together
@@ -102,6 +103,7 @@ def _changed(base: torch.device, changes: Changes) -> None:
     modules = made(base)
     changes.play(modules, modules[NAME].__version__)
     watch(changes)
+    register_all(functions())
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
     changes.set(torch.Tensor, "npu", npu)
     changes.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))

@@ -13,21 +13,34 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu import device as npu_device
 from fusion_attention.npu import (
+    caches,
     dropout,
+    experts,
     fused_inference,
+    gates,
     indexer_loss,
     inference,
     merging,
+    norms,
     process_groups,
+    products,
+    quantised,
+    rotary,
+    routing,
+    shapes,
+    softmax,
     sparse,
     testcase,
     training,
 )
+from fusion_attention.npu import device as npu_device
 
 NAME = "torch_npu"
-FACES = (training, dropout, inference, fused_inference, sparse, indexer_loss, merging)
+FACES = (
+    *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+)
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
@@ -42,17 +55,22 @@ _PARTS = {
 }
 
 
+def functions() -> dict[str, Callable[..., Any]]:
+    """Every function of torch_npu that is here, by name."""
+    return {name: getattr(module, name) for module in FACES for name in module.__all__}
+
+
 def made(base: torch.device) -> dict[str, ModuleType]:
     """Every module by its full name, packages before what they hold.
 
     Args:
         base: the device that computes.
     """
-    functions = {name: getattr(module, name) for module in FACES for name in module.__all__}
-    npu = {**npu_device.names(base), **functions}
+    faces = functions()
+    npu = {**npu_device.names(base), **faces}
     amp = npu_device.amp(base.type)
     contents: dict[str, dict[str, Any]] = {
-        NAME: functions,
+        NAME: faces,
         f"{NAME}.npu": npu,
         **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
         f"{NAME}.npu.amp": amp,
@@ -72,7 +90,7 @@ def made(base: torch.device) -> dict[str, ModuleType]:
         if owner:
             setattr(modules[owner], last, module)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
-    vars(modules[NAME]).update(__version__=version, __all__=[*functions, "npu"])
+    vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
     return modules
 
 

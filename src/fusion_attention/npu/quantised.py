@@ -1,0 +1,174 @@
+"""torch_npu's quantisation and products of integers, in torch's own operators. Products are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_attention.npu.companion_call import checked
+from fusion_attention.ops.companions import quantised
+
+__all__ = ["npu_dynamic_quant", "npu_quant_matmul"]
+
+Tensor = torch.Tensor
+Dtype = int | torch.dtype | None
+
+
+def row_scales(x: Tensor, largest: int, axes: tuple[int, ...]) -> Tensor:
+    """What the largest element over some axes is divided by to become `largest`."""
+    return x.abs().amax(axes) / largest
+
+
+def rounded(x: Tensor, largest: int) -> Tensor:
+    """Whole numbers as int8, halves to even, -largest - 1 to largest; NaN is 0."""
+    return x.nan_to_num(0.0, largest, -largest - 1).round().clamp(-largest - 1, largest).to(torch.int8)
+
+
+def npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: Dtype = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Rows as integers, each with a scale of its own.
+
+    scale = max(abs(x * smooth)) / 127        of each row
+    y = round(x * smooth / scale)
+
+    Args:
+        input: [..., W]; float16, bfloat16 or float32.
+        smooth_scales: factors of the elements, [W]; with group_index [groups, W].
+        group_index: where each group of rows ends, int32 [groups].
+        dst_type: torch.int8, or torch.quint4x2, for which 127 is 7; None: torch.int8.
+        quant_mode: what has one scale: "pertoken", "perchannel" (the last axis), "pertensor".
+        dst_type_max: reserved.
+
+    Returns:
+        (y, scale): y int8; of quint4x2 int32 [..., W / 8], the first element in the lowest bits. scale float32 [...];
+        0 of a row of zeros.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_dynamic_quant.md does not allow.
+
+    Source: Ascend op-plugin, npu_dynamic_quant.
+
+    Example:
+        >>> y, scale = npu_dynamic_quant(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+        >>> y.tolist(), round(scale[0].item(), 5)
+        ([[64, -127], [0, 0]], 0.01575)
+    """
+    number = quantised.number_of(dst_type)
+    given = checked(
+        quantised.DYNAMIC,
+        {
+            "input": input,
+            "smooth_scales": smooth_scales,
+            "group_index": group_index,
+            "dst_type": number,
+            "quant_mode": quant_mode,
+            "dst_type_max": dst_type_max,
+        },
+    )
+    x, bits = input.float(), 4 if number == quantised.NUMBERS[torch.quint4x2] else 8
+    if smooth_scales is not None and group_index is not None:
+        rows = torch.arange(input[..., 0].numel(), device=input.device)
+        group = torch.searchsorted(group_index.long(), rows, right=True).clamp(max=len(smooth_scales) - 1)
+        x = x * smooth_scales.float()[group].reshape(input.shape)
+    elif smooth_scales is not None:
+        x = x * smooth_scales.float()
+    largest = 2 ** (bits - 1) - 1
+    axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[given["quant_mode"]]
+    scale = row_scales(x, largest, axes)
+    wide = scale if given["quant_mode"] == "pertensor" else scale.unsqueeze(axes[0])
+    y = rounded(x / torch.where(wide == 0, 1.0, wide), largest)
+    return (y if bits == 8 else _packed(y)), scale.reshape(1) if given["quant_mode"] == "pertensor" else scale
+
+
+def _packed(y: Tensor) -> Tensor:
+    """Eight elements of four bits in one int32, the first in the lowest."""
+    nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
+    word = (nibbles << (4 * torch.arange(8, device=y.device))).sum(-1)
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+
+
+def npu_quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: Dtype = None,
+    x1_dtype: int | None = None,
+    x2_dtype: int | None = None,
+    pertoken_scale_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    group_sizes: Sequence[int] | None = None,
+    y_scale: Tensor | None = None,
+) -> Tensor:
+    """The product of two matrices of int8, scaled by row and column.
+
+    out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)
+
+    Args:
+        x1, x2: int8 [..., M, K] and [..., K, N].
+        scale: of x2, [1] or [N], float32 or bfloat16.
+        offset: of int8 results, float32 [1] or [N].
+        pertoken_scale: of x1, float32 [M].
+        bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
+        output_dtype: torch.int8, int32 (the scaled product, rounded), float16 or bfloat16; None: int8.
+        x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, group_sizes, y_scale: not computed here.
+
+    Returns:
+        [..., M, N] in output_dtype.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_quant_matmul.md does not allow.
+
+    Source: Ascend op-plugin, npu_quant_matmul.
+
+    Example:
+        >>> x = torch.tensor([[1, 2]], dtype=torch.int8)
+        >>> npu_quant_matmul(x, x.T.contiguous(), torch.tensor([0.5]), output_dtype=torch.bfloat16).item()
+        2.5
+    """
+    number = quantised.number_of(output_dtype)
+    checked(
+        quantised.MATMUL,
+        {
+            "x1": x1,
+            "x2": x2,
+            "scale": scale,
+            "offset": offset,
+            "pertoken_scale": pertoken_scale,
+            "bias": bias,
+            "output_dtype": number,
+            "x1_dtype": x1_dtype,
+            "x2_dtype": x2_dtype,
+            "pertoken_scale_dtype": pertoken_scale_dtype,
+            "scale_dtype": scale_dtype,
+            "group_sizes": group_sizes,
+            "y_scale": y_scale,
+        },
+    )
+    dtype = quantised.DTYPES[1 if number is None else number]
+    whole = bias is not None and not bias.dtype.is_floating_point
+    product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
+    found = product.float() * scale.float()
+    if pertoken_scale is not None:
+        found = found * pertoken_scale.unsqueeze(-1)
+    if bias is not None and not whole:
+        found = found + bias
+    if offset is not None:
+        found = found + offset
+    return rounded(found, 127) if dtype == torch.int8 else (found.round() if dtype == torch.int32 else found).to(dtype)
+
+
+def exact(x1: Tensor, x2: Tensor) -> Tensor:
+    """The product of integers of eight bits: float64 holds every sum."""
+    return x1.double() @ x2.double()

@@ -1,0 +1,152 @@
+"""Rows and matrices of eight and four bits: the records."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
+from fusion_attention.ops.companions.common import FLOATS, companion, floats, result
+from fusion_attention.ops.shared.rules import invalid, presence
+
+SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
+# torch's own numbers of dtypes, which torch_npu takes in their place.
+NUMBERS = {
+    torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
+}  # fmt: skip
+DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
+
+
+def number_of(dtype: int | torch.dtype | None) -> int | None:
+    """The number of a dtype; what is no dtype stays as it is, one without a number is -1."""
+    return NUMBERS.get(dtype, -1) if isinstance(dtype, torch.dtype) else dtype
+
+
+def ends(group_index: torch.Tensor, rows: int) -> bool:
+    """Whether cumulative ends ascend to a number of rows."""
+    return bool((group_index.diff() >= 0).all() and group_index[0] >= 0 and group_index[-1] == rows)
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """How many rows a tensor has."""
+    return x[..., 0].numel()
+
+
+def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
+    """The shape that shapes broadcast to; None without one."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether two batches of matrices have a product."""
+    return x1.shape[-1] == x2.shape[-2] and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
+
+
+def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether a bias is added to every row of the product of two batches of matrices."""
+    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, x2.shape[-1])) or ()
+    return broadcast(row, bias.shape) == row
+
+
+DYNAMIC = companion(
+    "npu_dynamic_quant",
+    "torch_npu's rows as integers, each with its own scale: (y, scale).",
+    (
+        floats("input", "What is rounded: two axes at least."),
+        floats("smooth_scales", "Factors of the elements: [W], or [groups, W].", optional=True),
+        Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
+               make=lambda shape: torch.full(shape, 4)),
+        Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16); None: torch.int8.", default=None,
+             domain="dst_type in (None, 1, 16)", bad=24),
+        Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
+             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')", bad="pergroup"),
+        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0", bad=1.0),
+    ),
+    (
+        result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
+        result("scale", "float32, one for each row (column, tensor).", "float32"),
+    ),
+    rules=(
+        invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
+                spoil={"input": "8", "smooth_scales": None}),
+        invalid("smooth_scales is None or input.dim() < 1 or smooth_scales.shape[-1:] == input.shape[-1:]",
+                "smooth_scales", "a factor for every element", "the size of the last axis of input",
+                spoil={"smooth_scales": "7"}),
+        invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
+                "rows of it go with group_index", "[W], or [groups, W] with group_index",
+                spoil={"smooth_scales": "E K"}),
+        presence("group_index is None or smooth_scales is not None", "smooth_scales", "groups have their own factors",
+                 given={"group_index": True, "smooth_scales": "E K"}, spoil={"smooth_scales": None}),
+        invalid("group_index is None or smooth_scales is None or smooth_scales.dim() != 2 or "
+                "group_index.shape == smooth_scales.shape[:1]", "group_index", "an end of each group", "[groups]",
+                given={"group_index": True, "smooth_scales": "E K"},
+                spoil={"group_index": "3"}),
+        Rule("ends(group_index, rows_of(input))", "group_index", "groups follow each other", "ends up to the last row",
+             when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2",
+             code=INVALID, reads=True, given={"group_index": True, "smooth_scales": "E K"},
+             spoil={"group_index": torch.tensor([1, 5])}),
+        invalid("dst_type != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
+                "a multiple of 8 elements", given={"dst_type": 16},
+                spoil={"input": "4 6", "smooth_scales": None}),
+    ),
+    formula="scale = max(abs(x * smooth)) / 127        of each row\ny = round(x * smooth / scale)",
+    functions={"ends": ends, "rows_of": rows_of},
+    sizes=SIZES,
+    sample={"input": "M K", "smooth_scales": "K"},
+)  # fmt: skip
+
+MATMUL = companion(
+    "npu_quant_matmul",
+    "torch_npu's product of two matrices of int8, scaled.",
+    (
+        Tensor("x1", "[..., M, K].", dtypes="int8"),
+        Tensor("x2", "[..., K, N].", dtypes="int8"),
+        Tensor("scale", "Of x2: [1] or [N].", dtypes="float32 bfloat16"),
+        Tensor("offset", "Of int8 results: [1] or [N].", optional=True, dtypes="float32"),
+        Tensor("pertoken_scale", "Of x1: [M].", optional=True, dtypes="float32"),
+        Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
+               dtypes=f"int32 {FLOATS}"),
+        Attr("output_dtype", "int8 (1), int32 (3), float16 (5), bfloat16 (15); None: int8.", default=None,
+             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
+               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
+        Array("group_sizes", "Of scales per block: not computed here.", optional=True),
+        Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
+    ),
+    (result("out", "[..., M, N].", ""),),
+    rules=(
+        invalid("x1.dim() >= 2 and x2.dim() >= 2", "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
+        invalid("x1.dim() < 2 or x2.dim() < 2 or multiplies(x1, x2)", "x2",
+                "rows of x1 meet columns of x2", "[..., K, N], its batch broadcast to that of x1",
+                spoil={"x2": ("7 N", "int8")}),
+        *(
+            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
+                    when="x1.dim() >= 2 and x2.dim() >= 2",
+                    given={} if name == "scale" else {name: good}, spoil={name: "7"})
+            for name, sizes, of, text, good in (
+                ("scale", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
+                ("offset", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
+                ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
+            )
+        ),
+        invalid("bias is None or x1.dim() < 2 or x2.dim() < 2 or not multiplies(x1, x2) or fits_result(bias, x1, x2)",
+                "bias", "added to every row", "[N], [1, N] or [batch, 1, N]", given={"bias": "N"},
+                spoil={"bias": "7"}),
+        invalid("offset is None or output_dtype in (None, 1)", "offset", "int8 results alone have one", "None",
+                given={"offset": "N"}, spoil={"output_dtype": 5}),
+        invalid("group_sizes is None or len(group_sizes) == 0", "group_sizes", "not computed here", "None",
+                spoil={"group_sizes": [1, 1, 32]}),
+        invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
+    ),
+    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)",
+    functions={
+        "multiplies": multiplies,
+        "fits_result": fits_result,
+    },
+    sizes=SIZES,
+    sample={"x1": "M K", "x2": "K N", "scale": "N"},
+)  # fmt: skip
+
+RECORDS = (DYNAMIC, MATMUL)

@@ -1,0 +1,96 @@
+"""Functions around attention: what they compute, beside formulas in float64 and beside autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_attention import npu
+from fusion_attention.testing.compare import compare
+
+GENERATOR = torch.Generator().manual_seed(28)
+X, DY = torch.randn(2, 3, 6, 8, generator=GENERATOR)
+GAMMA = torch.randn(8, generator=GENERATOR)
+
+
+def rms(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gamma
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    pairs = torch.complex(x[..., ::2], x[..., 1::2]) * torch.complex(cos[..., ::2], sin[..., ::2])
+    return torch.view_as_real(pairs).flatten(-2)
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x[..., :4]) * x[..., 4:]
+
+
+ANGLES = torch.rand(6, 4, generator=GENERATOR).repeat_interleave(2, -1)
+FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "rms_norm": (lambda x, g: npu.npu_rms_norm(x, g)[0], rms, (X, GAMMA)),
+    "add_rms_norm": (lambda x, y, g: npu.npu_add_rms_norm(x, y, g)[0], lambda x, y, g: rms(x + y, g), (X, DY, GAMMA)),
+    "gemma_rms_norm": (lambda x, g: npu.npu_gemma_rms_norm(x, g)[0], lambda x, g: rms(x, 1 + g), (X, GAMMA)),
+    "swiglu": (npu.npu_swiglu, gate, (X,)),
+    "rotary": (
+        lambda x, c, s: npu.npu_rotary_mul(x, c, s, "interleave"), turned, (X, ANGLES.cos(), ANGLES.sin()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_function_is_its_formula(name: str) -> None:
+    ours, formula, args = FORMULAS[name]
+    want = formula(*(t.double() for t in args))
+    compare(name, ours(*args), want, formula(*args), 8)
+
+
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    return x[..., :4] * torch.nn.functional.gelu(x[..., 4:], approximate="tanh")
+
+
+HALF = DY[..., :4].contiguous()
+BACKWARDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...], torch.Tensor]] = {
+    "rms_norm": (lambda dy, x, g: npu.npu_rms_norm_backward(dy, x, g, npu.npu_rms_norm(x, g)[1]), rms, (X, GAMMA), DY),
+    "swiglu": (lambda dy, x: (npu.npu_swiglu_backward(dy, x),), gate, (X,), HALF),
+    "geglu": (lambda dy, x: (npu.npu_geglu_grad(dy, x, npu.npu_geglu(x)[1]),), geglu, (X,), HALF),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backward_functions_are_autograd_s(name: str) -> None:
+    ours, formula, args, dy = BACKWARDS[name]
+
+    def gradients(dtype: torch.dtype) -> Any:
+        leaves = [t.to(dtype).requires_grad_() for t in args]
+        return torch.autograd.grad(formula(*leaves), leaves, dy.to(dtype))
+
+    for found, want, plain in zip(ours(dy, *args), gradients(torch.float64), gradients(torch.float32), strict=True):
+        compare(name, found, want, plain, 8)
+
+
+@pytest.mark.parametrize("mode", ["PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"])
+def test_caches_hold_the_rows_where_the_index_says(mode: str) -> None:
+    kv, gamma, angles = torch.randn(2, 1, 5, 48), torch.randn(32), torch.rand(2, 1, 5, 16)
+    k, ckv = torch.zeros(6, 4, 1, 16), torch.zeros(6, 4, 1, 32)
+    index = torch.tensor([4, 20, 8, 0] if "BLK" in mode else [4, 5, 6, -1, 20, 8, 9, 10, 11, 0])
+    args = (kv, gamma, angles.cos(), angles.sin(), index, k, ckv)
+    same_k, same_ckv, k_embed, y = npu.npu_kv_rmsnorm_rope_cache(*args, cache_mode=mode, is_output_kv=True)
+    assert same_k is k and same_ckv is ckv  # noqa: PT018
+    for cache, rows in ((k, k_embed), (ckv, y)):
+        for item in range(2):
+            for token in range(5):
+                first = int(index[item * 2 + token // 4] if "BLK" in mode else index[item * 5 + token])
+                if first < 0:
+                    continue
+                page, slot = first // 4, token % 4 if "BLK" in mode else first % 4
+                lines = cache.view(6, -1, 4, 16)[page, :, slot].flatten() if "NZ" in mode else cache[page, slot, 0]
+                assert torch.equal(lines, rows[item, 0, token])
+
+
+def test_nothing_is_written_by_a_wrong_call() -> None:
+    cache, rows = torch.zeros(3, 4, 2, 8), torch.ones(2, 2, 8)
+    with pytest.raises(ValueError, match="slots that the cache has"):
+        npu.npu_scatter_pa_kv_cache(rows, rows, cache, cache.clone(), torch.tensor([0, 12]))
+    assert not cache.any()

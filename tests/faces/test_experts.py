@@ -1,0 +1,159 @@
+"""Tokens on their way to experts and back: torch_npu's functions against loops that restate their pages."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention import npu
+from fusion_attention.testing.compare import compare
+
+T, K, E, H = 7, 2, 5, 4
+TERMS = 8
+
+
+def close(ours: torch.Tensor, want: torch.Tensor) -> None:
+    """Against what float64 makes of the same numbers; a few terms are summed."""
+    golden = want.detach().double()
+    compare("result", ours.detach(), golden, golden.float(), TERMS)
+
+
+def routes() -> torch.Tensor:
+    """[T, K] different experts of every token."""
+    return torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+
+
+def sorted_choices(ids: torch.Tensor) -> list[int]:
+    flat = ids.flatten().tolist()
+    return sorted(range(len(flat)), key=lambda i: (flat[i], i))
+
+
+@pytest.mark.parametrize("kept", [None, 0, 9, -3])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_permute_and_back(kept: int | None, dtype: torch.dtype) -> None:
+    tokens, ids = torch.randn(T, H, requires_grad=True), routes().to(dtype)
+    order = sorted_choices(ids)
+    rows, places = npu.npu_moe_token_permute(tokens, ids, kept)
+    wanted = order[:kept] if kept else order
+    same_bits(rows, torch.stack([tokens[i // K] for i in wanted]))
+    assert places.dtype == torch.int32
+    assert [places[i].item() for i in order] == list(range(T * K))
+    probs = torch.rand(T, K, dtype=torch.float64).float().requires_grad_()
+    out = npu.npu_moe_token_unpermute(rows, places, probs)
+    there = torch.tensor([[place < len(wanted) for place in row] for row in places.view(T, K).tolist()])
+    want = tokens.detach().double() * (probs.double() * there).sum(1, keepdim=True)
+    close(out, want.float())
+    dy = torch.randn_like(out)
+    dtokens, dprobs = torch.autograd.grad(out, (tokens, probs), dy, retain_graph=True)
+    close(dprobs, (dy * tokens).sum(1, keepdim=True) * there)
+    drows, again = npu.npu_moe_token_unpermute_grad(rows.detach(), dy, places, probs.detach())
+    close(again, dprobs)
+    close(npu.npu_moe_token_permute_grad(tokens, drows, ids, places), dtokens)
+
+
+def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
+    rows = torch.randn(T * K, H).bfloat16().requires_grad_()
+    probs = torch.rand(T, K, requires_grad=True)
+    out = npu.npu_moe_token_unpermute(rows, torch.randperm(T * K), probs)
+    out.float().sum().backward()
+    assert (out.dtype, probs.grad.dtype, rows.grad.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+
+
+def test_without_weights_no_row_is_kept() -> None:
+    kept: list[torch.Tensor] = []
+    rows = torch.randn(T * K, H, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        npu.npu_moe_token_unpermute(rows, torch.randperm(T * K))
+    assert not any(t.is_floating_point() for t in kept)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_with_a_map(pads: bool) -> None:
+    where = torch.zeros(T, E, dtype=torch.bool).scatter(1, routes(), True)
+    tokens, probs = torch.randn(T, H, requires_grad=True), torch.rand(T, E, requires_grad=True)
+    count = 3 * E if pads else T * K
+    rows, weights, places = npu.npu_moe_token_permute_with_routing_map(
+        tokens, where, probs=probs, num_out_tokens=count, drop_and_pad=pads
+    )
+    pairs = []
+    for e in range(E):
+        mine = [t for t in range(T) if where[t, e]]
+        rest = [t for t in range(T) if not where[t, e]]
+        pairs += [(e, t) for t in ((mine + rest)[:3] if pads else mine)]
+    same_bits(rows, torch.stack([tokens[t] for _, t in pairs]))
+    same_bits(weights, torch.stack([probs[t, e] for e, t in pairs]))
+    if pads:
+        assert places.tolist() == [t for _, t in pairs]
+    back = npu.npu_moe_token_unpermute_with_routing_map(
+        rows, places, [T, H], probs=probs, routing_map=where, drop_and_pad=pads
+    )
+    total = torch.zeros(T, dtype=torch.float64)
+    for e, t in pairs:
+        total[t] += probs[t, e].item()
+    close(back, (tokens.double() * total.unsqueeze(1)).float())
+    (dtokens,) = torch.autograd.grad(rows.sum(), tokens)
+    close(dtokens[:, 0], torch.tensor([sum(t == u for _, u in pairs) for t in range(T)]).float())
+
+
+def test_gating_by_groups() -> None:
+    x, bias = torch.randn(T, 8), torch.randn(8)
+    y, expert, out = npu.npu_moe_gating_top_k(
+        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5
+    )
+    for t in range(T):
+        scores = (1 / (1 + (-x[t].double()).exp())).tolist()
+        biased = [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        groups = sorted(range(4), key=lambda g: -(biased[2 * g] + biased[2 * g + 1]))[:2]
+        best = sorted((e for e in range(8) if e // 2 in groups), key=lambda e: -biased[e])[:3]
+        assert expert[t].tolist() == best
+        chosen = torch.tensor([scores[e] for e in best], dtype=torch.float64)
+        close(y[t], (2.5 * chosen / chosen.sum()).float())
+    close(out, x.sigmoid())
+
+
+def test_gating_by_softmax_marks_finished_tokens() -> None:
+    x, finished = torch.randn(2, T, E), torch.rand(2, T) < 0.5
+    y, expert, row = npu.npu_moe_gating_top_k_softmax(x, finished, 2)
+    values, index = x.double().softmax(-1).topk(2)
+    close(y, values.float())
+    assert torch.equal(expert, torch.where(finished.unsqueeze(-1), E, index).int())
+    assert row.reshape(-1, 2)[:, 1].tolist() == list(range(2 * T, 4 * T))
+
+
+@pytest.mark.parametrize("bounds", [(), (1, 4)])
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
+    x, ids = torch.randn(T, H), routes().int()
+    start, end = bounds or (0, E)
+    asked: dict[str, Any] = {"expert_num": E, "active_expert_range": bounds, "expert_tokens_num_flag": True}
+    rows, places, counts, _ = npu.npu_moe_init_routing_v2(x, ids, **asked, expert_tokens_num_type=kind)
+    order = [i for i in sorted_choices(ids) if start <= ids.flatten()[i] < end]
+    same_bits(rows[: len(order)], torch.stack([x[i // K] for i in order]))
+    assert not rows[len(order) :].any()
+    assert places.tolist() == [order.index(i) if i in order else -1 for i in range(T * K)]
+    each = [sum(ids.flatten().tolist()[i] == e for i in order) for e in range(start, end)]
+    pairs = [[e, n] for e, n in zip(range(start, end), each, strict=True) if n]
+    expected = {0: torch.tensor(each).cumsum(0).tolist(), 1: each, 2: pairs + [[0, 0]] * (E - len(pairs))}
+    assert counts.tolist() == expected[kind]
+    by_place = npu.npu_moe_init_routing_v2(x, ids, **asked, row_idx_type=1)[1]
+    assert by_place[: len(order)].tolist() == order
+    scales, bias, skip = torch.rand(T, K), torch.randn(E, H), torch.randn(T, H)
+    given = {2: places, 0: places.view(T, K).T.flatten()}
+    for mode, found in given.items():
+        out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, found, ids, mode)
+        want = skip.double().clone()
+        for i in range(T * K):
+            row = x[i // K] if i in order else torch.zeros(H)
+            want[i // K] += scales.flatten()[i].double() * (row.double() + bias[ids.flatten()[i]].double())
+        close(out, want.float())
+
+
+def test_init_routing_quantises_rows() -> None:
+    x, ids, scale = torch.randn(T, H), routes().int(), torch.rand(E, H) + 0.5
+    asked: dict[str, Any] = {"expert_num": E, "quant_mode": 1}
+    rows, _, _, scales = npu.npu_moe_init_routing_v2(x, ids, scale=scale, **asked)
+    for i, choice in enumerate(sorted_choices(ids)):
+        row = x[choice // K] * scale[ids.flatten()[choice]]
+        assert scales[i] == row.abs().max() / 127
+        assert rows[i].tolist() == (row / scales[i]).round().tolist()

@@ -1,0 +1,131 @@
+"""Rows as integers, products of integers, and products of rows with their group's matrix, against plain loops."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention import npu
+from fusion_attention.npu.products import ACTIVATIONS
+from fusion_attention.testing.compare import compare
+
+M, K, N, E = 9, 16, 6, 3
+TERMS = 64
+
+
+def close(ours: torch.Tensor, want: torch.Tensor) -> None:
+    """Against what float64 makes of the same numbers; a few terms are summed."""
+    golden = want.detach().double()
+    compare("result", ours.detach(), golden, golden.float(), TERMS)
+
+
+@pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
+def test_dynamic_quant(mode: str) -> None:
+    x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(K).bfloat16()
+    x[0, 3], x[..., 5] = 0, 0
+    y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
+    wide = x.float() * smooth.float()
+    axes = {"pertoken": (-1,), "perchannel": (1,), "pertensor": (0, 1, 2)}[mode]
+    peak = wide.abs().amax(axes, keepdim=True) / 127
+    same_bits(scale.reshape(peak.shape), peak)
+    same_bits(y, (wide / peak).nan_to_num(0).round().to(torch.int8))
+
+
+def test_dynamic_quant_of_four_bits_and_groups() -> None:
+    x, smooth, ends = torch.randn(M, K), torch.rand(E, K) + 0.5, torch.tensor([2, 2, M], dtype=torch.int32)
+    y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, group_index=ends, dst_type=torch.quint4x2)
+    assert (y.dtype, list(y.shape)) == (torch.int32, [M, K // 8])
+    for row in range(M):
+        wide = x[row] * smooth[0 if row < 2 else 2]
+        for i in range(K):
+            nibble = (y[row, i // 8].item() >> (4 * (i % 8))) & 15
+            assert (nibble ^ 8) - 8 == (wide[i] / scale[row]).round().item()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("whole", [True, False])
+def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
+    x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
+    scale, rows = torch.rand(N) * 1e-5, torch.rand(M)
+    bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if whole else torch.randn(N)
+    offset = torch.rand(N) * 9 if dtype is None else None
+    out = npu.npu_quant_matmul(x1, x2, scale, offset=offset, pertoken_scale=rows, bias=bias, output_dtype=dtype)
+    product = (x1.long() @ x2.long() + (bias if whole else 0)).float() * scale * rows.unsqueeze(1)
+    want = product + (0 if whole else bias) + (0 if offset is None else offset)
+    if dtype in (None, torch.int32):
+        want = want.round().clamp(-128, 127) if dtype is None else want.round()
+    same_bits(out, want.to(dtype or torch.int8))
+
+
+def of_groups(ends: list[int]) -> list[tuple[int, int]]:
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_of_rows(kind: int, transposed: bool) -> None:
+    x = torch.randn(M, K, requires_grad=True)
+    weight = (torch.randn(E, N, K).transpose(1, 2) if transposed else torch.randn(E, K, N)).requires_grad_()
+    ends = [4, 4, 7]
+    given = torch.tensor(ends if kind == 0 else [4, 0, 3])
+    call: dict[str, Any] = {"group_list": given, "group_list_type": kind, "group_type": 0}
+    (y,) = npu.npu_grouped_matmul([x], [weight], **call, split_item=2)
+    want = torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(of_groups(ends))] + [torch.zeros(2, N)])
+    close(y, want)
+    dy = torch.randn_like(y)
+    found = (torch.autograd.grad(out, (x, weight), dy) for out in (y, want))
+    for got, wanted in zip(*found, strict=True):
+        close(got, wanted)
+    parts = npu.npu_grouped_matmul([x], list(weight.unbind()), **call)
+    for part, (a, b) in zip(parts, of_groups(ends), strict=True):
+        close(part, want[a:b])
+    listed = npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2)
+    same_bits(listed[0], y)
+
+
+def test_groups_of_sums_and_lists() -> None:
+    x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
+    (found,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
+    close(found, torch.stack([x[a:b].T @ dy[a:b] for a, b in of_groups(ends)]))
+    xs, weights = [torch.randn(2, 3, K), torch.randn(1, 5, 4)], [torch.randn(K, N), torch.randn(4, 2)]
+    for got, a, b in zip(npu.npu_grouped_matmul(xs, weights, group_type=-1), xs, weights, strict=True):
+        close(got, a @ b)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_integers_in_groups(act: int) -> None:
+    ends = [3, 5, M]
+    weight = torch.randint(-127, 128, (E, K, N)).to(torch.int8)
+    scale, shift, bias = torch.rand(E, N) * 1e-2, torch.randn(E, N), torch.randn(E, N)
+    call: dict[str, Any] = {"group_list": torch.tensor(ends), "group_type": 0, "split_item": 3, "act_type": act}
+    x = torch.randn(M, K)
+    (y,) = npu.npu_grouped_matmul([x], [weight], bias=[bias], antiquant_scale=[scale], antiquant_offset=[shift], **call)
+    wide = (weight.double() + shift.unsqueeze(1)) * scale.unsqueeze(1)
+    want = torch.cat([x[a:b].double() @ wide[i] + bias[i] for i, (a, b) in enumerate(of_groups(ends))])
+    close(y, ACTIVATIONS[act](want).float())
+    rows, per_token = torch.randint(-127, 128, (M, K)).to(torch.int8), torch.rand(M)
+    (y,) = npu.npu_grouped_matmul(
+        [rows], [weight], scale=[scale], per_token_scale=[per_token], output_dtype=torch.bfloat16, **call
+    )
+    whole = torch.cat([rows[a:b].long() @ weight[i].long() * scale[i] for i, (a, b) in enumerate(of_groups(ends))])
+    same_bits(y, ACTIVATIONS[act](whole * per_token.unsqueeze(1)).bfloat16())
+
+
+def test_a_trace_meets_all_matrices() -> None:
+    x, weight, ends = torch.randn(M, K), torch.randn(E, K, N), torch.tensor([4, 4, 7])
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0]
+
+    compiled = torch.compile(grouped, backend="aot_eager", fullgraph=True)
+    close(compiled(x, weight, ends), grouped(x, weight, ends))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(None, "Requires manual passing group_type"), (1, "The group type must be")]
+)
+def test_a_group_type_that_there_is_not(kind: int | None, text: str) -> None:
+    call: dict[str, Any] = {"group_list": torch.tensor([1, 2]), "group_type": kind, "split_item": 2}
+    with pytest.raises(RuntimeError, match=text):
+        npu.npu_grouped_matmul([torch.ones(2, 4)], [torch.ones(2, 4, 3)], **call)
