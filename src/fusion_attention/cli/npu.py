@@ -6,6 +6,7 @@ Knows options and tables. Refuses to know how sources are read (npu/coverage.py)
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -56,9 +57,11 @@ def npu(
 def _modules() -> dict[str, Any]:
     import torch
 
-    from fusion_attention.npu.modules import made
+    from fusion_attention.npu import transfer
+    from fusion_attention.npu.modules import NAME, beside, made
 
-    return made(torch.device("cpu"))
+    modules = made(torch.device("cpu"))
+    return {**modules, **beside(vars(modules[NAME])), transfer.NAME: ModuleType(transfer.NAME)}
 
 
 def _here() -> dict[str, list[str]]:
@@ -76,14 +79,14 @@ def _facts(path: Path) -> dict[str, Any]:
     from fusion_attention.npu.coverage import present, read
 
     reading, modules = read(path), _modules()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for use in sorted(reading.uses.values(), key=lambda use: (-use.calls, -use.others, use.name)):
         here = present(use.name, modules)
         told = None if here else instead(use.name)
         row = {"name": use.name, "function": use.function, "calls": use.calls, "other_uses": use.others}
         rows.append({**row, "files": sorted(use.files), "here": here, "instead": told})
     calls = [row for row in rows if row["function"]]
-    wanted, answered = (sum(row["calls"] for row in calls if row["here"] or not only) for only in (False, True))
+    wanted, answered = sum(row["calls"] for row in calls), sum(row["calls"] for row in calls if row["here"])
     return {
         "path": str(path),
         "files": reading.files,

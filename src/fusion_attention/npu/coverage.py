@@ -136,12 +136,10 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
         if not at:
             return False
         owner, rest = modules[".".join(parts[:at])], parts[at:]
+    absent = object()
     for part in rest:
-        try:
-            owner = getattr(owner, part)
-        except AttributeError:
-            return False
-    return True
+        owner = getattr(owner, part, absent)
+    return owner is not absent
 
 
 def _inside(name: str, root: str) -> bool:

@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu.modules import NAME, made
+from fusion_attention.npu.children import done
+from fusion_attention.npu.modules import NAME, beside, made
 from fusion_attention.npu.process_groups import register
+from fusion_attention.npu.transfer import Finder
 from fusion_attention.npu.windows import watch
 from fusion_attention.patches import Changes, Layer, another, together
 from fusion_attention.settings import PROCESS
@@ -101,6 +103,8 @@ def _changed(base: torch.device, changes: Changes) -> None:
 
     modules = made(base)
     changes.play(modules, modules[NAME].__version__)
+    changes.lend(beside(vars(modules[NAME])))
+    changes.find(Finder(changes), first=True)
     watch(changes)
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
     changes.set(torch.Tensor, "npu", npu)
@@ -178,6 +182,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
             PROCESS.strict = asked
             return
         uninstall()
+        done()
         if (other := another(NAME)) is not None:
             raise RuntimeError(
                 f"npu.install: expected no other torch_npu, got {other} (import that one, or remove it first)"
