@@ -10,6 +10,7 @@ from fusion_attention.npu.fused_inference import (
     npu_fused_infer_attention_score_v2,
     npu_prompt_flash_attention,
 )
+from fusion_attention.npu.gates import npu_swiglu, npu_swiglu_backward
 from fusion_attention.npu.indexer_loss import (
     npu_dense_lightning_indexer_grad_kl_loss,
     npu_dense_lightning_indexer_softmax_lse,
@@ -18,6 +19,7 @@ from fusion_attention.npu.indexer_loss import (
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
+from fusion_attention.npu.norms import npu_rms_norm, npu_rms_norm_backward
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
@@ -57,9 +59,13 @@ __all__ = [
     "npu_lightning_indexer_grad",
     "npu_prompt_flash_attention",
     "npu_ring_attention_update",
+    "npu_rms_norm",
+    "npu_rms_norm_backward",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "npu_swiglu",
+    "npu_swiglu_backward",
     "strict",
     "uninstall",
 ]

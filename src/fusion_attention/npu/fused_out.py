@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, cast
+from typing import Annotated, Any, ParamSpec, Protocol, cast
 
 import torch
 
@@ -27,6 +27,8 @@ from fusion_attention.torch_ops import dispatch
 P = ParamSpec("P")
 Face = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
+# What is written, as the schema of the operator says it (operators.py).
+Written = Annotated[torch.Tensor, "a!"]
 # Names that a function spells otherwise than its record, which a trace need not look into.
 _SPELLED = {
     op.name: tuple((p.shown, p.name) for p in op.params if p.shown != p.name) for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
@@ -110,11 +112,13 @@ def _out_of(function: Face, op: Op) -> Face:
         return attention, lse
 
     own = (
-        inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None),
-        inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY),
+        inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
+        inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
     )
     parameters = [*inspect.signature(function).parameters.values(), *own]
-    out.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    signature = inspect.Signature(parameters, return_annotation=tuple[Written, Written])
+    out.__signature__ = signature  # type: ignore[attr-defined]
+    out.__wrapped__ = function  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
     out.__doc__ = f"""{function.__name__} into tensors that are given, which it returns.
 
@@ -139,7 +143,9 @@ def workspace_of(function: WithOut[P], op: Op) -> Callable[P, torch.Tensor]:
         query: torch.Tensor = args["query"]
         return query.new_empty(0)
 
-    get_max_workspace.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    signature = inspect.signature(function).replace(return_annotation=torch.Tensor)
+    get_max_workspace.__signature__ = signature  # type: ignore[attr-defined]
+    get_max_workspace.__wrapped__ = function  # type: ignore[attr-defined]
     get_max_workspace.__name__ = get_max_workspace.__qualname__ = f"_{function.__name__}_get_max_workspace"
     get_max_workspace.__doc__ = f"""The workspace of {function.__name__}.out: a tensor without elements.
 

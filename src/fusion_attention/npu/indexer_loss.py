@@ -38,10 +38,10 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     key_rope: Tensor | None = None,
     actual_seq_qlen: Lengths = None,
     actual_seq_klen: Lengths = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = LARGEST_INT64,
-    next_tokens: int = LARGEST_INT64,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = LARGEST_INT64,
+    next_tokens: int | None = LARGEST_INT64,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's loss over the selected keys, and its gradients.
@@ -99,10 +99,10 @@ def npu_dense_lightning_indexer_softmax_lse(
     *,
     actual_seq_qlen: Lengths = None,
     actual_seq_klen: Lengths = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = LARGEST_INT64,
-    next_tokens: int = LARGEST_INT64,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = LARGEST_INT64,
+    next_tokens: int | None = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor]:
     """The softmax statistics of the indexer's scores over all keys of a row.
 
@@ -155,10 +155,10 @@ def npu_dense_lightning_indexer_grad_kl_loss(
     key_rope: Tensor | None = None,
     actual_seq_qlen: Lengths = None,
     actual_seq_klen: Lengths = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = LARGEST_INT64,
-    next_tokens: int = LARGEST_INT64,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = LARGEST_INT64,
+    next_tokens: int | None = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The indexer's loss over all keys that a row sees, and its gradients.
 

@@ -35,7 +35,7 @@ def npu_incre_flash_attention(
     dequant_scale2: Tensor | None = None,
     quant_scale2: Tensor | None = None,
     quant_offset2: Tensor | None = None,
-    kv_padding_size: Lengths = None,
+    kv_padding_size: Tensor | Sequence[int] | None = None,
     num_heads: int = 1,
     scale_value: float = 1.0,
     input_layout: str = "BSH",

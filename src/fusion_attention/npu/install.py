@@ -18,8 +18,13 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
+<<<<<<< HEAD
 from fusion_attention.npu.children import done
 from fusion_attention.npu.modules import NAME, beside, made
+=======
+from fusion_attention.npu.modules import NAME, functions, made
+from fusion_attention.npu.operators import register_all
+>>>>>>> n3
 from fusion_attention.npu.process_groups import register
 from fusion_attention.npu.transfer import Finder
 from fusion_attention.npu.windows import watch
@@ -106,6 +111,7 @@ def _changed(base: torch.device, changes: Changes) -> None:
     changes.lend(beside(vars(modules[NAME])))
     changes.find(Finder(changes), first=True)
     watch(changes)
+    register_all(functions())
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
     changes.set(torch.Tensor, "npu", npu)
     changes.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))

@@ -47,17 +47,22 @@ _PARTS = {
 }
 
 
+def functions() -> dict[str, Callable[..., Any]]:
+    """Every function of torch_npu that is here, by name."""
+    return {name: getattr(module, name) for module in FACES for name in module.__all__}
+
+
 def made(base: torch.device) -> dict[str, ModuleType]:
     """Every module by its full name, packages before what they hold.
 
     Args:
         base: the device that computes.
     """
-    functions = {name: getattr(module, name) for module in FACES for name in module.__all__}
-    npu = {**runtime.names(base), **npu_device.names(base), **functions}
+    faces = functions()
+    npu = {**runtime.names(base), **npu_device.names(base), **faces}
     amp = npu_device.amp(base.type)
     contents: dict[str, dict[str, Any]] = {
-        NAME: {**runtime.types(), **functions},
+        NAME: {**runtime.types(), **faces},
         f"{NAME}.npu": npu,
         **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
         f"{NAME}.npu.amp": amp,
@@ -76,7 +81,7 @@ def made(base: torch.device) -> dict[str, ModuleType]:
     contents[f"{NAME}.npu.utils"] |= npu_device.CHECKS
     modules = _modules(contents)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
-    vars(modules[NAME]).update(__version__=version, __all__=[*functions, "npu"])
+    vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
     return modules
 
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-Lengths = Sequence[int] | Tensor | None
+Lengths = Tensor | Sequence[int] | None
 
 
 def npu_lightning_indexer(
@@ -92,10 +92,10 @@ def npu_lightning_indexer_grad(
     weights: Tensor,
     actual_seq_lengths_query: Lengths = None,
     actual_seq_lengths_key: Lengths = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = LARGEST_INT64,
-    next_tokens: int = LARGEST_INT64,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = LARGEST_INT64,
+    next_tokens: int | None = LARGEST_INT64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of npu_lightning_indexer's values.
 
@@ -226,11 +226,11 @@ def npu_sparse_flash_attention_grad(
     key_rope: Tensor | None = None,
     actual_seq_qlen: Lengths = None,
     actual_seq_kvlen: Lengths = None,
-    layout: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = LARGEST_INT64,
-    next_tokens: int = LARGEST_INT64,
-    attention_mode: int = 0,
+    layout: str | None = "BSND",
+    sparse_mode: int | None = 3,
+    pre_tokens: int | None = LARGEST_INT64,
+    next_tokens: int | None = LARGEST_INT64,
+    attention_mode: int | None = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of npu_sparse_flash_attention, from its statistics and its output.
 

@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+# The first of a union is what torch_npu declares (operators.py).
 Lengths = Sequence[int] | Tensor | None
+LengthsTensor = Tensor | Sequence[int] | None
 
 
 def npu_fusion_attention(
@@ -192,8 +194,8 @@ def npu_fusion_attention_v3(
     next_tockens: int = UNLIMITED,
     inner_precise: int = 0,
     prefix: Lengths = None,
-    actual_seq_qlen: Lengths = None,
-    actual_seq_kvlen: Lengths = None,
+    actual_seq_qlen: LengthsTensor = None,
+    actual_seq_kvlen: LengthsTensor = None,
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
@@ -409,8 +411,8 @@ def npu_fusion_attention_grad_v3(
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     prefix: Lengths = None,
-    actual_seq_qlen: Lengths = None,
-    actual_seq_kvlen: Lengths = None,
+    actual_seq_qlen: LengthsTensor = None,
+    actual_seq_kvlen: LengthsTensor = None,
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,

@@ -16,7 +16,12 @@ _LIBRARY = torch.library.Library("fusion_attention", "DEF")
 
 
 def register(
-    schema: str, run: Callable[..., Any], fake: Callable[..., Any], autograd: Callable[..., Any] | None = None
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None = None,
+    library: torch.library.Library = _LIBRARY,
+    keys: tuple[str, ...] = ("CPU", "CUDA"),
 ) -> None:
     """Registers an operator.
 
@@ -25,14 +30,16 @@ def register(
         run: computes it, on every device that has memory.
         fake: its results without values.
         autograd: what notes its derivative; None where it computes gradients, which have none.
+        library: whose operator it is.
+        keys: the devices that have memory.
     """
     name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"fusion_attention::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, autograd or _once_of(name), "Autograd")
-    _LIBRARY.impl(name, _no_vmap, "FuncTorchBatched")
+    library.define(schema)
+    for key in keys:
+        library.impl(name, run, key)
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    library.impl(name, autograd or _once_of(name), "Autograd")
+    library.impl(name, _no_vmap, "FuncTorchBatched")
 
 
 def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:

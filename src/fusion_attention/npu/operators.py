@@ -1,0 +1,134 @@
+"""torch.ops.npu: every function of torch_npu that is here, as an operator of torch under its own name and schema.
+
+A schema is read off the function's signature, so there is one place that says what may be given. Refuses to know what
+any function computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Any
+
+import torch
+
+from fusion_attention.torch_ops.refusals import no_tangents
+from fusion_attention.torch_ops.registration import register
+
+_LIBRARY = torch.library.Library("npu", "FRAGMENT")
+Face = Callable[..., Any]
+
+# What torch calls the types of arguments and results. Of a union the first counts: it is the one that torch_npu takes.
+# Annotated[Tensor, "a!"] is a tensor that is written, and so is a result that is that tensor.
+_TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+# Operators that torch_npu declares under an overload with a name.
+_OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
+
+
+def register_all(faces: Mapping[str, Face]) -> None:
+    """Registers every function, and its `.out` where it has one; what others have registered stays theirs.
+
+    For good: a graph may hold an operator longer than an installation lasts, and torch crashes where one is called that
+    was taken back.
+    """
+    for name, face in faces.items():
+        if not hasattr(torch.ops.npu, name):
+            _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), face)
+            if hasattr(face, "out"):
+                _register(f"{name}.out", face.out)
+
+
+def _register(name: str, face: Face) -> None:
+    schema = schema_of(face, name)
+    packet, _, overload = name.partition(".")
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        """The function itself where a gradient is wanted, for it has the derivative; else the operator below."""
+        tensors = list(_tensors((*args, *kwargs.values())))
+        no_tangents(tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return run(*args, **kwargs)
+        operator = getattr(getattr(torch.ops.npu, packet), overload or "default")
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    run = _whole(face) if "int" in schema.rpartition("->")[2] else face
+    register(schema, run, run, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _whole(face: Face) -> Face:
+    """A function that returns integers, which an operator cannot return as tensors."""
+
+    @functools.wraps(face)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = face(*args, **kwargs)
+        if any(isinstance(value, torch.Tensor) for value in found[4:]):
+            raise NotImplementedError(
+                f"torch.ops.npu.{face.__name__}: returns its seed as an int, and one that is drawn in a trace is a "
+                "tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
+            )
+        return found
+
+    return run
+
+
+def schema_of(function: Face, name: str = "") -> str:
+    """The schema of a function, as torch.library wants it: types of parameters and results from its annotations.
+
+    Args:
+        function: with an annotation for every parameter and for what it returns.
+        name: of the operator, with its overload; "" takes the function's.
+    """
+    signature = inspect.signature(function)
+    types = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
+    words, star = [], False
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not star:
+            words.append("*")
+            star = True
+        words.append(_parameter(p, types[p.name] if isinstance(p.annotation, str) else p.annotation))
+    returns = signature.return_annotation
+    returns = types["return"] if isinstance(returns, str) else returns
+    results = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
+    listed = ", ".join(_type(t).removesuffix("?") for t in results if t is not NoneType)
+    listed = listed if len(results) == 1 and listed else f"({listed})"
+    return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
+
+
+def _parameter(p: inspect.Parameter, annotation: Any) -> str:
+    if p.default is p.empty:
+        default = ""
+    elif isinstance(p.default, str):
+        default = f'="{p.default}"'
+    else:
+        default = f"={p.default}"
+    return f"{_type(annotation)} {p.name}{default}"
+
+
+def _type(annotation: Any) -> str:
+    members: tuple[Any, ...] = (annotation,)
+    if typing.get_origin(annotation) in (typing.Union, UnionType):
+        members = typing.get_args(annotation)
+    first = next(t for t in members if t is not NoneType)
+    alias = ""
+    if typing.get_origin(first) is typing.Annotated:
+        first, alias = typing.get_args(first)
+        alias = f"({alias})"
+    if typing.get_origin(first) is not None:
+        (element,) = set(typing.get_args(first)) - {...}
+        found = "SymInt[]" if element is int else f"{_TYPES[element]}{alias}[]"
+    else:
+        found = _TYPES[first] + alias
+    return found + "?" if NoneType in members else found

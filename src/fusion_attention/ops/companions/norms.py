@@ -1,0 +1,68 @@
+"""Root-mean-square norms: the records."""
+
+from __future__ import annotations
+
+from fusion_attention.contract import Attr
+from fusion_attention.ops.companions.common import companion, floats, result, same_shape
+from fusion_attention.ops.shared.rules import invalid
+
+X = floats("self", "What is normalised.")
+GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of self.")
+EPSILON = Attr(
+    "epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38", bad=-1.0
+)
+Y = result("y", "In the shape of self.", "=self")
+RSTD = result("rstd", "1 / rms, in the shape of self with the normalised axes of size 1.", "float32")
+SAMPLE = {"self": "B S1 W", "gamma": "W"}
+FORMULA = """rstd = 1 / sqrt(mean(x^2) + epsilon)            over the axes of gamma
+y = x * rstd * gamma"""
+TEX = r"""\begin{aligned}
+rstd &= \frac{1}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \quad \text{over the axes of } \gamma \\
+y &= x \cdot rstd \cdot \gamma
+\end{aligned}"""
+WEIGHTS = invalid(
+    "ends_with(self, gamma)",
+    "gamma",
+    "a weight for every element that is normalised",
+    "the last axes of self",
+    spoil={"gamma": "7"},
+)
+
+RMS_NORM = companion(
+    "npu_rms_norm",
+    "torch_npu's root-mean-square norm: (y, rstd).",
+    (X, GAMMA, EPSILON),
+    (Y, RSTD),
+    rules=(WEIGHTS,),
+    formula=FORMULA,
+    tex=TEX,
+    sample=SAMPLE,
+)
+RMS_NORM_BACKWARD = companion(
+    "npu_rms_norm_backward",
+    "Gradients of npu_rms_norm: (dx, dgamma).",
+    (
+        floats("dy", "Gradient of y."),
+        floats("self", "What was normalised.", like="dy"),
+        GAMMA,
+        floats("rstd", "The forward's 1 / rms."),
+    ),
+    (result("dx", "In the shape of self.", "=self"), result("dgamma", "In the shape of gamma.", "float32")),
+    rules=(
+        same_shape("dy", "self"),
+        WEIGHTS,
+        invalid(
+            "rstd.shape == one_per_row(self, gamma)",
+            "rstd",
+            "as npu_rms_norm returns it",
+            "the shape of self with the normalised axes of size 1",
+            when="ends_with(self, gamma)",
+            spoil={"rstd": "B S1"},
+        ),
+    ),
+    formula="xhat = x * rstd\ndx = rstd * (dy * gamma - xhat * mean(dy * gamma * xhat)),  dgamma = sum(dy * xhat)",
+    functions={"one_per_row": lambda x, gamma: (*x.shape[: x.dim() - gamma.dim()], *(1,) * gamma.dim())},
+    sample={**SAMPLE, "dy": "B S1 W", "rstd": ("B S1 1", "float32")},
+)
+
+RECORDS = (RMS_NORM, RMS_NORM_BACKWARD)
