@@ -58,10 +58,9 @@ def _modules() -> dict[str, Any]:
     import torch
 
     from fusion_attention.npu import transfer
-    from fusion_attention.npu.modules import NAME, beside, made
+    from fusion_attention.npu.modules import beside, functions, made
 
-    modules = made(torch.device("cpu"))
-    return {**modules, **beside(vars(modules[NAME])), transfer.NAME: ModuleType(transfer.NAME)}
+    return {**made(torch.device("cpu")), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
 
 
 def _here() -> dict[str, list[str]]:

@@ -40,6 +40,8 @@ class ExternalEvent(Event):
         """It has happened: replays that wait for it go on."""
         super().record(stream)
         waiting, self.waiting = self.waiting, []
+        if waiting:
+            self.moment = None  # one replay takes one record
         for go_on in waiting:
             go_on()
 
@@ -193,7 +195,16 @@ def _run(steps: Iterator[Any]) -> None:
             func, args, kwargs, found, given = step
             for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and id(old) not in given and old is not new:
-                    old.copy_(new)
+                    _write(old, new, func)
+
+
+def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
+    if old.shape != new.shape:
+        raise RuntimeError(
+            f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when it was "
+            f"captured, got {list(new.shape)} (a graph has one shape)"
+        )
+    old.copy_(new)
 
 
 class capture:

@@ -18,13 +18,9 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from fusion_attention.npu import device as npu_device
-<<<<<<< HEAD
 from fusion_attention.npu.children import done
-from fusion_attention.npu.modules import NAME, beside, made
-=======
-from fusion_attention.npu.modules import NAME, functions, made
+from fusion_attention.npu.modules import NAME, beside, functions, made
 from fusion_attention.npu.operators import register_all
->>>>>>> n3
 from fusion_attention.npu.process_groups import register
 from fusion_attention.npu.transfer import Finder
 from fusion_attention.npu.windows import watch
@@ -108,7 +104,7 @@ def _changed(base: torch.device, changes: Changes) -> None:
 
     modules = made(base)
     changes.play(modules, modules[NAME].__version__)
-    changes.lend(beside(vars(modules[NAME])))
+    changes.lend(beside(functions()))
     changes.find(Finder(changes), first=True)
     watch(changes)
     register_all(functions())

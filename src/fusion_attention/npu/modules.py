@@ -85,13 +85,13 @@ def made(base: torch.device) -> dict[str, ModuleType]:
     return modules
 
 
-def beside(functions: dict[str, Any]) -> dict[str, ModuleType]:
+def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
     """Modules of other packages of the chip, by their full names, packages before what they hold.
 
     Args:
-        functions: what torch_npu has.
+        faces: the functions of torch_npu.
     """
-    return _modules(elsewhere.contents(functions))
+    return _modules(elsewhere.contents(faces))
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
