@@ -60,7 +60,7 @@ def _modules() -> dict[str, Any]:
     from fusion_attention.npu import transfer
     from fusion_attention.npu.modules import beside, functions, made
 
-    return {**made(torch.device("cpu")), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
+    return {**made(torch.device("cpu"), "npu"), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
 
 
 def _here() -> dict[str, list[str]]:

@@ -52,15 +52,16 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {name: getattr(module, name) for module in FACES for name in module.__all__}
 
 
-def made(base: torch.device) -> dict[str, ModuleType]:
+def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
     """Every module by its full name, packages before what they hold.
 
     Args:
         base: the device that computes.
+        kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     faces = functions()
     npu = {**runtime.names(base), **npu_device.names(base), **faces}
-    amp = npu_device.amp(base.type)
+    amp = npu_device.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), **faces},
         f"{NAME}.npu": npu,
