@@ -184,6 +184,12 @@ class Changes:
             self.set(sys.modules, name, module)
         self.find(player)
 
+    def lend(self, modules: dict[str, ModuleType]) -> None:
+        """Puts modules where imports find them, before any of those names that are installed, and no distribution."""
+        Player(modules, "")
+        for name, module in modules.items():
+            self.set(sys.modules, name, module)
+
     def when_loaded(self, name: str, change: Callable[[ModuleType], None]) -> None:
         """Calls `change` with a module: now if it is loaded, or else as soon as it is."""
         self.find(_Watch(name, change), first=True)

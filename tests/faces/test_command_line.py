@@ -178,6 +178,8 @@ def test_a_capture_of_a_newer_version_names_both(tmp_path: Path) -> None:
         ["replay", "{folder}"],
         ["replay", "{file}", "--device", "toaster"],
         ["replay", "{file}", "--device", "meta"],
+        ["npu", "--missing"],
+        ["npu", "--coverage", "{folder}/gone"],
         ["bench", "--only", "nothing"],
         ["bench", "--device", "meta"],
         ["bench", "--output", "{folder}/gone/figures"],
@@ -202,7 +204,7 @@ def test_a_gpu_that_is_not_there(command: str, tmp_path: Path) -> None:
     assert "no GPU here" in refused(command, *more, "--device", "cuda")
 
 
-COMMANDS = ("bench", "capi", "demo", "doctor", "explain", "ops", "replay")
+COMMANDS = ("bench", "capi", "demo", "doctor", "explain", "npu", "ops", "replay")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

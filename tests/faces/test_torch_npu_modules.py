@@ -18,7 +18,8 @@ from fusion_attention.npu.modules import made
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
     *("npu", "npu.utils", "npu.amp", "npu.amp.autocast_mode", "npu.amp.grad_scaler", "npu.streams", "npu.memory"),
-    *("npu.random", "_C", "_C._distributed_c10d", "distributed"),
+    *("npu.random", "npu.graphs", "profiler", "contrib", "utils", "utils.flops_count", "utils.collect_env"),
+    *("_C", "_C._distributed_c10d", "distributed"),
     *("testing", "testing.testcase", "testing.common_utils"),
 ]
 
@@ -65,13 +66,16 @@ def modules_in_order(modules: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "name", "text"),
     [
-        ("", "matmul_all_reduce", "fusion_attention's torch_npu has no matmul_all_reduce (docs/torch_npu.md)"),
+        ("", "npu_nothing", "torch_npu has no npu_nothing (`fusion-attention npu` lists what is there; docs/asc"),
+        ("", "npu_dynamic_mx_quant", "; instead: MX and float8 formats are the chip's alone; npu_dynamic_quant"),
+        ("contrib", "module", "fusion_attention's torch_npu.contrib has no module; instead: torch.nn, and"),
+        ("npu", "MemPool", "fusion_attention's torch_npu.npu has no MemPool; instead: nothing: the host's allocator"),
         ("", "npu_fusion_atention", "no npu_fusion_atention; it has npu_fusion_attention, npu_fusion_attention_v"),
-        ("", "contrib", "fusion_attention's torch_npu has no contrib"),
+        ("", "optim", "fusion_attention's torch_npu has no optim; instead: torch.optim's own"),
         ("npu", "mem_get_inf", "fusion_attention's torch_npu.npu has no mem_get_inf"),
         ("npu", "synchronise", "torch_npu.npu has no synchronise; it has synchronize"),
         ("npu.utils", "get_cann_version", "torch_npu.npu.utils has no get_cann_version"),
-        ("testing.common_utils", "create_common_tensors", "it has create_common_tensor (docs/torch_npu.md)"),
+        ("testing.common_utils", "create_common_tensors", "it has create_common_tensor (`fusion-attention npu`"),
     ],
 )
 def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: Any) -> None:

@@ -259,7 +259,7 @@ print(json.dumps([first, same, len(made)]))
     "arguments",
     [
         *(["--help"], ["--version"], ["demo", "--runs=0"], []),
-        *([command, "--help"] for command in ("bench", "demo", "doctor", "explain", "ops", "replay")),
+        *([command, "--help"] for command in ("bench", "demo", "doctor", "explain", "npu", "ops", "replay")),
     ],
 )
 def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:

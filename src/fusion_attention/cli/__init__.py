@@ -21,6 +21,7 @@ from fusion_attention.cli.demo import demo as demo_command
 from fusion_attention.cli.doctor import doctor as doctor_command
 from fusion_attention.cli.explain import explain as explain_command
 from fusion_attention.cli.mask import mask as mask_command
+from fusion_attention.cli.npu import npu as npu_command
 from fusion_attention.cli.ops import ops as ops_command
 from fusion_attention.cli.replay import replay as replay_command
 from fusion_attention.cli.verify import verify as verify_command
@@ -46,6 +47,7 @@ _add("demo", demo_command)
 _add("doctor", doctor_command)
 _add("explain", explain_command)
 _add("mask", mask_command)
+_add("npu", npu_command)
 _add("ops", ops_command)
 _add("replay", replay_command)
 _add("verify", verify_command)

@@ -218,6 +218,8 @@ def names(base: torch.device) -> dict[str, Any]:
         "config": SimpleNamespace(allow_internal_format=False),
         "_lazy_call": lambda call: call(),  # Megatron's random.py asks for it: nothing has to be waited for
         "_lazy_init": found["init"],
+        "_is_in_bad_fork": lambda: False,  # a host may be forked
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
     }
 
 

@@ -5,193 +5,153 @@ What changes, and no way to change it or to take it back (patches.py). Refuses t
 
 from __future__ import annotations
 
-import functools
-import re
 import threading
-from collections.abc import Callable
+import warnings
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 
+from fusion_attention.contract import ContractWarning
+from fusion_attention.npu import another_name, backend
 from fusion_attention.npu import device as npu_device
-from fusion_attention.npu.modules import NAME, functions, made
+from fusion_attention.npu.children import done
+from fusion_attention.npu.device_build import BuildError
+from fusion_attention.npu.modules import NAME, beside, functions, made
 from fusion_attention.npu.operators import register_all
 from fusion_attention.npu.process_groups import register
+from fusion_attention.npu.transfer import Finder
 from fusion_attention.npu.windows import watch
-from fusion_attention.patches import Changes, Layer, another, together
+from fusion_attention.patches import Changes, another, together
 from fusion_attention.settings import PROCESS
 
-_DEVICE = re.compile(r"npu(:\d+)?")
+_DEVICES = ("cpu", "cuda", "host")
 
 
-class _Devices(TorchFunctionMode):
-    """Reads "npu" and "npu:0" as the device that computes, wherever torch is given a device; without one, nothing."""
+class _Way(NamedTuple):
+    """What "npu" means: a device of its own, or another name of the one that computes."""
 
-    base: torch.device | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.base is None:
-            return func(*args, **kwargs)
-        if func is torch.device:
-            return self.device(*args, **kwargs)
-        device = kwargs.get("device")
-        if type(device) is str and _DEVICE.fullmatch(device):
-            kwargs = {**kwargs, "device": self.device(device)}
-        if any(type(a) is str and _DEVICE.fullmatch(a) for a in args):
-            args = tuple(self.device(a) if type(a) is str and _DEVICE.fullmatch(a) else a for a in args)
-        return func(*args, **kwargs)
-
-    def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
-        """torch.device(...), with "npu" understood."""
-        if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
-            given = [a for a in (type, index) if a is not None]
-            return torch.device(*given, **kwargs)
-        name = type if index is None else f"{type}:{index}"
-        count = torch.cuda.device_count() if self.base.type == "cuda" else 1
-        number = npu_device.index(name, count)
-        return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
-
-    def word(self, value: Any) -> Any:
-        """A device string with "npu" replaced."""
-        if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
-            device = self.device(value)
-            return device.type if value == "npu" else str(device)
-        return value
-
-    def enter(self) -> None:
-        """Lies down in this thread below the modes that others entered, so that they leave as they entered."""
-        above = _lifted()
-        try:
-            # set_default_device() looks for its mode at the bottom; `with torch.device(...)` takes the uppermost.
-            if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
-                _push_mode(above.pop())
-            if self not in above:
-                _push_mode(self)
-        finally:
-            _put_back(above)
-
-    def leave(self) -> None:
-        """Leaves this thread, wherever it lies."""
-        above = _lifted()
-        _put_back([mode for mode in above if mode is not self])
+    base: torch.device
+    own: bool
 
 
-def _lifted() -> list[Any]:
-    """All modes of this thread, taken off, the uppermost first."""
-    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+def _changed(way: _Way, changes: Changes) -> None:
+    kind = backend.NAME if way.own else way.base.type
 
+    def place(device: Any) -> torch.device:
+        if not way.own:
+            return another_name.place(way.base, device)
+        return torch.device(kind, npu_device.index(device, torch.npu.device_count()))  # type: ignore[attr-defined]
 
-def _put_back(modes: list[Any]) -> None:
-    for mode in reversed(modes):
-        _push_mode(mode)
-
-
-def _changed(base: torch.device, changes: Changes) -> None:
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
-        return self.to(_place(base, device), non_blocking=non_blocking)
+        return self.to(place(device), non_blocking=non_blocking)
 
     def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         """Moves all parameters and buffers to the device that stands for the NPU."""
-        return self.to(_place(base, device))
+        return self.to(place(device))
 
-    modules = made(base)
+    modules = made(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
+    changes.lend(beside(functions()))
+    changes.find(Finder(changes), first=True)
     watch(changes)
     register_all(functions())
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
-    changes.set(torch.Tensor, "npu", npu)
-    changes.set(torch.Tensor, "is_npu", property(lambda self: self.device.type == base.type))
+    for owner in (torch.Tensor, torch.storage._StorageBase):
+        changes.set(owner, "npu", npu)
+        changes.set(owner, "is_npu", property(lambda self: self.device.type == kind))
     changes.set(torch.nn.Module, "npu", module_npu)
-    changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", _DEVICES.word))
-    changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", _DEVICES.word))
-    register(changes, base, lambda layer, position, name: _mapped(layer, position, name, _DEVICES.word))
-    changes.after(_DEVICES.leave)
-    changes.after(setattr, _DEVICES, "base", None)
-    _DEVICES.base = base
-    _DEVICES.enter()
+    register(changes, way.base, kind)
+    if way.own:
+        backend.enter(changes, modules[f"{NAME}.npu"])
+    else:
+        another_name.enter(way.base, changes)
 
 
 _LOCK = threading.RLock()
-_DEVICES = _Devices()  # one for all threads: without a base it does nothing, on whatever stack it lies
-_installed: tuple[torch.device, Changes] | None = None
-
-
-def _place(base: torch.device, device: Any) -> torch.device:
-    if base.type == "cpu":
-        npu_device.index(device, 1)
-        return base
-    return base if device is None else torch.device(base.type, npu_device.index(device, torch.cuda.device_count()))
-
-
-def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
-    """What lies below, with an argument at a position, or of a name, that may say "npu"."""
-
-    @functools.wraps(layer.below)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if name in kwargs:
-            kwargs[name] = word(kwargs[name])
-        elif len(args) > position:
-            args = (*args[:position], word(args[position]), *args[position + 1 :])
-        return layer.below(*args, **kwargs)
-
-    return wrapper
+_installed: tuple[_Way, Changes] | None = None
 
 
 def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -> None:
-    """Makes this library the module `torch_npu`, and "npu" another name of a device that is here.
+    """Makes this library the module `torch_npu`, and "npu" a device of torch that the CPU, or CUDA, computes.
 
-    From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device strings "npu" and
-    "npu:0" work, the last wherever torch dispatches a function (factories, to(), torch.device) or loads a file, in
-    every thread that calls install(), below the modes and devices that it has entered. A tensor's own device keeps its
-    true name. A library that looked for torch_npu before remembers that there was none: install first, then import it.
-    A second call changes nothing but what it says. All of it happens, or nothing.
+    From then on `import torch_npu`, `torch.npu`, `x.npu()`, `x.is_npu`, `module.npu()` and the device "npu" work, in
+    every thread: `torch.randn(2, device="npu").device.type` is "npu", and each operator of torch runs the kernel of the
+    device that computes on the same memory. A library that looked for torch_npu before remembers that there was none:
+    install first, then import it. A second call changes nothing but what it says. All of it happens, or nothing.
+
+    The first call of all compiles a file against the torch that is here, and keeps it. Without a C++ compiler a warning
+    says so, and "npu" is read as another name of the device that computes, as device="host" asks for: tensors then have
+    that device's type, and other threads that write "npu" call install() too.
 
     Args:
-        device: what computes: "cpu", or "cuda" where there is one.
+        device: what computes: "cpu", or "cuda" where there is one; "host": the CPU, without a device of its own.
         strict: what the chip would refuse is an error, in every thread of the process, until uninstall(); None leaves
             it as an earlier call said. `with npu.strict():` says it for a block.
 
     Raises:
-        RuntimeError: another torch_npu is here.
+        RuntimeError: another torch_npu is here, or another library has made a device of torch's PrivateUse1.
         ValueError: a device that cannot compute, or that is not here.
 
     Example:
         >>> install()
         >>> import torch_npu
         >>> q = torch.randn(1, 16, 2, 64, device="npu:0")
-        >>> torch_npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)[0].is_npu
-        True
+        >>> torch_npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)[0].device.type
+        'npu'
         >>> uninstall()
     """
     global _installed  # noqa: PLW0603  (there is one torch to change)
-    base = torch.device(device)
-    if base.type not in ("cpu", "cuda") or (base.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f'npu.install: device: expected "cpu", or "cuda" where there is one, got {str(device)!r}')
+    wanted = _wanted(device)
     with _LOCK:
         asked = PROCESS.strict if strict is None else strict
-        if _installed is not None and _installed[0] == base:
-            _DEVICES.enter()
+        if _installed is not None and _installed[0] == wanted:
+            if not wanted.own:
+                another_name.DEVICES.enter()
             PROCESS.strict = asked
             return
         uninstall()
+        done()
         if (other := another(NAME)) is not None:
             raise RuntimeError(
                 f"npu.install: expected no other torch_npu, got {other} (import that one, or remove it first)"
             )
-        _installed = base, together(partial(_changed, base))
+        way = _loaded(wanted)
+        _installed = wanted, together(partial(_changed, way))
         PROCESS.strict = asked
+
+
+def _wanted(device: str | torch.device) -> _Way:
+    name = str(device) if isinstance(device, (str, torch.device)) else ""
+    kind = name.partition(":")[0]
+    if kind not in _DEVICES or (kind == "cuda" and not torch.cuda.is_available()) or (kind == "host" and kind != name):
+        raise ValueError(f'npu.install: device: expected "cpu", "host", or "cuda" where there is one, got {name!r}')
+    return _Way(torch.device("cpu" if kind == "host" else name), kind != "host")
+
+
+def _loaded(wanted: _Way) -> _Way:
+    """The way that there is: without a compiler, another name is what remains."""
+    if not wanted.own:
+        return wanted
+    try:
+        backend.load(wanted.base.type)
+    except BuildError as error:
+        warnings.warn(
+            f'{error}. Until then "npu" is another name of {wanted.base.type}, as with device="host".',
+            ContractWarning,
+            stacklevel=3,
+        )
+        return wanted._replace(own=False)
+    return wanted
 
 
 def uninstall() -> None:
     """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
 
-    What others have changed since stays theirs. In other threads that called install() a mode stays that does nothing.
+    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: tensors that live
+    on it go on working, and new ones are refused. With device="host", in other threads that called install() a mode
+    stays that does nothing.
 
     Example:
         >>> uninstall()

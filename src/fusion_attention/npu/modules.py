@@ -16,6 +16,7 @@ import torch
 from fusion_attention.npu import (
     caches,
     dropout,
+    elsewhere,
     experts,
     fused_inference,
     gates,
@@ -25,9 +26,11 @@ from fusion_attention.npu import (
     norms,
     process_groups,
     products,
+    profiler,
     quantised,
     rotary,
     routing,
+    runtime,
     shapes,
     softmax,
     sparse,
@@ -35,6 +38,7 @@ from fusion_attention.npu import (
     training,
 )
 from fusion_attention.npu import device as npu_device
+from fusion_attention.npu.absent import LIST, PAGE, instead
 
 NAME = "torch_npu"
 FACES = (
@@ -48,7 +52,8 @@ _PARTS = {
     "random": "manual_seed manual_seed_all seed seed_all initial_seed "
     "get_rng_state set_rng_state get_rng_state_all set_rng_state_all",
     "memory": "empty_cache memory_allocated max_memory_allocated memory_reserved max_memory_reserved "
-    "reset_peak_memory_stats",
+    "reset_peak_memory_stats mem_get_info memory_stats memory_summary",
+    "graphs": "NPUGraph graph graph_pool_handle is_current_stream_capturing make_graphed_callables",
     "utils": "synchronize set_device current_device device_count is_available is_initialized init "
     "get_device_name get_device_properties is_bf16_supported device device_of "
     "stream set_stream current_stream default_stream",
@@ -60,22 +65,26 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {name: getattr(module, name) for module in FACES for name in module.__all__}
 
 
-def made(base: torch.device) -> dict[str, ModuleType]:
+def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
     """Every module by its full name, packages before what they hold.
 
     Args:
         base: the device that computes.
+        kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     faces = functions()
-    npu = {**npu_device.names(base), **faces}
-    amp = npu_device.amp(base.type)
+    npu = {**runtime.names(base), **npu_device.names(base), **faces}
+    amp = npu_device.amp(kind)
     contents: dict[str, dict[str, Any]] = {
-        NAME: faces,
+        NAME: {**runtime.types(), **faces},
         f"{NAME}.npu": npu,
         **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
         f"{NAME}.npu.amp": amp,
         f"{NAME}.npu.amp.autocast_mode": {"autocast": amp["autocast"]},
         f"{NAME}.npu.amp.grad_scaler": {"GradScaler": amp["GradScaler"]},
+        f"{NAME}.profiler": profiler.NAMES,
+        f"{NAME}.contrib": {},
+        **{f"{NAME}.{part}": names for part, names in runtime.utils().items()},
         f"{NAME}._C": {},
         f"{NAME}._C._distributed_c10d": {"ProcessGroupHCCL": process_groups.ProcessGroupHCCL},
         f"{NAME}.distributed": {"is_hccl_available": lambda: True},
@@ -84,13 +93,27 @@ def made(base: torch.device) -> dict[str, ModuleType]:
         f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},
     }
     contents[f"{NAME}.npu.utils"] |= npu_device.CHECKS
+    modules = _modules(contents)
+    version = f"{torch.__version__.split('+')[0]}+fusion.attention"
+    vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
+    return modules
+
+
+def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
+    """Modules of other packages of the chip, by their full names, packages before what they hold.
+
+    Args:
+        faces: the functions of torch_npu.
+    """
+    return _modules(elsewhere.contents(faces))
+
+
+def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
     modules = {name: _module(name, names) for name, names in contents.items()}
     for name, module in modules.items():
         owner, _, last = name.rpartition(".")
         if owner:
             setattr(modules[owner], last, module)
-    version = f"{torch.__version__.split('+')[0]}+fusion.attention"
-    vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
     return modules
 
 
@@ -104,12 +127,14 @@ def _absent(module: ModuleType) -> Callable[[str], Any]:
     """The module's __getattr__: an error that says whose module it is, and what comes close."""
 
     @lru_cache(256)  # programs that ask what there is ask often
-    def close(name: str) -> str:
+    def said(name: str) -> str:
+        if sentence := instead(f"{module.__name__}.{name}"):
+            return f"; instead: {sentence}"
         there = [known for known in vars(module) if not known.startswith("__")]
         found = difflib.get_close_matches(name, there, n=3)
         return f"; it has {', '.join(found)}" if found else ""
 
     def __getattr__(name: str) -> Any:
-        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{close(name)} (docs/torch_npu.md)")
+        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{said(name)} ({LIST}; {PAGE})")
 
     return __getattr__

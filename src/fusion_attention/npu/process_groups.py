@@ -32,22 +32,21 @@ class Options(SimpleNamespace):
 ProcessGroupHCCL = SimpleNamespace(Options=Options)
 
 
-def register(changes: Changes, base: torch.device, mapped: Callable[[Layer, int, str], Any]) -> None:
-    """Makes "hccl" a back end of torch.distributed, and meshes of "npu" meshes of the device that computes.
+def register(changes: Changes, base: torch.device, kind: str) -> None:
+    """Makes "hccl" a back end of torch.distributed.
 
     Args:
         changes: what takes it all back.
         base: the device that computes.
-        mapped: the function of a layer below with an argument, at a position or of a name, that may say "npu".
+        kind: the type of device that tensors on "npu" have; where it is not that of the base, groups get aliases.
     """
     if not torch.distributed.is_available():
         return
     changes.set(torch.distributed, "is_hccl_available", lambda: True)
-    changes.when_loaded("torch.distributed.distributed_c10d", lambda c10d: _add(changes, c10d, base))
-    changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))
+    changes.when_loaded("torch.distributed.distributed_c10d", lambda c10d: _add(changes, c10d, base, kind))
 
 
-def _add(changes: Changes, c10d: ModuleType, base: torch.device) -> None:
+def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> None:
     """What Backend.register_backend() writes, which nothing takes back."""
     backend = c10d.Backend
 
@@ -56,9 +55,11 @@ def _add(changes: Changes, c10d: ModuleType, base: torch.device) -> None:
 
     changes.set(backend, NAME.upper(), NAME)
     changes.set(backend, "backend_list", [*backend.backend_list, NAME])
-    changes.set(backend.backend_capability, NAME, [base.type])
+    changes.set(backend.backend_capability, NAME, list(dict.fromkeys((base.type, kind))))
     changes.set(backend.backend_type_map, NAME, c10d.ProcessGroup.BackendType.CUSTOM)
     changes.set(backend._plugins, NAME.upper(), backend._BackendPlugin(made, True))
+    if kind != base.type:
+        changes.set(backend.default_device_backend_map, kind, NAME)
 
 
 def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
@@ -79,8 +80,19 @@ def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
     return group
 
 
+def read_meshes(changes: Changes, mapped: Callable[[Layer, int, str], Any]) -> None:
+    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) meshes of the device that computes: FSDP and DTensor
+    ask a mesh for its device type.
+
+    Args:
+        changes: what takes it all back.
+        mapped: the function of a layer below with an argument, at a position or of a name, that may say "npu".
+    """
+    if torch.distributed.is_available():
+        changes.when_loaded("torch.distributed.device_mesh", lambda module: _meshes(changes, module, mapped))
+
+
 def _meshes(changes: Changes, module: ModuleType, mapped: Callable[[Layer, int, str], Any]) -> None:
-    """init_device_mesh("npu", ...) and DeviceMesh("npu", ...): FSDP and DTensor ask a mesh for its device type."""
     changes.wrap(module.DeviceMesh, "__init__", lambda layer: mapped(layer, 1, "device_type"))
     changes.wrap(module, "init_device_mesh", lambda layer: mapped(layer, 0, "device_type"))
     changes.set(torch.distributed, "init_device_mesh", module.init_device_mesh)

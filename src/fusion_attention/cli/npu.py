@@ -1,0 +1,149 @@
+"""What of torch_npu is here, and what a tree of sources written for the chip needs of it.
+
+Knows options and tables. Refuses to know how sources are read (npu/coverage.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fusion_attention.cli.output import refuse, show_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+SHOWN_FILES = 5  # that could not be read; --json has all
+
+
+def npu(
+    coverage: Path | None = typer.Option(
+        None, metavar="PATH", help="Read this file or tree of Python sources: which names it uses, which are missing."
+    ),
+    missing: bool = typer.Option(False, "--missing", help="With --coverage: only what is not here."),
+    as_json: bool = typer.Option(False, "--json", help="Print the same as JSON."),
+) -> None:
+    """List what torch_npu is here, or what a program for the chip uses of it.
+
+    Without --coverage: every module and name that npu.install() plays. With it, sources are read and not run: their
+    uses of torch_npu, torch.npu, torch.ops.npu, mindspeed.ops and cann_ops_transformer, the most frequent first.
+    """
+    from rich.console import Console
+
+    if coverage is None:
+        if missing:
+            refuse("npu", "--missing goes with --coverage PATH")
+        found = _here()
+        if as_json:
+            show_json(found)
+        else:
+            _show_names(found, Console())
+        return
+    try:
+        facts = _facts(coverage)
+    except OSError as error:
+        refuse("npu", f"--coverage: {error}")
+    if as_json:
+        facts["names"] = [row for row in facts["names"] if not (missing and row["here"])]
+        show_json(facts)
+    else:
+        _show_coverage(facts, missing, Console())
+
+
+def _modules() -> dict[str, Any]:
+    import torch
+
+    from fusion_attention.npu import transfer
+    from fusion_attention.npu.modules import beside, functions, made
+
+    return {**made(torch.device("cpu"), "npu"), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
+
+
+def _here() -> dict[str, list[str]]:
+    """The public names of every module that is played."""
+    return {name: _names(module) for name, module in sorted(_modules().items())}
+
+
+def _names(module: Any) -> list[str]:
+    hidden = {"__path__", "__getattr__"}
+    return sorted(n for n in vars(module) if n not in hidden and (not n.startswith("_") or n.startswith("_npu_")))
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    from fusion_attention.npu.absent import instead
+    from fusion_attention.npu.coverage import present, read
+
+    reading, modules = read(path), _modules()
+    rows: list[dict[str, Any]] = []
+    for use in sorted(reading.uses.values(), key=lambda use: (-use.calls, -use.others, use.name)):
+        here = present(use.name, modules)
+        told = None if here else instead(use.name)
+        row = {"name": use.name, "function": use.function, "calls": use.calls, "other_uses": use.others}
+        rows.append({**row, "files": sorted(use.files), "here": here, "instead": told})
+    calls = [row for row in rows if row["function"]]
+    wanted, answered = sum(row["calls"] for row in calls), sum(row["calls"] for row in calls if row["here"])
+    return {
+        "path": str(path),
+        "files": reading.files,
+        "unread": reading.unread,
+        "names": rows,
+        "function_calls": wanted,
+        "answered": answered,
+        "share": answered / wanted if wanted else None,
+        "device_tests": reading.device_tests,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- screen
+
+
+def _show_names(found: dict[str, list[str]], console: Console) -> None:
+    from rich.text import Text
+
+    for module, names in found.items():
+        console.print(Text(module, "bold"))
+        console.print(Text("  " + (" ".join(names) or "(a package)")))
+
+
+def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> None:
+    from rich.text import Text
+
+    rows = [row for row in facts["names"] if not (missing and row["here"])]
+    if rows:
+        console.print(_table(rows))
+    lacks = sum(not row["here"] for row in facts["names"])
+    said = [
+        f"{facts['files']} files read; {len(facts['names'])} names of the chip's packages, {lacks} of them not here.",
+    ]
+    if facts["function_calls"]:
+        share = f"{facts['answered']} of {facts['function_calls']} calls of npu functions ({facts['share']:.0%})"
+        said.append(f"{share} are answered.")
+    if facts["device_tests"]:
+        said.append(f'Places that ask whether a device is "npu": {facts["device_tests"]}.')
+    for line in said:
+        console.print(Text(line))
+    unread = list(facts["unread"].items())
+    for file, why in unread[:SHOWN_FILES]:
+        console.print(Text(f"not read: {file} ({why})", "yellow"))
+    if len(unread) > SHOWN_FILES:
+        console.print(Text(f"not read: {len(unread) - SHOWN_FILES} more", "yellow"))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("name", "calls", "other uses", "files", "here", pad_edge=False)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in rows:
+        told = f"no: {row['instead']}" if row["instead"] else "no"
+        here = Text("yes", "green") if row["here"] else Text(told, "red")
+        numbers = (str(row[name] or "") for name in ("calls", "other_uses"))
+        table.add_row(Text(row["name"]), *numbers, str(len(row["files"])), here)
+    return table

@@ -1,0 +1,29 @@
+"""pytest's option --fake-npu, which an entry point makes known to every pytest beside this library.
+
+Loads nothing before the option is given. Refuses to know what it installs (npu/pytest.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option."""
+    parser.addoption(
+        "--fake-npu",
+        action="store_true",
+        help="Run tests for Ascend's chips without one: fusion_attention is torch_npu, and computes.",
+    )
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Installs before any conftest is read, if asked."""
+    if early_config.known_args_namespace.fake_npu:
+        from fusion_attention.npu import pytest as plugin
+
+        early_config.pluginmanager.register(plugin, plugin.NAME)
+        plugin.pytest_load_initial_conftests(early_config)

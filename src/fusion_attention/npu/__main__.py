@@ -1,0 +1,48 @@
+"""`python -m fusion_attention.npu script.py ...` runs a program for the chip as it is; `torchrun -m` does, too.
+
+Processes that it starts (torchrun's, spawned ones) find torch_npu as well: children/sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusion_attention.npu import install
+from fusion_attention.npu.children import tell
+
+DEFAULT = inspect.signature(install).parameters["device"].default
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Installs, and runs what the arguments name, as Python itself would."""
+    parser = argparse.ArgumentParser(
+        "python -m fusion_attention.npu", description="Run a program for the chip without it."
+    )
+    parser.add_argument("--device", default=DEFAULT, help="What npu.install() is told (default: %(default)s).")
+    parser.add_argument("--strict", action="store_true", help="What the chip would refuse is an error.")
+    parser.add_argument("-m", dest="module", action="store_true", help="The program is a module, as of python -m.")
+    parser.add_argument("program", help="A script, or with -m a module.")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The program's own.")
+    given = parser.parse_args(arguments)
+    if not given.module and not Path(given.program).exists():
+        parser.error(f"no such file: {given.program}")
+    try:
+        install(given.device, strict=given.strict)
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    tell(given.device, given.strict)
+    sys.argv = [given.program, *given.arguments]
+    if given.module:
+        runpy.run_module(given.program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(given.program).resolve().parent)
+        runpy.run_path(given.program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""install(device="host"): "npu" as another name of a device that is here. A tensor's own device keeps its true name.
+
+A mode reads the name below the modes that others enter, and takes no harm of them. Refuses to know what else install()
+changes (install.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+from fusion_attention.npu import device as npu_device
+from fusion_attention.npu.process_groups import read_meshes
+from fusion_attention.patches import Changes, Layer
+
+_DEVICE = re.compile(r"npu(:\d+)?")
+
+
+class _Devices(TorchFunctionMode):
+    """Reads "npu" and "npu:0" as the device that computes, wherever torch is given a device; without one, nothing."""
+
+    base: torch.device | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.base is None:
+            return func(*args, **kwargs)
+        if func is torch.device:
+            return self.device(*args, **kwargs)
+        device = kwargs.get("device")
+        if type(device) is str and _DEVICE.fullmatch(device):
+            kwargs = {**kwargs, "device": self.device(device)}
+        if any(type(a) is str and _DEVICE.fullmatch(a) for a in args):
+            args = tuple(self.device(a) if type(a) is str and _DEVICE.fullmatch(a) else a for a in args)
+        return func(*args, **kwargs)
+
+    def device(self, type: Any = None, index: int | None = None, **kwargs: Any) -> torch.device:
+        """torch.device(...), with "npu" understood."""
+        if not isinstance(type, str) or not _DEVICE.fullmatch(type) or self.base is None:
+            given = [a for a in (type, index) if a is not None]
+            return torch.device(*given, **kwargs)
+        name = type if index is None else f"{type}:{index}"
+        count = torch.cuda.device_count() if self.base.type == "cuda" else 1
+        number = npu_device.index(name, count)
+        return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
+
+    def word(self, value: Any) -> Any:
+        """A device string with "npu" replaced."""
+        if isinstance(value, str) and _DEVICE.fullmatch(value) and self.base is not None:
+            device = self.device(value)
+            return device.type if value == "npu" else str(device)
+        return value
+
+    def enter(self) -> None:
+        """Lies down in this thread below the modes that others entered, so that they leave as they entered."""
+        above = _lifted()
+        try:
+            # set_default_device() looks for its mode at the bottom; `with torch.device(...)` takes the uppermost.
+            if above and isinstance(above[-1], DeviceContext) and hasattr(above[-1], "old_device"):
+                _push_mode(above.pop())
+            if self not in above:
+                _push_mode(self)
+        finally:
+            _put_back(above)
+
+    def leave(self) -> None:
+        """Leaves this thread, wherever it lies."""
+        above = _lifted()
+        _put_back([mode for mode in above if mode is not self])
+
+
+def _lifted() -> list[Any]:
+    """All modes of this thread, taken off, the uppermost first."""
+    return [_pop_mode() for _ in range(_len_torch_function_stack())]
+
+
+def _put_back(modes: list[Any]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)
+
+
+DEVICES = _Devices()  # one for all threads: without a base it does nothing, on whatever stack it lies
+
+
+def place(base: torch.device, device: Any) -> torch.device:
+    """The device that "npu", an index of it or None means."""
+    if base.type == "cpu":
+        npu_device.index(device, 1)
+        return base
+    return base if device is None else torch.device(base.type, npu_device.index(device, torch.cuda.device_count()))
+
+
+def enter(base: torch.device, changes: Changes) -> None:
+    """Reads "npu" as the device that computes; the changes take it back."""
+    word = DEVICES.word
+    changes.wrap(torch.autocast, "__init__", lambda layer: _mapped(layer, 1, "device_type", word))
+    changes.wrap(torch, "load", lambda layer: _mapped(layer, 1, "map_location", word))
+    read_meshes(changes, lambda layer, position, name: _mapped(layer, position, name, word))
+    changes.after(DEVICES.leave)
+    changes.after(setattr, DEVICES, "base", None)
+    DEVICES.base = base
+    DEVICES.enter()
+
+
+def _mapped(layer: Layer, position: int, name: str, word: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What lies below, with an argument at a position, or of a name, that may say "npu"."""
+
+    @functools.wraps(layer.below)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if name in kwargs:
+            kwargs[name] = word(kwargs[name])
+        elif len(args) > position:
+            args = (*args[:position], word(args[position]), *args[position + 1 :])
+        return layer.below(*args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,100 @@
+"""The device "npu" of torch's PrivateUse1: loaded once in a process, in force while install() is.
+
+torch can neither unload it nor forget its name, so tensors that live on when install() is taken back go on working;
+only new ones are refused. Refuses to know what install() changes besides (install.py), and attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import torch
+
+from fusion_attention.npu.device_build import library
+from fusion_attention.patches import Changes
+from fusion_attention.torch_ops.aliases import Ways, connect
+
+NAME = "npu"
+MODULE = "torch.npu"
+_FORMER = "privateuseone"  # what torch calls the device that nobody has renamed
+
+_loaded = ""  # the type of device that computes, once there is a device
+_in_force = False
+
+
+def in_force() -> bool:
+    """Whether tensors on device "npu" are tensors of a device of their own; otherwise "npu" is read as another name."""
+    return _in_force
+
+
+def claim() -> None:
+    """Raises RuntimeError where another library has given PrivateUse1 its name: torch has one such device."""
+    name = torch._C._get_privateuse1_backend_name()
+    if name not in (_FORMER, NAME):
+        raise RuntimeError(
+            f'npu.install: expected PrivateUse1, which torch has once, to be free, got a device "{name}" of another '
+            'library (use a process without it, or install(device="host"))'
+        )
+
+
+def load(base: str) -> None:
+    """Makes the device, if there is none.
+
+    Args:
+        base: what computes: "cpu" or "cuda".
+
+    Raises:
+        BuildError: what has to be compiled cannot be.
+        RuntimeError: PrivateUse1 is another library's, or computes on another device in this process.
+    """
+    global _loaded  # noqa: PLW0603
+    claim()
+    if _loaded and _loaded != base:
+        raise RuntimeError(
+            f'npu.install: device: expected "{_loaded}", on which this process has begun to compute, got "{base}" '
+            "(start another process)"
+        )
+    if _loaded:
+        return
+    torch.ops.load_library(library())
+    if torch._C._get_privateuse1_backend_name() == _FORMER:
+        torch.utils.rename_privateuse1_backend(NAME)
+    ops = torch.ops.fusion_attention_npu
+    ops.register_operators(base == "cuda")
+    sys.modules[MODULE] = _absent()
+    connect(Ways(NAME, ops.to_base.default, ops.to_npu.default))
+    _loaded = base
+
+
+def enter(changes: Changes, module: ModuleType) -> None:
+    """Puts the device in force, with the module of its name; the changes take it back."""
+    changes.set(sys.modules, MODULE, module)
+    changes.after(_present, False)
+    _present(True)
+    if _loaded == "cpu":
+        # What a backward computes runs in the thread that asked for it, as on a CPU: another one would bring threads of
+        # its own for OpenMP, and could not be forked.
+        changes.after(torch._C._set_multithreading_enabled, torch._C._is_multithreading_enabled())
+        torch._C._set_multithreading_enabled(False)
+
+
+def _absent() -> ModuleType:
+    """What torch imports when a device is named that is not in force."""
+
+    def refuse() -> None:
+        raise RuntimeError(
+            'device "npu": expected fusion_attention.npu.install() to be in force, got uninstall() before'
+        )
+
+    module = ModuleType(
+        MODULE, "What torch asks before it makes tensors on device npu, where install() was taken back."
+    )
+    vars(module)["_lazy_init"] = refuse
+    return module
+
+
+def _present(there: bool) -> None:
+    global _in_force  # noqa: PLW0603
+    torch.ops.fusion_attention_npu.set_present(there)
+    _in_force = there

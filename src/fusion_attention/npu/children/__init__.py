@@ -1,0 +1,36 @@
+"""Lets the processes that this one starts find torch_npu: spawned ones, torchrun's, pytest-xdist's.
+
+Its folder lies on their path, so that each of them reads sitecustomize.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DEVICE, STRICT, PATH = "FUSION_ATTENTION_NPU_DEVICE", "FUSION_ATTENTION_NPU_STRICT", "PYTHONPATH"
+
+
+def tell(device: str, strict: bool = False) -> Callable[[], None]:
+    """Says to processes started from now on what install() is to be told; returns what takes that back."""
+    before = {name: os.environ.get(name) for name in (DEVICE, STRICT, PATH)}
+    path = filter(None, [str(Path(__file__).parent), before[PATH]])
+    os.environ.update({DEVICE: device, STRICT: "1" if strict else "", PATH: os.pathsep.join(path)})
+
+    def unsay() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return unsay
+
+
+def done() -> None:
+    """Nobody needs to install any more in this process: somebody does."""
+    finder = getattr(sys.modules.get("sitecustomize"), "ON_DEMAND", None)
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)

@@ -1,0 +1,237 @@
+"""Which names of the chip's packages a tree of sources uses, how often, and which of them are here.
+
+Reads files with ast and executes nothing of them. Refuses to know how that is shown (cli/npu.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What a package of the chip is called in a program -> in the table.
+ROOTS = {
+    "torch_npu": "torch_npu",
+    "torch.npu": "torch_npu.npu",
+    "torch.ops.npu": "torch.ops.npu",
+    "mindspeed.ops": "mindspeed.ops",
+    "cann_ops_transformer": "cann_ops_transformer",
+}
+DEVICE = "npu"
+LARGEST = 8 << 20  # bytes of a source file; a larger one is data
+_MARKS = re.compile(rb"(?<![A-Za-z])npu|mindspeed|cann_ops_transformer")  # not the npu of "input"
+_FUNCTION = re.compile(r"(?:torch_npu|torch\.ops\.npu)\.(_?npu_\w+)")
+
+
+@dataclass
+class Use:
+    """How often a name is used, and where.
+
+    Attributes:
+        name: in full, as "torch_npu.npu_rms_norm".
+        calls: places that call it.
+        others: places that import it, ask for it, or hand it on.
+        files: the files of all these places.
+    """
+
+    name: str
+    calls: int = 0
+    others: int = 0
+    files: set[str] = field(default_factory=set)
+
+    @property
+    def function(self) -> str | None:
+        """The operator that it is or belongs to; None of everything else."""
+        found = _FUNCTION.match(self.name)
+        return found and found[1]
+
+
+@dataclass
+class Reading:
+    """What a tree of sources says.
+
+    Attributes:
+        uses: by name.
+        files: how many were read.
+        unread: a reason for every file that was not.
+        device_tests: places that ask whether a device is "npu".
+    """
+
+    uses: dict[str, Use] = field(default_factory=dict)
+    files: int = 0
+    unread: dict[str, str] = field(default_factory=dict)
+    device_tests: int = 0
+
+    def _note(self, name: str, file: str, called: bool) -> None:
+        root = max((root for root in ROOTS if _inside(name, root)), key=len, default=None)
+        if root is None or name == root:
+            return
+        full = ROOTS[root] + name[len(root) :]
+        full = full.removesuffix(".default") if full.startswith("torch.ops.") else full
+        use = self.uses.setdefault(full, Use(full))
+        use.calls += called
+        use.others += not called
+        use.files.add(file)
+
+
+def read(path: Path) -> Reading:
+    """Every use of the chip's packages in a file, or in all files *.py below a folder.
+
+    Raises:
+        OSError: nothing is there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "model.py").write_text("import torch_npu as t\\ny = t.npu_rms_norm(x, w)[0]")
+        ...     [(use.name, use.calls) for use in read(Path(folder)).uses.values()]
+        [('torch_npu.npu_rms_norm', 1)]
+    """
+    path.stat()
+    reading = Reading()
+    for file in _sources(path):
+        name = str(file.relative_to(path)) if file != path else file.name
+        try:
+            if file.stat().st_size > LARGEST:
+                raise ValueError(f"larger than {LARGEST >> 20} MiB")
+            text, found = file.read_bytes(), Reading()
+            if _MARKS.search(text):  # parsing is slow, and few files of a tree speak of the chip
+                _File(found, name).read(_tree(text))
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+            reading.unread[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            continue
+        _add(reading, found)
+    return reading
+
+
+def _tree(text: bytes) -> ast.AST:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what somebody else wrote
+        return ast.parse(text)
+
+
+def present(name: str, modules: dict[str, ModuleType]) -> bool:
+    """Whether a name of the table is here.
+
+    Args:
+        name: as Use has it.
+        modules: every module that install() plays, by its name.
+    """
+    if name in modules:
+        return True
+    owner: Any
+    if name.startswith("torch.ops.npu."):
+        import torch
+
+        owner, rest = torch.ops.npu, name.split(".")[3:]
+    else:
+        parts = name.split(".")
+        at = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules), 0)
+        if not at:
+            return False
+        owner, rest = modules[".".join(parts[:at])], parts[at:]
+    absent = object()
+    for part in rest:
+        owner = getattr(owner, part, absent)
+    return owner is not absent
+
+
+def _inside(name: str, root: str) -> bool:
+    return name == root or name.startswith(root + ".")
+
+
+def _sources(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, inner, files in os.walk(path):
+        inner[:] = sorted(name for name in inner if not name.startswith(".") and name != "site-packages")
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def _add(reading: Reading, found: Reading) -> None:
+    reading.files += 1
+    reading.device_tests += found.device_tests
+    for name, use in found.uses.items():
+        known = reading.uses.setdefault(name, Use(name))
+        known.calls += use.calls
+        known.others += use.others
+        known.files |= use.files
+
+
+class _File:
+    """One file: what its imports call things, wherever they stand, and then every chain of names."""
+
+    def __init__(self, reading: Reading, file: str) -> None:
+        self.reading, self.file = reading, file
+        self.meaning: dict[str, str] = {}
+
+    def read(self, tree: ast.AST) -> None:
+        """Notes every use in a tree."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                self._imported(node)
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                self._imported_from(node, node.module)
+        inner: set[int] = set()  # parts of a chain that was noted
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                self._call(node, inner)
+            elif isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in inner:
+                self._chain(node, inner, called=False)
+            elif isinstance(node, ast.Compare):
+                self._compared(node)
+
+    def _imported(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.meaning[alias.asname or alias.name.partition(".")[0]] = (
+                alias.name if alias.asname else alias.name.partition(".")[0]
+            )
+            self.reading._note(alias.name, self.file, called=False)
+
+    def _imported_from(self, node: ast.ImportFrom, module: str) -> None:
+        for alias in node.names:
+            name = module if alias.name == "*" else f"{module}.{alias.name}"
+            self.meaning[alias.asname or alias.name] = name
+            self.reading._note(name, self.file, called=False)
+
+    def _call(self, node: ast.Call, inner: set[int]) -> None:
+        self._chain(node.func, inner, called=True)
+        asks = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1
+        if asks and isinstance(said := node.args[1], ast.Constant) and isinstance(said.value, str):
+            owner = self._name(node.args[0], set())
+            if owner and said.value.isidentifier():
+                self.reading._note(f"{owner}.{said.value}", self.file, called=False)
+
+    def _chain(self, node: ast.AST, inner: set[int], *, called: bool) -> None:
+        if id(node) in inner or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
+            return
+        if isinstance(node, ast.Attribute) and node.attr == "is_npu":
+            self.reading.device_tests += 1
+        if name := self._name(node, inner):
+            self.reading._note(name, self.file, called)
+
+    def _name(self, node: ast.AST, inner: set[int]) -> str | None:
+        """What a chain of names means; None where it begins with something else. Its parts go into `inner`."""
+        parts: list[str] = []
+        inner.add(id(node))
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+            inner.add(id(node))
+        if not isinstance(node, ast.Name):
+            inner.discard(id(node))  # a call, say, whose own names are still to be read
+            return None
+        meaning = self.meaning.get(node.id)
+        return meaning and ".".join([meaning, *reversed(parts)])
+
+    def _compared(self, node: ast.Compare) -> None:
+        texts = [node.left, *node.comparators]
+        texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
+        self.reading.device_tests += any(isinstance(t, ast.Constant) and t.value == DEVICE for t in texts)

@@ -1,0 +1,96 @@
+"""Compiles the device "npu" against the torch that is here: once for each, kept where torch keeps its extensions.
+
+The wheel knows no torch. What its sources become depends on the release of torch and on the compiler alone. Refuses to
+know what they do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "device_cpp"
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
+
+
+class BuildError(RuntimeError):
+    """What has to be compiled cannot be; the message says why."""
+
+
+def library() -> str:
+    """The path of the compiled device; compiles it if nobody has.
+
+    Several processes may ask at once: one compiles, and the others wait for it.
+
+    Raises:
+        BuildError: there is no compiler, or it fails, or nothing can be kept.
+    """
+    target = folder() / "npu.so"
+    if target.exists():
+        return str(target)
+    compiler = _compiler()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile(compiler, target)
+    except OSError as error:
+        raise BuildError(
+            f"npu.install: expected a folder to keep what is compiled, got {error} (set TORCH_EXTENSIONS_DIR to one)"
+        ) from error
+    return str(target)
+
+
+def folder() -> Path:
+    """Where the compiled device is kept: its name holds all that it depends on."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torch_extensions"
+    )
+    digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine())).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return Path(root) / f"fusion_attention_npu-torch{torch.__version__}-{digest.hexdigest()[:16]}"
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler, as CXX names it, or the first that is found."""
+    asked = os.environ.get("CXX", "").split()
+    for command in (asked,) if asked else (["c++"], ["g++"], ["clang++"]):
+        if shutil.which(command[0]):
+            return command
+    got = f"CXX={asked[0]}, which is not found" if asked else "none"
+    raise BuildError(f"npu.install: expected a C++ compiler (c++, g++ or clang++, or one that CXX names), got {got}")
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    """Compiles all sources as one: torch's headers, which take most of the time, are read once."""
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    sources = sorted(SOURCES.glob("*.cpp"))
+    print("fusion_attention: compiling the device npu for this torch, once (half a minute)", file=sys.stderr)  # noqa: T201
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        whole, made = Path(scratch, "whole.cpp"), Path(scratch, target.name)
+        whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+        command = [
+            *compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(f"-I{path}" for path in (SOURCES, include, include / "torch" / "csrc" / "api" / "include")),
+            "-o", str(made), str(whole), f"-L{torch_folder / 'lib'}",
+            "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python",
+        ]  # fmt: skip
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise BuildError(
+                f"npu.install: expected {compiler[0]} to compile the device npu against torch {torch.__version__}, got: "
+                + "\n".join(line for line in run.stderr.splitlines() if "error" in line)[:2000]
+            )
+        made.replace(target)

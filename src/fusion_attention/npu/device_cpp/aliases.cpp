@@ -1,0 +1,75 @@
+// What functions of the library take and give: aliases of tensors of npu, with which autograd goes on.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "memory.h"
+#include "runtime.h"
+
+namespace fusion_npu {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// A change in place of one is a change of the other, which autograd must see.
+at::Tensor counted_as(at::Tensor made, const at::Tensor &given) {
+    if (!given.is_inference() && !made.is_inference()) {
+        made.unsafeGetTensorImpl()->set_version_counter(given.unsafeGetTensorImpl()->version_counter());
+    }
+    return made;
+}
+
+// The storage of npu in front of a tensor's memory: that of a tensor known to lie there, or a new one.
+at::Tensor npu_of(const at::Tensor &made, const at::TensorList known) {
+    const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
+    for (const at::Tensor &one : known) {
+        const c10::Storage &storage = one.unsafeGetTensorImpl()->unsafe_storage();
+        if (twin_of(storage.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl()) return npu_over(made, storage);
+    }
+    return npu_over(made, in_front_of(behind));
+}
+
+at::Tensor crossed(const at::Tensor &t, const at::TensorList known) {
+    return counted_as(on_npu(t) ? alias_of(t) : npu_of(t, known), t);
+}
+
+// To the other side; the gradient comes back the same way.
+struct Cross : torch::autograd::Function<Cross> {
+    static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList known) {
+        context->set_materialize_grads(false);
+        return crossed(t, known);
+    }
+    static variable_list backward(AutogradContext * /*context*/, const variable_list &gradients) {
+        const at::Tensor &gradient = gradients[0];
+        return {gradient.defined() ? Cross::apply(gradient, at::TensorList()) : at::Tensor(), at::Tensor()};
+    }
+};
+
+at::Tensor to_other_side(const at::Tensor &t, const at::TensorList known) {
+    return at::GradMode::is_enabled() && t.requires_grad() ? Cross::apply(t, known) : crossed(t, known);
+}
+
+at::Tensor to_base(const at::Tensor &t) {
+    TORCH_CHECK(on_npu(t), "fusion_attention: device npu: expected a tensor on npu, got one on ", t.device());
+    return to_other_side(t, {});
+}
+
+at::Tensor to_npu(const at::Tensor &t, at::TensorList known) {
+    TORCH_CHECK(t.device().type() == base() && t.layout() == at::kStrided,
+                "fusion_attention: device npu: expected a strided tensor on ", base(), ", got one on ", t.device());
+    return to_other_side(t, known);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fusion_attention_npu, m) {
+    m.def("to_base(Tensor t) -> Tensor", to_base);
+    m.def("to_npu(Tensor t, Tensor[] known) -> Tensor", to_npu);
+    m.def("set_present(bool there) -> ()", [](bool there) { set_present(there); });
+    m.def("register_operators(bool cuda) -> int", [](bool cuda) {
+        set_base(cuda ? DeviceType::CUDA : DeviceType::CPU);
+        return register_operators();
+    });
+}
+
+}  // namespace fusion_npu

@@ -1,0 +1,223 @@
+// Every operator on device npu: tensors become aliases on the device that computes, its kernel runs, and what it made
+// becomes tensors of npu. No schema is asked: an output that is an alias is its tensor, one over a twin is a view.
+#include "memory.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+
+#include <string_view>
+#include <unordered_set>
+
+#include "generator.h"
+
+namespace fusion_npu {
+namespace {
+
+using c10::IValue;
+
+// Operators that take tensors of several devices by themselves: copies, and indices from the host.
+const std::unordered_set<std::string_view> &mixing() {
+    static const std::unordered_set<std::string_view> names = {
+        "aten::copy_",          "aten::_copy_from",        "aten::_copy_from_and_resize", "aten::_to_copy",
+        "aten::index",          "aten::index_put",         "aten::index_put_",            "aten::_index_put_impl_",
+        "aten::_unsafe_index",  "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::_foreach_copy_",
+        "aten::set_",           "aten::_foreach_copy",     "aten::copy",                  "aten::resize_as_",
+    };
+    return names;
+}
+
+// What one call has turned into aliases.
+class Frame {
+   public:
+    void enter(IValue &value) {
+        if (value.isTensor()) {
+            at::Tensor found = alias(value.toTensor());
+            if (found.defined()) value = std::move(found);
+        } else if (value.isTensorList()) {
+            c10::List<at::Tensor> list = value.toTensorList();
+            c10::List<at::Tensor> aliases;
+            aliases.reserve(list.size());
+            for (const at::Tensor &t : list) {
+                at::Tensor found = alias(t);
+                aliases.push_back(found.defined() ? std::move(found) : t);
+            }
+            value = std::move(aliases);
+        } else if (value.isOptionalTensorList()) {
+            auto list = value.to<c10::List<std::optional<at::Tensor>>>();
+            c10::List<std::optional<at::Tensor>> aliases;
+            for (const std::optional<at::Tensor> &t : list) {
+                at::Tensor found = t.has_value() ? alias(*t) : at::Tensor();
+                aliases.push_back(found.defined() ? std::optional<at::Tensor>(std::move(found)) : t);
+            }
+            value = std::move(aliases);
+        } else if (value.isDevice()) {
+            Device asked = value.toDevice();
+            elsewhere_ = asked.type() != NPU;
+            if (!elsewhere_) value = Device(base(), base() == DeviceType::CPU ? -1 : asked.index());
+        } else if (value.isGenerator()) {
+            value = behind(value.toGenerator());
+        } else if (value.isList()) {
+            enter_lists(value);
+        } else if (value.isStorage()) {
+            c10::Storage storage = value.toStorage();
+            if (storage.device_type() == NPU) {
+                storages_.push_back(storage);
+                value = c10::Storage(
+                    c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin_of(storage.unsafeGetStorageImpl())));
+            }
+        }
+    }
+
+    void demand_one_device(const c10::OperatorHandle &op) const {
+        if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
+        if (mixing().count(op.schema().name()) != 0) return;
+        TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
+                    npu_.front().device(), " and ", *strange_, "!");
+    }
+
+    void follow_all() const {
+        for (size_t i = 0; i < npu_.size(); ++i) {
+            follow(npu_[i].unsafeGetTensorImpl(), aliases_[i].unsafeGetTensorImpl(), storages_);
+        }
+    }
+
+    void leave(IValue &value) const {
+        if (value.isTensor()) {
+            if (value.toTensor().defined()) value = npu(value.toTensor());
+        } else if (value.isTensorList()) {
+            c10::List<at::Tensor> found;
+            for (const at::Tensor &t : value.toTensorList()) found.push_back(t.defined() ? npu(t) : t);
+            value = std::move(found);
+        } else if (value.isList() && value.toList().elementType()->isSubtypeOf(*c10::ListType::ofTensors())) {
+            c10::List<c10::List<at::Tensor>> found;
+            for (const IValue &inner : value.toList()) {
+                IValue one = inner;
+                leave(one);
+                found.push_back(one.toTensorList());
+            }
+            value = std::move(found);
+        }
+    }
+
+   private:
+    // Collective operations take lists of lists of tensors.
+    void enter_lists(IValue &value) {
+        c10::List<IValue> list = value.toList();
+        if (!list.elementType()->isSubtypeOf(*c10::ListType::ofTensors())) return;
+        c10::List<c10::List<at::Tensor>> found;
+        for (const IValue &inner : list) {
+            IValue one = inner;
+            enter(one);
+            found.push_back(one.toTensorList());
+        }
+        value = std::move(found);
+    }
+
+    // The alias of a tensor of npu; undefined for any other, which stays as it is.
+    at::Tensor alias(const at::Tensor &t) {
+        if (!t.defined()) return {};
+        if (!on_npu(t)) {
+            others_.push_back(t);
+            if (t.dim() > 0 && !t.unsafeGetTensorImpl()->is_wrapped_number()) strange_ = t.device();
+            return {};
+        }
+        for (size_t i = 0; i < npu_.size(); ++i) {
+            if (npu_[i].is_same(t)) return aliases_[i];
+        }
+        npu_.push_back(t);
+        storages_.push_back(t.unsafeGetTensorImpl()->unsafe_storage());
+        aliases_.push_back(alias_of(t));
+        return aliases_.back();
+    }
+
+    at::Tensor npu(const at::Tensor &made) const {
+        for (size_t i = 0; i < aliases_.size(); ++i) {
+            if (aliases_[i].is_same(made)) return npu_[i];
+        }
+        TORCH_CHECK_NOT_IMPLEMENTED(made.layout() == at::kStrided && !made.is_quantized(),
+                                    "fusion_attention: device npu: expected strided tensors, got one of layout ",
+                                    made.layout(), made.is_quantized() ? ", quantized" : "",
+                                    " (compute it from tensors on the cpu)");
+        if (elsewhere_ || made.device().type() != base()) return made;
+        const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
+        for (const c10::Storage &known : storages_) {
+            if (twin_of(known.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl()) return npu_over(made, known);
+        }
+        for (const at::Tensor &other : others_) {
+            if (other.is_same(made) || (other.has_storage() && other.storage().is_alias_of(behind))) return made;
+        }
+        return npu_over(made, in_front_of(behind));
+    }
+
+    c10::SmallVector<at::Tensor, 4> npu_, aliases_, others_;
+    std::vector<c10::Storage> storages_;
+    std::optional<Device> strange_;
+    bool elsewhere_ = false;  // the call names a device, and it is not npu
+};
+
+void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
+    const c10::FunctionSchema &schema = op.schema();
+    Frame frame;
+    for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) frame.enter((*stack)[i]);
+    frame.demand_one_device(op);
+    {
+        at::AutoDispatchBelowADInplaceOrView below;
+        op.redispatchBoxed(DispatchKeySet(base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU), stack);
+    }
+    frame.follow_all();
+    for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) frame.leave((*stack)[i]);
+}
+
+// Asked of memory, not computed: what the device that computes would say of its own is not npu's answer.
+const std::unordered_set<std::string_view> &kept() {
+    static const std::unordered_set<std::string_view> names = {
+        "aten::is_pinned", "aten::_pin_memory", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
+    };
+    return names;
+}
+
+// Collective operations look for the back end of a process group by their tensors' device. They get aliases, and find that
+// of the device that computes.
+void register_collectives(DispatchKey key) {
+    struct Quiet final : c10::WarningHandler {
+        void process(const c10::Warning &) override {}  // torch has kernels for PrivateUse1, which these replace
+    } quiet;
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    static auto *library = new torch::Library(torch::Library::IMPL, "c10d", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
+        if (name.name.rfind("c10d::", 0) != 0) continue;
+        auto op = c10::Dispatcher::singleton().findOp(name);
+        if (!op.has_value() || !op->hasSchema() || !op->hasKernelForDispatchKey(key)) continue;
+        library->impl(name.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+}
+
+}  // namespace
+
+// Operators that have a kernel of the device that computes, or one for all devices, need no other way to it: a composite
+// one would be taken apart on npu, and pay for each of its parts.
+int64_t register_operators() {
+    static auto *library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    const DispatchKey key = base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU;
+    register_collectives(key);
+    int64_t count = 0;
+    for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
+        if (name.name.rfind("aten::", 0) != 0 || kept().count(name.name) != 0) continue;
+        auto op = c10::Dispatcher::singleton().findOp(name);
+        if (!op.has_value() || !op->hasSchema() || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
+        bool explicit_one = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+                            op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+        if (!op->hasKernelForDispatchKey(key) && !explicit_one) continue;
+        std::string full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+        library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+        ++count;
+    }
+    return count;
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+}  // namespace fusion_npu

@@ -1,0 +1,158 @@
+#include "memory.h"
+
+#include <ATen/Context.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+namespace fusion_npu {
+namespace {
+
+std::atomic<DeviceType> computes{DeviceType::CPU};
+
+void release(void *twin) { c10::raw::intrusive_ptr::decref(static_cast<StorageImpl *>(twin)); }
+
+// npu's pointer into the memory of a twin, which it keeps alive.
+at::DataPtr pointer(StorageImpl *twin) {
+    c10::raw::intrusive_ptr::incref(twin);
+    return {twin->mutable_data_ptr().mutable_get(), twin, &release, Device(NPU, std::max<DeviceIndex>(twin->device().index(), 0))};
+}
+
+struct Allocator final : c10::Allocator {
+    at::DataPtr allocate(size_t bytes) override {
+        c10::Allocator *source = c10::GetAllocator(base());
+        auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes, source, true);
+        return pointer(twin.get());
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is not the pointer
+    void copy_data(void *to, const void *from, std::size_t bytes) const override {
+        c10::GetAllocator(base())->copy_data(to, from, bytes);
+    }
+};
+
+Allocator allocator;
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
+
+// What a tensor has besides a back end: whether its values are to be read negated, conjugated, or as zeros.
+const DispatchKeySet LAZY({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
+
+at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like) {
+    auto made = c10::make_intrusive<TensorImpl>(std::move(storage), DispatchKeySet(key) | (like->key_set() & LAZY),
+                                                like->dtype());
+    made->set_sizes_and_strides(like->sizes(), like->strides(), like->storage_offset());
+    if (C10_UNLIKELY(like->is_wrapped_number())) made->set_wrapped_number(true);
+    return at::Tensor(std::move(made));
+}
+
+// A twin for a storage around memory that is somebody else's: it keeps what kept the memory.
+StorageImpl *adopted(StorageImpl *storage) {
+    static std::mutex lock;
+    std::lock_guard<std::mutex> held(lock);
+    if (storage->data_ptr().get_deleter() == &release) return static_cast<StorageImpl *>(storage->data_ptr().get_context());
+    auto *kept = new at::DataPtr(storage->set_data_ptr(at::DataPtr()));
+    at::DataPtr data(kept->get(), kept, [](void *p) { delete static_cast<at::DataPtr *>(p); }, Device(base(), base() == DeviceType::CPU ? -1 : kept->device().index()));
+    auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage->nbytes(), std::move(data),
+                                                 nullptr, false);
+    storage->set_data_ptr_noswap(pointer(twin.get()));
+    return twin.get();
+}
+
+struct Pinned final : c10::Allocator {
+    std::mutex lock;
+    std::map<const char *, size_t> blocks;  // by where they begin
+    at::DataPtr allocate(size_t bytes) override;
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+    void copy_data(void *to, const void *from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+Pinned &pinned() {
+    static auto *only = new Pinned;  // never destroyed: tensors may outlive the statics
+    return *only;
+}
+
+void unpin(void *block) {
+    {
+        std::lock_guard<std::mutex> held(pinned().lock);
+        pinned().blocks.erase(static_cast<const char *>(block));
+    }
+    c10::free_cpu(block);
+}
+
+at::DataPtr Pinned::allocate(size_t bytes) {
+    void *block = c10::alloc_cpu(bytes);
+    if (block != nullptr) {
+        std::lock_guard<std::mutex> held(lock);
+        blocks[static_cast<const char *>(block)] = bytes;
+    }
+    return {block, block, &unpin, Device(DeviceType::CPU)};
+}
+
+}  // namespace
+
+DeviceType base() { return computes.load(std::memory_order_relaxed); }
+void set_base(DeviceType type) { computes.store(type); }
+
+StorageImpl *twin_of(StorageImpl *storage) {
+    const at::DataPtr &data = storage->data_ptr();
+    if (C10_LIKELY(data.get_deleter() == &release)) return static_cast<StorageImpl *>(data.get_context());
+    return adopted(storage);
+}
+
+c10::Storage in_front_of(const c10::Storage &twin) {
+    StorageImpl *impl = twin.unsafeGetStorageImpl();
+    return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), impl->nbytes(), pointer(impl),
+                                                         &allocator, impl->resizable()));
+}
+
+at::Tensor alias_of(const at::Tensor &npu) {
+    const TensorImpl *impl = npu.unsafeGetTensorImpl();
+    auto twin = c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin_of(impl->unsafe_storage().unsafeGetStorageImpl()));
+    return tensor(c10::Storage(std::move(twin)), base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU, impl);
+}
+
+at::Tensor npu_over(const at::Tensor &made, c10::Storage storage) {
+    const TensorImpl *impl = made.unsafeGetTensorImpl();
+    return tensor(std::move(storage), DispatchKey::PrivateUse1, impl);
+}
+
+void follow_twin(StorageImpl *storage) {
+    StorageImpl *twin = twin_of(storage);
+    at::DataPtr moved = pointer(twin);
+    if (storage->data_ptr().get() != moved.get()) storage->set_data_ptr_noswap(std::move(moved));
+    storage->set_nbytes(twin->nbytes());
+}
+
+void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Storage> &known) {
+    StorageImpl *storage = npu->unsafe_storage().unsafeGetStorageImpl();
+    StorageImpl *behind = alias->unsafe_storage().unsafeGetStorageImpl();
+    if (C10_UNLIKELY(twin_of(storage) != behind)) {  // set_()
+        c10::Storage other;
+        for (const c10::Storage &one : known) {
+            if (twin_of(one.unsafeGetStorageImpl()) == behind) other = one;
+        }
+        npu->set_storage_keep_dtype(other ? std::move(other) : in_front_of(alias->unsafe_storage()));
+    } else if (C10_UNLIKELY(storage->nbytes() != behind->nbytes() || storage->data_ptr().get() != behind->data_ptr().get())) {
+        follow_twin(storage);
+    }
+    if (C10_UNLIKELY(npu->storage_offset() != alias->storage_offset() || npu->sizes() != alias->sizes() ||
+                     npu->strides() != alias->strides())) {
+        npu->set_sizes_and_strides(alias->sizes(), alias->strides(), alias->storage_offset());
+    }
+}
+
+c10::Allocator *pinned_memory() { return &pinned(); }
+
+bool is_pinned(const void *pointer) {
+    std::lock_guard<std::mutex> held(pinned().lock);
+    auto after = pinned().blocks.upper_bound(static_cast<const char *>(pointer));
+    if (after == pinned().blocks.begin()) return false;
+    --after;
+    return static_cast<const char *>(pointer) < after->first + after->second;
+}
+
+}  // namespace fusion_npu

@@ -1,0 +1,304 @@
+"""Graphs of the chip on a host: what is captured runs at once and is recorded by operator; a replay runs it again.
+
+A replay writes into the tensors that the capture made, as the chip does, so that programs which fill static inputs and
+read static outputs get the numbers of now. Refuses to know what any operator computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fusion_attention.npu.device import Event
+
+_READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
+_IDS = itertools.count(1)
+_THREAD = threading.local()
+
+
+class Tasks:
+    """A part of a graph, whose operators may be recorded anew: what graph_task_group_end() returns."""
+
+    def __init__(self) -> None:
+        self.steps: list[Any] = []
+
+
+class ExternalEvent(Event):
+    """An event that a captured graph waits for, and that a program records once it has updated the graph's tasks."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+        self.waiting: list[Callable[[], None]] = []
+
+    def record(self, stream: Any = None) -> None:
+        """It has happened: replays that wait for it go on."""
+        super().record(stream)
+        waiting, self.waiting = self.waiting, []
+        if waiting:
+            self.moment = None  # one replay takes one record
+        for go_on in waiting:
+            go_on()
+
+    def wait(self, stream: Any = None) -> None:
+        """Captured: a replay waits here."""
+        if (recorder := _recorder()) is not None:
+            recorder.tasks[-1].steps.append(self)
+
+    def reset(self, stream: Any = None) -> None:
+        """It has not happened. Captured: a replay that waited forgets it (which a wait does here by itself)."""
+        if _recorder() is None:
+            self.moment = None
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operator, and notes it."""
+
+    def __init__(self, tasks: Tasks | None = None) -> None:
+        super().__init__()
+        self.replaced, self.tasks = tasks, [Tasks()]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in _READS:
+            raise RuntimeError(
+                f"torch.npu.NPUGraph: expected operators alone while a graph is captured, got {name}: a replay would "
+                "not read the number again (keep it in a tensor, or read it before the capture)"
+            )
+        found = func(*args, **kwargs)
+        returns = func._schema.returns
+        if any(one.alias_info is not None and not one.alias_info.is_write for one in returns):
+            return found  # a view stays what it is
+        if not name.startswith(("aten::empty", "aten::new_empty")):
+            given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            self.tasks[-1].steps.append((func, args, kwargs, found, given))
+        return found
+
+
+def _recorder() -> _Recorder | None:
+    return getattr(_THREAD, "recorder", None)
+
+
+class NPUGraph:
+    """What ran between capture_begin() and capture_end(), to be run again.
+
+    Example:
+        >>> x, graph = torch.zeros(3), NPUGraph()
+        >>> with capture(graph):
+        ...     y = x * 2 + 1
+        >>> graph.replay(), y.tolist()
+        (None, [1.0, 1.0, 1.0])
+        >>> _ = x.fill_(4)
+        >>> graph.replay(), y.tolist()
+        (None, [9.0, 9.0, 9.0])
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._steps: list[Any] | None = None
+        self._recorder: _Recorder | None = None
+        self._pool = graph_pool_handle()
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        """Begins to record what this thread runs.
+
+        Raises:
+            RuntimeError: this thread captures already.
+        """
+        if _recorder() is not None:
+            raise RuntimeError(
+                "torch.npu.NPUGraph: capture_begin: expected no capture under way, got one in this thread"
+            )
+        self._pool = pool or self._pool
+        self._recorder = _THREAD.recorder = _Recorder()
+        self._recorder.__enter__()
+
+    def capture_end(self) -> None:
+        """Ends the capture.
+
+        Raises:
+            RuntimeError: this graph does not capture in this thread.
+        """
+        if self._recorder is None or _recorder() is not self._recorder:
+            raise RuntimeError(
+                "torch.npu.NPUGraph: capture_end: expected a capture of this graph in this thread, got none"
+            )
+        self._recorder.__exit__(None, None, None)
+        self._steps, self._recorder, _THREAD.recorder = self._recorder.tasks[0].steps, None, None
+
+    def replay(self) -> None:
+        """Runs what was captured; up to an ExternalEvent that nobody has recorded yet, and the rest once it is.
+
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        if self._steps is None:
+            raise RuntimeError("torch.npu.NPUGraph: replay: expected a captured graph, got none")
+        _run(_flat(self._steps))
+
+    def reset(self) -> None:
+        """Forgets what was captured."""
+        self._steps = None
+
+    def pool(self) -> Any:
+        """What another graph is told that may share this one's memory."""
+        return self._pool
+
+    def enable_debug_mode(self) -> None:
+        """Nothing is kept back."""
+
+    def debug_dump(self, path: Any = None) -> None:
+        """There is no graph of the chip to write.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "torch.npu.NPUGraph: debug_dump: there is no graph of the chip here (torch.profiler shows a replay)"
+        )
+
+    def update(self, cpu_update_input: Any) -> None:
+        """Not here: the operators of a captured call have its lengths in them.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "torch.npu.NPUGraph: update: expected tasks, got lengths (record the calls again between "
+            "torch.npu.graph_task_update_begin and graph_task_update_end)"
+        )
+
+
+def _flat(steps: list[Any]) -> Iterator[Any]:
+    """Steps in order, those of tasks as they are when their turn comes."""
+    for step in steps:
+        if isinstance(step, Tasks):
+            yield from _flat(step.steps)
+        else:
+            yield step
+
+
+def _run(steps: Iterator[Any]) -> None:
+    with torch.no_grad():
+        for step in steps:
+            if isinstance(step, ExternalEvent):
+                if step.moment is None:
+                    step.waiting.append(lambda: _run(steps))
+                    return
+                step.moment = None
+                continue
+            func, args, kwargs, found, given = step
+            for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and id(old) not in given and old is not new:
+                    _write(old, new, func)
+
+
+def _write(old: torch.Tensor, new: torch.Tensor, func: Any) -> None:
+    if old.shape != new.shape:
+        raise RuntimeError(
+            f"torch.npu.NPUGraph: replay: expected {func._schema.name} to return {list(old.shape)} as when it was "
+            f"captured, got {list(new.shape)} (a graph has one shape)"
+        )
+    old.copy_(new)
+
+
+class capture:
+    """`with torch.npu.graph(graph):` captures what stands in it."""
+
+    def __init__(
+        self, npu_graph: NPUGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
+    ) -> None:
+        self.graph, self.pool = npu_graph, pool
+
+    def __enter__(self) -> None:
+        self.graph.capture_begin(self.pool)
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self.graph.capture_end()
+        if kind is not None:
+            self.graph.reset()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """A name for memory that graphs share; here every capture keeps its own tensors."""
+    return (0, next(_IDS))
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether this thread captures."""
+    return _recorder() is not None
+
+
+def make_graphed_callables(callables: Any, sample_args: Any = (), *_: Any, **__: Any) -> Any:
+    """The callables themselves: a host gains nothing by a graph."""
+    return callables
+
+
+def _capturing(what: str) -> _Recorder:
+    recorder = _recorder()
+    if recorder is None:
+        raise RuntimeError(f"torch.npu.{what}: expected a capture under way in this thread, got none")
+    return recorder
+
+
+def graph_task_group_begin(stream: Any = None) -> None:
+    """From here on a capture's operators are tasks that may be updated."""
+    recorder = _capturing("graph_task_group_begin")
+    tasks = Tasks()
+    recorder.tasks[-1].steps.append(tasks)
+    recorder.tasks.append(tasks)
+
+
+def graph_task_group_end(stream: Any = None) -> Tasks:
+    """The tasks since graph_task_group_begin()."""
+    recorder = _capturing("graph_task_group_end")
+    if len(recorder.tasks) == 1:
+        raise RuntimeError("torch.npu.graph_task_group_end: expected graph_task_group_begin before it")
+    return recorder.tasks.pop()
+
+
+def graph_task_update_begin(stream: Any, handle: Tasks) -> None:
+    """What this thread calls from here on replaces a graph's tasks; it runs, too."""
+    if not isinstance(handle, Tasks):
+        raise RuntimeError(
+            f"torch.npu.graph_task_update_begin: expected what graph_task_group_end returned, got {handle!r}"
+        )
+    if _recorder() is not None:
+        raise RuntimeError("torch.npu.graph_task_update_begin: expected no capture under way in this thread, got one")
+    recorder = _THREAD.recorder = _Recorder(handle)
+    recorder.__enter__()
+
+
+def graph_task_update_end(stream: Any = None) -> None:
+    """Ends the update of tasks."""
+    recorder = _recorder()
+    if recorder is None or recorder.replaced is None:
+        raise RuntimeError(
+            "torch.npu.graph_task_update_end: expected graph_task_update_begin before it, in this thread"
+        )
+    recorder.__exit__(None, None, None)
+    recorder.replaced.steps, _THREAD.recorder = recorder.tasks[0].steps, None
+
+
+NAMES: dict[str, Any] = {
+    "NPUGraph": NPUGraph,
+    "graph": capture,
+    "ExternalEvent": ExternalEvent,
+    **{
+        one.__name__: one
+        for one in (
+            graph_pool_handle,
+            is_current_stream_capturing,
+            make_graphed_callables,
+            graph_task_group_begin,
+            graph_task_group_end,
+            graph_task_update_begin,
+            graph_task_update_end,
+        )
+    },
+}

@@ -1,0 +1,134 @@
+"""torch_npu.profiler: torch's own profiler, under the words of programs for the chip.
+
+What only a chip has (levels, counters of its cores) is taken and means nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import profiler as torchs
+
+
+class ProfilerActivity(Enum):
+    """What is watched. Both are one place here: operators for the chip run on the host."""
+
+    CPU = "CPU"
+    NPU = "NPU"
+
+
+class ProfilerLevel:
+    """How much a chip is asked; without effect."""
+
+    Level0, Level1, Level2, Level_none = "Level0", "Level1", "Level2", "Level_none"
+
+
+class AiCMetrics:
+    """Which counters of a chip's cores are read; there are none."""
+
+    PipeUtilization = "PipeUtilization"
+    ArithmeticUtilization = "ArithmeticUtilization"
+    Memory, MemoryL0, MemoryUB, MemoryAccess = "Memory", "MemoryL0", "MemoryUB", "MemoryAccess"
+    ResourceConflictRatio, L2Cache, AiCoreNone = "ResourceConflictRatio", "L2Cache", "AiCoreNone"
+
+
+class ExportType:
+    """The form of a chip's files; traces are torch's, in JSON."""
+
+    Text, Db = "text", "db"
+
+
+class HostSystem:
+    """What else of the host is watched; without effect."""
+
+    CPU, MEM, DISK, NETWORK, OSRT = "cpu", "mem", "disk", "network", "osrt"
+
+
+class _ExperimentalConfig(SimpleNamespace):
+    """Takes every setting of a chip's profile; none has a meaning off the chip."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+
+
+def _activities(given: Iterable[Any] | None) -> list[Any] | None:
+    if given is None:
+        return None
+    device = torchs.ProfilerActivity.CUDA if torch.cuda.is_available() else torchs.ProfilerActivity.CPU
+    words = {ProfilerActivity.CPU: torchs.ProfilerActivity.CPU, ProfilerActivity.NPU: device}
+    return list(dict.fromkeys(words.get(one, one) for one in given))
+
+
+class profile(torchs.profile):
+    """torch.profiler.profile. Times are this machine's."""
+
+    def __init__(
+        self,
+        *,
+        activities: Iterable[Any] | None = None,
+        schedule: Callable[[int], Any] | None = None,
+        on_trace_ready: Callable[..., Any] | None = None,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        with_modules: bool = False,
+        experimental_config: Any = None,
+        use_cuda: bool | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(
+            activities=_activities(activities),
+            schedule=schedule,
+            on_trace_ready=on_trace_ready,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            with_modules=with_modules,
+        )
+
+
+def schedule(
+    wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, **_: Any
+) -> Callable[[int], Any]:
+    """Which steps are profiled, as torch.profiler.schedule says it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a warm-up of 0, which is the chip's default
+        return torchs.schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first)
+
+
+def tensorboard_trace_handler(
+    dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
+) -> Callable[..., None]:
+    """Writes each trace into a folder (by default the current one), as Chrome and TensorBoard read it."""
+    return torchs.tensorboard_trace_handler(dir_name or ".", worker_name)
+
+
+def analyse(profiler_path: str, max_process_number: int = 0, **_: Any) -> None:
+    """Nothing is left to do: traces are written ready."""
+
+
+NAMES: dict[str, Any] = {
+    "profile": profile,
+    "_KinetoProfile": torchs.profiler._KinetoProfile,
+    "ProfilerActivity": ProfilerActivity,
+    "ProfilerAction": torchs.ProfilerAction,
+    "ProfilerLevel": ProfilerLevel,
+    "AiCMetrics": AiCMetrics,
+    "ExportType": ExportType,
+    "HostSystem": HostSystem,
+    "_ExperimentalConfig": _ExperimentalConfig,
+    "schedule": schedule,
+    "tensorboard_trace_handler": tensorboard_trace_handler,
+    "supported_activities": lambda: set(ProfilerActivity),
+    "supported_profiler_level": lambda: {ProfilerLevel.Level0, ProfilerLevel.Level1, ProfilerLevel.Level2},
+    "supported_ai_core_metrics": lambda: {n for n in vars(AiCMetrics) if n[0] != "_" and n != "AiCoreNone"},
+    "supported_export_type": lambda: {ExportType.Text, ExportType.Db},
+    "analyse": analyse,
+}

@@ -1,0 +1,211 @@
+"""What torch.npu and torch_npu.utils have beside devices, streams and seeds (device.py): memory, marks, counters.
+
+Over the host what a chip would measure is the host's, or none. Refuses to know attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils import collect_env, flop_counter
+
+from fusion_attention.npu import graphs
+
+_OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number of one from thread to thread
+_NUMBERS = itertools.count(1)
+
+# Types of numbers that torch_npu names; where torch has none of the name, a word that no function takes.
+_TYPES = "float8_e8m0fnu float8_e4m3fn float8_e5m2 float4_e2m1fn_x2 float4_e1m2 hifloat8"
+
+
+class mstx:
+    """Marks in a profile, as torch.profiler.record_function makes them."""
+
+    @staticmethod
+    def mark(message: str = "", stream: Any = None, domain: str = "default") -> None:
+        """A moment."""
+        with torch.profiler.record_function(message):
+            pass
+
+    @staticmethod
+    def range_start(message: str, stream: Any = None, domain: str = "default") -> int:
+        """Begins a range: its number, or 0 where the message says nothing."""
+        if not message or not isinstance(message, str):
+            return 0
+        number = next(_NUMBERS)
+        _OPEN[number] = torch.profiler.record_function(message)
+        _OPEN[number].__enter__()
+        return number
+
+    @staticmethod
+    def range_end(range_id: int, domain: str = "default") -> None:
+        """Ends a range; a number that names none does nothing."""
+        if (found := _OPEN.pop(range_id, None)) is not None:
+            found.__exit__(None, None, None)
+
+    @staticmethod
+    def mstx_range(message: str, stream: Any = None, domain: str = "default") -> Callable[..., Any]:
+        """Marks a function: each of its calls is a range."""
+
+        def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with torch.profiler.record_function(message):
+                    return function(*args, **kwargs)
+
+            return wrapper
+
+        return marked
+
+
+class FlopsCounter:
+    """Counts the floating-point operations of what runs between start() and stop(), by torch's formulas.
+
+    torch has formulas of products and of its own attention; operators of this library count none.
+    """
+
+    def __init__(self) -> None:
+        self._mode: Any = None
+        self._before = 0
+
+    def __enter__(self) -> FlopsCounter:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pause()
+
+    def start(self) -> None:
+        """Counts from 0."""
+        self.stop()
+        self.resume()
+
+    def stop(self) -> None:
+        """Ends, and forgets the count: ask get_flops() before."""
+        self.pause()
+        self._before = 0
+
+    def pause(self) -> None:
+        """Counts no more; the count stays."""
+        if self._mode is not None:
+            self._before = self._count()
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+    def resume(self) -> None:
+        """Goes on counting."""
+        if self._mode is None:
+            self._mode = flop_counter.FlopCounterMode(display=False)
+            self._mode.__enter__()
+
+    def _count(self) -> int:
+        return self._before + (self._mode.get_total_flops() if self._mode is not None else 0)
+
+    def get_flops(self) -> list[int]:
+        """[recorded, traversed]: twice the same, for nothing is computed anew without being counted."""
+        return [self._count(), self._count()]
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, total) bytes of the machine's memory."""
+    page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return page * min(os.sysconf("SC_AVPHYS_PAGES"), total), page * total
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """Empty: the host's memory is not counted."""
+    return {}
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """A sentence: the host's memory is not counted."""
+    return "fusion_attention counts no memory of the host"
+
+
+def get_pretty_env_info() -> str:
+    """What torch says of this machine, and that this library stands in for torch_npu."""
+    from fusion_attention import __version__
+
+    said = collect_env.get_pretty_env_info()
+    return f"{said}\n\ntorch_npu: fusion_attention {__version__} stands in for it; CANN: none"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Accepted, and without effect here."""
+
+
+@contextlib.contextmanager
+def _block(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+# Accepted and without effect: what a chip compiles, dumps, checks, or keeps for itself. Results are deterministic.
+_WITHOUT_EFFECT = (
+    "init_dump finalize_dump set_dump set_aoe set_mm_bmm_format_nd set_sync_debug_mode ipc_collect "
+    "empty_virt_addr_cache enable_deterministic_with_backward disable_deterministic_with_backward "
+    "clear_npu_overflow_flag set_op_timeout_ms "
+    "set_per_process_memory_fraction reset_max_memory_allocated reset_max_memory_cached host_empty_cache "
+    "reset_accumulated_memory_stats set_deterministic_level set_device_limit set_stream_limit reset_stream_limit"
+)
+
+
+def names(base: torch.device) -> dict[str, Any]:
+    """What torch.npu has besides device.py's names; over CUDA, whose own functions come later and win."""
+    return {
+        **graphs.NAMES,
+        **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
+        "mstx": mstx,
+        "mem_get_info": mem_get_info,
+        "memory_stats": memory_stats,
+        "memory_summary": memory_summary,
+        "max_memory_cached": lambda device=None: 0,
+        "memory_cached": lambda device=None: 0,
+        "utilization": lambda device=None: 0,
+        "get_device_capability": lambda device=None: None,  # as torch_npu says where nothing is set
+        "can_device_access_peer": lambda device, peer: False,
+        "get_sync_debug_mode": lambda: 0,
+        "get_mm_bmm_format_nd": lambda: True,
+        "is_jit_compile_false": lambda: True,
+        "get_npu_overflow_flag": lambda: False,  # what overflows is infinite, and no flag is raised
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "matmul": SimpleNamespace(allow_hf32=False),
+        "conv": SimpleNamespace(allow_hf32=False),
+    }
+
+
+def utils() -> dict[str, dict[str, Any]]:
+    """The modules torch_npu.utils and below, by the rest of their name."""
+    environment = {"get_pretty_env_info": get_pretty_env_info, "get_env_info": collect_env.get_env_info}
+    environment |= {"get_cann_version": lambda: "not known", "get_torch_npu_version": _version, "main": _print}
+    return {
+        "utils": {
+            "FlopsCounter": FlopsCounter,
+            "set_thread_affinity": _nothing,
+            "reset_thread_affinity": _nothing,
+            "get_cann_version": lambda module="CANN": "",  # torch_npu's answer where there is none
+        },
+        "utils.flops_count": {"FlopsCounter": FlopsCounter},
+        "utils.collect_env": environment,
+    }
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("torch_npu")
+
+
+def _print() -> None:
+    print(get_pretty_env_info())  # noqa: T201  (it is a program's)
+
+
+def types() -> dict[str, Any]:
+    """torch_npu's names of types of numbers: torch's types, or words."""
+    return {name: getattr(torch, name, f"torch_npu.{name}") for name in _TYPES.split()}

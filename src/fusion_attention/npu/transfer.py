@@ -1,0 +1,118 @@
+"""torch_npu.contrib.transfer_to_npu: importing it makes programs written for CUDA run on "npu".
+
+Changes go through the registry of install() (patches.py), which takes them back. Refuses to know what a call computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fusion_attention.patches import Changes, Layer
+
+NAME = "torch_npu.contrib.transfer_to_npu"
+
+# What is told a device, by position or name, and where a bare number is one.
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye from_file full full_like hann_window "
+    "hamming_window kaiser_window bartlett_window blackman_window linspace logspace normal ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor "
+    "tril_indices triu_indices zeros zeros_like range load set_default_device Generator"
+)
+_METHODS = "to new_empty new_empty_strided new_full new_ones new_tensor new_zeros pin_memory"
+_MODULES = "to to_empty"
+_PROCESS_GROUPS = "init_process_group new_group"
+
+
+class Finder:
+    """On sys.meta_path: the module that does it when it is loaded."""
+
+    def __init__(self, changes: Changes) -> None:
+        self.changes = changes
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The spec of the one module."""
+        return importlib.machinery.ModuleSpec(name, self, origin=__package__) if name == NAME else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """A plain module."""
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Transfers."""
+        self.changes.after(sys.modules.pop, NAME, None)
+        _transfer(self.changes)
+
+
+def _npu(value: Any) -> Any:
+    """A device, or a text or dictionary that names one, with "npu" where "cuda" stood."""
+    if isinstance(value, str):
+        return value.replace("cuda", "npu") if value == "cuda" or value.startswith("cuda:") else value
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return "npu" if value.index is None else f"npu:{value.index}"
+    if isinstance(value, dict):
+        return {_npu(key): _npu(one) for key, one in value.items()}
+    return value
+
+
+def _hccl(value: Any) -> Any:
+    return value.replace("nccl", "hccl").replace("cuda", "npu") if isinstance(value, str) else value
+
+
+def _told(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
+    """What lies below, its arguments in the words of the chip; a bare number is a device where `numbers` says so."""
+
+    def said(value: Any) -> Any:
+        return f"npu:{value}" if numbers and type(value) is int else word(value)
+
+    @functools.wraps(layer.below, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return layer.below(*map(said, args), **{name: word(value) for name, value in kwargs.items()})
+
+    return wrapper
+
+
+def _transfer(changes: Changes) -> None:
+    npu: Any = sys.modules["torch_npu.npu"]
+    given = {
+        name: value for name, value in vars(npu).items() if not name.startswith("_") and not name.startswith("npu_")
+    }
+    for name, value in given.items():
+        if not isinstance(value, ModuleType):
+            changes.set(torch.cuda, name, value)
+    for part in ("amp", "random", "memory", "streams"):
+        for name, value in vars(getattr(npu, part)).items():
+            if not name.startswith("_") and not isinstance(value, ModuleType):
+                changes.set(getattr(torch.cuda, part), name, value)
+    for name in _FACTORIES.split():
+        changes.wrap(torch, name, _told)
+    for name in _METHODS.split():
+        changes.wrap(torch.Tensor, name, functools.partial(_told, numbers=name == "to"))
+    for name in _MODULES.split():
+        changes.wrap(torch.nn.Module, name, functools.partial(_told, numbers=True))
+    owners: tuple[Any, ...] = (torch.Tensor, torch.nn.Module)
+    for owner in owners:
+        changes.set(owner, "cuda", owner.npu)
+    changes.set(torch.Tensor, "is_cuda", torch.Tensor.is_npu)  # type: ignore[attr-defined]
+    changes.wrap(torch.autocast, "__init__", _told)
+    changes.wrap(torch.amp.GradScaler, "__init__", _scaler)
+    if torch.distributed.is_available():
+        for name in _PROCESS_GROUPS.split():
+            changes.wrap(torch.distributed, name, functools.partial(_told, word=_hccl))
+        changes.set(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def _scaler(layer: Layer) -> Callable[..., Any]:
+    """GradScaler(), whose device is CUDA where nothing is said."""
+
+    @functools.wraps(layer.below)
+    def wrapper(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+        layer.below(self, _npu(device), *args, **kwargs)
+
+    return wrapper

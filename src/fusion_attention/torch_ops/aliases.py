@@ -1,0 +1,120 @@
+"""Tensors on a device that has a name of its own but no kernels: functions get aliases of them on the device that
+computes, and give back tensors on theirs.
+
+The device "npu" is one (npu/backend.py says how to cross); below the functions nobody learns of it. Refuses to know what
+a function computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from fusion_attention.torch_ops import dispatch
+
+Tensor = torch.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in host memory
+
+
+class Ways(NamedTuple):
+    """How tensors cross.
+
+    Attributes:
+        device: the type of the device with a name of its own.
+        to_base: the alias of a tensor of that device; autograd goes on.
+        back: the tensor of that device on an alias, or on any memory of the device that computes; the list names tensors
+            that may lie in the same memory.
+    """
+
+    device: str
+    to_base: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor, list[Tensor]], Tensor]
+
+
+_ways: Ways | None = None  # one for the process, as the device is
+
+
+def connect(ways: Ways) -> None:
+    """From now on functions take tensors of that device."""
+    global _ways  # noqa: PLW0603
+    _ways = ways
+
+
+def aliased(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, for tensors of that device too.
+
+    What is traced or transformed passes: the operators that it becomes find their kernel themselves.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _ways is None or dispatch.is_traced(()):
+            return function(*args, **kwargs)
+        crossing = _Crossing(_ways)
+        given = [crossing.into(value) for value in args]
+        named = {name: crossing.into(value) for name, value in kwargs.items()}
+        if not crossing.tensors:
+            return function(*args, **kwargs)
+        crossing.demand_one_device()
+        found: R = crossing.out(function(*given, **named))  # type: ignore[arg-type]
+        return found
+
+    return call
+
+
+class _Crossing:
+    """The tensors of one call, there and back."""
+
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
+        self.tensors: list[Tensor] = []
+        self.aliases: list[Tensor] = []
+        self.strange: torch.device | None = None
+
+    def into(self, value: Any) -> Any:
+        """The value with aliases in the place of tensors."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return self._alias(value)
+        if kind is list or kind is tuple:
+            return kind([self.into(one) for one in value])
+        return value
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        device = tensor.device
+        if device.type != self.ways.device:
+            if tensor.dim() and tensor.dtype not in _COUNTS:
+                self.strange = device
+            return tensor
+        for known, alias in zip(self.tensors, self.aliases, strict=True):
+            if known is tensor:
+                return alias
+        self.tensors.append(tensor)
+        self.aliases.append(self.ways.to_base(tensor))
+        return self.aliases[-1]
+
+    def demand_one_device(self) -> None:
+        """Raises torch's own error where tensors lie on several devices."""
+        if self.strange is not None and self.strange.type != "meta":
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self.tensors[0].device} and {self.strange}!"
+            )
+
+    def out(self, value: Any) -> Any:
+        """The value with tensors of the device in the place of those that the function made."""
+        if isinstance(value, torch.Tensor):
+            for tensor, alias in zip(self.tensors, self.aliases, strict=True):
+                if alias is value:
+                    return tensor
+            return self.ways.back(value, self.tensors)
+        if type(value) is list or type(value) is tuple:
+            return type(value)([self.out(one) for one in value])
+        return value

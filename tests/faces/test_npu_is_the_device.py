@@ -1,0 +1,108 @@
+"""Every form in which programs ask whether they run on the chip says yes while install() is in force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_attention import npu
+from fusion_attention.npu import backend
+
+# Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
+YES = (
+    'x.device.type == "npu"',
+    '"npu" == x.device.type',
+    'x.device.type in ("npu", "cuda")',
+    'x.device.type not in ("cuda", "cpu")',
+    'x.device.type != "cpu" and not x.is_cuda',
+    'x.device.type.startswith("npu")',
+    'str(x.device) == "npu:0"',
+    'str(x.device).startswith("npu")',
+    '"npu" in str(x.device)',
+    'f"{x.device}".split(":")[0] == "npu"',
+    'x.device == torch.device("npu", 0)',
+    'x.device == torch.device("npu:0")',
+    'x.device == torch.device(type="npu", index=torch.npu.current_device())',
+    "x.device == x.npu().device == y.npu().device",
+    "x.device == torch.zeros(1, device=x.device).device",
+    "x.device != y.device",
+    "x.is_npu",
+    'getattr(x, "is_npu", False)',
+    "x.is_npu and not y.is_npu",
+    "not x.is_cpu",
+    "x.get_device() == 0",
+    "x.device.index == torch.npu.current_device()",
+    'x.untyped_storage().device.type == "npu"',
+    'x.grad_fn is None and (x * 2).device.type == "npu"',
+    'next(m.parameters()).device.type == "npu"',
+    'all(p.device.type == "npu" for p in m.parameters())',
+    '{b.device.type for b in m.state_dict().values()} == {"npu"}',
+    'd.type == "npu"',
+    'torch.device("npu").type == "npu"',
+    'torch.device(d).type == "npu"',
+    'isinstance(d, torch.device) and d.type == "npu"',
+    'torch.empty_like(x).device.type == "npu"',
+    'torch.tensor([1], device="npu").device.type == "npu"',
+    'torch.tensor([1], device=torch.npu.current_device()).device.type == "npu"',
+    'y.to("npu").device.type == "npu"',
+    'y.to(x).device.type == "npu"',
+    'x.cpu().device.type == "cpu"',
+    'hasattr(torch, "npu") and torch.npu.is_available()',
+    'getattr(torch, "npu", None) is not None',
+    "torch.npu.device_count() > 0",
+    'getattr(torch, x.device.type) is torch.npu',
+    'getattr(torch, d.type, torch.cuda).is_available()',
+    'torch.get_device_module("npu") is torch.npu',
+    'torch.get_device_module(x.device) is torch.npu',
+    'torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "npu"',
+    'torch._C._get_privateuse1_backend_name() == "npu"',
+    'torch.Generator("npu").device.type == "npu"',
+    'torch.Generator(device=x.device).device == x.device',
+    'torch.amp.is_autocast_available("npu")',
+    'importlib.util.find_spec("torch_npu") is not None',
+    'importlib.metadata.version("torch_npu")',
+    'torch.distributed.is_hccl_available()',
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[dict[str, Any]]:
+    """What the expressions speak of."""
+    npu.install()
+    module = torch.nn.Linear(2, 2).npu()
+    yield {"torch": torch, "x": torch.ones(2, device="npu"), "y": torch.ones(2), "m": module, "d": module.weight.device}
+    npu.uninstall()
+
+
+@pytest.mark.parametrize("text", YES)
+def test_a_form_says_yes(text: str, names: dict[str, Any]) -> None:
+    assert backend.in_force()
+    exec("import importlib.metadata, importlib.util", names)
+    assert eval(text, names), text
+
+
+def test_a_program_takes_its_branch_for_the_chip(names: dict[str, Any]) -> None:
+    """As model files do: the fused function there, plain torch elsewhere, and both mean the same."""
+
+    def attend(q: torch.Tensor) -> tuple[str, torch.Tensor]:
+        if q.device.type == "npu":
+            import torch_npu  # type: ignore[import-not-found]
+
+            return "fused", torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.25)[0]
+        return "eager", torch.softmax(q @ q.mT * 0.25, -1) @ q
+
+    q = torch.randn(1, 2, 4, 16)
+    (way, out), (other, want) = attend(q.npu()), attend(q)
+    assert (way, other, out.device.type) == ("fused", "eager", "npu")
+    torch.testing.assert_close(out.cpu(), want)
+
+
+def test_installed_for_the_host_it_keeps_the_hosts_name() -> None:
+    npu.install("host")
+    assert torch.ones(1, device="npu").device.type == "cpu"
+    assert torch.ones(1, device="npu").is_npu
+    npu.uninstall()
+    assert not hasattr(torch, "npu")

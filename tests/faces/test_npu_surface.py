@@ -1,0 +1,198 @@
+"""What stands around the functions of an installed torch_npu: profiles, marks, counters, memory, transfers from CUDA,
+the names of other packages of the chip.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.surroundings import surroundings
+
+from fusion_attention import npu
+
+
+def imported(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+# ----------------------------------------------------------------------------------------------------------- profiling
+
+
+def test_a_profile_under_the_words_of_the_chip(torch_npu: Any, tmp_path: Path) -> None:
+    profiler, mstx = imported("torch_npu.profiler"), imported("torch_npu").npu.mstx
+    settings = profiler._ExperimentalConfig(
+        profiler_level=profiler.ProfilerLevel.Level1,
+        aic_metrics=profiler.AiCMetrics.PipeUtilization,
+        export_type=[profiler.ExportType.Text],
+        l2_cache=False,
+    )
+
+    @mstx.mstx_range("marked function")
+    def marked() -> torch.Tensor:
+        return torch.ones(3) * 2
+
+    with profiler.profile(
+        activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
+        schedule=profiler.schedule(wait=1, active=1, repeat=1),
+        on_trace_ready=profiler.tensorboard_trace_handler(str(tmp_path), analyse_flag=True),
+        experimental_config=settings,
+        record_shapes=True,
+    ) as found:
+        for _ in range(2):
+            number = mstx.range_start("my range", torch_npu.npu.current_stream())
+            mstx().mark("my mark")
+            assert marked().tolist() == [2, 2, 2]
+            mstx.range_end(number)
+            found.step()
+    (file,) = tmp_path.glob("*.json")
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"my range", "my mark", "marked function", "aten::mul"} <= names
+    assert mstx.range_start("") == 0
+    mstx.range_end(0)
+    mstx.range_end(10**9)
+    profiler.analyse(str(tmp_path))
+    assert profiler.supported_activities() == {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU}
+
+
+def test_a_counter_of_operations(torch_npu: Any) -> None:
+    counter = imported("torch_npu.utils.flops_count").FlopsCounter()
+    x = torch.ones(4, 8)
+    with counter:
+        x @ x.mT
+        counter.pause()
+        x @ x.mT
+        counter.resume()
+        assert counter.get_flops() == [256, 256]
+        x @ x.mT
+    assert counter.get_flops() == [512, 512]
+    counter.start()
+    x @ x.mT
+    assert torch_npu.utils.FlopsCounter is type(counter)
+    assert counter.get_flops() == [256, 256]
+    counter.stop()
+    assert counter.get_flops() == [0, 0]
+    x @ x.mT
+    assert counter.get_flops() == [0, 0]
+
+
+def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, total = torch_npu.npu.mem_get_info()
+    assert 0 < free <= total
+    assert torch_npu.npu.memory.mem_get_info is torch_npu.npu.mem_get_info
+    assert torch_npu.npu.memory_stats() == {}
+    assert "counts no memory" in torch_npu.npu.memory_summary()
+    environment = imported("torch_npu.utils.collect_env")
+    monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "what torch says")  # in seconds
+    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention \S+ stands in", environment.get_pretty_env_info())
+    assert environment.get_torch_npu_version() == torch_npu.__version__
+    assert torch_npu.float8_e8m0fnu is torch.float8_e8m0fnu
+    assert torch_npu.hifloat8 == "torch_npu.hifloat8"
+    with pytest.raises(TypeError):
+        torch.ones(2).to(dtype=torch_npu.hifloat8)
+    torch_npu.npu.matmul.allow_hf32 = True
+    for call in ("init_dump", "finalize_dump", "set_deterministic_level", "ipc_collect"):
+        assert getattr(torch_npu.npu, call)() is None
+
+
+# --------------------------------------------------------------------------------------------------- programs for CUDA
+
+
+def test_a_program_for_cuda(torch_npu: Any) -> None:
+    imported("torch_npu.contrib.transfer_to_npu")
+    npu.uninstall()
+    before, cuda, scaler = surroundings(), dict(vars(torch.cuda)), vars(torch.amp.GradScaler)["__init__"]
+    npu.install()
+    exec("from torch_npu.contrib import transfer_to_npu")
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.get_device_name() == torch_npu.npu.get_device_name()
+    x = torch.randn(3, 4, device="cuda:0")
+    places = [x.cuda(), x.to("cuda"), x.to(0), x.to(device=torch.device("cuda", 0)), x.new_ones(2, device="cuda")]
+    places += [torch.zeros(2, device=torch.device("cuda")), torch.nn.Linear(4, 4).cuda().to("cuda:0").weight]
+    places += [torch.nn.Linear(4, 4, device="cuda").to(0).weight, torch.as_tensor([1.0], device="cuda")]
+    for tensor in places:
+        assert tensor.is_cuda
+        assert tensor.is_npu
+        assert tensor.device == x.device
+    assert torch.full((2,), 3, device="cuda").tolist() == [3, 3]  # numbers stay numbers
+    layer = torch.nn.Linear(4, 4).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    with torch.cuda.amp.autocast(dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    for made in (torch.cuda.amp.GradScaler(), torch.amp.GradScaler(), torch.amp.GradScaler("cuda")):
+        assert made.is_enabled()
+        made.scale(layer(x).sum()).backward()
+    torch.cuda.manual_seed(3)
+    one = torch.randn(2, device="cuda")
+    torch.cuda.manual_seed_all(3)
+    same_bits(one, torch.randn(2, device="cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().synchronize()
+    assert torch.distributed.is_nccl_available()
+    npu.uninstall()
+    assert "torch_npu.contrib.transfer_to_npu" not in sys.modules
+    assert vars(torch.cuda) == cuda
+    assert vars(torch.amp.GradScaler)["__init__"] is scaler
+    assert surroundings() == before
+
+
+def test_nothing_is_transferred_unasked(torch_npu: Any) -> None:
+    assert torch.randn is vars(torch)["randn"]
+    assert importlib.util.find_spec("torch_npu.contrib.transfer_to_npu") is not None
+    assert "torch_npu.contrib.transfer_to_npu" not in sys.modules
+    with pytest.raises(AttributeError):
+        torch.ones(2).cuda_  # type: ignore[attr-defined]  # noqa: B018
+
+
+# ------------------------------------------------------------------------------------------------------ other packages
+
+
+def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
+    ring = imported("mindspeed.ops.npu_ring_attention_update")
+    attention = imported("mindspeed.ops.fusion_attention_v2")
+    q, k = torch.randn(2, 6, 1, 32)
+    steps = [attention.npu_fusion_attention(q, part, part, 4, "SBH")[:3] for part in k.split(3)]
+    found = ring.npu_ring_attention_update(*steps[0], *steps[1])
+    again = ring.op_builder.load().npu_ring_attention_update(*steps[0], *steps[1], None, "SBH")
+    want = torch_npu.npu_ring_attention_update(*steps[0], *steps[1])
+    for one, other, right in zip(found, again, want, strict=True):
+        same_bits(one, right)
+        same_bits(other, right)
+    gradients = attention.npu_fusion_attention_grad(
+        q, k, k, found[0], 4, "SBH", softmax_max=found[1], softmax_sum=found[2], attention_in=found[0]
+    )
+    assert gradients[0].shape == q.shape
+    npu.uninstall()
+    assert importlib.util.find_spec("mindspeed") is None
+
+
+def test_mindspeeds_gradients_are_added(torch_npu: Any) -> None:
+    x, dy = torch.randn(5, 4).bfloat16(), torch.randn(5, 3).bfloat16()
+    grad = torch.ones(3, 4)
+    imported("mindspeed.ops.npu_matmul_add").npu_matmul_add_fp32(x, dy, grad)
+    same_bits(grad, 1 + dy.float().T @ x.float())
+    grouped = torch.ones(2 * 4, 3)
+    imported("mindspeed.ops.npu_groupmatmul_add").npu_groupmatmul_add_fp32(x, dy, torch.tensor([2, 5]), grouped)
+    want = [1 + x[a:b].float().T @ dy[a:b].float() for a, b in ((0, 2), (2, 5))]
+    same_bits(grouped, torch.cat(want))
+
+
+def test_no_distribution_is_claimed_beside_torch_npus(torch_npu: Any) -> None:
+    """Programs that ask for a version of MindSpeed learn that it is not installed."""
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("mindspeed")
+    with pytest.raises(AttributeError, match=r"fusion_attention's mindspeed\.ops has no lcal_functional"):
+        imported("mindspeed.ops").lcal_functional  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        imported("mindspeed.megatron_adaptor")
