@@ -83,9 +83,11 @@ def _absent() -> ModuleType:
     """What torch imports when a device is named that is not in force."""
 
     def refuse() -> None:
-        raise RuntimeError('device "npu": expected fusion_attention.npu.install() to be in force, got uninstall() before')
+        raise RuntimeError(
+            'device "npu": expected fusion_attention.npu.install() to be in force, got uninstall() since'
+        )
 
-    module = ModuleType(MODULE, "What torch asks before it makes tensors on device npu, where install() was taken back.")
+    module = ModuleType(MODULE, "What torch asks before it makes tensors of a device that is not in force.")
     vars(module)["_lazy_init"] = refuse
     return module
 

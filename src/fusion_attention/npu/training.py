@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention.npu import training_call
 from fusion_attention.ops.training import records as training
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.mask import UNLIMITED
 
 __all__ = [
@@ -27,6 +28,7 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
+@aliased
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
@@ -107,6 +109,7 @@ def npu_fusion_attention(
     return training_call.forward(training.TORCH_V1, args)
 
 
+@aliased
 def npu_fusion_attention_v2(
     query: Tensor,
     key: Tensor,
@@ -177,6 +180,7 @@ def npu_fusion_attention_v2(
     return training_call.forward(training.TORCH_V2, args)
 
 
+@aliased
 def npu_fusion_attention_v3(
     query: Tensor,
     key: Tensor,
@@ -234,6 +238,7 @@ def npu_fusion_attention_v3(
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
 
+@aliased
 def npu_fusion_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -310,6 +315,7 @@ def npu_fusion_attention_grad(
     return dq, dk, dv, dpse, dsink
 
 
+@aliased
 def npu_fusion_attention_grad_v2(
     query: Tensor,
     key: Tensor,
@@ -386,6 +392,7 @@ def npu_fusion_attention_grad_v2(
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
 
+@aliased
 def npu_fusion_attention_grad_v3(
     query: Tensor,
     key: Tensor,
