@@ -59,7 +59,7 @@ def load(base: str) -> None:
         return
     torch.ops.load_library(library())
     if torch._C._get_privateuse1_backend_name() == _FORMER:
-        torch.utils.rename_privateuse1_backend(NAME)
+        torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
     ops.register_operators(base == "cuda")
     sys.modules[MODULE] = _absent()
@@ -84,7 +84,7 @@ def _absent() -> ModuleType:
 
     def refuse() -> None:
         raise RuntimeError(
-            'device "npu": expected fusion_attention.npu.install() to be in force, got uninstall() since'
+            'device "npu": expected fusion_attention.npu.install() in force, got uninstall() since'
         )
 
     module = ModuleType(MODULE, "What torch asks before it makes tensors of a device that is not in force.")

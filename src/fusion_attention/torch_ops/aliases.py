@@ -65,7 +65,7 @@ def aliased(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         crossing.demand_one_device()
         with crossing.autocast():
-            made = function(*given, **named)  # type: ignore[arg-type]
+            made = function(*given, **named)
         found: R = crossing.out(made)
         return found
 
@@ -117,8 +117,8 @@ class _Crossing:
         """On the device that computes, autocast as it is on the tensors' own."""
         if not torch._C._is_any_autocast_enabled():
             return nullcontext()
-        enabled, dtype = (ask(self.ways.device) for ask in (torch.is_autocast_enabled, torch.get_autocast_dtype))
-        return torch.autocast(self.aliases[0].device.type, dtype, bool(enabled))
+        dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
+        return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
         """The value with tensors of the device in the place of those that the function made."""
