@@ -16,7 +16,7 @@ import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, RUNTIME, ContractError, Op, Tensor, bind, lost, reach, span
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import CONTRACTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 
@@ -84,7 +84,7 @@ def given(op: Op) -> list[str]:
     return [p.name for p in op.params if isinstance(p, Tensor) and args[p.name] is not None]
 
 
-PARAMETERS = [(op, name) for op in RECORDS.values() for name in given(op)]
+PARAMETERS = [(op, name) for op in CONTRACTS.values() for name in given(op)]
 
 
 @damages

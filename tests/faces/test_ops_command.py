@@ -16,7 +16,7 @@ from fusion_attention.cli import app, op_pages
 from fusion_attention.cli.stubs import stub
 from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import CONTRACTS, RECORDS
 from fusion_attention.ops.training import records as training
 
 NAME = "npu_fusion_attention"
@@ -33,7 +33,7 @@ def invoke(*arguments: Any) -> tuple[int, str]:
 def test_list_names_every_operator() -> None:
     code, text = invoke()
     assert code == 0
-    assert all(name in text for name in RECORDS)
+    assert all(name in text for name in CONTRACTS)
 
 
 def test_page() -> None:
@@ -50,7 +50,7 @@ def test_unknown_operator_suggests() -> None:
 def test_write_then_check(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "pages"
     assert invoke("--write", folder)[0] == 0
-    assert {path.stem for path in folder.iterdir()} == {*RECORDS, "index", "versions"}
+    assert {path.stem for path in folder.iterdir()} == {*CONTRACTS, "index", "versions"}
     assert f"[{NAME}]({NAME}.md)" in (folder / "index.md").read_text(encoding="utf-8")
     assert invoke("--check", folder)[0] == 0
 
@@ -85,7 +85,7 @@ def test_check_names_each_wrong_page(tmp_path: Path) -> None:
 def test_check_of_an_absent_folder_fails(tmp_path: Path) -> None:
     code, text = invoke("--check", tmp_path / "absent")
     assert code == 1
-    assert text.count("missing:") == len(RECORDS) + 2  # the index, and what versions take
+    assert text.count("missing:") == len(CONTRACTS) + 2  # the index, and what versions take
 
 
 def test_options_exclude_each_other(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_the_stub_is_what_runs() -> None:
         assert inspect.getdoc(shown) == inspect.getdoc(real)
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", CONTRACTS)
 def test_a_page_says_everything(name: str) -> None:
-    op, page = RECORDS[name], render(RECORDS[name])
+    op, page = CONTRACTS[name], render(CONTRACTS[name])
     assert page == render(op)
     for p in op.params:
         assert f"| `{p.shown}` |" in page
@@ -135,18 +135,18 @@ def test_a_page_says_everything(name: str) -> None:
         assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", CONTRACTS)
 def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
-    page = render(RECORDS[name])
+    page = render(CONTRACTS[name])
     explained = {part.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for part in line.split(", ")}
     tables = page.partition("## Parameters")[2]
     symbols = " ".join(re.findall(r"\[[^\]`]*\]|`[^`]*`", tables))
     assert set(re.findall(r"\b[A-Z][a-z]?[12]?\b", symbols)) <= explained
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", CONTRACTS)
 def test_a_page_has_cann_s_own_names(name: str) -> None:
-    op, page = RECORDS[name], render(RECORDS[name])
+    op, page = CONTRACTS[name], render(CONTRACTS[name])
     assert bool(op.cann) is name.startswith("aclnn")
     assert ("\nCANN's names are those of " in page) is bool(op.cann)
     for p in op.params if op.cann else ():
@@ -191,12 +191,12 @@ def test_a_page_says_how_packed_statistics_lie() -> None:
         assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", CONTRACTS)
 def test_tables_of_a_page_have_whole_rows(name: str) -> None:
     rows = 0
-    for block in render(RECORDS[name]).split("\n\n"):
+    for block in render(CONTRACTS[name]).split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
         assert len(widths) <= 1, block
         rows += len(lines)
-    assert rows > len(RECORDS[name].params)
+    assert rows > len(CONTRACTS[name].params)

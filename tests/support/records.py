@@ -7,14 +7,21 @@ from typing import Any
 import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
-from fusion_attention.ops import RECORDS
+from fusion_attention.ops import COMPANIONS, RECORDS
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
 del FACES["decode_attention"]  # its cache stands for several of the record's parameters
+COMPANION_FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in COMPANIONS}
+EVERY_FACE = FACES | COMPANION_FACES
 Args = dict[str, Any]
 ATTENTION = RECORDS["attention"]
 PACKED = {"input_layout": "TND"}
+
+
+def layouts(op: Op) -> list[Args]:
+    """A setting of a sample for each layout of a record; one without any, where it has none."""
+    return [{op.layout_attr: layout} for layout in op.layouts] or [{}]
 
 
 def outcome(op: Op, args: Args, **flags: bool) -> tuple[tuple[Failure, ...], list[str]]:
@@ -38,7 +45,7 @@ def one(op: Op, args: Args, **flags: bool) -> str:
 
 def call(op: Op, args: Args) -> Any:
     """The function that a record describes, called by its own names."""
-    return FACES[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
+    return EVERY_FACE[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
 
 
 def by_name(op: Op, args: Args) -> Args:

@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 ROOT = "../"  # from a page to docs/
 OTHERS = "Others"
+BY_TORCH = (
+    "Computed by torch's own operators, in float32 where the chip adds up in it, on every device that torch has. "
+    "There is no two-phase function of it and no C function."
+)
 GROUPS = {
     "This library's own": r"(?!npu_|aclnn).*",
     "torch_npu: training": r"npu_fusion_attention.*",
     "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
     "torch_npu: sparse": r"npu_(sparse|dense|lightning).*",
+    "torch_npu: around attention": r"_?npu_.*",
     "aclnn: training": r"aclnnFlashAttention.*",
     "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
     "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning).*",
@@ -81,8 +86,8 @@ def shown(op: Op) -> Shown:
     return Shown(
         call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
         text="" if two_phase else _text(function(op)),
-        example=op_examples.program(op),
-        support=_support(op),
+        example=op_examples.program(op) if op.lower else _example(function(op)),
+        support=_support(op) if op.lower else BY_TORCH,
     )
 
 
@@ -91,7 +96,7 @@ def function(op: Op) -> Any:
     import fusion_attention
     from fusion_attention import npu
 
-    return getattr(npu if op.name.startswith("npu_") else fusion_attention, op.name)
+    return getattr(npu if op.name.startswith(("npu_", "_npu_")) else fusion_attention, op.name)
 
 
 def _phases(op: Op) -> str:
@@ -121,6 +126,14 @@ def _text(called: Any) -> str:
             )
             lines += [f"**{name}**", "", *said, ""]
     return "\n".join(lines).rstrip()
+
+
+def _example(called: Any) -> str:
+    """The docstring's example as a program."""
+    found = docstrings.sections(inspect.getdoc(called) or "").get("Example", "")
+    code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", found, re.M))
+    used = ", ".join(sorted({called.__name__, *re.findall(r"\b_?npu_\w+(?=\()", code)}))
+    return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 
 
 def _support(op: Op) -> str:

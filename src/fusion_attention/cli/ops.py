@@ -71,7 +71,7 @@ def ops(
     as_json: bool = typer.Option(False, "--json", help="Print the list, or NAME's parameters and rules, as JSON."),
 ) -> None:
     """List the operators, print one operator's page, or write or check the pages of docs/ops."""
-    from fusion_attention.ops import RECORDS
+    from fusion_attention.ops import CONTRACTS
 
     if sum(bool(given) for given in (name, write, check)) > 1:
         raise typer.BadParameter("NAME, --write and --check exclude each other.")
@@ -80,17 +80,17 @@ def ops(
     if stub and not (write or check):
         raise typer.BadParameter("--stub goes with --write or --check.")
     if write:
-        _write(write, files(write, stub, RECORDS))
+        _write(write, files(write, stub, CONTRACTS))
     elif check:
-        _check(check, files(check, stub, RECORDS))
+        _check(check, files(check, stub, CONTRACTS))
     elif as_json:
-        show_json(_described(_known(name, RECORDS)) if name else [_entry(r) for _, r in sorted(RECORDS.items())])
+        show_json(_described(_known(name, CONTRACTS)) if name else [_entry(r) for _, r in sorted(CONTRACTS.items())])
     elif name:
-        _print_page(_known(name, RECORDS))
+        _print_page(_known(name, CONTRACTS))
     else:
         from rich.console import Console
 
-        Console().print(_listing(RECORDS))
+        Console().print(_listing(CONTRACTS))
 
 
 def _write(folder: Path, expected: Mapping[Path, str]) -> None:

@@ -103,7 +103,8 @@ def spoils(op: Op) -> Iterator[Spoiled]:
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
-        args = sample(op, **{op.layout_attr: layouts[0], **rule.given, **rule.spoil})
+        chosen = {op.layout_attr: layouts[0]} if layouts else {}
+        args = sample(op, **{**chosen, **rule.given, **rule.spoil})
         yield Spoiled(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
     for p in op.params:
         for name, args, code in _stage_spoils(op, p):

@@ -1,5 +1,12 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.caches import (
+    npu_gather_pa_kv_cache,
+    npu_kv_rmsnorm_rope_cache,
+    npu_scatter_nd_update,
+    npu_scatter_nd_update_,
+    npu_scatter_pa_kv_cache,
+)
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask
 from fusion_attention.npu.fused_inference import (
     _npu_fused_infer_attention_score_get_max_workspace,
@@ -10,6 +17,16 @@ from fusion_attention.npu.fused_inference import (
     npu_fused_infer_attention_score_v2,
     npu_prompt_flash_attention,
 )
+from fusion_attention.npu.gates import (
+    npu_fast_gelu,
+    npu_fast_gelu_backward,
+    npu_geglu,
+    npu_geglu_grad,
+    npu_gelu,
+    npu_gelu_backward,
+    npu_swiglu,
+    npu_swiglu_backward,
+)
 from fusion_attention.npu.indexer_loss import (
     npu_dense_lightning_indexer_grad_kl_loss,
     npu_dense_lightning_indexer_softmax_lse,
@@ -18,6 +35,30 @@ from fusion_attention.npu.indexer_loss import (
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
+from fusion_attention.npu.norms import (
+    npu_add_rms_norm,
+    npu_gemma_rms_norm,
+    npu_rms_norm,
+    npu_rms_norm_backward,
+)
+from fusion_attention.npu.rotary import (
+    npu_apply_rotary_pos_emb,
+    npu_interleave_rope,
+    npu_mrope,
+    npu_rotary_mul,
+    npu_rotary_mul_backward,
+)
+from fusion_attention.npu.shapes import (
+    get_npu_format,
+    npu_confusion_transpose,
+    npu_confusion_transpose_backward,
+    npu_format_cast,
+    npu_transpose_batchmatmul,
+)
+from fusion_attention.npu.softmax import (
+    npu_scaled_masked_softmax,
+    npu_scaled_masked_softmax_backward,
+)
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,
@@ -40,10 +81,18 @@ __all__ = [
     "_npu_fused_infer_attention_score_infer_output",
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
     "_npu_fused_infer_attention_score_v2_infer_output",
+    "get_npu_format",
     "install",
+    "npu_add_rms_norm",
+    "npu_apply_rotary_pos_emb",
     "npu_attention_update",
+    "npu_confusion_transpose",
+    "npu_confusion_transpose_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
+    "npu_fast_gelu",
+    "npu_fast_gelu_backward",
+    "npu_format_cast",
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",
@@ -52,14 +101,35 @@ __all__ = [
     "npu_fusion_attention_grad_v3",
     "npu_fusion_attention_v2",
     "npu_fusion_attention_v3",
+    "npu_gather_pa_kv_cache",
+    "npu_geglu",
+    "npu_geglu_grad",
+    "npu_gelu",
+    "npu_gelu_backward",
+    "npu_gemma_rms_norm",
     "npu_incre_flash_attention",
+    "npu_interleave_rope",
+    "npu_kv_rmsnorm_rope_cache",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_mrope",
     "npu_prompt_flash_attention",
     "npu_ring_attention_update",
+    "npu_rms_norm",
+    "npu_rms_norm_backward",
+    "npu_rotary_mul",
+    "npu_rotary_mul_backward",
+    "npu_scaled_masked_softmax",
+    "npu_scaled_masked_softmax_backward",
+    "npu_scatter_nd_update",
+    "npu_scatter_nd_update_",
+    "npu_scatter_pa_kv_cache",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "npu_swiglu",
+    "npu_swiglu_backward",
+    "npu_transpose_batchmatmul",
     "strict",
     "uninstall",
 ]

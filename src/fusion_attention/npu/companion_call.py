@@ -1,0 +1,34 @@
+"""The entry of a companion's call: checked as every call is, then computed by its function in torch's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Attr, Op, bind
+from fusion_attention.torch_ops.dispatch import is_traced
+
+
+def checked(op: Op, args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call that its record allows, defaults in place of None.
+
+    Within torch.compile nobody asks: torch's own operators say what is wrong. Other traces are asked where their sizes
+    are numbers; what would read memory is not.
+
+    Raises:
+        ContractError: with every failure of the first stage that found one.
+    """
+    if not is_traced(args.values()):
+        return bind(op, args).names
+    if not torch.compiler.is_compiling() and _numbers(args.values()):
+        return bind(op, args, reads=False, memory=False).names
+    return {p.name: p.default if args[p.name] is None else args[p.name] for p in op.params if isinstance(p, Attr)}
+
+
+def _numbers(values: Any) -> bool:
+    """Whether all sizes are numbers, not symbols of a trace."""
+    tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
+    sizes = (size for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
+    return not any(isinstance(n, (torch.SymInt, torch.SymFloat)) for n in (*tensors, *sizes))

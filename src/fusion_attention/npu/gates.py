@@ -1,0 +1,263 @@
+"""torch_npu's gated and plain activations, in torch's own operators; float32 inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.npu.companion_call import checked
+from fusion_attention.ops.companions import gates
+
+__all__ = [
+    "npu_fast_gelu",
+    "npu_fast_gelu_backward",
+    "npu_geglu",
+    "npu_geglu_grad",
+    "npu_gelu",
+    "npu_gelu_backward",
+    "npu_swiglu",
+    "npu_swiglu_backward",
+]
+
+Tensor = torch.Tensor
+_WORDS = "none", "tanh"
+_SLOPE = 1.702
+
+
+def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+    """The SiLU of one half, times the other half.
+
+    a, b = the halves of x along dim
+    y = a / (1 + exp(-a)) * b
+
+    Args:
+        self: both halves; float16, bfloat16 or float32.
+        dim: the axis that is cut in the middle.
+
+    Returns:
+        y in the dtype of self, half as long along dim.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_swiglu.md does not allow.
+
+    Source: Ascend op-plugin, npu_swiglu.
+
+    Example:
+        >>> npu_swiglu(torch.tensor([0.0, 2.0, 1.0, 3.0])).tolist()[0]
+        0.0
+    """
+    dim = checked(gates.SWIGLU, {"self": self, "dim": dim})["dim"]
+    a, b = self.float().chunk(2, dim)
+    return (torch.nn.functional.silu(a) * b).to(self.dtype)
+
+
+def npu_swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Tensor:
+    """The gradient of npu_swiglu.
+
+    s = 1 / (1 + exp(-a))
+    da = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s
+
+    Args:
+        grad_output: gradient of y.
+        self, dim: of the forward.
+
+    Returns:
+        dx as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_swiglu_backward.md does not allow.
+
+    Source: Ascend op-plugin, npu_swiglu_backward.
+
+    Example:
+        >>> x = torch.randn(3, 8, requires_grad=True)
+        >>> npu_swiglu(x).sum().backward()
+        >>> torch.allclose(npu_swiglu_backward(torch.ones(3, 4), x.detach()), x.grad, atol=1e-6)
+        True
+    """
+    dim = checked(gates.SWIGLU_BACKWARD, {"grad_output": grad_output, "self": self, "dim": dim})["dim"]
+    a, b = self.float().chunk(2, dim)
+    dy, s = grad_output.float(), a.sigmoid()
+    return torch.cat((dy * b * s * (1 + a * (1 - s)), dy * a * s), dim).to(self.dtype)
+
+
+def npu_geglu(self: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
+    """The GELU of one half, times the other half.
+
+    a, b = the halves of x along dim
+    y = a * gelu(b);  with activate_left gelu(a) * b
+
+    Args:
+        self: both halves; float16, bfloat16 or float32.
+        dim: the axis that is cut in the middle.
+        approximate: 1: GELU by tanh; 0: by the error function.
+        activate_left: the left half is activated, not the right one.
+
+    Returns:
+        (y, gelu): both in the dtype of self, half as long along dim. y alone has a derivative.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_geglu.md does not allow.
+
+    Source: Ascend op-plugin, npu_geglu.
+
+    Example:
+        >>> y, gelu = npu_geglu(torch.tensor([2.0, 3.0]), approximate=0)
+        >>> (y / gelu).item()
+        2.0
+    """
+    args = {"self": self, "dim": dim, "approximate": approximate, "activate_left": activate_left}
+    given = checked(gates.GEGLU, args)
+    plain, active = _halves(self, given)
+    gelu = torch.nn.functional.gelu(active, approximate=_WORDS[given["approximate"]])
+    return (plain * gelu).to(self.dtype), gelu.detach().to(self.dtype)
+
+
+def npu_geglu_grad(
+    grad_output: Tensor, self: Tensor, gelu: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+) -> Tensor:
+    """The gradient of npu_geglu.
+
+    da = dy * gelu(b),  db = dy * a * gelu'(b);  with activate_left the other way round
+
+    Args:
+        grad_output: gradient of y.
+        self, dim, approximate, activate_left: of the forward.
+        gelu: the forward's second result.
+
+    Returns:
+        dx as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_geglu_grad.md does not allow.
+
+    Source: Ascend op-plugin, npu_geglu_grad.
+
+    Example:
+        >>> x = torch.randn(3, 8, requires_grad=True)
+        >>> y, gelu = npu_geglu(x)
+        >>> y.sum().backward()
+        >>> torch.allclose(npu_geglu_grad(torch.ones(3, 4), x.detach(), gelu), x.grad, atol=1e-6)
+        True
+    """
+    args = {
+        "grad_output": grad_output, "self": self, "gelu": gelu, "dim": dim, "approximate": approximate,
+        "activate_left": activate_left,
+    }  # fmt: skip
+    given = checked(gates.GEGLU_GRAD, args)
+    plain, active = _halves(self, given)
+    dy = grad_output.float()
+    word = _WORDS[given["approximate"]]
+    pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * plain, active, approximate=word)
+    return torch.cat(pair[::-1] if given["activate_left"] else pair, given["dim"]).to(self.dtype)
+
+
+def npu_gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+    """x times the normal distribution function of x.
+
+    y = x * Phi(x)
+
+    Args:
+        self: float16, bfloat16 or float32.
+        approximate: "none": by the error function; "tanh": by tanh.
+
+    Returns:
+        y as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_gelu.md does not allow.
+
+    Source: Ascend op-plugin, npu_gelu.
+
+    Example:
+        >>> round(npu_gelu(torch.tensor(1.0)).item(), 4)
+        0.8413
+    """
+    word = checked(gates.GELU, {"self": self, "approximate": approximate})["approximate"]
+    return torch.nn.functional.gelu(self.float(), approximate=word).to(self.dtype)
+
+
+def npu_gelu_backward(grad: Tensor, self: Tensor, *, approximate: str = "none") -> Tensor:
+    """The gradient of npu_gelu.
+
+    dx = dy * (Phi(x) + x * phi(x))
+
+    Args:
+        grad: gradient of y; as self.
+        self, approximate: of the forward.
+
+    Returns:
+        dx as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_gelu_backward.md does not allow.
+
+    Source: Ascend op-plugin, npu_gelu_backward.
+
+    Example:
+        >>> round(npu_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item(), 4)
+        0.5
+    """
+    word = checked(gates.GELU_BACKWARD, {"grad": grad, "self": self, "approximate": approximate})["approximate"]
+    return torch.ops.aten.gelu_backward(grad.float(), self.float(), approximate=word).to(self.dtype)
+
+
+def npu_fast_gelu(self: Tensor) -> Tensor:
+    """A GELU by a logistic function.
+
+    y = x / (1 + exp(-1.702 x))
+
+    Args:
+        self: float16, bfloat16 or float32.
+
+    Returns:
+        y as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_fast_gelu.md does not allow.
+
+    Source: Ascend op-plugin, npu_fast_gelu.
+
+    Example:
+        >>> round(npu_fast_gelu(torch.tensor(1.0)).item(), 4)
+        0.8458
+    """
+    checked(gates.FAST_GELU, {"self": self})
+    x = self.float()
+    return (x * (_SLOPE * x).sigmoid()).to(self.dtype)
+
+
+def npu_fast_gelu_backward(grad: Tensor, self: Tensor) -> Tensor:
+    """The gradient of npu_fast_gelu.
+
+    s = 1 / (1 + exp(-1.702 x))
+    dx = dy * s * (1 + 1.702 x * (1 - s))
+
+    Args:
+        grad: gradient of y; as self.
+        self: of the forward.
+
+    Returns:
+        dx as self.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_fast_gelu_backward.md does not allow.
+
+    Source: Ascend op-plugin, npu_fast_gelu_backward.
+
+    Example:
+        >>> npu_fast_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item()
+        0.5
+    """
+    checked(gates.FAST_GELU_BACKWARD, {"grad": grad, "self": self})
+    x = _SLOPE * self.float()
+    s = x.sigmoid()
+    return (grad.float() * s * (1 + x * (1 - s))).to(self.dtype)
+
+
+def _halves(self: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(the half that stays, the half that is activated) of a geglu, in float32."""
+    a, b = self.float().chunk(2, given["dim"])
+    return (b, a) if given["activate_left"] else (a, b)

@@ -1,0 +1,202 @@
+"""torch_npu's reshaping products, permutations and formats, in torch's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusion_attention.npu.companion_call import checked
+from fusion_attention.ops.companions import shapes
+
+__all__ = [
+    "get_npu_format",
+    "npu_confusion_transpose",
+    "npu_confusion_transpose_backward",
+    "npu_format_cast",
+    "npu_transpose_batchmatmul",
+]
+
+Tensor = torch.Tensor
+_ND, _BASE = 2, {4: 0, 5: 30}  # a tensor's own format by its axes: NCHW, NCDHW, else ND
+_BASES = (_ND, *_BASE.values())
+
+
+def npu_confusion_transpose(self: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
+    """A permutation, then another shape; or another shape, then a permutation.
+
+    transpose_first:  y = self.permute(perm).reshape(shape)
+    otherwise:  y = self.reshape(shape).permute(perm)
+
+    Args:
+        self: any tensor.
+        perm: the order of axes.
+        shape: of as many elements.
+        transpose_first: which comes first.
+
+    Returns:
+        y as self, in memory of its own.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_confusion_transpose.md does not allow.
+
+    Source: Ascend op-plugin, npu_confusion_transpose.
+
+    Example:
+        >>> x = torch.rand(2, 3, 4, 6)
+        >>> list(npu_confusion_transpose(x, (0, 2, 1, 3), (2, 4, 18), True).shape)
+        [2, 4, 18]
+        >>> list(npu_confusion_transpose(x, (0, 2, 1), (2, 12, 6), False).shape)
+        [2, 6, 12]
+    """
+    checked(
+        shapes.CONFUSION_TRANSPOSE, {"self": self, "perm": perm, "shape": shape, "transpose_first": transpose_first}
+    )
+    order, sizes = _ints(perm), _ints(shape)
+    found = self.permute(order).reshape(sizes) if transpose_first else self.reshape(sizes).permute(order)
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def npu_confusion_transpose_backward(
+    grad: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool
+) -> Tensor:
+    """The gradient of npu_confusion_transpose: what it did, backwards.
+
+    Args:
+        grad: gradient of y.
+        perm: the forward's.
+        shape: of the forward's self.
+        transpose_first: the contrary of the forward's.
+
+    Returns:
+        dx of this shape, as grad.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_confusion_transpose_backward.md does not allow.
+
+    Source: Ascend op-plugin, npu_confusion_transpose_backward.
+
+    Example:
+        >>> x = torch.rand(2, 3, 4)
+        >>> y = npu_confusion_transpose(x, (0, 2, 1), (2, 12), True)
+        >>> torch.equal(npu_confusion_transpose_backward(y, (0, 2, 1), (2, 3, 4), False), x)
+        True
+    """
+    args = {"grad": grad, "perm": perm, "shape": shape, "transpose_first": transpose_first}
+    checked(shapes.CONFUSION_TRANSPOSE_BACKWARD, args)
+    order, sizes = _ints(perm), _ints(shape)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    if transpose_first:
+        found = grad.permute(back).reshape(sizes)
+    else:
+        found = grad.reshape([sizes[axis] for axis in order]).permute(back)
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def npu_format_cast(
+    self: Tensor, acl_format: int | Tensor, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
+    """A copy that remembers a format of the chip. Formats change how the chip's memory lies, and nothing here.
+
+    y = self
+
+    Args:
+        self: any tensor.
+        acl_format: 0 NCHW, 2 ND, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.
+        customize_dtype, input_dtype: accepted without effect.
+
+    Returns:
+        y as self: a copy, or self where it has the format. get_npu_format() tells.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_format_cast.md does not allow.
+
+    Source: Ascend op-plugin, npu_format_cast.
+
+    Example:
+        >>> weight = npu_format_cast(torch.ones(4, 4), 29)
+        >>> get_npu_format(weight), get_npu_format(npu_format_cast(weight, 2))
+        (29, 2)
+    """
+    wanted = get_npu_format(acl_format) if isinstance(acl_format, Tensor) else acl_format
+    args = {"self": self, "acl_format": wanted, "customize_dtype": customize_dtype, "input_dtype": input_dtype}
+    checked(shapes.FORMAT_CAST, args)
+    own = _BASE.get(self.dim(), _ND)
+    wanted = own if wanted in _BASES else wanted
+    if wanted == get_npu_format(self):
+        return self
+    found = self.clone()
+    if wanted != own:
+        found._npu_format = wanted  # type: ignore[attr-defined]
+    return found
+
+
+def get_npu_format(self: Tensor) -> int:
+    """The format that npu_format_cast gave a tensor; without one that of its axes: 0 for four, 30 for five, else 2.
+
+    Args:
+        self: any tensor.
+
+    Returns:
+        The format's number.
+
+    Source: Ascend torch_npu, get_npu_format.
+
+    Example:
+        >>> get_npu_format(torch.zeros(2, 3)), get_npu_format(torch.zeros(1, 2, 3, 4))
+        (2, 0)
+    """
+    return int(getattr(self, "_npu_format", _BASE.get(self.dim(), _ND)))
+
+
+def npu_transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None,
+    perm_x2: Sequence[int] | None = None,
+    perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:
+    """A batched product whose operands and result are permuted.
+
+    y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)
+
+    Args:
+        input: [B, M, K] after perm_x1; float16, bfloat16 or float32. weight: [B, K, N] after perm_x2.
+        bias, scale: not computed.
+        perm_x1, perm_x2: None: [0, 1, 2]. perm_y: of [B, M, N]; None: [1, 0, 2].
+        batch_split_factor: parts of the result's rows [B*N], one after the other.
+
+    Returns:
+        [M, B, N], or as perm_y says; with a batch_split_factor f above 1 [f, M, B*N/f].
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_transpose_batchmatmul.md does not allow.
+
+    Source: Ascend op-plugin, npu_transpose_batchmatmul.
+
+    Example:
+        >>> x, weight = torch.randn(32, 16, 64), torch.randn(16, 64, 8)
+        >>> y = npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), batch_split_factor=2)
+        >>> list(y.shape)
+        [2, 32, 64]
+    """
+    args = {
+        "input": input, "weight": weight, "bias": bias, "scale": scale, "perm_x1": perm_x1, "perm_x2": perm_x2,
+        "perm_y": perm_y, "batch_split_factor": batch_split_factor,
+    }  # fmt: skip
+    parts = checked(shapes.TRANSPOSE_BATCHMATMUL, args)["batch_split_factor"]
+    first, second = (t if perm is None else t.permute(_ints(perm)) for t, perm in ((input, perm_x1), (weight, perm_x2)))
+    found = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
+    if parts > 1:
+        rows = found.reshape(found.shape[0], parts, found.shape[1] * found.shape[2] // parts)
+        found = rows.transpose(0, 1)
+    return found.contiguous()
+
+
+def _ints(values: Sequence[int] | Tensor) -> list[int]:
+    """Host integers as torch takes them."""
+    return [int(n) for n in (values.tolist() if isinstance(values, Tensor) else values)]
