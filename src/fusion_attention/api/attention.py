@@ -12,6 +12,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own as record
 from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
 from fusion_attention.waist.mask import UNLIMITED, Band
 
@@ -59,6 +60,7 @@ def attention(
 # fmt: on
 
 
+@aliased
 def attention(
     q: Tensor,
     k: Tensor,

@@ -12,6 +12,7 @@ from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError, Failure, show
 from fusion_attention.ops.inference import own as record
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
@@ -165,6 +166,7 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
         raise ContractError(failures)
 
 
+@aliased
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
     found = dispatch.results(record.RECORD, args, backend, whole=return_lse, reads=reads)

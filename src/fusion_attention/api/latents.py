@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from fusion_attention.torch_ops.aliases import aliased
+
 Tensor = torch.Tensor
 
 
+@aliased
 def divided_rope(query_rope: Tensor, query_scale: Tensor, key_scale: Tensor | float) -> Tensor:
     """The rope part of an int8 query, as npu_fused_infer_attention_score_v2 takes it with query_quant_mode 3.
 

@@ -13,6 +13,7 @@ from fusion_attention.ops.indexer import own as indexer
 from fusion_attention.ops.indexer_loss import own as indexer_loss_record
 from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
 
@@ -21,6 +22,7 @@ Lengths = Sequence[int] | Tensor | None
 Layout = Literal["BSND", "TND"]
 
 
+@aliased
 def lightning_indexer(
     q: Tensor,
     k: Tensor,
@@ -101,6 +103,7 @@ def sparse_attention(
 # fmt: on
 
 
+@aliased
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -176,6 +179,7 @@ def sparse_attention(
     return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
 
+@aliased
 def indexer_loss(
     q: Tensor,
     k: Tensor,

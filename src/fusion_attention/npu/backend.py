@@ -59,7 +59,7 @@ def load(base: str) -> None:
         return
     torch.ops.load_library(library())
     if torch._C._get_privateuse1_backend_name() == _FORMER:
-        torch.utils.rename_privateuse1_backend(NAME)
+        torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
     ops.register_operators(base == "cuda")
     sys.modules[MODULE] = _absent()
@@ -83,13 +83,9 @@ def _absent() -> ModuleType:
     """What torch imports when a device is named that is not in force."""
 
     def refuse() -> None:
-        raise RuntimeError(
-            'device "npu": expected fusion_attention.npu.install() to be in force, got uninstall() before'
-        )
+        raise RuntimeError('device "npu": expected fusion_attention.npu.install() in force, got uninstall() since')
 
-    module = ModuleType(
-        MODULE, "What torch asks before it makes tensors on device npu, where install() was taken back."
-    )
+    module = ModuleType(MODULE, "What torch asks before it makes tensors of a device that is not in force.")
     vars(module)["_lazy_init"] = refuse
     return module
 

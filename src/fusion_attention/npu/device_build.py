@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent / "device_cpp"
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-w")
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 
 class BuildError(RuntimeError):
@@ -90,7 +90,7 @@ def _compile(compiler: list[str], target: Path) -> None:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise BuildError(
-                f"npu.install: expected {compiler[0]} to compile the device npu against torch {torch.__version__}, got: "
+                f"npu.install: expected {compiler[0]} to compile device npu for torch {torch.__version__}, got: "
                 + "\n".join(line for line in run.stderr.splitlines() if "error" in line)[:2000]
             )
         made.replace(target)

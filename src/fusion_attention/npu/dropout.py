@@ -13,6 +13,7 @@ from fusion_attention.contract import ContractError, ContractWarning, Failure, o
 from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
 from fusion_attention.ops.training.call import EXTRAS, DenseCall
 from fusion_attention.settings import current
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.dropout import drawn_bits, keep_from_bits, keep_from_philox
 
 __all__ = ["_npu_dropout_gen_mask"]
@@ -21,6 +22,7 @@ _ALIGNED = 128  # bits: the chip writes whole blocks of them
 _GLANCE = 4096  # keys
 
 
+@aliased
 def _npu_dropout_gen_mask(
     self: torch.Tensor,
     size: Sequence[int],

@@ -16,6 +16,7 @@ from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
 from fusion_attention.ops.fused import records as fused
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = [
     "_npu_fused_infer_attention_score_get_max_workspace",
@@ -39,6 +40,7 @@ def _both(op: Op, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
+@aliased
 def npu_prompt_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -108,6 +110,7 @@ def npu_prompt_flash_attention(
 
 
 @fused_out.with_out(fused.TORCH_V1)
+@aliased
 def npu_fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
@@ -211,6 +214,7 @@ def npu_fused_infer_attention_score(
 
 
 @fused_out.with_out(fused.TORCH_V2)
+@aliased
 def npu_fused_infer_attention_score_v2(
     query: Tensor,
     key: Tensor,
@@ -305,6 +309,7 @@ _npu_fused_infer_attention_score_v2_get_max_workspace = fused_out.workspace_of(
 )
 
 
+@aliased
 def _npu_fused_infer_attention_score_infer_output(
     query: Tensor,
     value: Tensor,
@@ -340,6 +345,7 @@ def _npu_fused_infer_attention_score_infer_output(
     return fused_out.room(fused.TORCH_V1, locals())
 
 
+@aliased
 def _npu_fused_infer_attention_score_v2_infer_output(
     query: Tensor,
     value: Tensor,

@@ -23,6 +23,7 @@ from fusion_attention.ops.fused.geometry import (
 )
 from fusion_attention.ops.fused.records import TORCH_PFA, TORCH_V1, TORCH_V2
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 P = ParamSpec("P")
 Face = Callable[..., Any]
@@ -101,6 +102,7 @@ def _out_of(function: Face, op: Op) -> Face:
     """`function.out`: the same into tensors that are given."""
     read = _reader(function, op)
 
+    @aliased
     def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
         attention, lse = _pair(op, out)
         args = read(positional, named)
@@ -136,6 +138,7 @@ def workspace_of(function: WithOut[P], op: Op) -> Callable[P, torch.Tensor]:
     """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
     read = _reader(function, op)
 
+    @aliased
     def get_max_workspace(*positional: Any, **named: Any) -> torch.Tensor:
         args = read(positional, named)
         if not dispatch.is_traced(args.values()):

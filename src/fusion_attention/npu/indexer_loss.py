@@ -12,6 +12,7 @@ import torch
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.sparse.records import LARGEST_INT64
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss",
@@ -23,6 +24,7 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
+@aliased
 def npu_sparse_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,
@@ -92,6 +94,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
     return dispatch.in_order(indexer_loss.TORCH, args, query)
 
 
+@aliased
 def npu_dense_lightning_indexer_softmax_lse(
     query_index: Tensor,
     key_index: Tensor,
@@ -139,6 +142,7 @@ def npu_dense_lightning_indexer_softmax_lse(
     return dispatch.in_order(indexer_loss.TORCH_LSE, args, query_index)
 
 
+@aliased
 def npu_dense_lightning_indexer_grad_kl_loss(
     query: Tensor,
     key: Tensor,

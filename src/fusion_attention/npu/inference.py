@@ -11,6 +11,7 @@ import torch
 
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = ["npu_incre_flash_attention"]
 
@@ -18,6 +19,7 @@ Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
 
 
+@aliased
 def npu_incre_flash_attention(
     query: Tensor,
     key: Tensor,

@@ -149,9 +149,9 @@ def _loaded(wanted: _Way) -> _Way:
 def uninstall() -> None:
     """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
 
-    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: tensors that live
-    on it go on working, and new ones are refused. With device="host", in other threads that called install() a mode
-    stays that does nothing.
+    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: tensors that
+    live on it go on working, and new ones are refused. With device="host", in other threads that called install() a
+    mode stays that does nothing.
 
     Example:
         >>> uninstall()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import ContractError, Failure, intact, no_tensor, show, to_array
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.merge import Partial, empty_partial, merge
 
 __all__ = ["npu_attention_update", "npu_ring_attention_update"]
@@ -25,6 +26,7 @@ _STATISTICS = ("prev_softmax_max", "prev_softmax_sum", "cur_softmax_max", "cur_s
 _LANES = 8
 
 
+@aliased
 def npu_ring_attention_update(
     prev_attn_out: Tensor,
     prev_softmax_max: Tensor,
@@ -93,6 +95,7 @@ def npu_ring_attention_update(
         return prev.out.reshape(prev_attn_out.shape).to(prev_attn_out.dtype), max_, sum_
 
 
+@aliased
 def npu_attention_update(
     lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
 ) -> tuple[Tensor, Tensor | None]:

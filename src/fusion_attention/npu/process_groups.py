@@ -81,8 +81,8 @@ def _carrier(c10d: ModuleType, base: torch.device, options: Any) -> Any:
 
 
 def read_meshes(changes: Changes, mapped: Callable[[Layer, int, str], Any]) -> None:
-    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) meshes of the device that computes: FSDP and DTensor
-    ask a mesh for its device type.
+    """Makes init_device_mesh("npu", ...) and DeviceMesh("npu", ...) meshes of the device that computes: FSDP and
+    DTensor ask a mesh for its device type.
 
     Args:
         changes: what takes it all back.

@@ -13,6 +13,7 @@ from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.records import LARGEST_INT64
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = [
     "npu_lightning_indexer",
@@ -25,6 +26,7 @@ Tensor = torch.Tensor
 Lengths = Tensor | Sequence[int] | None
 
 
+@aliased
 def npu_lightning_indexer(
     query: Tensor,
     key: Tensor,
@@ -84,6 +86,7 @@ def npu_lightning_indexer(
     return dispatch.in_order(indexer.TORCH, args, query)
 
 
+@aliased
 def npu_lightning_indexer_grad(
     query: Tensor,
     key: Tensor,
@@ -131,6 +134,7 @@ def npu_lightning_indexer_grad(
     return dispatch.in_order(indexer.TORCH_GRAD, args, query)
 
 
+@aliased
 def npu_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -211,6 +215,7 @@ def npu_sparse_flash_attention(
     return out, out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
+@aliased
 def npu_sparse_flash_attention_grad(
     query: Tensor,
     key: Tensor,

@@ -12,6 +12,7 @@ import torch
 
 from fusion_attention.npu import training_call
 from fusion_attention.ops.training import records as training
+from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.mask import UNLIMITED
 
 __all__ = [
@@ -29,6 +30,7 @@ Lengths = Sequence[int] | Tensor | None
 LengthsTensor = Tensor | Sequence[int] | None
 
 
+@aliased
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
@@ -109,6 +111,7 @@ def npu_fusion_attention(
     return training_call.forward(training.TORCH_V1, args)
 
 
+@aliased
 def npu_fusion_attention_v2(
     query: Tensor,
     key: Tensor,
@@ -179,6 +182,7 @@ def npu_fusion_attention_v2(
     return training_call.forward(training.TORCH_V2, args)
 
 
+@aliased
 def npu_fusion_attention_v3(
     query: Tensor,
     key: Tensor,
@@ -236,6 +240,7 @@ def npu_fusion_attention_v3(
     return (*tensors, drawn, torch.tensor([offset]))  # type: ignore[return-value]
 
 
+@aliased
 def npu_fusion_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -312,6 +317,7 @@ def npu_fusion_attention_grad(
     return dq, dk, dv, dpse, dsink
 
 
+@aliased
 def npu_fusion_attention_grad_v2(
     query: Tensor,
     key: Tensor,
@@ -388,6 +394,7 @@ def npu_fusion_attention_grad_v2(
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
 
+@aliased
 def npu_fusion_attention_grad_v3(
     query: Tensor,
     key: Tensor,

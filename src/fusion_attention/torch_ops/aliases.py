@@ -1,14 +1,15 @@
 """Tensors on a device that has a name of its own but no kernels: functions get aliases of them on the device that
 computes, and give back tensors on theirs.
 
-The device "npu" is one (npu/backend.py says how to cross); below the functions nobody learns of it. Refuses to know what
-a function computes.
+The device "npu" is one (npu/backend.py says how to cross); below the functions nobody learns of it. Refuses to know
+what a function computes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -29,8 +30,8 @@ class Ways(NamedTuple):
     Attributes:
         device: the type of the device with a name of its own.
         to_base: the alias of a tensor of that device; autograd goes on.
-        back: the tensor of that device on an alias, or on any memory of the device that computes; the list names tensors
-            that may lie in the same memory.
+        back: the tensor of that device on an alias, or on any memory of the device that computes; the list names
+            tensors that may lie in the same memory.
     """
 
     device: str
@@ -63,7 +64,9 @@ def aliased(function: Callable[P, R]) -> Callable[P, R]:
         if not crossing.tensors:
             return function(*args, **kwargs)
         crossing.demand_one_device()
-        found: R = crossing.out(function(*given, **named))  # type: ignore[arg-type]
+        with crossing.autocast():
+            made = function(*given, **named)
+        found: R = crossing.out(made)
         return found
 
     return call
@@ -85,6 +88,8 @@ class _Crossing:
             return self._alias(value)
         if kind is list or kind is tuple:
             return kind([self.into(one) for one in value])
+        if kind is dict:
+            return {name: self.into(one) for name, one in value.items()}
         return value
 
     def _alias(self, tensor: Tensor) -> Tensor:
@@ -107,6 +112,13 @@ class _Crossing:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self.tensors[0].device} and {self.strange}!"
             )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """On the device that computes, autocast as it is on the tensors' own."""
+        if not torch._C._is_any_autocast_enabled():
+            return nullcontext()
+        dtype, enabled = torch.get_autocast_dtype(self.ways.device), torch.is_autocast_enabled(self.ways.device)
+        return torch.autocast(self.aliases[0].device.type, dtype, enabled)
 
     def out(self, value: Any) -> Any:
         """The value with tensors of the device in the place of those that the function made."""

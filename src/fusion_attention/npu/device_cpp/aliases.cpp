@@ -33,20 +33,21 @@ at::Tensor crossed(const at::Tensor &t, const at::TensorList known) {
     return counted_as(on_npu(t) ? alias_of(t) : npu_of(t, known), t);
 }
 
-// To the other side; the gradient comes back the same way.
+// To the other side; the gradient comes back the same way. (The list goes as a pointer: autograd would count its tensors.)
 struct Cross : torch::autograd::Function<Cross> {
-    static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList known) {
+    static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList *known) {
         context->set_materialize_grads(false);
-        return crossed(t, known);
+        return crossed(t, *known);
     }
     static variable_list backward(AutogradContext * /*context*/, const variable_list &gradients) {
         const at::Tensor &gradient = gradients[0];
-        return {gradient.defined() ? Cross::apply(gradient, at::TensorList()) : at::Tensor(), at::Tensor()};
+        const at::TensorList none;
+        return {gradient.defined() ? Cross::apply(gradient, &none) : at::Tensor(), at::Tensor()};
     }
 };
 
 at::Tensor to_other_side(const at::Tensor &t, const at::TensorList known) {
-    return at::GradMode::is_enabled() && t.requires_grad() ? Cross::apply(t, known) : crossed(t, known);
+    return at::GradMode::is_enabled() && t.requires_grad() ? Cross::apply(t, &known) : crossed(t, known);
 }
 
 at::Tensor to_base(const at::Tensor &t) {
