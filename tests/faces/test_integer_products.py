@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.npu.products import ACTIVATIONS
+from fusion_attention.npu.companions.products import ACTIVATIONS
 from fusion_attention.testing.compare import compare
 
 M, K, N, E = 9, 16, 6, 3

@@ -12,8 +12,8 @@ from support.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE,
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
-from fusion_attention.npu import modules
 from fusion_attention.npu.coverage import LARGEST, Reading, read
+from fusion_attention.npu.surface import modules
 
 
 def reading(text: str, folder: Path) -> Reading:

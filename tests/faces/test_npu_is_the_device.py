@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion_attention import npu
-from fusion_attention.npu import backend
+from fusion_attention.npu.device import backend
 
 # Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
 YES = (

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.npu import operators
-from fusion_attention.npu.modules import functions
+from fusion_attention.npu.surface.modules import functions
 
 RETURNED = {
     *("npu_fused_infer_attention_score.out", "npu_fused_infer_attention_score_v2.out"),

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention import npu
 from fusion_attention.npu import inference
-from fusion_attention.npu.modules import made
+from fusion_attention.npu.surface.modules import made
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [

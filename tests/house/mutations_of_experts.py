@@ -5,13 +5,13 @@ from __future__ import annotations
 from mutant import house
 
 EXPERTS = [
-    house("rows of one token are spread as those of another", "npu/experts.py",
+    house("rows of one token are spread as those of another", "npu/companions/experts.py",
           "[order // choices, order % choices]", "[order % len(tokens), order // len(tokens)]",
           "faces/test_experts.py::test_permute_and_back"),
-    house("four bits lie in the other order", "npu/quantised.py",
+    house("four bits lie in the other order", "npu/companions/quantised.py",
           "(4 * torch.arange(8, device=y.device))", "(28 - 4 * torch.arange(8, device=y.device))",
           "faces/test_integer_products.py::test_dynamic_quant_of_four_bits_and_groups"),
-    house("a group of rows begins where the one before it began", "npu/products.py",
+    house("a group of rows begins where the one before it began", "npu/companions/products.py",
           "self(x[start:end], i, start)", "self(x[start:end], i, 0)",
           "faces/test_integer_products.py::test_integers_in_groups"),
     house("an operator of torch.ops.npu loses its gradient", "npu/operators.py",

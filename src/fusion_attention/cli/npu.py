@@ -57,8 +57,8 @@ def npu(
 def _modules() -> dict[str, Any]:
     import torch
 
-    from fusion_attention.npu import transfer
-    from fusion_attention.npu.modules import beside, functions, made
+    from fusion_attention.npu.surface import transfer
+    from fusion_attention.npu.surface.modules import beside, functions, made
 
     return {**made(torch.device("cpu"), "npu"), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
 
@@ -74,8 +74,8 @@ def _names(module: Any) -> list[str]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    from fusion_attention.npu.absent import instead
     from fusion_attention.npu.coverage import present, read
+    from fusion_attention.npu.surface.absent import instead
 
     reading, modules = read(path), _modules()
     rows: list[dict[str, Any]] = []

@@ -1,14 +1,13 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
-from fusion_attention.npu.caches import (
+from fusion_attention.npu.companions.caches import (
     npu_gather_pa_kv_cache,
     npu_kv_rmsnorm_rope_cache,
     npu_scatter_nd_update,
     npu_scatter_nd_update_,
     npu_scatter_pa_kv_cache,
 )
-from fusion_attention.npu.dropout import _npu_dropout_gen_mask
-from fusion_attention.npu.experts import (
+from fusion_attention.npu.companions.experts import (
     npu_moe_token_permute,
     npu_moe_token_permute_grad,
     npu_moe_token_permute_with_routing_map,
@@ -16,16 +15,7 @@ from fusion_attention.npu.experts import (
     npu_moe_token_unpermute_grad,
     npu_moe_token_unpermute_with_routing_map,
 )
-from fusion_attention.npu.fused_inference import (
-    _npu_fused_infer_attention_score_get_max_workspace,
-    _npu_fused_infer_attention_score_infer_output,
-    _npu_fused_infer_attention_score_v2_get_max_workspace,
-    _npu_fused_infer_attention_score_v2_infer_output,
-    npu_fused_infer_attention_score,
-    npu_fused_infer_attention_score_v2,
-    npu_prompt_flash_attention,
-)
-from fusion_attention.npu.gates import (
+from fusion_attention.npu.companions.gates import (
     npu_fast_gelu,
     npu_fast_gelu_backward,
     npu_geglu,
@@ -35,6 +25,45 @@ from fusion_attention.npu.gates import (
     npu_swiglu,
     npu_swiglu_backward,
 )
+from fusion_attention.npu.companions.norms import (
+    npu_add_rms_norm,
+    npu_gemma_rms_norm,
+    npu_rms_norm,
+    npu_rms_norm_backward,
+)
+from fusion_attention.npu.companions.products import npu_grouped_matmul
+from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul
+from fusion_attention.npu.companions.rotary import (
+    npu_apply_rotary_pos_emb,
+    npu_interleave_rope,
+    npu_mrope,
+    npu_rotary_mul,
+    npu_rotary_mul_backward,
+)
+from fusion_attention.npu.companions.routing import (
+    npu_moe_finalize_routing,
+    npu_moe_gating_top_k,
+    npu_moe_gating_top_k_softmax,
+    npu_moe_init_routing_v2,
+)
+from fusion_attention.npu.companions.shapes import (
+    get_npu_format,
+    npu_confusion_transpose,
+    npu_confusion_transpose_backward,
+    npu_format_cast,
+    npu_transpose_batchmatmul,
+)
+from fusion_attention.npu.companions.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
+from fusion_attention.npu.dropout import _npu_dropout_gen_mask
+from fusion_attention.npu.fused_inference import (
+    _npu_fused_infer_attention_score_get_max_workspace,
+    _npu_fused_infer_attention_score_infer_output,
+    _npu_fused_infer_attention_score_v2_get_max_workspace,
+    _npu_fused_infer_attention_score_v2_infer_output,
+    npu_fused_infer_attention_score,
+    npu_fused_infer_attention_score_v2,
+    npu_prompt_flash_attention,
+)
 from fusion_attention.npu.indexer_loss import (
     npu_dense_lightning_indexer_grad_kl_loss,
     npu_dense_lightning_indexer_softmax_lse,
@@ -43,30 +72,6 @@ from fusion_attention.npu.indexer_loss import (
 from fusion_attention.npu.inference import npu_incre_flash_attention
 from fusion_attention.npu.install import install, uninstall
 from fusion_attention.npu.merging import npu_attention_update, npu_ring_attention_update
-from fusion_attention.npu.norms import npu_add_rms_norm, npu_gemma_rms_norm, npu_rms_norm, npu_rms_norm_backward
-from fusion_attention.npu.products import npu_grouped_matmul
-from fusion_attention.npu.quantised import npu_dynamic_quant, npu_quant_matmul
-from fusion_attention.npu.rotary import (
-    npu_apply_rotary_pos_emb,
-    npu_interleave_rope,
-    npu_mrope,
-    npu_rotary_mul,
-    npu_rotary_mul_backward,
-)
-from fusion_attention.npu.routing import (
-    npu_moe_finalize_routing,
-    npu_moe_gating_top_k,
-    npu_moe_gating_top_k_softmax,
-    npu_moe_init_routing_v2,
-)
-from fusion_attention.npu.shapes import (
-    get_npu_format,
-    npu_confusion_transpose,
-    npu_confusion_transpose_backward,
-    npu_format_cast,
-    npu_transpose_batchmatmul,
-)
-from fusion_attention.npu.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
 from fusion_attention.npu.sparse import (
     npu_lightning_indexer,
     npu_lightning_indexer_grad,

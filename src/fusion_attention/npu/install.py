@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_attention.contract import ContractWarning
-from fusion_attention.npu import another_name, backend
-from fusion_attention.npu import device as npu_device
 from fusion_attention.npu.children import done
-from fusion_attention.npu.device_build import BuildError
-from fusion_attention.npu.modules import NAME, beside, functions, made
+from fusion_attention.npu.device import another_name, backend
+from fusion_attention.npu.device.build import BuildError
+from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
-from fusion_attention.npu.process_groups import register
-from fusion_attention.npu.transfer import Finder
+from fusion_attention.npu.surface import host
+from fusion_attention.npu.surface.modules import NAME, beside, functions, made
+from fusion_attention.npu.surface.transfer import Finder
 from fusion_attention.npu.windows import watch
 from fusion_attention.patches import Changes, another, together
 from fusion_attention.settings import PROCESS
@@ -41,7 +41,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     def place(device: Any) -> torch.device:
         if not way.own:
             return another_name.place(way.base, device)
-        return torch.device(kind, npu_device.index(device, torch.npu.device_count()))  # type: ignore[attr-defined]
+        return torch.device(kind, host.index(device, torch.npu.device_count()))  # type: ignore[attr-defined]
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""

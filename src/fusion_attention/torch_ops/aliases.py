@@ -1,8 +1,8 @@
 """Tensors on a device that has a name of its own but no kernels: functions get aliases of them on the device that
 computes, and give back tensors on theirs.
 
-The device "npu" is one (npu/backend.py says how to cross); below the functions nobody learns of it. Refuses to know
-what a function computes.
+The device "npu" is one (npu/device/backend.py says how to cross); below the functions nobody learns of it. Refuses to
+know what a function computes.
 """
 
 from __future__ import annotations

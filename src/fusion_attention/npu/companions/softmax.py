@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
+from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import softmax
 
 __all__ = ["npu_scaled_masked_softmax", "npu_scaled_masked_softmax_backward"]

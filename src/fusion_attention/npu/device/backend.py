@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from fusion_attention.npu.device_build import library
+from fusion_attention.npu.device.build import library
 from fusion_attention.patches import Changes
 from fusion_attention.torch_ops.aliases import Ways, connect
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
+from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import experts
 
 __all__ = [

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = Path(__file__).parent / "device_cpp"
+SOURCES = Path(__file__).parent / "cpp"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
 
 

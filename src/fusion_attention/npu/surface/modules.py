@@ -13,32 +13,22 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu import (
+from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
+from fusion_attention.npu.companions import (
     caches,
-    dropout,
-    elsewhere,
     experts,
-    fused_inference,
     gates,
-    indexer_loss,
-    inference,
-    merging,
     norms,
-    process_groups,
     products,
-    profiler,
     quantised,
     rotary,
     routing,
-    runtime,
     shapes,
     softmax,
-    sparse,
-    testcase,
-    training,
 )
-from fusion_attention.npu import device as npu_device
-from fusion_attention.npu.absent import LIST, PAGE, instead
+from fusion_attention.npu.device import process_groups
+from fusion_attention.npu.surface import elsewhere, host, profiler, runtime, testcase
+from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 
 NAME = "torch_npu"
 FACES = (
@@ -73,8 +63,8 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     faces = functions()
-    npu = {**runtime.names(base), **npu_device.names(base), **faces}
-    amp = npu_device.amp(kind)
+    npu = {**runtime.names(base), **host.names(base), **faces}
+    amp = host.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), **faces},
         f"{NAME}.npu": npu,
@@ -92,7 +82,7 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         f"{NAME}.testing.testcase": {name: getattr(testcase, name) for name in testcase.CASES},
         f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},
     }
-    contents[f"{NAME}.npu.utils"] |= npu_device.CHECKS
+    contents[f"{NAME}.npu.utils"] |= host.CHECKS
     modules = _modules(contents)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
     vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])

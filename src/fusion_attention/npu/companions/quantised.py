@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
+from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
 __all__ = ["npu_dynamic_quant", "npu_quant_matmul"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import collect_env, flop_counter
 
-from fusion_attention.npu import graphs
+from fusion_attention.npu.surface import graphs
 
 _OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number of one from thread to thread
 _NUMBERS = itertools.count(1)

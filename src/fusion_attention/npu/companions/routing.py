@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
-from fusion_attention.npu.experts import taken
-from fusion_attention.npu.quantised import rounded, row_scales
+from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.experts import taken
+from fusion_attention.npu.companions.quantised import rounded, row_scales
 from fusion_attention.ops.companions import routing
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
+from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import norms
 
 __all__ = ["npu_add_rms_norm", "npu_gemma_rms_norm", "npu_rms_norm", "npu_rms_norm_backward"]

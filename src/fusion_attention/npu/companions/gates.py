@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
+from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import gates
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fusion_attention.contract import ContractError, to_array
-from fusion_attention.npu.companion_call import checked
-from fusion_attention.npu.quantised import Dtype, exact
+from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.quantised import Dtype, exact
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced

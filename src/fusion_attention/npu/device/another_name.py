@@ -16,8 +16,8 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
-from fusion_attention.npu import device as npu_device
-from fusion_attention.npu.process_groups import read_meshes
+from fusion_attention.npu.device.process_groups import read_meshes
+from fusion_attention.npu.surface import host
 from fusion_attention.patches import Changes, Layer
 
 _DEVICE = re.compile(r"npu(:\d+)?")
@@ -48,7 +48,7 @@ class _Devices(TorchFunctionMode):
             return torch.device(*given, **kwargs)
         name = type if index is None else f"{type}:{index}"
         count = torch.cuda.device_count() if self.base.type == "cuda" else 1
-        number = npu_device.index(name, count)
+        number = host.index(name, count)
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
@@ -92,9 +92,9 @@ DEVICES = _Devices()  # one for all threads: without a base it does nothing, on 
 def place(base: torch.device, device: Any) -> torch.device:
     """The device that "npu", an index of it or None means."""
     if base.type == "cpu":
-        npu_device.index(device, 1)
+        host.index(device, 1)
         return base
-    return base if device is None else torch.device(base.type, npu_device.index(device, torch.cuda.device_count()))
+    return base if device is None else torch.device(base.type, host.index(device, torch.cuda.device_count()))
 
 
 def enter(base: torch.device, changes: Changes) -> None:

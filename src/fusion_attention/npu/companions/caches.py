@@ -6,9 +6,9 @@ from typing import Annotated
 
 import torch
 
-from fusion_attention.npu.companion_call import checked
-from fusion_attention.npu.norms import normalised
-from fusion_attention.npu.rotary import npu_interleave_rope
+from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.norms import normalised
+from fusion_attention.npu.companions.rotary import npu_interleave_rope
 from fusion_attention.ops.companions import caches
 
 __all__ = [
