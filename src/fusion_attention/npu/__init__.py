@@ -25,6 +25,7 @@ from fusion_attention.npu.companions.gates import (
     npu_swiglu,
     npu_swiglu_backward,
 )
+from fusion_attention.npu.companions.losses import npu_cross_entropy_loss, npu_cross_entropy_loss_backward
 from fusion_attention.npu.companions.norms import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
@@ -101,6 +102,8 @@ __all__ = [
     "npu_attention_update",
     "npu_confusion_transpose",
     "npu_confusion_transpose_backward",
+    "npu_cross_entropy_loss",
+    "npu_cross_entropy_loss_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
     "npu_dynamic_quant",

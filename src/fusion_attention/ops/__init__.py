@@ -7,6 +7,7 @@ from fusion_attention.ops.companions import (
     caches,
     experts,
     gates,
+    losses,
     norms,
     products,
     quantised,
@@ -33,6 +34,6 @@ FAMILIES = (
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Functions that torch itself computes: records without a lowering (ops/companions).
-AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products)
+AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses)
 COMPANIONS: dict[str, Op] = {record.name: record for family in AROUND for record in family.RECORDS}
 CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

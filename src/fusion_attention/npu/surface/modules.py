@@ -18,6 +18,7 @@ from fusion_attention.npu.companions import (
     caches,
     experts,
     gates,
+    losses,
     norms,
     products,
     quantised,
@@ -33,7 +34,7 @@ from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
