@@ -1,5 +1,20 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.companions.atb import (
+    _npu_flash_attention,
+    _npu_flash_attention_qlens,
+    _npu_flash_attention_unpad,
+    _npu_flash_attention_v3,
+    _npu_paged_attention,
+    _npu_paged_attention_get_workspace,
+    _npu_paged_attention_mla,
+    _npu_paged_attention_splitfuse,
+)
+from fusion_attention.npu.companions.atb_rows import (
+    _npu_reshape_and_cache,
+    _npu_reshape_and_cache_siso,
+    _npu_rotary_embedding,
+)
 from fusion_attention.npu.companions.caches import (
     npu_gather_pa_kv_cache,
     npu_kv_rmsnorm_rope_cache,
@@ -91,10 +106,21 @@ from fusion_attention.settings import strict
 
 __all__ = [
     "_npu_dropout_gen_mask",
+    "_npu_flash_attention",
+    "_npu_flash_attention_qlens",
+    "_npu_flash_attention_unpad",
+    "_npu_flash_attention_v3",
     "_npu_fused_infer_attention_score_get_max_workspace",
     "_npu_fused_infer_attention_score_infer_output",
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
     "_npu_fused_infer_attention_score_v2_infer_output",
+    "_npu_paged_attention",
+    "_npu_paged_attention_get_workspace",
+    "_npu_paged_attention_mla",
+    "_npu_paged_attention_splitfuse",
+    "_npu_reshape_and_cache",
+    "_npu_reshape_and_cache_siso",
+    "_npu_rotary_embedding",
     "get_npu_format",
     "install",
     "npu_add_rms_norm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusion_attention.contract import Op
 from fusion_attention.ops.companions import (
+    atb,
     caches,
     experts,
     gates,
@@ -34,6 +35,6 @@ FAMILIES = (
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Functions that torch itself computes: records without a lowering (ops/companions).
-AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses)
+AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses, atb)
 COMPANIONS: dict[str, Op] = {record.name: record for family in AROUND for record in family.RECORDS}
 CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

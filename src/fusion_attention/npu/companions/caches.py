@@ -62,7 +62,7 @@ def npu_scatter_pa_kv_cache(
     checked(caches.SCATTER_PA, args)
     with torch.no_grad():
         for cache, rows in ((key_cache, key), (value_cache, value)):
-            _store(_slots(cache, rows), rows.flatten(1), slot_mapping)
+            store(_slots(cache, rows), rows.flatten(1), slot_mapping)
 
 
 def npu_gather_pa_kv_cache(
@@ -243,7 +243,7 @@ def npu_kv_rmsnorm_rope_cache(
         places = _of_tokens(index, kv.shape[2], k_cache, mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
         for cache, rows, (scale, offset) in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True):
-            _store(_lines(cache, mode), _rounded(rows, cache.dtype, scale, offset).flatten(0, 2), places)
+            store(_lines(cache, mode), _rounded(rows, cache.dtype, scale, offset).flatten(0, 2), places)
         wanted = given["is_output_kv"]
         k_embed, y = (rows.to(kv.dtype) if wanted else kv.new_empty(0) for rows in (k_embed, y))
         return k_cache, ckv_cache, k_embed, y
@@ -272,7 +272,7 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[3] // width, cache.shape[1], width).transpose(1, 2)
 
 
-def _store(slots: Tensor, rows: Tensor, places: Tensor) -> None:
+def store(slots: Tensor, rows: Tensor, places: Tensor) -> None:
     """Rows at places below 0 are stored nowhere."""
     there = places >= 0
     found, size = places[there].long(), max(slots.shape[1], 1)

@@ -41,8 +41,8 @@ def npu_cross_entropy_loss(
         lse_square_scale_for_zloss, return_zloss: computed neither on the chip nor here.
 
     Returns:
-        (loss, log_prob, zloss, lse_for_zloss) in the dtype of input: the loss is [1], of reduction "none" [T], and alone
-        is differentiable; log_prob [T, C]; the others have no elements. The mean of no row is NaN.
+        (loss, log_prob, zloss, lse_for_zloss) in the dtype of input: the loss is [1], of reduction "none" [T], and
+        alone is differentiable; log_prob [T, C]; the others have no elements. The mean of no row is NaN.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_cross_entropy_loss.md does not allow.

@@ -15,6 +15,8 @@ import torch
 
 from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
 from fusion_attention.npu.companions import (
+    atb,
+    atb_rows,
     caches,
     experts,
     gates,
@@ -34,7 +36,7 @@ from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses),
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses, atb, atb_rows),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
