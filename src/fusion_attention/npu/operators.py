@@ -56,7 +56,12 @@ def _register(name: str, face: Face) -> None:
             return operator(*args, **kwargs)
 
     run = _whole(face) if "int" in schema.rpartition("->")[2] else face
-    register(schema, run, run, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+    fake = _nothing if schema.endswith("-> ()") else run
+    register(schema, run, fake, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a trace sees of a function that writes what it is given: lengths, which some read, have no values there."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -183,7 +183,7 @@ def _npu_flash_attention_qlens(
     """
     given = dict(locals())
     ends = _ends(atb.QLENS, given)
-    _attend(atb.QLENS, given, (key_cache, value_cache), ends, to_array(context_lens), **_causal(query))
+    _attend(atb.QLENS, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
 
 
 def _npu_paged_attention(
@@ -222,7 +222,7 @@ def _npu_paged_attention(
     """
     given = dict(locals())
     checked(atb.PAGED_ATTENTION, given)
-    _attend(atb.PAGED_ATTENTION, given, (key_cache, value_cache), _one_each(query), to_array(context_lens))
+    _attend(atb.PAGED_ATTENTION, given, (key_cache, value_cache), _one_each(query), context_lens)
 
 
 def _npu_paged_attention_get_workspace(
@@ -296,7 +296,7 @@ def _npu_paged_attention_mla(
     given = dict(locals())
     checked(atb.PAGED_MLA, given)
     both = key_cache, key_cache[..., :mla_vheadsize]
-    _attend(atb.PAGED_MLA, given, both, _one_each(query), to_array(context_lens))
+    _attend(atb.PAGED_MLA, given, both, _one_each(query), context_lens)
 
 
 def _npu_paged_attention_splitfuse(
@@ -336,12 +336,12 @@ def _npu_paged_attention_splitfuse(
     """
     given = dict(locals())
     ends = _ends(atb.SPLITFUSE, given)
-    rows = to_array(seq_len)
+    rows = _read(atb.SPLITFUSE, seq_len)
     most = int(rows.max(initial=0))
     line = np.minimum((ends - rows)[:, None] + np.arange(most), max(len(query) - 1, 0))
     hidden = atb.hides(mask)[torch.from_numpy(line).to(mask.device)]
     mask_alone = {"atten_mask": hidden, "sparse_mode": MASK_ALONE}
-    _attend(atb.SPLITFUSE, given, (key_cache, value_cache), ends, to_array(context_lens), **mask_alone)
+    _attend(atb.SPLITFUSE, given, (key_cache, value_cache), ends, context_lens, **mask_alone)
 
 
 # ---------------------------------------------------------------------------------------------------------- what calls
@@ -350,8 +350,15 @@ def _npu_paged_attention_splitfuse(
 def _ends(op: Op, given: Mapping[str, Any]) -> np.ndarray:
     """Where the rows of every sequence of a call end, which its record allows."""
     checked(op, given)
-    ends: np.ndarray = to_array(given["seq_len"]).cumsum()
-    return ends
+    return _read(op, given["seq_len"]).cumsum()
+
+
+def _read(op: Op, lengths: Any) -> np.ndarray:
+    """Lengths, on the host."""
+    found = to_array(lengths)
+    if isinstance(found, np.ndarray):
+        return found
+    raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.npu.{op.name}, one node of a graph")
 
 
 def _one_each(query: Tensor) -> np.ndarray:
@@ -366,7 +373,12 @@ def _causal(query: Tensor) -> dict[str, Any]:
 
 
 def _attend(
-    op: Op, given: Mapping[str, Any], keys: tuple[Tensor, Tensor], ends: np.ndarray, kv: np.ndarray, **seen: Any
+    op: Op,
+    given: Mapping[str, Any],
+    keys: tuple[Tensor, Tensor],
+    ends: np.ndarray,
+    kv: np.ndarray | Tensor,
+    **seen: Any,
 ) -> None:
     """Attention of a checked call, into its `out`.
 
@@ -386,7 +398,7 @@ def _attend(
         return
     if table is None:
         keys = keys[0][:rows], keys[1][:rows]
-    lengths = {"actual_seq_lengths": ends.tolist(), "actual_seq_lengths_kv": kv.tolist()}
+    lengths = {"actual_seq_lengths": ends.tolist(), "actual_seq_lengths_kv": _read(op, kv).tolist()}
     heads = {"num_heads": given["num_heads"], "num_key_value_heads": given["num_kv_heads"]}
     in_pages = {"key": "key_cache", "value": "value_cache", "actual_seq_lengths_kv": "context_lens"}
     named = {"actual_seq_lengths_kv": "seq_len"} if table is None else in_pages
