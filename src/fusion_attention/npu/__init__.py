@@ -49,6 +49,10 @@ from fusion_attention.npu.companions.norms import (
 )
 from fusion_attention.npu.companions.products import npu_grouped_matmul
 from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul
+from fusion_attention.npu.companions.quantised_sparse import (
+    npu_kv_quant_sparse_flash_attention,
+    npu_quant_lightning_indexer,
+)
 from fusion_attention.npu.companions.rotary import (
     npu_apply_rotary_pos_emb,
     npu_interleave_rope,
@@ -153,6 +157,7 @@ __all__ = [
     "npu_grouped_matmul",
     "npu_incre_flash_attention",
     "npu_interleave_rope",
+    "npu_kv_quant_sparse_flash_attention",
     "npu_kv_rmsnorm_rope_cache",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
@@ -168,6 +173,7 @@ __all__ = [
     "npu_moe_token_unpermute_with_routing_map",
     "npu_mrope",
     "npu_prompt_flash_attention",
+    "npu_quant_lightning_indexer",
     "npu_quant_matmul",
     "npu_ring_attention_update",
     "npu_rms_norm",

@@ -12,6 +12,7 @@ from fusion_attention.ops.companions import (
     norms,
     products,
     quantised,
+    quantised_sparse,
     rotary,
     routing,
     shapes,
@@ -34,7 +35,21 @@ FAMILIES = (
     *(indexer, lightning_indexer, sparse, sparse_attention, indexer_loss, own_indexer_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
-# Functions that torch itself computes: records without a lowering (ops/companions).
-AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products, losses, atb)
+# Functions that torch itself computes, or another function that is here: records without a lowering (ops/companions).
+AROUND = (
+    norms,
+    gates,
+    rotary,
+    caches,
+    shapes,
+    softmax,
+    experts,
+    routing,
+    quantised,
+    products,
+    losses,
+    atb,
+    quantised_sparse,
+)
 COMPANIONS: dict[str, Op] = {record.name: record for family in AROUND for record in family.RECORDS}
 CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}
