@@ -32,6 +32,7 @@ def npu_scatter_pa_kv_cache(
     compress_lens: Tensor | None = None,
     compress_seq_offsets: Tensor | None = None,
     seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
 ) -> None:
     """Stores key and value rows in the pages of a cache, in place.
 
@@ -40,9 +41,11 @@ def npu_scatter_pa_kv_cache(
     Args:
         key, value: [tokens, heads, D]; their D may differ.
         key_cache, value_cache: pages [pages, slots, heads, D], or in pieces [pages, pieces, slots, width] (the chip's
-            NZ). What fits both is read as the former.
+            NZ).
         slot_mapping: [tokens]; a slot below 0 stores nothing. Of equal slots the last row stays.
         compress_lens, compress_seq_offsets, seq_lens: of compressed caches, which are not computed.
+        cache_mode: "Norm": pages of whole rows. "PA_NZ": pieces where the caches' shape holds some; what may be either
+            is pieces where these are as wide as the chip's, 32 bytes.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_pa_kv_cache.md does not allow. Nothing is written.
@@ -58,11 +61,12 @@ def npu_scatter_pa_kv_cache(
     args = {
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
         "compress_lens": compress_lens, "compress_seq_offsets": compress_seq_offsets, "seq_lens": seq_lens,
+        "cache_mode": cache_mode,
     }  # fmt: skip
-    checked(caches.SCATTER_PA, args)
+    mode = checked(caches.SCATTER_PA, args)["cache_mode"]
     with torch.no_grad():
         for cache, rows in ((key_cache, key), (value_cache, value)):
-            _store(_slots(cache, rows), rows.flatten(1), slot_mapping)
+            _store(_slots(cache, rows, mode), rows.flatten(1), slot_mapping)
 
 
 def npu_gather_pa_kv_cache(
@@ -124,18 +128,18 @@ def npu_gather_pa_kv_cache(
                 rows.zero_()
 
 
-def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """A copy with some rows replaced, by their places.
 
-    y = self;  y[indices[i]] = updates[i]
+    y = input;  y[indices[i]] = updates[i]
 
     Args:
-        self: any tensor.
-        indices: [..., K]: places along the first K axes of self; int64 or int32.
-        updates: a row for every place, in the dtype of self. Of equal places one of the rows stays.
+        input: any tensor.
+        indices: [..., K]: places along the first K axes of input; int64 or int32.
+        updates: a row for every place, in the dtype of input. Of equal places one of the rows stays.
 
     Returns:
-        y as self.
+        y as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_nd_update.md does not allow.
@@ -146,20 +150,20 @@ def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Ten
         >>> npu_scatter_nd_update(torch.zeros(4), torch.tensor([[2]]), torch.ones(1)).tolist()
         [0.0, 0.0, 1.0, 0.0]
     """
-    checked(caches.SCATTER_ND, {"self": self, "indices": indices, "updates": updates})
-    return self.index_put(_places(indices), updates)
+    checked(caches.SCATTER_ND, {"input": input, "indices": indices, "updates": updates})
+    return input.index_put(_places(indices), updates)
 
 
-def npu_scatter_nd_update_(self: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
+def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
     """Replaces some rows by their places, in place.
 
-    self[indices[i]] = updates[i]
+    input[indices[i]] = updates[i]
 
     Args:
-        self, indices, updates: as in npu_scatter_nd_update; self is written.
+        input, indices, updates: as in npu_scatter_nd_update; input is written.
 
     Returns:
-        self.
+        input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_nd_update_.md does not allow. Nothing is written.
@@ -171,8 +175,8 @@ def npu_scatter_nd_update_(self: Annotated[Tensor, "a!"], indices: Tensor, updat
         >>> npu_scatter_nd_update_(cache, torch.tensor([[2]]), torch.ones(1)) is cache
         True
     """
-    checked(caches.SCATTER_ND_, {"self": self, "indices": indices, "updates": updates})
-    return self.index_put_(_places(indices), updates)
+    checked(caches.SCATTER_ND_, {"input": input, "indices": indices, "updates": updates})
+    return input.index_put_(_places(indices), updates)
 
 
 def npu_kv_rmsnorm_rope_cache(
@@ -257,9 +261,9 @@ def _places(indices: Tensor) -> tuple[Tensor, ...]:
     return indices.long().unbind(-1)
 
 
-def _slots(cache: Tensor, rows: Tensor) -> Tensor:
+def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
     """A cache of pages as [pages, slots, elements of a row...], a view; pieces stay apart."""
-    return cache if cache.shape[2:] == rows.shape[1:] else cache.transpose(1, 2)
+    return cache.transpose(1, 2) if caches.lies_in_pieces(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
