@@ -56,6 +56,14 @@ def test_opcheck(name: str, ops: Any) -> None:
     assert torch.library.opcheck(overload, (), args, test_utils=CHEAP) == dict.fromkeys(CHEAP, "SUCCESS")
 
 
+def test_an_operator_returns_no_argument(ops: Any) -> None:
+    x = torch.randn(2, 3)
+    assert npu.npu_format_cast(x, 2) is x
+    assert torch.library.opcheck(ops.npu_format_cast.default, (x, 2), test_utils="test_schema") == {
+        "test_schema": "SUCCESS"
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CHECKED if name not in RETURNED])  # torch refuses to trace those
 def test_opcheck_traced(name: str, ops: Any) -> None:
