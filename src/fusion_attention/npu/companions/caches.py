@@ -8,6 +8,7 @@ import torch
 
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.npu.companions.norms import normalised
+from fusion_attention.npu.companions.quantised import rounded
 from fusion_attention.npu.companions.rotary import npu_interleave_rope
 from fusion_attention.ops.companions import caches
 
@@ -65,8 +66,7 @@ def npu_scatter_pa_kv_cache(
     }  # fmt: skip
     mode = checked(caches.SCATTER_PA, args)["cache_mode"]
     with torch.no_grad():
-        for cache, rows in ((key_cache, key), (value_cache, value)):
-            _store(_slots(cache, rows, mode), rows.flatten(1), slot_mapping)
+        _store([(_slots(c, r, mode), r.flatten(1)) for c, r in ((key_cache, key), (value_cache, value))], slot_mapping)
 
 
 def npu_gather_pa_kv_cache(
@@ -110,7 +110,8 @@ def npu_gather_pa_kv_cache(
     cumulative = checked(caches.GATHER_PA, args)["is_seq_lens_cumsum"]
     with torch.no_grad():
         slots = _slots(key_cache, key)
-        size, tokens = slots.shape[1], key.shape[0]
+        pages = slots.shape[0] if slots.shape[1] else 0
+        size, tokens = max(slots.shape[1], 1), key.shape[0]
         lengths = (seq_lens.diff() if cumulative else seq_lens).long()
         starts = lengths.cumsum(0) - lengths
         sequence = torch.arange(len(lengths), device=key.device).repeat_interleave(lengths, output_size=tokens)
@@ -118,14 +119,14 @@ def npu_gather_pa_kv_cache(
         column = row // size + (0 if seq_offset is None else seq_offset[sequence].long() // size)
         table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # behind the last column
         page = table[sequence, column.clamp(0, table.shape[1] - 1)].where(column >= 0, -1)
-        there = (page >= 0) & (page < slots.shape[0])
+        there = (page >= 0) & (page < pages)
+        found = []
         for cache, rows in ((key_cache, key), (value_cache, value)):
             source = _slots(cache, rows)
-            if source.shape[0]:
-                found = source[page.where(there, 0), row % size].view(rows.shape)
-                rows.copy_(found.where(there[:, None, None], 0))
-            else:
-                rows.zero_()
+            lines = source[page.where(there, 0), row % size].view(rows.shape) if pages else rows
+            found.append(lines.where(there[:, None, None], 0))
+        key.copy_(found[0])
+        value.copy_(found[1])
 
 
 def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
     Args:
         input: any tensor.
         indices: [..., K]: places along the first K axes of input; int64 or int32.
-        updates: a row for every place, in the dtype of input. Of equal places one of the rows stays.
+        updates: a row for every place, in the dtype of input. Of equal places the last row stays.
 
     Returns:
         y as input.
@@ -151,7 +152,7 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
         [0.0, 0.0, 1.0, 0.0]
     """
     checked(caches.SCATTER_ND, {"input": input, "indices": indices, "updates": updates})
-    return input.index_put(_places(indices), updates)
+    return input.index_put(*_updated(input, indices, updates))
 
 
 def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
@@ -176,7 +177,7 @@ def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, upda
         True
     """
     checked(caches.SCATTER_ND_, {"input": input, "indices": indices, "updates": updates})
-    return input.index_put_(_places(indices), updates)
+    return input.index_put_(*_updated(input, indices, updates))
 
 
 def npu_kv_rmsnorm_rope_cache(
@@ -246,8 +247,11 @@ def npu_kv_rmsnorm_rope_cache(
         k_embed = npu_interleave_rope(rope, cos.float(), sin.float())
         places = _of_tokens(index, kv.shape[2], k_cache, mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
-        for cache, rows, (scale, offset) in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True):
-            _store(_lines(cache, mode), _rounded(rows, cache.dtype, scale, offset).flatten(0, 2), places)
+        stored = [
+            (_lines(cache, mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
+            for cache, rows, of_cache in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True)
+        ]
+        _store(stored, places)
         wanted = given["is_output_kv"]
         k_embed, y = (rows.to(kv.dtype) if wanted else kv.new_empty(0) for rows in (k_embed, y))
         return k_cache, ckv_cache, k_embed, y
@@ -256,9 +260,24 @@ def npu_kv_rmsnorm_rope_cache(
 # -------------------------------------------------------------------------------------------------------------- places
 
 
-def _places(indices: Tensor) -> tuple[Tensor, ...]:
-    """Along each axis, as index_put() takes them."""
-    return indices.long().unbind(-1)
+def _last(places: Tensor) -> Tensor:
+    """For every row the last one that has its place: writing that one instead, rows of one place are no race."""
+    order = places.argsort(stable=True)
+    ordered = places[order]
+    last = order[torch.searchsorted(ordered, ordered, right=True) - 1]
+    return torch.zeros_like(order).scatter(0, order, last)
+
+
+def _updated(whole: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(places along each axis, rows) as index_put() takes them; the last row of a place alone has a gradient."""
+    axes = indices.shape[-1]
+    places, rows = indices.reshape(-1, axes).long(), updates.reshape(indices.shape[:-1].numel(), *whole.shape[axes:])
+    line = places.new_zeros(places.shape[0])
+    for size, place in zip(whole.shape[:axes], places.unbind(-1), strict=True):
+        line = line * size + place
+    last = _last(line)
+    stays = (last == torch.arange(last.shape[0], device=last.device)).view(-1, *(1,) * (rows.dim() - 1))
+    return places.unbind(-1), torch.where(stays, rows, rows.detach()[last])
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
@@ -276,11 +295,20 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[3] // width, cache.shape[1], width).transpose(1, 2)
 
 
-def _store(slots: Tensor, rows: Tensor, places: Tensor) -> None:
-    """Rows at places below 0 are stored nowhere."""
-    there = places >= 0
-    found, size = places[there].long(), max(slots.shape[1], 1)
-    slots[found // size, found % size] = rows.view(len(rows), *slots.shape[2:])[there]
+def _store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
+    """Rows at places below 0 are stored nowhere; of equal places the last row stays. All are read, then all written."""
+    if not places.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
+        return
+    # Rows without a place are written as the one of the largest place is; if none has one, as what is there.
+    top = places.argmax()
+    there, last = places >= 0, _last(places)
+    place = places.where(there, places[top]).clamp(min=0).long()
+    ready = []
+    for slots, rows in caches_and_rows:
+        found = rows.reshape(rows.shape[0], *slots.shape[2:])[last.where(there, last[top])]
+        ready.append((slots, found.where(places[top] >= 0, slots[0, 0])))
+    for slots, rows in ready:
+        slots[place // slots.shape[1], place % slots.shape[1]] = rows
 
 
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
@@ -301,5 +329,4 @@ def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Ten
     """Rows as a cache has them; halves to even."""
     if scale is None:
         return rows.to(dtype)
-    scaled = rows * scale if offset is None else rows * scale + offset
-    return scaled.round().clamp(-128, 127).to(torch.int8)
+    return rounded(rows * scale if offset is None else rows * scale + offset, 127)
