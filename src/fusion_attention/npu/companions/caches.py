@@ -300,7 +300,7 @@ def _store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None
     if not places.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
     # Rows without a place are written as the one of the largest place is; if none has one, as what is there.
-    top = places.argmax()
+    top = places.argmax(0, keepdim=True)
     there, last = places >= 0, _last(places)
     place = places.where(there, places[top]).clamp(min=0).long()
     ready = []
