@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
+from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
