@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
 from fusion_attention.npu.coverage import LARGEST, Reading, read
 from fusion_attention.npu.surface import modules
+from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 
 
 def reading(text: str, folder: Path) -> Reading:
