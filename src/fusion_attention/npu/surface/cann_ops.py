@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.api.attention import attention
-from fusion_attention.contract import ContractError
-from fusion_attention.contract.record import Failure
+from fusion_attention.contract import ContractError, Failure
 from fusion_attention.waist.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
