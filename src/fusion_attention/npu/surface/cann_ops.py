@@ -79,7 +79,8 @@ def flash_attn(
         raise _refused(name, "layout_kv", f"{layout_q}, as layout_q, and no pages", layout_kv, pages)
     if mask_mode not in (0, 3, 4):
         raise _refused(name, "mask_mode", "0, 3 (causal) or 4 (a window)", mask_mode, "the others are not defined")
-    band = {0: None, 3: Band.causal(), 4: Band.window(*(UNLIMITED if n < 0 else n for n in (win_left, win_right)))}
+    left, right = (UNLIMITED if n < 0 else n for n in (win_left, win_right))
+    band = {0: None, 3: Band.causal(), 4: Band.window(left, right)}
     lengths = (_lengths(name, "q", cu_seqlens_q, seqused_q), _lengths(name, "kv", cu_seqlens_kv, seqused_kv))
     options: dict[str, Any] = {"layout": layout_q, "scale": softmax_scale, "band": band[mask_mode], "sink": sinks}
     options |= {"q_len": lengths[0], "kv_len": lengths[1], "return_lse": return_softmax_lse}
