@@ -50,7 +50,7 @@ def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**kept, "PYTHONPATH": path, **environment},
+        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, (path, kept.get("PYTHONPATH")))), **environment},
         capture_output=True,
         text=True,
         timeout=300,
