@@ -49,7 +49,7 @@ def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_name_is_there_on_every_device(device: str) -> None:
-    modules = made(torch.device(device))
+    modules = made(torch.device(device), "npu")
     assert [name for name in modules if name != "torch_npu"] == [
         f"torch_npu.{name}" for name in modules_in_order(modules)
     ]
@@ -91,7 +91,7 @@ def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: An
 def test_a_new_function_of_a_face_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
     monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
-    modules = made(torch.device("cpu"))
+    modules = made(torch.device("cpu"), "npu")
     assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
 
 
@@ -197,7 +197,8 @@ def test_equality_with_a_precision() -> None:
 def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = importlib.import_module("torch_npu.testing.common_utils")
     one, other = helpers.create_common_tensor([np.float16, 2, (3, 4)], -2, 2)
-    assert torch.equal(one, other)
+    assert (one.device.type, other.device.type) == ("cpu", "npu")
+    assert torch.equal(one, other.cpu())
     assert one.dtype == torch.float16
     assert one.shape == (3, 4)
     assert one.abs().max() <= 2
