@@ -174,7 +174,7 @@ void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit
 // Asked of memory, not computed: what the device that computes would say of its own is not npu's answer.
 const std::unordered_set<std::string_view> &kept() {
     static const std::unordered_set<std::string_view> names = {
-        "aten::is_pinned", "aten::_pin_memory", "aten::record_stream", "aten::_has_compatible_shallow_copy_type",
+        "aten::is_pinned", "aten::_pin_memory", "aten::record_stream",
     };
     return names;
 }
