@@ -154,3 +154,13 @@ def test_a_matrix_says_how_pairs_turn() -> None:
     cos, sin = ANGLES.cos(), ANGLES.sin()
     want = npu.npu_rotary_mul(X, cos, sin, "interleave")
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, "interleave", rotate=matrix), want)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_shapes_go_there_and_back(first: bool) -> None:
+    x = torch.randn(2, 3, 4, 5)
+    perm, shape = ((1, 2, 3, 0), (12, 10)) if first else ((2, 0, 1), (4, 6, 5))
+    found = npu.npu_confusion_transpose(x, perm, shape, first)
+    want = x.permute(perm).reshape(shape) if first else x.reshape(shape).permute(perm)
+    assert torch.equal(found, want)
+    assert torch.equal(npu.npu_confusion_transpose_backward(found, perm, x.shape, not first), x)
