@@ -42,8 +42,7 @@ def _npu_reshape_and_cache(
     """
     checked(atb.RESHAPE, dict(locals()))
     with torch.no_grad():
-        for cache, rows in ((key_cache, key), (value_cache, value)):
-            store(cache, rows.reshape(len(rows), *cache.shape[2:]), slot_indices)
+        store([(key_cache, key), (value_cache, value)], slot_indices)
 
 
 def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: Tensor) -> None:
@@ -68,7 +67,7 @@ def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: T
     """
     checked(atb.RESHAPE_ONE, dict(locals()))
     with torch.no_grad():
-        store(key_cache, key.reshape(len(key), *key_cache.shape[2:]), slot_indices)
+        store([(key_cache, key)], slot_indices)
 
 
 def _npu_rotary_embedding(

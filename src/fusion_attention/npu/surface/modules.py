@@ -31,7 +31,7 @@ from fusion_attention.npu.companions import (
     softmax,
 )
 from fusion_attention.npu.device import process_groups
-from fusion_attention.npu.surface import elsewhere, host, profiler, runtime, testcase
+from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 
 NAME = "torch_npu"
@@ -114,7 +114,7 @@ def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
     Args:
         faces: the functions of torch_npu.
     """
-    return _modules(elsewhere.contents(faces))
+    return _modules(elsewhere.contents(faces) | cann_ops.contents(faces))
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:
