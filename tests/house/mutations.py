@@ -7,6 +7,7 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_atb import ATB
 from mutations_of_backward import BACKWARD
 from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
@@ -466,6 +467,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
     *(*LISTS, *SPARSE_BACKWARD, *INDEXER),
 )

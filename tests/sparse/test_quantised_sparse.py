@@ -96,13 +96,13 @@ def cache(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
     packed, meant = cache(12, dtype)
     q = torch.randn(1, S1, N1, LATENT + ROPE, generator=GENERATOR).to(dtype)
-    chosen = torch.stack([torch.randperm(16, generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
+    chosen = torch.stack([torch.randperm(KEYS[0], generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
     chosen[0, 2, 0, 4:] = -1
     key, paged = of(packed, 0)[None], {}
     if layout == "PA_BSND":
         key = packed
         paged = {"block_table": TABLE[:1], "actual_seq_lengths_kv": torch.tensor(KEYS[:1], dtype=torch.int32)}
-    common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "attention_mode": 2}
+    common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "sparse_mode": 0}
     out = npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
     def formula(wide: torch.dtype) -> torch.Tensor:
