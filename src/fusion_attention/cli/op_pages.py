@@ -99,13 +99,15 @@ def shown(op: Op) -> Shown:
 
 def _companion(op: Op) -> str:
     """What computes a function that has no lowering."""
-    for form, name in BY_ANOTHER.items():
-        if re.fullmatch(form, op.name):
-            return (
-                f"Computed by [{name}]({name}.md), wherever that is. "
-                "There is no two-phase function of it and no C function."
-            )
-    return BY_TORCH
+    name = another(op.name)
+    if not name:
+        return BY_TORCH
+    return f"Computed by [{name}]({name}.md), wherever that is. There is no two-phase function of it and no C function."
+
+
+def another(name: str) -> str:
+    """The function that computes a companion; "" of one that torch computes."""
+    return next((found for form, found in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 
 def function(op: Op) -> Any:
