@@ -244,7 +244,7 @@ def freed(*shape: int) -> torch.Tensor:
         ({"actual_seq_qlen": [-1, 5]}, "actual_seq_qlen: expected"),
         (
             {"actual_seq_qlen": [2, 6]},
-            "expected cumulative ends, ascending to as many tokens as there are",
+            "actual_seq_qlen: expected cumulative ends",
         ),
         ({"actual_seq_qlen": torch.tensor([2.5])}, "actual_seq_qlen: expected"),
         ({"actual_seq_qlen": "x"}, "actual_seq_qlen: expected"),
@@ -277,7 +277,7 @@ def test_a_step_that_does_not_fit(change: dict[str, Any], text: str) -> None:
             [torch.zeros(3)] * 2,
             [torch.zeros(3, 8), torch.zeros(3, 9)],
             0,
-            r"local_out: expected \[rows, D\] of one",
+            r"local_out: expected \[rows, D\] of",
         ),
         ([torch.zeros(3), torch.zeros(4)], [torch.zeros(3, 8)] * 2, 0, r"lse: expected \[rows\] of every rank"),
         ([torch.zeros(3).half()], [torch.zeros(3, 8)], 0, "lse: expected float32, got float16"),

@@ -6,6 +6,7 @@ The arithmetic is waist/merge.py's; here layouts, lanes, and what the statistics
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -116,8 +117,9 @@ def npu_attention_update(
         >>> out[0, 0].item(), lse.exp().item()
         (0.5, 2.0)
     """
-    checked(merging.UPDATE, {"lse": lse, "local_out": local_out, "update_type": update_type})
-    lse, local_out = ((given,) if isinstance(given, Tensor) else given for given in (lse, local_out))
+    given: dict[str, Any] = {"lse": lse, "local_out": local_out, "update_type": update_type}
+    given |= checked(merging.UPDATE, given)  # one tensor is a list of one
+    lse, local_out = given["lse"], given["local_out"]
     with torch.no_grad():
         out = local_out[0]
         found = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
