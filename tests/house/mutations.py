@@ -20,6 +20,7 @@ from mutations_of_lists import LISTS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
+from mutations_of_surface import SURFACE
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -465,5 +466,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *FORWARD, *BACKWARD, *GPUS, *LISTS, *SPARSE_BACKWARD, *INDEXER),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
+    *(*LISTS, *SPARSE_BACKWARD, *INDEXER),
 )

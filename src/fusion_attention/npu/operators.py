@@ -59,7 +59,12 @@ def _register(name: str, face: Face) -> None:
 
     run = _whole(face) if "int" in schema.rpartition("->")[2] else face
     run = _apart(face) if packet in _HANDS_BACK else run
-    register(schema, run, run, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+    fake = _nothing if schema.endswith("-> ()") else run
+    register(schema, run, fake, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a trace sees of a function that writes what it is given: lengths, which some read, have no values there."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

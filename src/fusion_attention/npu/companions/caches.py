@@ -66,7 +66,7 @@ def npu_scatter_pa_kv_cache(
     }  # fmt: skip
     mode = checked(caches.SCATTER_PA, args)["cache_mode"]
     with torch.no_grad():
-        _store([(_slots(c, r, mode), r.flatten(1)) for c, r in ((key_cache, key), (value_cache, value))], slot_mapping)
+        store([(_slots(c, r, mode), r.flatten(1)) for c, r in ((key_cache, key), (value_cache, value))], slot_mapping)
 
 
 def npu_gather_pa_kv_cache(
@@ -251,7 +251,7 @@ def npu_kv_rmsnorm_rope_cache(
             (_lines(cache, mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
             for cache, rows, of_cache in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True)
         ]
-        _store(stored, places)
+        store(stored, places)
         wanted = given["is_output_kv"]
         k_embed, y = (rows.to(kv.dtype) if wanted else kv.new_empty(0) for rows in (k_embed, y))
         return k_cache, ckv_cache, k_embed, y
@@ -295,7 +295,7 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[3] // width, cache.shape[1], width).transpose(1, 2)
 
 
-def _store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
+def store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
     """Rows at places below 0 are stored nowhere; of equal places the last row stays. All are read, then all written."""
     if not places.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return

@@ -9,19 +9,25 @@ from __future__ import annotations
 from fusion_attention.contract import Op
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.companions import (
+    atb,
     caches,
     experts,
     gates,
+    losses,
     norms,
     products,
     quantised,
+    quantised_sparse,
     rotary,
     routing,
     shapes,
     softmax,
 )
 
-FAMILIES = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products)
+FAMILIES = (
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(losses, atb, quantised_sparse),
+)
 COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.
 CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}
