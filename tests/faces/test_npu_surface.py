@@ -94,7 +94,8 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
     assert "counts no memory" in torch_npu.npu.memory_summary()
     environment = imported("torch_npu.utils.collect_env")
     monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "what torch says")  # in seconds
-    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention \S+ stands in", environment.get_pretty_env_info())
+    said = environment.get_pretty_env_info()
+    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention, as \S+, stands in", said)
     assert environment.get_torch_npu_version() == torch_npu.__version__
     assert torch_npu.float8_e8m0fnu is torch.float8_e8m0fnu
     assert torch_npu.hifloat8 == "torch_npu.hifloat8"

@@ -15,12 +15,16 @@ import torch
 
 from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
 from fusion_attention.npu.companions import (
+    atb,
+    atb_rows,
     caches,
     experts,
     gates,
+    losses,
     norms,
     products,
     quantised,
+    quantised_sparse,
     rotary,
     routing,
     shapes,
@@ -33,7 +37,22 @@ from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(
+        norms,
+        gates,
+        rotary,
+        caches,
+        shapes,
+        softmax,
+        experts,
+        routing,
+        quantised,
+        products,
+        losses,
+        atb,
+        atb_rows,
+        quantised_sparse,
+    ),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
