@@ -280,6 +280,8 @@ def test_a_mock_object_in_its_place_is_named(torch_npu: ModuleType, monkeypatch:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plugin.pytest_collection_finish()
-    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
-    with pytest.warns(pytest.PytestWarning, match=r"torch_npu is <module 'a mock'> and computes nothing"):
-        plugin.pytest_collection_finish()
+    said = r"torch_npu is <module 'a mock'> and computes nothing"
+    with monkeypatch.context() as replaced:
+        replaced.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
+        with pytest.warns(pytest.PytestWarning, match=said):
+            plugin.pytest_collection_finish()
