@@ -10,13 +10,15 @@ from typer.testing import CliRunner
 from fusion_attention.cli import app, docstrings
 from fusion_attention.cli.op_pages import groups
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.companions import COMPANIONS, CONTRACTS
+from fusion_attention.ops.companions import COMPANIONS, CONTRACTS, atb, quantised_sparse
 from website.ascend_calls import ALL_CALLS, EVERYWHERE
 from website.svg import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "ascend_code.md"
 SHOWN = 8  # calls; what has fewer is summed up
+# Companions whose attention the core computes.
+ON_THE_CORE = {record.name for record in (*atb.RECORDS, *quantised_sparse.RECORDS)}
 
 
 def page() -> str:
@@ -49,7 +51,8 @@ def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
     said = record.summary if record else docstrings.prose(_first(function), "")
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
-    return f"| {link} | {_cell(said)} | {'the core' if record and name not in COMPANIONS else 'torch'} |"
+    core = record is not None and (name not in COMPANIONS or name in ON_THE_CORE)
+    return f"| {link} | {_cell(said)} | {'the core' if core else 'torch'} |"
 
 
 def _first(function: object) -> str:
