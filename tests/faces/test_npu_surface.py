@@ -122,6 +122,8 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == 1
     assert torch.cuda.get_device_name() == torch_npu.npu.get_device_name()
+    assert torch.cuda.get_device_capability() < (7, 0)  # as programs and torch.compile compare it
+    assert torch.cuda.get_device_properties(0).major < 7
     x = torch.randn(3, 4, device="cuda:0")
     places = [x.cuda(), x.to("cuda"), x.to(0), x.to(device=torch.device("cuda", 0)), x.new_ones(2, device="cuda")]
     places += [torch.zeros(2, device=torch.device("cuda")), torch.nn.Linear(4, 4).cuda().to("cuda:0").weight]
@@ -162,6 +164,17 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     assert vars(torch.cuda) == cuda
     assert vars(torch.amp.GradScaler)["__init__"] is scaler
     assert surroundings() == before
+
+
+@pytest.mark.slow
+def test_a_program_for_cuda_compiles(torch_npu: Any, fresh: None) -> None:
+    imported("torch_npu.contrib.transfer_to_npu")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3, device="cuda") + x.to("cuda")
+
+    assert layer(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_nothing_is_transferred_unasked(torch_npu: Any) -> None:
