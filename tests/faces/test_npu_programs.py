@@ -144,6 +144,7 @@ def install(device, *, strict):
     sys.modules["torch_npu"] = type(sys)("torch_npu")
     sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
 """
+ELSEWHERE = "sys.modules['fusion_attention'] = None"  # as where it is not installed
 SAY = "import sys; m = sys.modules.get('fusion_attention.npu'); print(m and m.calls, 'torch_npu' in sys.modules)"
 
 
@@ -169,6 +170,7 @@ def folder(tmp_path: Path) -> Path:
         ("import fusion_attention; import torch", "None False"),
         ("import fusion_attention; import torch; import torch_npu", "[('cuda:1', True)] True"),
         ("import importlib.util as u; assert u.find_spec('torch')", "None False"),
+        (f"{ELSEWHERE}; import torch, importlib.util as u; assert u.find_spec('torch_npu') is None", "None False"),
     ],
 )
 def test_a_child_finds_torch_npu_once_it_has_torch(
