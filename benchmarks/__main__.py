@@ -28,6 +28,7 @@ from benchmarks import (
     launches,
     loss,
     memory,
+    npu,
     scale,
     schedule,
     sparse,
@@ -61,6 +62,7 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "loss": (loss.lists, loss.bands),
     "inference": (inference.rows_of_all,),
     "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
+    "npu": (npu.steps,),
 }
 MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
 CAPI, LAUNCHES = "capi", "launches"

@@ -1,0 +1,43 @@
+"""A model on device "npu" beside the same one on the CPU, whose kernels compute both."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.dense import DTYPES, PEAKS, triangle
+from benchmarks.doors import STEPS, linear, step, transformers
+from fusion_attention import npu
+from fusion_attention.bench.pair import Pair
+
+# A step may take a tenth longer there.
+GOAL = 1 / 1.1
+
+
+def steps(quick: bool) -> Iterator[Pair]:
+    """Training steps of a Llama 1024 wide, on 512 tokens."""
+    size, width = (64, 128) if quick else (512, 1024)
+    config = transformers().LlamaConfig(
+        hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=2, num_attention_heads=width // 64,
+        max_position_embeddings=size, vocab_size=1024,
+    )  # fmt: skip
+    ids = torch.randint(config.vocab_size, (1, size), generator=torch.Generator().manual_seed(0))
+    npu.install()
+    try:
+        for label in ("fp32", "bf16"):
+            torch.manual_seed(0)
+            model = transformers().LlamaForCausalLM._from_config(
+                config, attn_implementation="sdpa", dtype=DTYPES[label]
+            )
+            calls = [
+                functools.partial(step, one, torch.optim.AdamW(one.parameters(), **STEPS), ids.to(one.device))
+                for one in (copy.deepcopy(model).to("npu"), model)
+            ]
+            flops = 3 * linear(model, size) + config.num_hidden_layers * 7 * 2 * width * triangle(size)
+            goal = 0.0 if quick else GOAL
+            yield Pair("npu", f"Llama {label} S{size}, training step", "cpu", *calls, flops, PEAKS[label], goal=goal)
+    finally:
+        npu.uninstall()

@@ -1,0 +1,47 @@
+"""What device npu answers otherwise than the CPU would: the kernels of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("torch_npu")
+
+
+def test_a_module_that_moves_keeps_its_parameters() -> None:
+    """As on its way to CUDA: a weight that layers share stays one, and an optimizer that was made before updates it."""
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    second.weight = weight = first.weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    model = torch.nn.Sequential(first, second)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.to("npu") is model
+    assert first.weight is second.weight is weight
+    assert weight.device == weight.grad.device == torch.device("npu:0")
+    before, gradient = weight.detach().clone(), weight.grad.clone()
+    optimizer.step()
+    assert torch.equal(first.weight, before - gradient)
+    assert model.cpu()[1].weight is weight
+    assert weight.device == weight.grad.device == torch.device("cpu")
+    model.half().npu()
+    assert (weight.dtype, weight.device.type, second.weight is weight) == (torch.float16, "npu", True)
+
+
+def test_a_tensor_becomes_no_sparse_one() -> None:
+    x = torch.ones(2, device="npu")
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        x.data = torch.ones(2).to_sparse()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.float32])
+def test_integers_are_counted(dtype: Any) -> None:
+    """Mixtures of experts do so on every device but a CPU, which has no such kernel."""
+    ids = torch.tensor([0, 3, 1, 3, 3, 7, 2, 0, 200]).to(dtype)
+    counts = torch.histc(ids.npu(), bins=8, min=0, max=7)
+    assert (counts.dtype, counts.device.type) == (dtype, "npu")
+    assert counts.tolist() == [2, 1, 1, 3, 0, 0, 0, 1]
+    assert torch.histc(ids[:0].npu(), bins=2, min=0, max=1).tolist() == [0, 0]
+    large = torch.tensor([2**53 - 1, 2**53 - 1, 2**53 - 3], device="npu")
+    assert torch.histc(large, bins=2, min=2**53 - 3, max=2**53 - 1).tolist() == [1, 2]

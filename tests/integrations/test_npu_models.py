@@ -1,0 +1,105 @@
+"""Models of transformers on device "npu": to the bit what they compute on the CPU, gradients too."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support.hf_models import FAMILIES, VOCABULARY
+
+CAUSAL = tuple(family.name for family in FAMILIES if "CausalLM" in family.model)
+# Every day one whose layers share a weight; the rest take seconds.
+NAMES = [name if name == "Gemma 3" else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    """A model on the CPU, and the same on npu."""
+    family = next(family for family in FAMILIES if family.name == name)
+    model = family.make()
+    if family.has_experts:
+        model.set_experts_implementation("grouped_mm")  # what a model takes if nobody says
+    return model, copy.deepcopy(model).to("npu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_the_same_there(name: str, torch_npu: Any) -> None:
+    here, there = pair(name)
+    ids = torch.randint(3, VOCABULARY, (2, 12))
+    seen = torch.ones_like(ids)
+    seen[1, :5] = 0
+    found = [
+        m(input_ids=i, attention_mask=a, labels=i) for m, i, a in ((here, ids, seen), (there, ids.npu(), seen.npu()))
+    ]
+    assert found[1].logits.device.type == "npu"
+    assert torch.equal(found[0].logits, found[1].logits.cpu())
+    for result in found:
+        result.loss.backward()
+    wanted = dict(here.named_parameters())
+    assert wanted.keys() == dict(there.named_parameters()).keys()
+    for word, parameter in there.named_parameters():
+        if (gradient := wanted[word].grad) is None:
+            assert parameter.grad is None, word
+            continue
+        assert parameter.grad.device.type == "npu", word
+        assert torch.equal(gradient, parameter.grad.cpu()), word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL)
+def test_it_writes_the_same_there(name: str, torch_npu: Any) -> None:
+    here, there = pair(name)
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    words = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(here.generate(ids, **words), there.generate(ids.npu(), **words).cpu())
+
+
+PROGRAM = """
+    import sys
+    import torch
+    import transformers
+
+    assert transformers.utils.is_torch_npu_available()
+    folder = sys.argv[1]
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (16, 12))]
+
+    def trained(steps, last=None):
+        torch.manual_seed(0)
+        words = dict(bf16=True, gradient_checkpointing=True, save_steps=2, logging_steps=1, report_to=[])
+        given = transformers.TrainingArguments(folder, max_steps=steps, learning_rate=0.01, **words)
+        assert given.device.type == "npu"
+        trainer = transformers.Trainer(transformers.LlamaForCausalLM(config), given, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=last)
+        assert all(p.device.type == "npu" for p in trainer.model.parameters())
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    losses = trained(4)
+    assert losses[-1] < losses[0], losses
+    assert trained(4, folder + "/checkpoint-2") == losses
+    print("trained")
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_finds_the_device_by_itself(tmp_path: Any) -> None:
+    """An unedited program: transformers and accelerate look for torch_npu themselves; it stops, and goes on."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    command = [sys.executable, "-m", "fusion_attention.npu", str(script), str(tmp_path / "saved")]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.strip().endswith("trained")
