@@ -16,6 +16,7 @@ from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
 from mutations_of_indexer import INDEXER
 from mutations_of_lists import LISTS
+from mutations_of_npu_kernels import NPU_KERNELS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
@@ -464,5 +465,5 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *FORWARD, *BACKWARD, *GPUS, *LISTS, *SPARSE_BACKWARD, *INDEXER),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *NPU_KERNELS, *FORWARD, *BACKWARD, *GPUS, *LISTS, *SPARSE_BACKWARD, *INDEXER),
 )
