@@ -27,7 +27,10 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
     ("group", "count"),
     [
         ("packed", 7),
-        *(pytest.param(*row, marks=slow) for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("doors", 8), ("npu", 2))),
+        *(
+            pytest.param(*row, marks=slow)
+            for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("doors", 8), ("npu", 2))
+        ),
     ],
 )
 def test_a_group_of_rows(group: str, count: int, tmp_path: Path) -> None:
