@@ -1,45 +1,52 @@
-"""Training code written for Ascend, unchanged, on a machine without one: only the first two lines are ours."""
+"""A model file written for Ascend's chips, unchanged, on a machine without one: a step of training on device "npu".
+
+ascend/model.py asks for `x.device.type == "npu"` and calls torch_npu's fused functions there, plain torch elsewhere.
+Both are run here from the same weights, and plain torch again in float64, which says how exact they are.
+
+    python examples/ascend_code.py
+    fusion-attention npu --coverage examples/ascend    # which names of torch_npu such files use, and what is missing
+"""
+
+import math
 
 from fusion_attention import npu
 
-npu.install()
+npu.install()  # before the model file, which looks for torch_npu
 
 import torch  # noqa: E402
-import torch_npu  # noqa: E402
+from ascend.model import Config, Model  # noqa: E402
 
-torch.npu.set_device("npu:0")
-torch.npu.manual_seed(0)
+from fusion_attention.testing import compare  # noqa: E402
 
-
-class Attention(torch.nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
-        self.register_buffer("mask", torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-
-    def forward(self, x: torch.Tensor, ends: list[int]) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in self.qkv(x).chunk(3, dim=-1))
-        rows, *_ = torch_npu.npu_fusion_attention(
-            q, k, v, self.heads, "TND", atten_mask=self.mask, sparse_mode=3, scale=q.shape[-1] ** -0.5,
-            actual_seq_qlen=ends, actual_seq_kvlen=ends, keep_prob=0.9,
-        )  # fmt: skip
-        return self.out(rows.flatten(1))
+ROWS, RATE = 96, 1e-2
 
 
-model = Attention(64, 4).npu()
-optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-tokens = torch.randn(96, 64, device="npu")
-target = tokens.roll(1, 0)
-losses = []
-for _ in range(20):
-    with torch.autocast("npu", torch.bfloat16):
-        loss = (model(tokens, [40, 70, 96]).float() - target).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
+def stepped(device: str, dtype: torch.dtype, config: Config, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Both losses, every gradient, and the weights after a step of SGD."""
+    torch.manual_seed(0)
+    model = Model(config).to(device, dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loss, index_loss = model(tokens.to(device))
+    (loss + index_loss).backward()
+    gradients = {f"d {name}": p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
-    losses.append(loss.item())
-torch.npu.synchronize()
-assert losses[-1] < losses[0]
-print(f"torch_npu {torch_npu.__version__} on {torch.npu.get_device_name()}")
-print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, three packed sequences, dropout 0.1, bfloat16")
+    found = {"loss": loss, "index_loss": index_loss, **gradients, **dict(model.named_parameters())}
+    assert {t.device.type for t in found.values()} == {torch.device(device).type}
+    return {name: t.detach().cpu() for name, t in found.items()}
+
+
+tokens = torch.randint(256, (2, ROWS + 1), generator=torch.Generator().manual_seed(1))
+config = Config(top_k=32)
+fused = stepped("npu", torch.float32, config, tokens)
+eager = stepped("cpu", torch.float32, config, tokens)
+exact = stepped("cpu", torch.float64, config, tokens)
+for name, value in fused.items():
+    cancelled = math.log(config.top_k) if name == "index_loss" else 0.0  # it is a difference of two sums of logarithms
+    compare(name, value, exact[name], eager[name], kv_len=tokens.numel(), terms=cancelled)
+apart = max(((fused[name] - eager[name]).norm() / exact[name].norm()).item() for name in fused)
+print(f"fused on npu and eager on cpu: losses {fused['loss']:.6f} + {fused['index_loss']:.6f} and")
+print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {apart:.0e} apart")
+
+with npu.strict():  # what the chip would refuse is an error
+    half = stepped("npu", torch.bfloat16, Config(), tokens)
+print(f"the chip's own sizes in bfloat16, strict: losses {half['loss']:.4f} + {half['index_loss']:.4f}")

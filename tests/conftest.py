@@ -3,8 +3,10 @@ are its own, and memory for results and scratch that holds NaN before an operato
 """
 
 import contextlib
+import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 from fusion_attention import memory
+
+# The device "npu" is compiled once for a checkout, by whichever process asks first; the others wait for it.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build" / "torch_extensions"))
 
 
 @pytest.fixture(autouse=True)

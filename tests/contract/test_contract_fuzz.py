@@ -15,7 +15,8 @@ from support.records import EVERY_FACE, Args, call, layouts
 from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops import CONTRACTS, RECORDS
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.companions import CONTRACTS
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.fused.geometry import words
 from fusion_attention.plan import compute

@@ -56,7 +56,7 @@ def check_seen(s: Setting, face: str, out: torch.Tensor) -> None:
     """Whether each row of an output has exactly the keys that the picture shows; one without keys: zeros or a mean."""
     cells = cells_of(s, face)
     assert cells is not None
-    weights = (out if s.packed else out[0]).float().numpy()
+    weights = (out if s.packed else out[0]).float().cpu().numpy()
     starts_q, starts_k = ([0, *accumulate(n)] for n in (s.q_len, s.kv_len))
     for b, (rows, keys) in enumerate(zip(s.q_len, s.kv_len, strict=True)):
         wanted = is_seen(cells[starts_q[b] :][:rows, starts_k[b] :][:, :keys])

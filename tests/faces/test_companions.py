@@ -94,3 +94,73 @@ def test_nothing_is_written_by_a_wrong_call() -> None:
     with pytest.raises(ValueError, match="slots that the cache has"):
         npu.npu_scatter_pa_kv_cache(rows, rows, cache, cache.clone(), torch.tensor([0, 12]))
     assert not cache.any()
+
+
+def test_of_equal_places_the_last_row_stays() -> None:
+    """Rows are many, so that threads share them: which row stays must be no race."""
+    slots = torch.arange(4096) % 7
+    rows = torch.arange(4096.0).view(-1, 1, 1).expand(-1, 8, 64).contiguous()
+    cache, other, flat = torch.zeros(4, 16, 8, 64), torch.zeros(4, 16, 8, 64), torch.zeros(64, 512)
+    npu.npu_scatter_pa_kv_cache(rows, rows, cache, other, slots)
+    npu.npu_scatter_nd_update_(flat, slots[:, None], rows.flatten(1))
+    last = [int((slots == slot).nonzero().max()) for slot in range(7)]
+    for found in (cache.view(64, 512), other.view(64, 512), flat):
+        assert torch.equal(found[:7], torch.tensor(last, dtype=torch.float32).view(-1, 1).expand(-1, 512))
+        assert not found[7:].any()
+
+
+def test_the_row_that_stays_alone_has_a_gradient() -> None:
+    updates = torch.ones(3, 2, requires_grad=True)
+    npu.npu_scatter_nd_update(torch.zeros(4, 2), torch.tensor([[1], [3], [1]]), updates).sum().backward()
+    assert updates.grad is not None
+    assert updates.grad.tolist() == [[0, 0], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("slots", [[-1, 3, -5, 0], [-1, -1, -2, -3]])
+def test_rows_without_a_place_are_stored_nowhere(slots: list[int]) -> None:
+    cache, rows = torch.full((2, 4, 1, 8), 7.0), torch.randn(4, 1, 8)
+    want = cache.clone().view(8, 8)
+    for slot, row in zip(slots, rows, strict=True):
+        if slot >= 0:
+            want[slot] = row[0]
+    npu.npu_scatter_pa_kv_cache(rows, rows, cache, cache.clone(), torch.tensor(slots), cache_mode="Norm")
+    assert torch.equal(cache.view(8, 8), want)
+
+
+def test_rows_are_read_before_any_is_written() -> None:
+    """Rows of the cache that is written are moved as they were."""
+    cache, values = torch.randn(2, 4, 1, 8), torch.zeros(2, 4, 1, 8)
+    before = cache.clone().view(8, 8)
+    npu.npu_scatter_pa_kv_cache(
+        cache.view(8, 1, 8)[:3], cache.view(8, 1, 8)[1:4], cache, values, torch.tensor([1, 2, 3])
+    )
+    assert torch.equal(cache.view(8, 8)[1:4], before[:3])
+    assert torch.equal(values.view(8, 8)[1:4], before[1:4])
+
+
+def test_a_mode_says_how_a_cache_lies_whose_shape_allows_both() -> None:
+    rows = torch.randn(1, 4, 16, dtype=torch.float16)  # as many heads as slots, as wide as the chip's pieces
+    caches = [torch.zeros(2, 4, 4, 16, dtype=torch.float16) for _ in range(4)]
+    npu.npu_scatter_pa_kv_cache(rows, rows, caches[0], caches[1], torch.tensor([1]), cache_mode="Norm")
+    npu.npu_scatter_pa_kv_cache(rows, rows, caches[2], caches[3], torch.tensor([1]))
+    assert torch.equal(caches[0][0, 1], rows[0])
+    assert torch.equal(caches[2][0, :, 1], rows[0])
+
+
+def test_a_matrix_says_how_pairs_turn() -> None:
+    matrix = torch.zeros(8, 8)
+    for i in range(0, 8, 2):
+        matrix[i + 1, i], matrix[i, i + 1] = -1, 1
+    cos, sin = ANGLES.cos(), ANGLES.sin()
+    want = npu.npu_rotary_mul(X, cos, sin, "interleave")
+    assert torch.equal(npu.npu_rotary_mul(X, cos, sin, "interleave", rotate=matrix), want)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_shapes_go_there_and_back(first: bool) -> None:
+    x = torch.randn(2, 3, 4, 5)
+    perm, shape = ((1, 2, 3, 0), (12, 10)) if first else ((2, 0, 1), (4, 6, 5))
+    found = npu.npu_confusion_transpose(x, perm, shape, first)
+    want = x.permute(perm).reshape(shape) if first else x.reshape(shape).permute(perm)
+    assert torch.equal(found, want)
+    assert torch.equal(npu.npu_confusion_transpose_backward(found, perm, x.shape, not first), x)

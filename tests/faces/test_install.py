@@ -8,13 +8,14 @@ import inspect
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
-from support.surroundings import modes, surroundings
+from support.surroundings import modes, surroundings, there
 
 import fusion_attention as fa
 from fusion_attention import npu
@@ -24,7 +25,8 @@ def test_uninstall_restores_everything() -> None:
     npu.install()
     torch.randn(2).npu()
     npu.uninstall()
-    assert not any(hasattr(owner, "npu") for owner in (torch, torch.Tensor, torch.nn.Module))
+    assert not there()
+    assert not any(hasattr(owner, "npu") for owner in (torch.Tensor, torch.nn.Module))
     before = surroundings()  # what is left for good, a first time leaves: only a second one compares
     npu.install()
     npu.install("cpu")
@@ -37,7 +39,7 @@ def test_uninstall_restores_everything() -> None:
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("torch_npu")
     with pytest.raises(RuntimeError):
-        torch.device("npu")
+        torch.ones(1, device="npu")
 
 
 def test_modes_entered_later_survive() -> None:
@@ -65,8 +67,17 @@ def test_the_module_can_be_found(torch_npu: Any) -> None:
             assert getattr(torch.npu, name) is getattr(npu, name)  # type: ignore[attr-defined]
 
 
+@pytest.fixture(params=[("cpu", "npu:0"), ("host", "cpu")], ids=["own", "host"])
+def way(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """What x.device says in both ways of being installed: a device of its own, another name of the host."""
+    device, said = request.param
+    npu.install(device)
+    yield torch.device(said)
+    npu.uninstall()
+
+
 @pytest.mark.parametrize("text", ["npu", "npu:0"])
-def test_device_strings(torch_npu: Any, text: str, tmp_path: Path) -> None:
+def test_device_strings(way: torch.device, text: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, device=text)
     torch.save(x, tmp_path / "x.pt")
     layer = torch.nn.Linear(3, 3, device=text).to(text).npu()
@@ -79,7 +90,7 @@ def test_device_strings(torch_npu: Any, text: str, tmp_path: Path) -> None:
     tensors += (layer.weight, torch.empty_like(x, device=text), torch.arange(3, device=text))
     for tensor in tensors:
         assert tensor.is_npu
-        assert tensor.device == torch.device("cpu")
+        assert tensor.device == way
     with torch.autocast(text[:3], torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with torch.npu.amp.autocast(dtype=torch.bfloat16):  # type: ignore[attr-defined]
@@ -88,9 +99,11 @@ def test_device_strings(torch_npu: Any, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["npu:1", "npu:9"])
-def test_a_device_that_is_not_there(torch_npu: Any, text: str) -> None:
+@pytest.mark.usefixtures("way")
+def test_a_device_that_is_not_there(text: str) -> None:
     for use in (
         lambda: torch.zeros(1, device=text),
+        lambda: torch.zeros(1, device="npu").to(text),
         lambda: torch.zeros(1).npu(text),
         lambda: torch.npu.set_device(text),
     ):  # type: ignore[attr-defined]
@@ -159,9 +172,11 @@ def test_a_real_torch_npu_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert surroundings() == before
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda:99" if torch.cuda.is_available() else "cuda"])
+@pytest.mark.parametrize("device", ["meta", "host:1", "cuda:99" if torch.cuda.is_available() else "cuda"])
 def test_a_device_that_cannot_compute_is_refused(device: str) -> None:
-    with pytest.raises(ValueError, match=r'npu.install: device: expected "cpu", or "cuda" where there is one, got'):
+    with pytest.raises(
+        ValueError, match=r'npu.install: device: expected "cpu", "host", or "cuda" where there is one, got'
+    ):
         npu.install(device)
 
 

@@ -1,4 +1,7 @@
-"""npu.install() and uninstall() in any thread, under any mode, interrupted anywhere: all of it, or nothing of it."""
+"""npu.install() and uninstall() in any thread, under any mode, interrupted anywhere: all of it, or nothing of it.
+
+Threads and modes concern "npu" as another name of the host; its own device is every thread's, and enters no mode.
+"""
 
 import functools
 import importlib.util
@@ -11,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.surroundings import Seen, modes, surroundings
+from support.surroundings import Seen, modes, surroundings, there
 
 from fusion_attention import npu, patches
+from fusion_attention.npu.device import another_name
 
 install = importlib.import_module("fusion_attention.npu.install")  # the package has the function of that name
+
+
+host = functools.partial(npu.install, "host")
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +42,10 @@ def elsewhere(*calls: Callable[[], Any]) -> list[Any]:
         return [pool.submit(call).result() for call in calls]
 
 
-def npu_works() -> bool:
+def npu_works(device: str = "host") -> bool:
     try:
-        return torch.ones(2, device="npu:0").is_npu and torch.device("npu").type == "cpu"  # type: ignore[attr-defined]
+        x = torch.ones(2, device="npu:0")
+        return x.is_npu and x.device.type == ("cpu" if device == "host" else "npu")  # type: ignore[attr-defined]
     except (RuntimeError, AttributeError):
         return False
 
@@ -46,35 +54,35 @@ def npu_works() -> bool:
 
 
 def test_another_thread_uninstalls() -> None:
-    assert elsewhere(npu.install, npu_works) == [None, True]
+    assert elsewhere(host, npu_works) == [None, True]
     assert "torch_npu" in sys.modules
     npu.uninstall()
     assert "torch_npu" not in sys.modules
-    assert not hasattr(torch, "npu")
-    npu.install()
+    assert not there()
+    host()
     assert npu_works()
 
 
 def test_this_thread_installs_and_another_one_uninstalls() -> None:
-    npu.install()
+    host()
     elsewhere(npu.uninstall)
-    assert not hasattr(torch, "npu")
+    assert not there()
     assert not npu_works()
     assert torch.einsum("npu", torch.ones(1, 2, 3)).shape == (1, 2, 3)  # what is left in this thread reads nothing
-    npu.install()
+    host()
     assert npu_works()
     assert len(modes()) == 1
 
 
 def test_every_thread_that_installs_knows_npu() -> None:
-    npu.install()
-    found = elsewhere(npu_works, npu.install, npu_works, npu.install, lambda: len(modes()))
+    host()
+    found = elsewhere(npu_works, host, npu_works, host, lambda: len(modes()))
     assert found == [False, None, True, None, 1]
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(npu.install).result()
+        pool.submit(host).result()
         npu.uninstall()
         assert pool.submit(npu_works).result() is False
-        npu.install()
+        host()
         assert pool.submit(npu_works).result() is True
 
 
@@ -84,12 +92,12 @@ def test_eight_threads_at_once() -> None:
     def work(i: int) -> bool:
         start.wait()
         for _ in range(20):
-            npu.install()
+            host()
             if i % 2:
                 npu.uninstall()
-        npu.install()
+        host()
         start.wait()  # nobody uninstalls any more
-        npu.install()
+        host()
         return npu_works()
 
     with ThreadPoolExecutor(8) as pool:
@@ -102,7 +110,7 @@ def test_eight_threads_at_once() -> None:
 
 def test_installed_inside_a_device_context() -> None:
     with torch.device("meta"):
-        npu.install()
+        host()
         assert torch.ones(2).device.type == "meta"
         assert torch.ones(2, device="npu").device.type == "cpu"
         assert len(modes()) == 2
@@ -113,9 +121,9 @@ def test_installed_inside_a_device_context() -> None:
     assert not modes()
 
 
-@pytest.mark.parametrize("enter", [npu.install, npu.uninstall, lambda: (npu.uninstall(), npu.install())])
+@pytest.mark.parametrize("enter", [host, npu.uninstall, lambda: (npu.uninstall(), host())])
 def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
-    npu.install()
+    host()
     outer, inner = Seen(), Seen()
     with outer, torch.device("meta"), inner:
         before = len(outer.names), len(inner.names)
@@ -125,13 +133,13 @@ def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
         assert len(inner.names) > before[1]
         assert [mode for mode in modes() if isinstance(mode, Seen)] == [outer, inner]
     assert torch.ones(2).device.type == "cpu"
-    assert len(modes()) == (1 if hasattr(torch, "npu") else 0)
+    assert len(modes()) == (1 if there() else 0)
 
 
 def test_a_default_device_from_before_can_be_taken_back() -> None:
     torch.set_default_device("meta")
     try:
-        npu.install()
+        host()
         assert torch.ones(2).device.type == "meta"
         assert torch.ones(2, device="npu").device.type == "cpu"
         with torch.device("cpu"):
@@ -147,10 +155,10 @@ def test_a_default_device_from_before_can_be_taken_back() -> None:
 
 
 def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
-    npu.install()
+    host()
     torch.overrides._pop_mode()
     assert not npu_works()
-    npu.install()
+    host()
     assert npu_works()
     torch.overrides._pop_mode()
     npu.uninstall()
@@ -160,13 +168,13 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 
 
 # Every place of install() that may fail: what it calls to change something.
-STEPS = {name: (install, name) for name in ("made", "watch", "_mapped")}
-STEPS |= {"enter": (install._Devices, "enter"), "Player": (patches, "Player")}
+STEPS = {name: (install, name) for name in ("made", "watch", "register")} | {"_mapped": (another_name, "_mapped")}
+STEPS |= {"enter": (another_name._Devices, "enter"), "Player": (patches, "Player")}
 STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_an_interrupted_install_leaves_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "step"), [*(("host", step) for step in STEPS), ("cpu", "register"), ("cpu", "set")])
+def test_an_interrupted_install_leaves_nothing(device: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt(step)
 
@@ -174,31 +182,31 @@ def test_an_interrupted_install_leaves_nothing(step: str, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(*STEPS[step], fails)
         with pytest.raises(KeyboardInterrupt, match=step):
-            npu.install()
+            npu.install(device)
     assert surroundings() == before
-    npu.install()
-    assert npu_works()
+    npu.install(device)
+    assert npu_works(device)
 
 
 def test_an_uninstall_that_fails_takes_the_rest_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise KeyboardInterrupt
 
-    npu.install()
+    host()
     with monkeypatch.context() as patch:
-        patch.setattr(install, "_pop_mode", fails)
+        patch.setattr(another_name, "_pop_mode", fails)
         with pytest.raises(KeyboardInterrupt):
             npu.uninstall()
     assert "torch_npu" not in sys.modules
-    assert not hasattr(torch, "npu")
+    assert not there()
     assert not hasattr(torch.Tensor, "npu")
-    npu.install()
+    host()
     assert npu_works()
     assert len(modes()) == 1
 
 
 def test_what_others_changed_meanwhile_is_theirs() -> None:
-    npu.install()
+    host()
     below = torch.load
     torch.load = theirs = functools.partial(below)
     other = ModuleType("torch_npu")
@@ -219,6 +227,6 @@ def test_another_torch_npu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert surroundings() == before
         patch.setitem(sys.modules, "torch_npu", None)  # an import that somebody forbids
         npu.install()
-        assert npu_works()
+        assert npu_works("cpu")
         npu.uninstall()
         assert sys.modules["torch_npu"] is None

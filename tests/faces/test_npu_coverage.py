@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app
 from fusion_attention.npu.coverage import LARGEST, Reading, read
 from fusion_attention.npu.surface import modules
+from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE, SHARES
 
 
 def reading(text: str, folder: Path) -> Reading:
@@ -182,17 +183,23 @@ def test_the_list_names_everything_that_is_played() -> None:
 # ------------------------------------------------------------------------------------------ what programs really call
 
 
-def answered(names: str, known: set[str]) -> bool:
-    return all(name in known for name in names.split())
-
-
 def test_the_share_of_calls_that_is_answered() -> None:
-    """Of thirteen repositories; and of those that train or infer, by the waves that were counted for them."""
+    """Of thirteen repositories together; of those that train and those that infer, at least.
+
+    A function of a wave that is not here costs each of the two all of its calls: whose they are was not kept.
+    """
     known = set(modules.functions())
-    share = sum(calls for names, calls in EVERYWHERE if answered(names, known)) / ALL_CALLS
-    assert share >= 0.70, f"{share:.3f}"
-    lacking = [name for name in (*FIRST_WAVE, *SECOND_WAVE) if name not in known]
-    assert [name for name in lacking if name in FIRST_WAVE] == []
-    lost = sum(calls for names, calls in EVERYWHERE if set(names.split()) & set(lacking))
-    assert SHARES["training"][0] >= 0.66
-    assert SHARES["inference"][1] - lost / SHARES["inference calls"][0] >= 0.70
+    answered = sum(calls for names, calls in EVERYWHERE if set(names.split()) <= known)
+    assert answered / ALL_CALLS >= 0.72
+    for kind, goal in (("training", 0.66), ("inference", 0.70)):
+        calls, first, both = SHARES[kind]
+        least = (at_least(FIRST_WAVE, first, calls, known), at_least((*FIRST_WAVE, *SECOND_WAVE), both, calls, known))
+        assert max(least) >= goal, f"{kind}: {max(least):.3f}"
+
+
+def at_least(wave: Iterable[str], share: float, calls: int, known: set[str]) -> float:
+    """The share of calls that a wave answers, without those of its functions that are not here."""
+    lacking = set(wave) - known
+    lost = {names: count for names, count in EVERYWHERE if lacking & set(names.split())}
+    assert lacking <= set(" ".join(lost).split()), "nobody counted the calls of one"
+    return share - sum(lost.values()) / calls

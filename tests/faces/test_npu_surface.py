@@ -18,6 +18,7 @@ import torch
 from support.bits import same_bits
 from support.surroundings import surroundings
 
+import fusion_attention as fa
 from fusion_attention import npu
 
 
@@ -93,7 +94,8 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
     assert "counts no memory" in torch_npu.npu.memory_summary()
     environment = imported("torch_npu.utils.collect_env")
     monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "what torch says")  # in seconds
-    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention \S+ stands in", environment.get_pretty_env_info())
+    said = environment.get_pretty_env_info()
+    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention, as \S+, stands in", said)
     assert environment.get_torch_npu_version() == torch_npu.__version__
     assert torch_npu.float8_e8m0fnu is torch.float8_e8m0fnu
     assert torch_npu.hifloat8 == "torch_npu.hifloat8"
@@ -196,3 +198,96 @@ def test_no_distribution_is_claimed_beside_torch_npus(torch_npu: Any) -> None:
         imported("mindspeed.ops").lcal_functional  # noqa: B018
     with pytest.raises(ModuleNotFoundError):
         imported("mindspeed.megatron_adaptor")
+
+
+def cann() -> Any:
+    assert imported("cann_ops_transformer").flash_attn is imported("cann_ops_transformer.ops").flash_attn
+    return imported("cann_ops_transformer.ops")
+
+
+def test_cann_attention_of_packed_rows(torch_npu: Any) -> None:
+    """Ends with a 0 before them; lse head by head; gradients; rows without keys."""
+    ends, heads = torch.tensor([0, 3, 7], dtype=torch.int32, device="npu"), 2
+    q, k, v = (t.npu().requires_grad_() for t in torch.randn(3, 7, heads, 16))
+    metadata = cann().flash_attn_metadata(heads, heads, 16, cu_seqlens_q=ends, mask_mode=3)
+    assert (metadata.dtype, metadata.device.type) == (torch.int32, "npu")
+    words: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "metadata": metadata, "layout_q": "TND"}
+    words |= {"layout_kv": "TND", "layout_out": "TND", "softmax_scale": 0.25}
+    out, lse = cann().flash_attn(q, k, v, **words, mask_mode=3, return_softmax_lse=True)
+    want, sums = fa.attention(q, k, v, layout="TND", q_len=[3, 4], scale=0.25, band=fa.Band.causal(), return_lse=True)
+    same_bits(out, want)
+    same_bits(lse, sums.T)
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.device.type == "npu"
+    near, _ = cann().flash_attn(q, k, v, **words, mask_mode=4, win_left=1, win_right=-1)
+    same_bits(near, fa.attention(q, k, v, layout="TND", q_len=[3, 4], scale=0.25, band=fa.Band(lo=-1)))
+
+
+def test_cann_attention_of_padded_rows(torch_npu: Any) -> None:
+    q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 4, 3, 16)
+    used = torch.tensor([2, 0], dtype=torch.int32)
+    words = {"layout_q": "BNSD", "layout_kv": "BNSD", "seqused_kv": used, "return_softmax_lse": True}
+    out, lse = cann().flash_attn(q, k, k, **words)
+    assert out.shape == (2, 3, 4, 16)
+    same_bits(out.transpose(1, 2), fa.attention(q, k, k, layout="BNSD", kv_len=used, scale=1.0))
+    assert lse[0].isfinite().all()
+    assert (lse[1] == torch.inf).all()
+    none = cann().flash_attn(q, k, k)[1]
+    assert none.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND", "PA_BBND"])
+def test_cann_indexer(layout: str, torch_npu: Any) -> None:
+    q, k, w = torch.randn(2, 4, 2, 8), torch.randn(2, 4, 1, 8), torch.rand(2, 4, 2)
+    cann().lightning_indexer_metadata(2, 1, 8, 3)
+    want, scores = torch_npu.npu_lightning_indexer(q, k, w, sparse_count=3, sparse_mode=3, return_value=True)
+    words: dict[str, Any] = {"mask_mode": 3, "layout_k": layout}
+    if layout == "TND":
+        ends = torch.tensor([0, 4, 8], dtype=torch.int32)
+        words |= {"layout_q": "TND", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "return_value": 1}
+        q, k, w, want, scores = (t.flatten(0, 1) for t in (q, k, w, want, scores))
+    elif layout == "BSND":
+        words |= {"return_value": 1}
+    else:
+        words |= {"block_table": torch.tensor([[0], [1]], dtype=torch.int32), "seqused_k": torch.tensor([4, 4])}
+    indices, values = cann().lightning_indexer(q, k, w, 3, **words)
+    same_bits(indices, want)
+    if words.get("return_value"):
+        same_bits(values, scores.float())
+
+
+def test_cann_operators_around(torch_npu: Any) -> None:
+    x, r1, r2 = torch.randn(2, 3, 2, 8), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
+    leaf = x.clone().requires_grad_()
+    turned = leaf * 1
+    cann().inplace_partial_rotary_mul(turned, r1, r2, partial_slice=[2, 6])
+    want = torch.cat([x[..., :2], torch_npu.npu_rotary_mul(x[..., 2:6], r1, r2, "interleave"), x[..., 6:]], -1)
+    same_bits(turned.detach(), want)
+    turned.sum().backward()
+    ones = torch.ones_like(x)
+    dx = torch_npu.npu_rotary_mul_backward(ones[..., 2:6], x[..., 2:6], r1, r2, "interleave")[0]
+    same_bits(leaf.grad, torch.cat([ones[..., :2], dx, ones[..., 6:]], -1))
+    cann().inplace_partial_rotary_mul(x, r1, r2)
+    same_bits(x, leaf.detach())
+    rows, places, scale = cann().moe_token_permute(torch.randn(4, 8), torch.tensor([1, 0, 1, 0]))
+    assert (rows.shape, places.tolist(), scale.numel()) == ((4, 8), [2, 0, 3, 1], 0)
+
+
+def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
+    q, ends, ops = torch.randn(1, 4, 2, 8), torch.tensor([0, 4]), cann()
+    w, k = torch.rand(1, 4, 2), q[:, :, :1]
+    refused: dict[str, Any] = {
+        "flash_attn: layout_kv": lambda: ops.flash_attn(q, k, k, layout_kv="PA_BBND", block_table=ends[None]),
+        "flash_attn: mask_mode": lambda: ops.flash_attn(q, k, k, mask_mode=1),
+        "flash_attn: seqused_q": lambda: ops.flash_attn(q, k, k, cu_seqlens_q=ends, seqused_q=ends[1:]),
+        "lightning_indexer: cmp_ratio": lambda: ops.lightning_indexer(q, k, w, 2, cmp_ratio=4),
+        "lightning_indexer: output_idx_offset": lambda: ops.lightning_indexer(q, k, w, 2, output_idx_offset=ends),
+        "lightning_indexer: seqused_q": lambda: ops.lightning_indexer(q, k, w, 2, layout_q="TND", seqused_q=ends),
+        "moe_token_permute: quant_mode": lambda: ops.moe_token_permute(q[0, 0], ends, quant_mode=3),
+    }
+    for said, call in refused.items():
+        with pytest.raises(fa.ContractError, match=said):
+            call()
+    with pytest.raises(AttributeError, match=r"no sparse_flash_mla; instead: fusion_attention\.sparse_attention"):
+        ops.sparse_flash_mla  # noqa: B018

@@ -16,7 +16,8 @@ from fusion_attention.cli import app, op_pages
 from fusion_attention.cli.stubs import stub
 from fusion_attention.contract import doc_pages
 from fusion_attention.contract.doc_pages import render
-from fusion_attention.ops import CONTRACTS, RECORDS
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.companions import CONTRACTS
 from fusion_attention.ops.training import records as training
 
 NAME = "npu_fusion_attention"

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 
 from fusion_attention import npu
 from fusion_attention.npu import inference
-from fusion_attention.npu.surface.modules import made
+from fusion_attention.npu.surface.absent import instead
+from fusion_attention.npu.surface.modules import functions, made
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
@@ -47,9 +49,9 @@ def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
     assert importlib.import_module("torch_npu.npu.amp.grad_scaler").GradScaler is torch_npu.npu.amp.GradScaler
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_name_is_there_on_every_device(device: str) -> None:
-    modules = made(torch.device(device))
+@pytest.mark.parametrize(("base", "kind"), [("cpu", "npu"), ("cuda", "npu"), ("cpu", "cpu")])
+def test_every_name_is_there_on_every_device(base: str, kind: str) -> None:
+    modules = made(torch.device(base), kind)
     assert [name for name in modules if name != "torch_npu"] == [
         f"torch_npu.{name}" for name in modules_in_order(modules)
     ]
@@ -88,10 +90,40 @@ def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: An
         exec(f"from {owner.__name__} import {name}")
 
 
+# Functions of torch_npu that are not here, of every kind.
+ABSENT = re.findall(r"\w+", """
+npu_add_rms_norm_quant npu_rms_norm_quant npu_add_rms_norm_dynamic_quant npu_dequant_swiglu_quant npu_swiglu_quant
+npu_rope_quant_kvcache npu_quant_scatter npu_weight_quant_batchmatmul npu_anti_quant npu_quantize npu_group_quant
+npu_trans_quant_param npu_convert_weight_to_int4pack npu_dynamic_quant_asymmetric npu_dynamic_mx_quant npu_dtype_cast
+npu_grouped_dynamic_mx_quant npu_multi_head_attention npu_fused_attention_score npu_mla_prolog_v3 npu_nsa_compress
+npu_block_sparse_attention npu_moe_compute_expert_tokens npu_moe_re_routing npu_moe_distribute_dispatch_v2
+npu_alltoallv_gmm npu_gmm_alltoallv npu_mm_all_reduce_base npu_all_gather_base_mm npu_mm_reduce_scatter_base npu_ffn
+npu_scatter npu_indexing npu_format_cast_ npu_apply_adam npu_bert_apply_adam npu_get_float_status npu_linear npu_bmmV2
+npu_silu npu_mish npu_softmax_cross_entropy_with_logits npu_one_hot npu_pad npu_layer_norm_eval npu_group_norm_silu
+npu_deep_norm npu_dropout_with_add_softmax _npu_dropout npu_conv2d npu_conv_transpose2d npu_deformable_conv2d npu_lstm
+npu_gru npu_transpose npu_reshape npu_broadcast npu_slice npu_max npu_min npu_sort_v2 npu_top_k_top_p npu_iou npu_giou
+npu_rotated_iou npu_nms_v4 npu_batch_nms npu_roi_align npu_ps_roi_pooling npu_bounding_box_decode
+npu_yolo_boxes_encode npu_anchor_response_flags npu_prefetch empty_with_format npu_chunk_gated_delta_rule
+npu_causal_conv1d
+""")  # fmt: skip
+
+
+def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> None:
+    """And what it names is here: a function of torch_npu, or a name of torch."""
+    names = set(functions())
+    assert [name for name in ABSENT if name not in names and instead(f"torch_npu.{name}") is None] == []
+    for name in ABSENT:
+        for said in re.findall(r"\b_?npu_\w+|\btorch(?:_npu)?(?:\.\w+)+", instead(f"torch_npu.{name}") or ""):
+            owner, *rest = said.split(".")
+            found: Any = {"torch": torch, "torch_npu": torch_npu}.get(owner, torch_npu)
+            for part in rest or [owner]:
+                found = getattr(found, part)
+
+
 def test_a_new_function_of_a_face_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
     monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
-    modules = made(torch.device("cpu"))
+    modules = made(torch.device("cpu"), "npu")
     assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
 
 
@@ -197,7 +229,8 @@ def test_equality_with_a_precision() -> None:
 def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = importlib.import_module("torch_npu.testing.common_utils")
     one, other = helpers.create_common_tensor([np.float16, 2, (3, 4)], -2, 2)
-    assert torch.equal(one, other)
+    assert (one.device.type, other.device.type) == ("cpu", "npu")
+    assert torch.equal(one, other.cpu())
     assert one.dtype == torch.float16
     assert one.shape == (3, 4)
     assert one.abs().max() <= 2

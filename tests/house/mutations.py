@@ -10,6 +10,7 @@ from mutant import Mutant, core, house
 from mutations_of_backward import BACKWARD
 from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
+from mutations_of_companions import COMPANIONS
 from mutations_of_decode import DECODES
 from mutations_of_experts import EXPERTS
 from mutations_of_forward import FORWARD
@@ -20,6 +21,7 @@ from mutations_of_npu_kernels import NPU_KERNELS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
+from mutations_of_surface import SURFACE
 from mutations_of_tools import EXPLORER, JUDGING, TOOLS
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -465,6 +467,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *FORWARD, *BACKWARD, *GPUS, *LISTS, *SPARSE_BACKWARD, *INDEXER),
-    *NPU_KERNELS,
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
+    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS),
 )

@@ -14,7 +14,8 @@ from typer.main import get_command
 import fusion_attention as fa
 from fusion_attention.cli import app, docstrings, op_pages, op_support
 from fusion_attention.contract import BackendError
-from fusion_attention.ops import COMPANIONS, CONTRACTS, RECORDS
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.companions import COMPANIONS, CONTRACTS
 from website import charts, everything, hooks, masks
 from website.pictures import in_memory
 

@@ -16,6 +16,11 @@ def surroundings() -> list[Any]:
     return [*(dict(vars(owner)) for owner in owners), list(sys.meta_path), sorted(sys.modules), modes()]
 
 
+def there() -> bool:
+    """Whether there is a torch.npu that works: torch keeps the name of a device that it has heard of."""
+    return bool(hasattr(torch, "npu") and torch.npu.is_available())
+
+
 class Seen(TorchFunctionMode):
     """The names of functions that are called under it."""
 

@@ -24,10 +24,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
         found = inspect.signature(function)
     except (TypeError, ValueError):
         return f"{name}(...)"
-    # The self of a class is the caller's own; torch_npu calls a first parameter so.
-    shown = [
-        p for key, p in found.parameters.items() if key != "self" or "." not in getattr(function, "__qualname__", "")
-    ]
+    shown = [p for key, p in found.parameters.items() if key != "self"]
     given, kinds = [str(p) for p in shown], [p.kind for p in shown]
     keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:

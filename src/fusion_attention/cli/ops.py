@@ -71,7 +71,7 @@ def ops(
     as_json: bool = typer.Option(False, "--json", help="Print the list, or NAME's parameters and rules, as JSON."),
 ) -> None:
     """List the operators, print one operator's page, or write or check the pages of docs/ops."""
-    from fusion_attention.ops import CONTRACTS
+    from fusion_attention.ops.companions import CONTRACTS
 
     if sum(bool(given) for given in (name, write, check)) > 1:
         raise typer.BadParameter("NAME, --write and --check exclude each other.")

@@ -1,5 +1,20 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
+from fusion_attention.npu.companions.atb import (
+    _npu_flash_attention,
+    _npu_flash_attention_qlens,
+    _npu_flash_attention_unpad,
+    _npu_flash_attention_v3,
+    _npu_paged_attention,
+    _npu_paged_attention_get_workspace,
+    _npu_paged_attention_mla,
+    _npu_paged_attention_splitfuse,
+)
+from fusion_attention.npu.companions.atb_rows import (
+    _npu_reshape_and_cache,
+    _npu_reshape_and_cache_siso,
+    _npu_rotary_embedding,
+)
 from fusion_attention.npu.companions.caches import (
     npu_gather_pa_kv_cache,
     npu_kv_rmsnorm_rope_cache,
@@ -25,6 +40,7 @@ from fusion_attention.npu.companions.gates import (
     npu_swiglu,
     npu_swiglu_backward,
 )
+from fusion_attention.npu.companions.losses import npu_cross_entropy_loss, npu_cross_entropy_loss_backward
 from fusion_attention.npu.companions.norms import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
@@ -33,6 +49,10 @@ from fusion_attention.npu.companions.norms import (
 )
 from fusion_attention.npu.companions.products import npu_grouped_matmul
 from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul
+from fusion_attention.npu.companions.quantised_sparse import (
+    npu_kv_quant_sparse_flash_attention,
+    npu_quant_lightning_indexer,
+)
 from fusion_attention.npu.companions.rotary import (
     npu_apply_rotary_pos_emb,
     npu_interleave_rope,
@@ -90,10 +110,21 @@ from fusion_attention.settings import strict
 
 __all__ = [
     "_npu_dropout_gen_mask",
+    "_npu_flash_attention",
+    "_npu_flash_attention_qlens",
+    "_npu_flash_attention_unpad",
+    "_npu_flash_attention_v3",
     "_npu_fused_infer_attention_score_get_max_workspace",
     "_npu_fused_infer_attention_score_infer_output",
     "_npu_fused_infer_attention_score_v2_get_max_workspace",
     "_npu_fused_infer_attention_score_v2_infer_output",
+    "_npu_paged_attention",
+    "_npu_paged_attention_get_workspace",
+    "_npu_paged_attention_mla",
+    "_npu_paged_attention_splitfuse",
+    "_npu_reshape_and_cache",
+    "_npu_reshape_and_cache_siso",
+    "_npu_rotary_embedding",
     "get_npu_format",
     "install",
     "npu_add_rms_norm",
@@ -101,6 +132,8 @@ __all__ = [
     "npu_attention_update",
     "npu_confusion_transpose",
     "npu_confusion_transpose_backward",
+    "npu_cross_entropy_loss",
+    "npu_cross_entropy_loss_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",
     "npu_dense_lightning_indexer_softmax_lse",
     "npu_dynamic_quant",
@@ -124,6 +157,7 @@ __all__ = [
     "npu_grouped_matmul",
     "npu_incre_flash_attention",
     "npu_interleave_rope",
+    "npu_kv_quant_sparse_flash_attention",
     "npu_kv_rmsnorm_rope_cache",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
@@ -139,6 +173,7 @@ __all__ = [
     "npu_moe_token_unpermute_with_routing_map",
     "npu_mrope",
     "npu_prompt_flash_attention",
+    "npu_quant_lightning_indexer",
     "npu_quant_matmul",
     "npu_ring_attention_update",
     "npu_rms_norm",

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.module:
         runpy.run_module(given.program, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(given.program).resolve().parent)
+        if not getattr(sys.flags, "safe_path", False):  # python -P puts no folder first
+            sys.path[0] = str(Path(given.program).resolve().parent)
         runpy.run_path(given.program, run_name="__main__")
 
 

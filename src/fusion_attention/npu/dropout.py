@@ -24,21 +24,21 @@ _GLANCE = 4096  # keys
 
 @aliased
 def _npu_dropout_gen_mask(
-    self: torch.Tensor,
+    input: torch.Tensor,
     size: Sequence[int],
     p: float,
     seed: int,
     offset: int,
     *,
     parallel: bool | None = True,
-    sync: bool | None = False,
+    sync: bool | None = None,
 ) -> torch.Tensor:
     """The bits that attention draws from (seed, offset), as a mask.
 
     bit i = 1 where score i of `size` is kept;  i = ((b * N1 + n) * S1 + row) * S2 + key
 
     Args:
-        self: says the device alone.
+        input: says the device alone.
         size: [B, N1, S1, S2], or [N1, S1, S2] of one sequence: then the mask equals what keep_prob = 1 - p draws from
             (seed, offset), and the gradient functions draw it again. Any other size is legal, but has bits of its own:
             the last axis counts keys, the one before rows, [numels] is one row of them.
@@ -60,22 +60,22 @@ def _npu_dropout_gen_mask(
         >>> mask.dtype, len(mask)
         (torch.uint8, 32)
     """
-    failures = list(_failures(self, size, p, seed, offset))
+    failures = list(_failures(input, size, p, seed, offset))
     if failures:
         raise ContractError([Failure("_npu_dropout_gen_mask", *failure) for failure in failures])
-    bits = drawn_bits(size, 1.0 - p, seed, offset, self.device)
+    bits = drawn_bits(size, 1.0 - p, seed, offset, input.device)
     length = -(-torch.Size(size).numel() // _ALIGNED) * _ALIGNED // 8
     return torch.nn.functional.pad(bits, (0, length - len(bits)))
 
 
-def _failures(self: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
+def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:
     """(parameter, what was expected, what came) of everything that is wrong."""
 
     def is_integer(value: Any, low: int, high: int) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
 
-    if not isinstance(self, torch.Tensor):
-        yield "self", "a tensor", show(self)
+    if not isinstance(input, torch.Tensor):
+        yield "input", "a tensor", show(input)
     if not isinstance(size, (list, tuple)) or not all(is_integer(n, 0, 1 << 63) for n in size):
         yield "size", "a list of sizes", show(size)
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p <= 1:

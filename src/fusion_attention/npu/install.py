@@ -57,7 +57,9 @@ def _changed(way: _Way, changes: Changes) -> None:
     changes.find(Finder(changes), first=True)
     watch(changes)
     register_all(functions())
+    changes.after(torch.get_device_module.cache_clear)
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
+    torch.get_device_module.cache_clear()
     for owner in (torch.Tensor, torch.storage._StorageBase):
         changes.set(owner, "npu", npu)
         changes.set(owner, "is_npu", property(lambda self: self.device.type == kind))
@@ -149,13 +151,13 @@ def _loaded(wanted: _Way) -> _Way:
 def uninstall() -> None:
     """Takes back everything that install() changed, in all threads; nothing where nothing is installed.
 
-    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: tensors that
-    live on it go on working, and new ones are refused. With device="host", in other threads that called install() a
-    mode stays that does nothing.
+    What others have changed since stays theirs. torch keeps the name of a device that it has heard of: `torch.npu` then
+    says that there is none, tensors that live on it go on working, and new ones are refused. With device="host", in
+    other threads that called install() a mode stays that does nothing.
 
     Example:
         >>> uninstall()
-        >>> hasattr(torch, "npu")
+        >>> hasattr(torch.Tensor, "npu")
         False
     """
     global _installed

@@ -26,6 +26,8 @@ Face = Callable[..., Any]
 _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 # Operators that torch_npu declares under an overload with a name.
 _OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
+# Functions that may return what came, which an operator may not.
+_HANDS_BACK = {"npu_format_cast"}
 
 
 def register_all(faces: Mapping[str, Face]) -> None:
@@ -56,7 +58,13 @@ def _register(name: str, face: Face) -> None:
             return operator(*args, **kwargs)
 
     run = _whole(face) if "int" in schema.rpartition("->")[2] else face
-    register(schema, run, run, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+    run = _apart(face) if packet in _HANDS_BACK else run
+    fake = _nothing if schema.endswith("-> ()") else run
+    register(schema, run, fake, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a trace sees of a function that writes what it is given: lengths, which some read, have no values there."""
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -80,6 +88,17 @@ def _whole(face: Face) -> Face:
                 "tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
             )
         return found
+
+    return run
+
+
+def _apart(face: Face) -> Face:
+    """A function whose result is never its first argument."""
+
+    @functools.wraps(face)
+    def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = face(first, *args, **kwargs)
+        return found.clone() if found is first else found
 
     return run
 

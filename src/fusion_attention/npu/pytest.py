@@ -34,7 +34,7 @@ def pytest_report_header() -> str:
     return f"torch_npu: {torch_npu.__version__}"
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Says where a conftest has put a mock object in its place."""
     found: Any = sys.modules.get("torch_npu")
     if found is None or "fusion" not in str(getattr(found, "__version__", "")):

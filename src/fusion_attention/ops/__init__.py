@@ -1,20 +1,8 @@
-"""The operators: a contract record each, and their lowering to the waist; and records of what stands around them."""
+"""The operators: a contract record each, and their lowering to the waist."""
 
 from __future__ import annotations
 
 from fusion_attention.contract import Op
-from fusion_attention.ops.companions import (
-    caches,
-    experts,
-    gates,
-    norms,
-    products,
-    quantised,
-    rotary,
-    routing,
-    shapes,
-    softmax,
-)
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.indexer import own as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
@@ -32,7 +20,3 @@ FAMILIES = (
     *(indexer, lightning_indexer, sparse, sparse_attention, indexer_loss, own_indexer_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
-# Functions that torch itself computes: records without a lowering (ops/companions).
-AROUND = (norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products)
-COMPANIONS: dict[str, Op] = {record.name: record for family in AROUND for record in family.RECORDS}
-CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

@@ -1,6 +1,6 @@
-"""Read by every Python that `python -m fusion_attention.npu` starts: torch_npu is there once somebody asks for it.
+"""Read by every Python that `python -m fusion_attention.npu` starts: torch_npu is there once torch is.
 
-Loads nothing itself, for most of these processes ask for nothing. An environment's own sitecustomize is read as well.
+Loads nothing itself, for many of these processes load no torch. An environment's own sitecustomize is read as well.
 """
 
 import importlib.util
@@ -8,21 +8,45 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+
+NAMES = ("torch_npu", "mindspeed", "cann_ops_transformer")
 
 
 class _OnDemand:
-    """Finds torch_npu by installing it, the first time that anybody looks for it."""
+    """Finds torch_npu by installing it: when torch is loaded, which loads the chip's by itself, or somebody asks."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
-        """The spec that install() put there."""
-        if name.partition(".")[0] not in ("torch_npu", "mindspeed"):
+        """The spec that install() put there; torch's own, which installs when it has been loaded."""
+        if name == "torch":
+            return self._torch()
+        if name.partition(".")[0] not in NAMES:
             return None
-        from fusion_attention.npu import install
-
-        # install() takes this finder away: its own answer from here on.
-        install(os.environ["FUSION_ATTENTION_NPU_DEVICE"], strict=bool(os.environ.get("FUSION_ATTENTION_NPU_STRICT")))
+        _install()
         module = sys.modules.get(name)
         return None if module is None else module.__spec__
+
+    def _torch(self) -> "ModuleSpec | None":
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec("torch", None) for finder in others)), None)
+        loader = None if spec is None else spec.loader
+        if loader is None or "fusion_attention" in sys.modules:  # being loaded, perhaps
+            return spec
+        load = loader.exec_module
+
+        def load_and_install(module: ModuleType) -> None:
+            load(module)
+            _install()
+
+        loader.exec_module = load_and_install  # type: ignore[method-assign]
+        return spec
+
+
+def _install() -> None:
+    """Once: install() takes the finder away."""
+    from fusion_attention.npu import install
+
+    install(os.environ["FUSION_ATTENTION_NPU_DEVICE"], strict=bool(os.environ.get("FUSION_ATTENTION_NPU_STRICT")))
 
 
 def _next() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.npu.companions.norms import normalised
+from fusion_attention.npu.companions.quantised import rounded
 from fusion_attention.npu.companions.rotary import npu_interleave_rope
 from fusion_attention.ops.companions import caches
 
@@ -32,6 +33,7 @@ def npu_scatter_pa_kv_cache(
     compress_lens: Tensor | None = None,
     compress_seq_offsets: Tensor | None = None,
     seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
 ) -> None:
     """Stores key and value rows in the pages of a cache, in place.
 
@@ -40,9 +42,11 @@ def npu_scatter_pa_kv_cache(
     Args:
         key, value: [tokens, heads, D]; their D may differ.
         key_cache, value_cache: pages [pages, slots, heads, D], or in pieces [pages, pieces, slots, width] (the chip's
-            NZ). What fits both is read as the former.
+            NZ).
         slot_mapping: [tokens]; a slot below 0 stores nothing. Of equal slots the last row stays.
         compress_lens, compress_seq_offsets, seq_lens: of compressed caches, which are not computed.
+        cache_mode: "Norm": pages of whole rows. "PA_NZ": pieces where the caches' shape holds some; what may be either
+            is pieces where these are as wide as the chip's, 32 bytes.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_pa_kv_cache.md does not allow. Nothing is written.
@@ -58,11 +62,11 @@ def npu_scatter_pa_kv_cache(
     args = {
         "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping,
         "compress_lens": compress_lens, "compress_seq_offsets": compress_seq_offsets, "seq_lens": seq_lens,
+        "cache_mode": cache_mode,
     }  # fmt: skip
-    checked(caches.SCATTER_PA, args)
+    mode = checked(caches.SCATTER_PA, args)["cache_mode"]
     with torch.no_grad():
-        for cache, rows in ((key_cache, key), (value_cache, value)):
-            _store(_slots(cache, rows), rows.flatten(1), slot_mapping)
+        store([(_slots(c, r, mode), r.flatten(1)) for c, r in ((key_cache, key), (value_cache, value))], slot_mapping)
 
 
 def npu_gather_pa_kv_cache(
@@ -106,7 +110,8 @@ def npu_gather_pa_kv_cache(
     cumulative = checked(caches.GATHER_PA, args)["is_seq_lens_cumsum"]
     with torch.no_grad():
         slots = _slots(key_cache, key)
-        size, tokens = slots.shape[1], key.shape[0]
+        pages = slots.shape[0] if slots.shape[1] else 0
+        size, tokens = max(slots.shape[1], 1), key.shape[0]
         lengths = (seq_lens.diff() if cumulative else seq_lens).long()
         starts = lengths.cumsum(0) - lengths
         sequence = torch.arange(len(lengths), device=key.device).repeat_interleave(lengths, output_size=tokens)
@@ -114,28 +119,28 @@ def npu_gather_pa_kv_cache(
         column = row // size + (0 if seq_offset is None else seq_offset[sequence].long() // size)
         table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # behind the last column
         page = table[sequence, column.clamp(0, table.shape[1] - 1)].where(column >= 0, -1)
-        there = (page >= 0) & (page < slots.shape[0])
+        there = (page >= 0) & (page < pages)
+        found = []
         for cache, rows in ((key_cache, key), (value_cache, value)):
             source = _slots(cache, rows)
-            if source.shape[0]:
-                found = source[page.where(there, 0), row % size].view(rows.shape)
-                rows.copy_(found.where(there[:, None, None], 0))
-            else:
-                rows.zero_()
+            lines = source[page.where(there, 0), row % size].view(rows.shape) if pages else rows
+            found.append(lines.where(there[:, None, None], 0))
+        key.copy_(found[0])
+        value.copy_(found[1])
 
 
-def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """A copy with some rows replaced, by their places.
 
-    y = self;  y[indices[i]] = updates[i]
+    y = input;  y[indices[i]] = updates[i]
 
     Args:
-        self: any tensor.
-        indices: [..., K]: places along the first K axes of self; int64 or int32.
-        updates: a row for every place, in the dtype of self. Of equal places one of the rows stays.
+        input: any tensor.
+        indices: [..., K]: places along the first K axes of input; int64 or int32.
+        updates: a row for every place, in the dtype of input. Of equal places the last row stays.
 
     Returns:
-        y as self.
+        y as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_nd_update.md does not allow.
@@ -146,20 +151,20 @@ def npu_scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Ten
         >>> npu_scatter_nd_update(torch.zeros(4), torch.tensor([[2]]), torch.ones(1)).tolist()
         [0.0, 0.0, 1.0, 0.0]
     """
-    checked(caches.SCATTER_ND, {"self": self, "indices": indices, "updates": updates})
-    return self.index_put(_places(indices), updates)
+    checked(caches.SCATTER_ND, {"input": input, "indices": indices, "updates": updates})
+    return input.index_put(*_updated(input, indices, updates))
 
 
-def npu_scatter_nd_update_(self: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
+def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, updates: Tensor) -> Annotated[Tensor, "a!"]:
     """Replaces some rows by their places, in place.
 
-    self[indices[i]] = updates[i]
+    input[indices[i]] = updates[i]
 
     Args:
-        self, indices, updates: as in npu_scatter_nd_update; self is written.
+        input, indices, updates: as in npu_scatter_nd_update; input is written.
 
     Returns:
-        self.
+        input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_scatter_nd_update_.md does not allow. Nothing is written.
@@ -171,8 +176,8 @@ def npu_scatter_nd_update_(self: Annotated[Tensor, "a!"], indices: Tensor, updat
         >>> npu_scatter_nd_update_(cache, torch.tensor([[2]]), torch.ones(1)) is cache
         True
     """
-    checked(caches.SCATTER_ND_, {"self": self, "indices": indices, "updates": updates})
-    return self.index_put_(_places(indices), updates)
+    checked(caches.SCATTER_ND_, {"input": input, "indices": indices, "updates": updates})
+    return input.index_put_(*_updated(input, indices, updates))
 
 
 def npu_kv_rmsnorm_rope_cache(
@@ -242,8 +247,11 @@ def npu_kv_rmsnorm_rope_cache(
         k_embed = npu_interleave_rope(rope, cos.float(), sin.float())
         places = _of_tokens(index, kv.shape[2], k_cache, mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
-        for cache, rows, (scale, offset) in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True):
-            _store(_lines(cache, mode), _rounded(rows, cache.dtype, scale, offset).flatten(0, 2), places)
+        stored = [
+            (_lines(cache, mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
+            for cache, rows, of_cache in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True)
+        ]
+        store(stored, places)
         wanted = given["is_output_kv"]
         k_embed, y = (rows.to(kv.dtype) if wanted else kv.new_empty(0) for rows in (k_embed, y))
         return k_cache, ckv_cache, k_embed, y
@@ -252,14 +260,29 @@ def npu_kv_rmsnorm_rope_cache(
 # -------------------------------------------------------------------------------------------------------------- places
 
 
-def _places(indices: Tensor) -> tuple[Tensor, ...]:
-    """Along each axis, as index_put() takes them."""
-    return indices.long().unbind(-1)
+def _last(places: Tensor) -> Tensor:
+    """For every row the last one that has its place: writing that one instead, rows of one place are no race."""
+    order = places.argsort(stable=True)
+    ordered = places[order]
+    last = order[torch.searchsorted(ordered, ordered, right=True) - 1]
+    return torch.zeros_like(order).scatter(0, order, last)
 
 
-def _slots(cache: Tensor, rows: Tensor) -> Tensor:
+def _updated(whole: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(places along each axis, rows) as index_put() takes them; the last row of a place alone has a gradient."""
+    axes = indices.shape[-1]
+    places, rows = indices.reshape(-1, axes).long(), updates.reshape(indices.shape[:-1].numel(), *whole.shape[axes:])
+    line = places.new_zeros(places.shape[0])
+    for size, place in zip(whole.shape[:axes], places.unbind(-1), strict=True):
+        line = line * size + place
+    last = _last(line)
+    stays = (last == torch.arange(last.shape[0], device=last.device)).view(-1, *(1,) * (rows.dim() - 1))
+    return places.unbind(-1), torch.where(stays, rows, rows.detach()[last])
+
+
+def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
     """A cache of pages as [pages, slots, elements of a row...], a view; pieces stay apart."""
-    return cache if cache.shape[2:] == rows.shape[1:] else cache.transpose(1, 2)
+    return cache.transpose(1, 2) if caches.lies_in_pieces(cache, rows, mode) else cache
 
 
 def _lines(cache: Tensor, mode: str) -> Tensor:
@@ -272,11 +295,20 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[3] // width, cache.shape[1], width).transpose(1, 2)
 
 
-def _store(slots: Tensor, rows: Tensor, places: Tensor) -> None:
-    """Rows at places below 0 are stored nowhere."""
-    there = places >= 0
-    found, size = places[there].long(), max(slots.shape[1], 1)
-    slots[found // size, found % size] = rows.view(len(rows), *slots.shape[2:])[there]
+def store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
+    """Rows at places below 0 are stored nowhere; of equal places the last row stays. All are read, then all written."""
+    if not places.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
+        return
+    # Rows without a place are written as the one of the largest place is; if none has one, as what is there.
+    top = places.argmax(0, keepdim=True)
+    there, last = places >= 0, _last(places)
+    place = places.where(there, places[top]).clamp(min=0).long()
+    ready = []
+    for slots, rows in caches_and_rows:
+        found = rows.reshape(rows.shape[0], *slots.shape[2:])[last.where(there, last[top])]
+        ready.append((slots, found.where(places[top] >= 0, slots[0, 0])))
+    for slots, rows in ready:
+        slots[place // slots.shape[1], place % slots.shape[1]] = rows
 
 
 def _of_tokens(index: Tensor, tokens: int, cache: Tensor, mode: str) -> Tensor:
@@ -297,5 +329,4 @@ def _rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None, offset: Ten
     """Rows as a cache has them; halves to even."""
     if scale is None:
         return rows.to(dtype)
-    scaled = rows * scale if offset is None else rows * scale + offset
-    return scaled.round().clamp(-128, 127).to(torch.int8)
+    return rounded(rows * scale if offset is None else rows * scale + offset, 127)

@@ -26,18 +26,18 @@ _WORDS = "none", "tanh"
 _SLOPE = 1.702
 
 
-def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """The SiLU of one half, times the other half.
 
     a, b = the halves of x along dim
     y = a / (1 + exp(-a)) * b
 
     Args:
-        self: both halves; float16, bfloat16 or float32.
+        input: both halves; float16, bfloat16 or float32.
         dim: the axis that is cut in the middle.
 
     Returns:
-        y in the dtype of self, half as long along dim.
+        y in the dtype of input, half as long along dim.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_swiglu.md does not allow.
@@ -48,12 +48,12 @@ def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
         >>> npu_swiglu(torch.tensor([0.0, 2.0, 1.0, 3.0])).tolist()[0]
         0.0
     """
-    dim = checked(gates.SWIGLU, {"self": self, "dim": dim})["dim"]
-    a, b = self.float().chunk(2, dim)
-    return (torch.nn.functional.silu(a) * b).to(self.dtype)
+    dim = checked(gates.SWIGLU, {"input": input, "dim": dim})["dim"]
+    a, b = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(a) * b).to(input.dtype)
 
 
-def npu_swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Tensor:
+def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
     """The gradient of npu_swiglu.
 
     s = 1 / (1 + exp(-a))
@@ -61,10 +61,10 @@ def npu_swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Ten
 
     Args:
         grad_output: gradient of y.
-        self, dim: of the forward.
+        input, dim: of the forward.
 
     Returns:
-        dx as self.
+        dx as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_swiglu_backward.md does not allow.
@@ -77,26 +77,26 @@ def npu_swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Ten
         >>> torch.allclose(npu_swiglu_backward(torch.ones(3, 4), x.detach()), x.grad, atol=1e-6)
         True
     """
-    dim = checked(gates.SWIGLU_BACKWARD, {"grad_output": grad_output, "self": self, "dim": dim})["dim"]
-    a, b = self.float().chunk(2, dim)
+    dim = checked(gates.SWIGLU_BACKWARD, {"grad_output": grad_output, "input": input, "dim": dim})["dim"]
+    a, b = input.float().chunk(2, dim)
     dy, s = grad_output.float(), a.sigmoid()
-    return torch.cat((dy * b * s * (1 + a * (1 - s)), dy * a * s), dim).to(self.dtype)
+    return torch.cat((dy * b * s * (1 + a * (1 - s)), dy * a * s), dim).to(input.dtype)
 
 
-def npu_geglu(self: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
+def npu_geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
     """The GELU of one half, times the other half.
 
     a, b = the halves of x along dim
     y = a * gelu(b);  with activate_left gelu(a) * b
 
     Args:
-        self: both halves; float16, bfloat16 or float32.
+        input: both halves; float16, bfloat16 or float32.
         dim: the axis that is cut in the middle.
         approximate: 1: GELU by tanh; 0: by the error function.
         activate_left: the left half is activated, not the right one.
 
     Returns:
-        (y, gelu): both in the dtype of self, half as long along dim. y alone has a derivative.
+        (y, gelu): both in the dtype of input, half as long along dim. y alone has a derivative.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_geglu.md does not allow.
@@ -108,15 +108,15 @@ def npu_geglu(self: Tensor, dim: int = -1, approximate: int = 1, activate_left: 
         >>> (y / gelu).item()
         2.0
     """
-    args = {"self": self, "dim": dim, "approximate": approximate, "activate_left": activate_left}
+    args = {"input": input, "dim": dim, "approximate": approximate, "activate_left": activate_left}
     given = checked(gates.GEGLU, args)
-    plain, active = _halves(self, given)
+    plain, active = _halves(input, given)
     gelu = torch.nn.functional.gelu(active, approximate=_WORDS[given["approximate"]])
-    return (plain * gelu).to(self.dtype), gelu.detach().to(self.dtype)
+    return (plain * gelu).to(input.dtype), gelu.detach().to(input.dtype)
 
 
 def npu_geglu_grad(
-    grad_output: Tensor, self: Tensor, gelu: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
+    grad_output: Tensor, input: Tensor, gelu: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False
 ) -> Tensor:
     """The gradient of npu_geglu.
 
@@ -124,11 +124,11 @@ def npu_geglu_grad(
 
     Args:
         grad_output: gradient of y.
-        self, dim, approximate, activate_left: of the forward.
+        input, dim, approximate, activate_left: of the forward.
         gelu: the forward's second result.
 
     Returns:
-        dx as self.
+        dx as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_geglu_grad.md does not allow.
@@ -143,28 +143,28 @@ def npu_geglu_grad(
         True
     """
     args = {
-        "grad_output": grad_output, "self": self, "gelu": gelu, "dim": dim, "approximate": approximate,
+        "grad_output": grad_output, "input": input, "gelu": gelu, "dim": dim, "approximate": approximate,
         "activate_left": activate_left,
     }  # fmt: skip
     given = checked(gates.GEGLU_GRAD, args)
-    plain, active = _halves(self, given)
+    plain, active = _halves(input, given)
     dy = grad_output.float()
     word = _WORDS[given["approximate"]]
     pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * plain, active, approximate=word)
-    return torch.cat(pair[::-1] if given["activate_left"] else pair, given["dim"]).to(self.dtype)
+    return torch.cat(pair[::-1] if given["activate_left"] else pair, given["dim"]).to(input.dtype)
 
 
-def npu_gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+def npu_gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """x times the normal distribution function of x.
 
     y = x * Phi(x)
 
     Args:
-        self: float16, bfloat16 or float32.
+        input: float16, bfloat16 or float32.
         approximate: "none": by the error function; "tanh": by tanh.
 
     Returns:
-        y as self.
+        y as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_gelu.md does not allow.
@@ -175,21 +175,21 @@ def npu_gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
         >>> round(npu_gelu(torch.tensor(1.0)).item(), 4)
         0.8413
     """
-    word = checked(gates.GELU, {"self": self, "approximate": approximate})["approximate"]
-    return torch.nn.functional.gelu(self.float(), approximate=word).to(self.dtype)
+    word = checked(gates.GELU, {"input": input, "approximate": approximate})["approximate"]
+    return torch.nn.functional.gelu(input.float(), approximate=word).to(input.dtype)
 
 
-def npu_gelu_backward(grad: Tensor, self: Tensor, *, approximate: str = "none") -> Tensor:
+def npu_gelu_backward(grad_output: Tensor, input: Tensor, *, approximate: str = "none") -> Tensor:
     """The gradient of npu_gelu.
 
     dx = dy * (Phi(x) + x * phi(x))
 
     Args:
-        grad: gradient of y; as self.
-        self, approximate: of the forward.
+        grad_output: gradient of y; as input.
+        input, approximate: of the forward.
 
     Returns:
-        dx as self.
+        dx as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_gelu_backward.md does not allow.
@@ -200,20 +200,21 @@ def npu_gelu_backward(grad: Tensor, self: Tensor, *, approximate: str = "none") 
         >>> round(npu_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item(), 4)
         0.5
     """
-    word = checked(gates.GELU_BACKWARD, {"grad": grad, "self": self, "approximate": approximate})["approximate"]
-    return torch.ops.aten.gelu_backward(grad.float(), self.float(), approximate=word).to(self.dtype)
+    args = {"grad_output": grad_output, "input": input, "approximate": approximate}
+    word = checked(gates.GELU_BACKWARD, args)["approximate"]
+    return torch.ops.aten.gelu_backward(grad_output.float(), input.float(), approximate=word).to(input.dtype)
 
 
-def npu_fast_gelu(self: Tensor) -> Tensor:
+def npu_fast_gelu(input: Tensor) -> Tensor:
     """A GELU by a logistic function.
 
     y = x / (1 + exp(-1.702 x))
 
     Args:
-        self: float16, bfloat16 or float32.
+        input: float16, bfloat16 or float32.
 
     Returns:
-        y as self.
+        y as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_fast_gelu.md does not allow.
@@ -224,23 +225,23 @@ def npu_fast_gelu(self: Tensor) -> Tensor:
         >>> round(npu_fast_gelu(torch.tensor(1.0)).item(), 4)
         0.8458
     """
-    checked(gates.FAST_GELU, {"self": self})
-    x = self.float()
-    return (x * (_SLOPE * x).sigmoid()).to(self.dtype)
+    checked(gates.FAST_GELU, {"input": input})
+    x = input.float()
+    return (x * (_SLOPE * x).sigmoid()).to(input.dtype)
 
 
-def npu_fast_gelu_backward(grad: Tensor, self: Tensor) -> Tensor:
+def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
     """The gradient of npu_fast_gelu.
 
     s = 1 / (1 + exp(-1.702 x))
     dx = dy * s * (1 + 1.702 x * (1 - s))
 
     Args:
-        grad: gradient of y; as self.
-        self: of the forward.
+        grad: gradient of y; as input.
+        input: of the forward.
 
     Returns:
-        dx as self.
+        dx as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_fast_gelu_backward.md does not allow.
@@ -251,13 +252,13 @@ def npu_fast_gelu_backward(grad: Tensor, self: Tensor) -> Tensor:
         >>> npu_fast_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item()
         0.5
     """
-    checked(gates.FAST_GELU_BACKWARD, {"grad": grad, "self": self})
-    x = _SLOPE * self.float()
+    checked(gates.FAST_GELU_BACKWARD, {"grad": grad, "input": input})
+    x = _SLOPE * input.float()
     s = x.sigmoid()
-    return (grad.float() * s * (1 + x * (1 - s))).to(self.dtype)
+    return (grad.float() * s * (1 + x * (1 - s))).to(input.dtype)
 
 
-def _halves(self: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _halves(input: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(the half that stays, the half that is activated) of a geglu, in float32."""
-    a, b = self.float().chunk(2, given["dim"])
+    a, b = input.float().chunk(2, given["dim"])
     return (b, a) if given["activate_left"] else (a, b)

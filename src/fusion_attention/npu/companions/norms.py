@@ -12,18 +12,18 @@ __all__ = ["npu_add_rms_norm", "npu_gemma_rms_norm", "npu_rms_norm", "npu_rms_no
 Tensor = torch.Tensor
 
 
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     """Divides rows by their root mean square, and weighs their elements.
 
     rstd = 1 / sqrt(mean(x^2) + epsilon),  y = x * rstd * gamma
 
     Args:
-        self: float16, bfloat16 or float32.
-        gamma: in the shape of self's last axes, which are normalised together; in any of these dtypes.
+        input: float16, bfloat16 or float32.
+        gamma: in the shape of input's last axes, which are normalised together; in any of these dtypes.
         epsilon: added to the mean square.
 
     Returns:
-        (y, rstd): y as self; rstd in float32, the normalised axes of size 1. y alone has a derivative.
+        (y, rstd): y as input; rstd in float32, the normalised axes of size 1. y alone has a derivative.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_rms_norm.md does not allow.
@@ -35,23 +35,23 @@ def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[T
         >>> list(y.shape), list(rstd.shape), round(rstd[0].item(), 3)
         ([2, 4], [2, 1], 0.333)
     """
-    given = checked(norms.RMS_NORM, {"self": self, "gamma": gamma, "epsilon": epsilon})
-    return normalised(self, gamma, given["epsilon"])
+    given = checked(norms.RMS_NORM, {"input": input, "gamma": gamma, "epsilon": epsilon})
+    return normalised(input, gamma, given["epsilon"])
 
 
-def npu_rms_norm_backward(dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of npu_rms_norm.
 
     xhat = x * rstd
     dx = rstd * (dy * gamma - xhat * mean(dy * gamma * xhat)),  dgamma = sum(dy * xhat)
 
     Args:
-        dy: gradient of y; as self.
-        self, gamma: of the forward.
+        dy: gradient of y; as input.
+        input, gamma: of the forward.
         rstd: what the forward returned.
 
     Returns:
-        (dx, dgamma): dx as self; dgamma in float32.
+        (dx, dgamma): dx as input; dgamma in float32.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_rms_norm_backward.md does not allow.
@@ -65,14 +65,14 @@ def npu_rms_norm_backward(dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor)
         >>> torch.allclose(npu_rms_norm_backward(torch.ones(2, 4), x.detach(), gamma, rstd)[0], x.grad, atol=1e-6)
         True
     """
-    checked(norms.RMS_NORM_BACKWARD, {"dy": dy, "self": self, "gamma": gamma, "rstd": rstd})
+    checked(norms.RMS_NORM_BACKWARD, {"dy": dy, "input": input, "gamma": gamma, "rstd": rstd})
     axes = tuple(range(-gamma.dim(), 0))
-    rows = tuple(range(self.dim() - gamma.dim()))
+    rows = tuple(range(input.dim() - gamma.dim()))
     scale, upstream = rstd.float(), dy.float()
-    xhat, weighed = self.float() * scale, upstream * gamma
+    xhat, weighed = input.float() * scale, upstream * gamma
     dx = scale * (weighed - xhat * (weighed * xhat).mean(axes, keepdim=True))
     dgamma = (upstream * xhat).sum(rows) if rows else upstream * xhat
-    return dx.to(self.dtype), dgamma
+    return dx.to(input.dtype), dgamma
 
 
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,13 +104,13 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     return *normalised(x, gamma, given["epsilon"]), x
 
 
-def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
+def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor]:
     """npu_rms_norm with weights that count from 1, as Gemma's do.
 
     rstd = 1 / sqrt(mean(x^2) + epsilon),  y = x * rstd * (1 + gamma)
 
     Args:
-        self, gamma, epsilon: as in npu_rms_norm.
+        input, gamma, epsilon: as in npu_rms_norm.
 
     Returns:
         (y, rstd), as npu_rms_norm.
@@ -125,8 +125,8 @@ def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> t
         >>> torch.equal(npu_gemma_rms_norm(x, torch.zeros(4))[0], npu_rms_norm(x, torch.ones(4))[0])
         True
     """
-    given = checked(norms.GEMMA_RMS_NORM, {"self": self, "gamma": gamma, "epsilon": epsilon})
-    return normalised(self, 1 + gamma.float(), given["epsilon"])
+    given = checked(norms.GEMMA_RMS_NORM, {"input": input, "gamma": gamma, "epsilon": epsilon})
+    return normalised(input, 1 + gamma.float(), given["epsilon"])
 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

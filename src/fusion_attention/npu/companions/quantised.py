@@ -76,7 +76,7 @@ def npu_dynamic_quant(
     x, bits = input.float(), 4 if number == quantised.NUMBERS[torch.quint4x2] else 8
     if smooth_scales is not None and group_index is not None:
         rows = torch.arange(input[..., 0].numel(), device=input.device)
-        group = torch.searchsorted(group_index.long(), rows, right=True).clamp(max=len(smooth_scales) - 1)
+        group = torch.searchsorted(group_index.long().contiguous(), rows, right=True).clamp(max=len(smooth_scales) - 1)
         x = x * smooth_scales.float()[group].reshape(input.shape)
     elif smooth_scales is not None:
         x = x * smooth_scales.float()

@@ -20,18 +20,21 @@ __all__ = [
 Tensor = torch.Tensor
 
 
-def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+def npu_rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
     """Turns pairs of elements by the angles of their positions.
 
     y = x * cos + turned(x) * sin
 
     Args:
-        self: rows of an even size; float16, bfloat16 or float32.
+        input: rows of an even size; float16, bfloat16 or float32.
         r1, r2: cosines and sines in any of these dtypes; axes of size 1 are repeated.
         rotary_mode: "half": element i is turned with element i + D/2; "interleave": 2i with 2i + 1.
+        rotate: [D, D], a matrix that says the turn in place of rotary_mode: turned(x) = x @ rotate.
 
     Returns:
-        y as self.
+        y as input.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_rotary_mul.md does not allow.
@@ -45,20 +48,24 @@ def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "hal
         >>> npu_rotary_mul(torch.tensor([1.0, 2.0, 3.0, 4.0]), *quarter, "interleave").tolist()
         [-2.0, 1.0, -4.0, 3.0]
     """
-    mode = checked(rotary.ROTARY_MUL, {"self": self, "r1": r1, "r2": r2, "rotary_mode": rotary_mode})["rotary_mode"]
-    return _rotated(self, r1, r2, mode)
+    args = {"input": input, "r1": r1, "r2": r2, "rotary_mode": rotary_mode, "rotate": rotate}
+    mode = checked(rotary.ROTARY_MUL, args)["rotary_mode"]
+    if rotate is None:
+        return _rotated(input, r1, r2, mode)
+    wide = input.float()
+    return (wide * r1 + (wide @ rotate.float()) * r2).to(input.dtype)
 
 
 def npu_rotary_mul_backward(
-    grad: Tensor, self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of npu_rotary_mul.
 
     dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x)
 
     Args:
-        grad: gradient of y; as self.
-        self, r1, r2, rotary_mode: of the forward.
+        grad: gradient of y; as input.
+        input, r1, r2, rotary_mode: of the forward.
 
     Returns:
         (dx, dr1, dr2), each as what it is the gradient of.
@@ -75,16 +82,16 @@ def npu_rotary_mul_backward(
         >>> all(map(torch.allclose, found, want))
         True
     """
-    args = {"grad": grad, "self": self, "r1": r1, "r2": r2, "rotary_mode": rotary_mode}
+    args = {"grad": grad, "input": input, "r1": r1, "r2": r2, "rotary_mode": rotary_mode}
     mode = checked(rotary.ROTARY_MUL_BACKWARD, args)["rotary_mode"]
-    x, dy = self.float(), grad.float()
+    x, dy = input.float(), grad.float()
     dx = dy * r1 - _turned(dy * r2, mode)
     dcos, dsin = (dy * x).sum_to_size(r1.shape), (dy * _turned(x, mode)).sum_to_size(r2.shape)
-    return dx.to(self.dtype), dcos.to(r1.dtype), dsin.to(r2.dtype)
+    return dx.to(input.dtype), dcos.to(r1.dtype), dsin.to(r2.dtype)
 
 
 def npu_apply_rotary_pos_emb(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSH", rotary_mode: str = "half"
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor]:
     """npu_rotary_mul of queries and keys.
 
@@ -93,7 +100,7 @@ def npu_apply_rotary_pos_emb(
     Args:
         query, key: rows of heads; float16, bfloat16 or float32.
         cos, sin: for both; axes of size 1, as that of heads, are repeated.
-        layout: names the axes: "BSH" and "BSND", "SBND", "BNSD" or "TND".
+        layout: names the axes: "BSND" and "BSH", "SBND", "BNSD" or "TND".
         rotary_mode: as in npu_rotary_mul.
 
     Returns:
@@ -107,7 +114,7 @@ def npu_apply_rotary_pos_emb(
     Example:
         >>> q, k = torch.randn(2, 5, 8, 16), torch.randn(2, 5, 2, 16)
         >>> angles = torch.rand(1, 5, 1, 16)
-        >>> turned, _ = npu_apply_rotary_pos_emb(q, k, angles.cos(), angles.sin(), "BSND")
+        >>> turned, _ = npu_apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
         >>> turned.shape == q.shape
         True
     """

@@ -281,7 +281,7 @@ def npu_moe_finalize_routing(
     place = expanded_src_to_dst_row
     if drop_pad_mode not in (2, 3):
         place = place.reshape(choices, tokens).T.flatten()
-    rows = taken(expanded_permuted_rows.reshape(-1, width), place).reshape(tokens, choices, width).float()
+    rows = taken(expanded_permuted_rows.flatten(0, -2), place).reshape(tokens, choices, width).float()
     if bias is not None and export_for_source_row is not None:
         rows = rows + bias.float()[export_for_source_row.long()]
     out = (rows if scales is None else rows * scales.unsqueeze(-1)).sum(1)

@@ -22,20 +22,20 @@ _ND, _BASE = 2, {4: 0, 5: 30}  # a tensor's own format by its axes: NCHW, NCDHW,
 _BASES = (_ND, *_BASE.values())
 
 
-def npu_confusion_transpose(self: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
+def npu_confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[int], transpose_first: bool) -> Tensor:
     """A permutation, then another shape; or another shape, then a permutation.
 
-    transpose_first:  y = self.permute(perm).reshape(shape)
-    otherwise:  y = self.reshape(shape).permute(perm)
+    transpose_first:  y = input.permute(perm).reshape(shape)
+    otherwise:  y = input.reshape(shape).permute(perm)
 
     Args:
-        self: any tensor.
+        input: any tensor.
         perm: the order of axes.
         shape: of as many elements.
         transpose_first: which comes first.
 
     Returns:
-        y as self, in memory of its own.
+        y as input, in memory of its own.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_confusion_transpose.md does not allow.
@@ -50,10 +50,10 @@ def npu_confusion_transpose(self: Tensor, perm: Sequence[int], shape: Sequence[i
         [2, 6, 12]
     """
     checked(
-        shapes.CONFUSION_TRANSPOSE, {"self": self, "perm": perm, "shape": shape, "transpose_first": transpose_first}
+        shapes.CONFUSION_TRANSPOSE, {"input": input, "perm": perm, "shape": shape, "transpose_first": transpose_first}
     )
     order, sizes = _ints(perm), _ints(shape)
-    found = self.permute(order).reshape(sizes) if transpose_first else self.reshape(sizes).permute(order)
+    found = input.permute(order).reshape(sizes) if transpose_first else input.reshape(sizes).permute(order)
     return found.clone(memory_format=torch.contiguous_format)
 
 
@@ -65,7 +65,7 @@ def npu_confusion_transpose_backward(
     Args:
         grad: gradient of y.
         perm: the forward's.
-        shape: of the forward's self.
+        shape: of the forward's input.
         transpose_first: the contrary of the forward's.
 
     Returns:
@@ -94,19 +94,19 @@ def npu_confusion_transpose_backward(
 
 
 def npu_format_cast(
-    self: Tensor, acl_format: int | Tensor, customize_dtype: int | None = None, input_dtype: int | None = None
+    input: Tensor, acl_format: int | Tensor, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
     """A copy that remembers a format of the chip. Formats change how the chip's memory lies, and nothing here.
 
-    y = self
+    y = input
 
     Args:
-        self: any tensor.
+        input: any tensor.
         acl_format: 0 NCHW, 2 ND, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.
         customize_dtype, input_dtype: accepted without effect.
 
     Returns:
-        y as self: a copy, or self where it has the format. get_npu_format() tells.
+        y as input: a copy, or input where it has the format. get_npu_format() tells.
 
     Raises:
         ContractError: a call that the record docs/ops/npu_format_cast.md does not allow.
@@ -119,23 +119,23 @@ def npu_format_cast(
         (29, 2)
     """
     wanted = get_npu_format(acl_format) if isinstance(acl_format, Tensor) else acl_format
-    args = {"self": self, "acl_format": wanted, "customize_dtype": customize_dtype, "input_dtype": input_dtype}
+    args = {"input": input, "acl_format": wanted, "customize_dtype": customize_dtype, "input_dtype": input_dtype}
     checked(shapes.FORMAT_CAST, args)
-    own = _BASE.get(self.dim(), _ND)
+    own = _BASE.get(input.dim(), _ND)
     wanted = own if wanted in _BASES else wanted
-    if wanted == get_npu_format(self):
-        return self
-    found = self.clone()
+    if wanted == get_npu_format(input):
+        return input
+    found = input.clone()
     if wanted != own:
         found._npu_format = wanted  # type: ignore[attr-defined]
     return found
 
 
-def get_npu_format(self: Tensor) -> int:
+def get_npu_format(input: Tensor) -> int:
     """The format that npu_format_cast gave a tensor; without one that of its axes: 0 for four, 30 for five, else 2.
 
     Args:
-        self: any tensor.
+        input: any tensor.
 
     Returns:
         The format's number.
@@ -146,7 +146,7 @@ def get_npu_format(self: Tensor) -> int:
         >>> get_npu_format(torch.zeros(2, 3)), get_npu_format(torch.zeros(1, 2, 3, 4))
         (2, 0)
     """
-    return int(getattr(self, "_npu_format", _BASE.get(self.dim(), _ND)))
+    return int(getattr(input, "_npu_format", _BASE.get(input.dim(), _ND)))
 
 
 def npu_transpose_batchmatmul(

@@ -62,7 +62,8 @@ def load(base: str) -> None:
         torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
     ops.register_operators(base == "cuda")
-    sys.modules[MODULE] = _absent()
+    # For good: torch goes on asking the module of its accelerator whether there is one.
+    torch.npu = sys.modules[MODULE] = _absent()  # type: ignore[attr-defined]
     connect(Ways(NAME, ops.to_base.default, ops.to_npu.default))
     _loaded = base
 
@@ -80,13 +81,22 @@ def enter(changes: Changes, module: ModuleType) -> None:
 
 
 def _absent() -> ModuleType:
-    """What torch imports when a device is named that is not in force."""
+    """What torch finds when a device is named that is not in force."""
 
     def refuse() -> None:
-        raise RuntimeError('device "npu": expected fusion_attention.npu.install() in force, got uninstall() since')
+        raise RuntimeError(
+            'device "npu": expected fusion_attention.npu.install() in force, got uninstall() or install(device="host") '
+            "since"
+        )
 
     module = ModuleType(MODULE, "What torch asks before it makes tensors of a device that is not in force.")
-    vars(module)["_lazy_init"] = refuse
+    vars(module).update(
+        _lazy_init=refuse,
+        is_available=lambda: False,
+        device_count=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,
+    )
     return module
 
 

@@ -12,6 +12,7 @@ LIST = "`fusion-attention npu` lists what is there"
 
 # The first pattern that fits the last part of a name, or the name behind its package, speaks.
 _CHIP = "MX and float8 formats are the chip's alone; npu_dynamic_quant (int8) is here"
+_INTEGERS = "npu_dynamic_quant, npu_quant_matmul"
 _INSTEAD = (
     (r"npu_.*mx_quant.*|npu_\w+_mx|npu_dtype_cast|.*(e4m3|e5m2|hifloat8|hif8).*", _CHIP),
     (r"npu_quant_flash_attn.*|npu_grouped_dynamic_.*quant.*", _CHIP),
@@ -21,7 +22,37 @@ _INSTEAD = (
     (r".*(gated_delta|_gdn|recompute_w_u|causal_conv1d|kda).*", "the model's own torch path (linear attention)"),
     (r"npu_mla_prolog.*", "torch.matmul, npu_rms_norm, npu_interleave_rope, npu_kv_rmsnorm_rope_cache"),
     (r"npu_nsa_.*|npu_block_sparse_attention.*", "fusion_attention.attention, fusion_attention.sparse_attention"),
-    (r"npu_(weight_quant_batchmatmul|dequant_.*|anti_quant|quantize|quant_.*)", "npu_dynamic_quant, npu_quant_matmul"),
+    (r"npu_(add_)?rms_norm_\w*(quant|cast)\w*", "npu_add_rms_norm, npu_rms_norm, then npu_dynamic_quant"),
+    (r"npu_\w*swiglu_\w*quant\w*", "npu_swiglu, then npu_dynamic_quant"),
+    (
+        r"npu_\w*(rope|scatter)_\w*quant\w*|npu_quant_scatter\w*",
+        "npu_interleave_rope, npu_scatter_pa_kv_cache of floats",
+    ),
+    (r"npu_(weight_quant_\w+|dequant_\w+|anti_quant|quantize|quant_\w+|group_quant|add_quant_matmul_?)", _INTEGERS),
+    (r"npu_(ifmr|trans_quant_param|convert_weight_to_int4pack|dynamic_quant_\w+|dynamic_block_quant)", _INTEGERS),
+    (r"npu_(multi_head_attention\w*|fused_attention_\w+|advance_step_\w+|attn_softmax\w*)", "npu_fusion_attention"),
+    (r"npu_moe_(compute_expert_tokens|re_routing|eplb_\w+)", "npu_moe_init_routing_v2, torch.bincount"),
+    (r"npu_ffn|npu_batch_gather_matmul|npu_fused_matmul", "npu_grouped_matmul, torch.matmul"),
+    (r"npu_(scatter|scatter_list|indexing)_?|scatter_update_?", "npu_scatter_nd_update"),
+    (r"npu_format_cast_|npu_change_data_ptr", "npu_format_cast"),
+    (r"npu_(bert_)?apply_(adam\w*|sgd)|npu_(stride|our)_\w+|npu_hans_\w+", "torch.optim's own"),
+    (r"npu_\w*float_status|npu_check_\w+", "torch.isfinite, torch_npu.npu.utils.npu_check_overflow"),
+    (r"npu_(linear\w*|bmmV2|bmm_v2\w*)", "torch.nn.functional.linear, torch.matmul"),
+    (
+        r"npu_(silu|mish|hardswish|softmax_cross_entropy_with_logits|one_hot|pad|layer_norm\w*)\w*",
+        "torch.nn.functional",
+    ),
+    (r"npu_(group_norm|deep_norm|dropout|normalize)\w*|_?npu_dropout\w*|dropout_\w+", "torch.nn.functional"),
+    (r"npu_(quant_)?conv\w*|npu_deformable_\w+", "torch.nn.functional.conv2d"),
+    (r"npu_(lstm|gru)\w*", "torch.nn.LSTM, torch.nn.GRU"),
+    (r"npu_(transpose|reshape|broadcast|slice|max|min|sort_v2|masked_fill_range)\w*", "torch's own of that name"),
+    (r"npu_top_k_top_p\w*", "torch.topk, torch.softmax"),
+    (
+        r"npu_(\w*iou|nms\w*|batch_nms|\w*roi\w*|\w*box\w*|anchor\w*|grid_assign\w*|sub_sample|yolo\w*)",
+        "torchvision.ops",
+    ),
+    (r"npu_prefetch|npu_sim_\w+|npu_set_\w+|matmul_checksum", "nothing: it changes no result"),
+    (r"empty_with_format|empty_with_swapped_memory|npu_empty_\w+", "torch.empty"),
     (r"sparse_flash_mla.*|flash_attn.*|compressor.*|.*_metadata", "fusion_attention.sparse_attention"),
     (r"Npu\w*(Adam|AdamW|SGD|Lamb|RMSprop\w*|Adadelta)|optim", "torch.optim's own"),
     (r"dynamo|torchair|npugraph_ex.*|inductor.*", "torch.compile without a back end of the chip"),

@@ -15,25 +15,44 @@ import torch
 
 from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
 from fusion_attention.npu.companions import (
+    atb,
+    atb_rows,
     caches,
     experts,
     gates,
+    losses,
     norms,
     products,
     quantised,
+    quantised_sparse,
     rotary,
     routing,
     shapes,
     softmax,
 )
 from fusion_attention.npu.device import process_groups
-from fusion_attention.npu.surface import elsewhere, host, profiler, runtime, testcase
+from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 
 NAME = "torch_npu"
 FACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
-    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(
+        norms,
+        gates,
+        rotary,
+        caches,
+        shapes,
+        softmax,
+        experts,
+        routing,
+        quantised,
+        products,
+        losses,
+        atb,
+        atb_rows,
+        quantised_sparse,
+    ),
 )
 
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
@@ -95,7 +114,7 @@ def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
     Args:
         faces: the functions of torch_npu.
     """
-    return _modules(elsewhere.contents(faces))
+    return _modules(elsewhere.contents(faces) | cann_ops.contents(faces))
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

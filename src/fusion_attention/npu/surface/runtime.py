@@ -131,10 +131,8 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def get_pretty_env_info() -> str:
     """What torch says of this machine, and that this library stands in for torch_npu."""
-    from fusion_attention import __version__
-
     said = collect_env.get_pretty_env_info()
-    return f"{said}\n\ntorch_npu: fusion_attention {__version__} stands in for it; CANN: none"
+    return f"{said}\n\ntorch_npu: fusion_attention, as {_version()}, stands in for it; CANN: none"
 
 
 def _nothing(*_: Any, **__: Any) -> None:

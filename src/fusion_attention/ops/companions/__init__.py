@@ -1,4 +1,33 @@
 """What stands around attention in a model: records of functions that torch itself computes in a few lines.
 
 Such a record has no lowering: nothing of it reaches the waist. It is checked, documented and sampled as all others are.
+Programs that call attention alone load none of them.
 """
+
+from __future__ import annotations
+
+from fusion_attention.contract import Op
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.companions import (
+    atb,
+    caches,
+    experts,
+    gates,
+    losses,
+    norms,
+    products,
+    quantised,
+    quantised_sparse,
+    rotary,
+    routing,
+    shapes,
+    softmax,
+)
+
+FAMILIES = (
+    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(losses, atb, quantised_sparse),
+)
+COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
+# Every record that there is.
+CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

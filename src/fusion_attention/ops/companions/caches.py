@@ -19,16 +19,24 @@ def pieces_of(cache: torch.Tensor, rows: torch.Tensor) -> bool:
     return cache.dim() == 4 and cache.shape[1] * cache.shape[3] == rows.shape[1:].numel()
 
 
-def holds(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+def lies_in_pieces(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
+    """Whether a cache that holds rows has them in pieces. Shapes may allow both: the mode and the width decide."""
+    if cache.shape[2:] == rows.shape[1:]:
+        chips_width = cache.shape[3] * cache.element_size() == 32
+        return mode == "PA_NZ" and chips_width and pieces_of(cache, rows)
+    return True
+
+
+def holds(cache: torch.Tensor, rows: torch.Tensor, pieces: bool = True) -> bool:
     """Whether a cache of pages has rows like these: as they are, or in pieces."""
     if cache.dim() != 4 or rows.dim() != 3:
         return False
-    return cache.shape[2:] == rows.shape[1:] or pieces_of(cache, rows)
+    return cache.shape[2:] == rows.shape[1:] or (pieces and pieces_of(cache, rows))
 
 
-def slots(cache: torch.Tensor, rows: torch.Tensor) -> int:
+def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
     """How many rows a cache of pages holds."""
-    return int(cache.shape[0] * cache.shape[1 if cache.shape[2:] == rows.shape[1:] else 2])
+    return int(cache.shape[0] * cache.shape[2 if lies_in_pieces(cache, rows, mode) else 1])
 
 
 def written(name: str, text: str, like: str) -> Tensor:
@@ -73,9 +81,15 @@ STORED = "what is stored in a cache has no derivative: call it under torch.no_gr
 
 
 def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
-    text = "pages [pages, slots, heads, D] of such rows, or [pages, pieces, slots, width] (NZ)"
+    text = "pages [pages, slots, heads, D] of such rows, or in mode PA_NZ [pages, pieces, slots, width]"
     return tuple(
-        invalid(f"holds({cache}, {rows})", cache, f"{rows} is [tokens, heads, D]", text, spoil={cache: "3 4 2 5"})
+        invalid(
+            f"holds({cache}, {rows}, cache_mode != 'Norm')",
+            cache,
+            f"{rows} is [tokens, heads, D]",
+            text,
+            spoil={cache: "3 4 2 5"},
+        )
         for rows, cache in names
     )
 
@@ -92,6 +106,14 @@ SCATTER_PA = companion(
         *(
             Tensor(name, "Of compressed caches.", True)
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+        ),
+        Attr(
+            "cache_mode",
+            '"Norm": pages of whole rows; "PA_NZ": pieces where the shape of the caches holds some.',
+            type=str,
+            default="PA_NZ",
+            domain="cache_mode in ('Norm', 'PA_NZ')",
+            bad="PA",
         ),
     ),
     (),
@@ -115,14 +137,14 @@ SCATTER_PA = companion(
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
-            " or slots(key_cache, key) == slots(value_cache, value)",
+            " or slots(key_cache, key, cache_mode) == slots(value_cache, value, cache_mode)",
             "value_cache",
             "a slot number means both",
             "as many slots as key_cache has",
             spoil={"value_cache": "2 4 2 W"},
         ),
         Rule(
-            "within(slot_mapping, slots(key_cache, key), low=-9223372036854775808)",
+            "within(slot_mapping, slots(key_cache, key, cache_mode), low=-9223372036854775808)",
             "slot_mapping",
             "each is page * slots of a page + slot",
             "slots that the cache has",
@@ -234,41 +256,41 @@ GATHER_PA = companion(
 )
 
 
-SELF, UPDATES = Tensor("self", "What is updated."), Tensor("updates", "What is written.", dtypes="=self")
+SELF, UPDATES = Tensor("input", "What is updated."), Tensor("updates", "What is written.", dtypes="=input")
 INDICES = Tensor("indices", "[..., K]: places along the first K axes.", dtypes=IDS)
 SCATTER_ND = companion(
     "npu_scatter_nd_update",
     "torch_npu's update of rows of a copy, by their places.",
     (SELF, INDICES, UPDATES),
-    (result("y", "In the shape of self.", "=self"),),
+    (result("y", "In the shape of input.", "=input"),),
     rules=(
         invalid(
-            "0 < indices.dim() and 0 < indices.shape[-1] <= self.dim()",
+            "0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
             "indices",
             "the last axis of indices holds one place each",
-            "[..., K] with K axes that self has",
+            "[..., K] with K axes that input has",
             spoil={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
         ),
         invalid(
-            "updates.shape == indices.shape[:-1] + self.shape[indices.shape[-1]:]",
+            "updates.shape == indices.shape[:-1] + input.shape[indices.shape[-1]:]",
             "updates",
             "a row for every place",
-            "the shape of indices without its last axis, then that of self without its first K",
+            "the shape of indices without its last axis, then that of input without its first K",
             when="indices.dim() > 0",
             spoil={"updates": "3 7"},
         ),
         Rule(
-            "within(indices, *self.shape[:indices.shape[-1]])",
+            "within(indices, *input.shape[:indices.shape[-1]])",
             "indices",
             "none counts from the end",
-            "places that self has",
-            when="0 < indices.dim() and 0 < indices.shape[-1] <= self.dim()",
+            "places that input has",
+            when="0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
             reads=True,
             spoil={"indices": torch.tensor([[0], [2], [5]])},
         ),
     ),
-    formula="y = self;  y[indices[i]] = updates[i]",
-    sample={"self": ("5 W", "float32"), "indices": torch.tensor([[4], [0], [2]]), "updates": "3 W"},
+    formula="y = input;  y[indices[i]] = updates[i]",
+    sample={"input": ("5 W", "float32"), "indices": torch.tensor([[4], [0], [2]]), "updates": "3 W"},
 )
 SCATTER_ND_ = SCATTER_ND.version(
     "npu_scatter_nd_update_",
@@ -276,21 +298,21 @@ SCATTER_ND_ = SCATTER_ND.version(
     rules=(
         *SCATTER_ND.rules,
         invalid(
-            "not (trained(self) and self.is_leaf)",
-            "self",
+            "not (trained(input) and input.is_leaf)",
+            "input",
             "it is written in place: detach() it, or use torch.no_grad()",
             "no leaf that waits for a gradient",
-            spoil={"self": torch.zeros(5, 8, requires_grad=True)},
+            spoil={"input": torch.zeros(5, 8, requires_grad=True)},
         ),
         invalid(
-            "apart(self)",
-            "self",
+            "apart(input)",
+            "input",
             "an expanded tensor cannot be written: clone() it",
             "memory of its own for every element",
-            spoil={"self": torch.zeros(5, 1).expand(5, 8)},
+            spoil={"input": torch.zeros(5, 1).expand(5, 8)},
         ),
     ),
-    formula="self[indices[i]] = updates[i]",
+    formula="input[indices[i]] = updates[i]",
     functions={**SCATTER_ND.functions, **FUNCTIONS},
 )
 

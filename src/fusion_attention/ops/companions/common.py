@@ -96,7 +96,7 @@ def same_shape(name: str, other: str, **more: Any) -> Rule:
     return invalid(f"{name}.shape == {other}.shape", name, "element by element", f"the shape of {other}", spoil=spoil)
 
 
-def two_halves(dim: str = "dim", tensor: str = "self", **more: Any) -> tuple[Rule, ...]:
+def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
     """An axis that is there, and is cut in the middle; more: what a sample with an odd axis needs besides."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (

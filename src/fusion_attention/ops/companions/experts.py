@@ -213,6 +213,14 @@ UNPERMUTE_MAP = moe(
             spoil={"restore_shape": [6, 5]},
         ),
         invalid(
+            "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
+            "sorted_indices",
+            "of each expert at most one",
+            "as many rows for every token",
+            when="not drop_and_pad and len(restore_shape) == 2",
+            spoil={"R": 11},
+        ),
+        invalid(
             "probs is None or len(restore_shape) != 2 or restore_shape[0] == T",
             "probs",
             "weights for every token",

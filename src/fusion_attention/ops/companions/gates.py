@@ -8,23 +8,23 @@ from fusion_attention.contract import Attr
 from fusion_attention.ops.companions.common import companion, floats, result, same_shape, two_halves
 from fusion_attention.ops.shared.rules import invalid
 
-X = floats("self", "Both halves.")
+X = floats("input", "Both halves.")
 DIM = Attr("dim", "The axis that is cut in the middle.", default=-1)
 GRADIENT_OF_HALF = invalid(
-    "grad_output.shape == half_of(self, dim)",
+    "grad_output.shape == half_of(input, dim)",
     "grad_output",
     "as the forward returns it",
-    "the shape of self, half as long along dim",
-    when="has_axis(self, dim)",
+    "the shape of input, half as long along dim",
+    when="has_axis(input, dim)",
     spoil={"grad_output": "B S1 W"},
 )
-SAMPLE = {"self": "B S1 W"}
+SAMPLE = {"input": "B S1 W"}
 
 SWIGLU = companion(
     "npu_swiglu",
     "torch_npu's gated SiLU.",
     (X, DIM),
-    (result("y", "In the shape of self, half as long along dim.", "=self"),),
+    (result("y", "In the shape of input, half as long along dim.", "=input"),),
     rules=two_halves(),
     formula="a, b = the halves of x along dim\ny = a / (1 + exp(-a)) * b",
     tex=r"y = \frac{a}{1 + e^{-a}} \cdot b \qquad a, b = \text{the halves of } x",
@@ -33,8 +33,8 @@ SWIGLU = companion(
 SWIGLU_BACKWARD = companion(
     "npu_swiglu_backward",
     "The gradient of npu_swiglu.",
-    (floats("grad_output", "Gradient of y."), floats("self", "Both halves.", like="grad_output"), DIM),
-    (result("dx", "In the shape of self.", "=self"),),
+    (floats("grad_output", "Gradient of y."), floats("input", "Both halves.", like="grad_output"), DIM),
+    (result("dx", "In the shape of input.", "=input"),),
     rules=(
         *two_halves(grad_output="3 2"),
         GRADIENT_OF_HALF,
@@ -57,8 +57,8 @@ GEGLU = companion(
     "torch_npu's gated GELU: (y, gelu).",
     (X, DIM, APPROXIMATE, LEFT),
     (
-        result("y", "In the shape of self, half as long along dim.", "=self"),
-        result("gelu", "The activated half alone, in the shape of y.", "=self"),
+        result("y", "In the shape of input, half as long along dim.", "=input"),
+        result("gelu", "The activated half alone, in the shape of y.", "=input"),
     ),
     rules=two_halves(),
     formula=GEGLU_FORMULA,
@@ -70,11 +70,11 @@ GEGLU_GRAD = companion(
     "The gradient of npu_geglu.",
     (
         floats("grad_output", "Gradient of y."),
-        floats("self", "Both halves.", like="grad_output"),
+        floats("input", "Both halves.", like="grad_output"),
         floats("gelu", "The forward's second result.", like="grad_output"),
         *(DIM, APPROXIMATE, LEFT),
     ),
-    (result("dx", "In the shape of self.", "=self"),),
+    (result("dx", "In the shape of input.", "=input"),),
     rules=(
         *two_halves(grad_output="3 2", gelu="3 2"),
         replace(GRADIENT_OF_HALF, spoil=dict.fromkeys(("grad_output", "gelu"), "B S1 W")),
@@ -91,8 +91,8 @@ WORD = Attr(
     domain="approximate in ('none', 'tanh')",
     bad="erf",
 )
-ANY = floats("self", "Any shape.")
-SAME = result("y", "In the shape of self.", "=self")
+ANY = floats("input", "Any shape.")
+SAME = result("y", "In the shape of input.", "=input")
 GELU = companion(
     "npu_gelu",
     "torch_npu's GELU.",
@@ -105,11 +105,11 @@ GELU = companion(
 GELU_BACKWARD = companion(
     "npu_gelu_backward",
     "The gradient of npu_gelu.",
-    (floats("grad", "Gradient of y."), floats("self", "Any shape.", like="grad"), WORD),
-    (result("dx", "In the shape of self.", "=self"),),
-    rules=(same_shape("grad", "self"),),
+    (floats("grad_output", "Gradient of y."), floats("input", "Any shape.", like="grad_output"), WORD),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(same_shape("grad_output", "input"),),
     formula="dx = dy * (Phi(x) + x * phi(x)), phi the density",
-    sample={**SAMPLE, "grad": "B S1 W"},
+    sample={**SAMPLE, "grad_output": "B S1 W"},
 )
 FAST_GELU = companion(
     "npu_fast_gelu",
@@ -123,9 +123,9 @@ FAST_GELU = companion(
 FAST_GELU_BACKWARD = companion(
     "npu_fast_gelu_backward",
     "The gradient of npu_fast_gelu.",
-    (floats("grad", "Gradient of y."), floats("self", "Any shape.", like="grad")),
-    (result("dx", "In the shape of self.", "=self"),),
-    rules=(same_shape("grad", "self"),),
+    (floats("grad", "Gradient of y."), floats("input", "Any shape.", like="grad")),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(same_shape("grad", "input"),),
     formula="s = 1 / (1 + exp(-1.702 x))\ndx = dy * s * (1 + 1.702 x * (1 - s))",
     sample={**SAMPLE, "grad": "B S1 W"},
 )

@@ -8,14 +8,14 @@ from fusion_attention.contract import Attr
 from fusion_attention.ops.companions.common import companion, floats, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
 
-X = floats("self", "What is normalised.")
-GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of self.")
+X = floats("input", "What is normalised.")
+GAMMA = floats("gamma", "A weight for every element of the axes that are normalised together: the last ones of input.")
 EPSILON = Attr(
     "epsilon", "Added to the mean square.", type=float, default=1e-6, domain="0 <= epsilon < 3.4e38", bad=-1.0
 )
-Y = result("y", "In the shape of self.", "=self")
-RSTD = result("rstd", "1 / rms, in the shape of self with the normalised axes of size 1.", "float32")
-SAMPLE = {"self": "B S1 W", "gamma": "W"}
+Y = result("y", "In the shape of input.", "=input")
+RSTD = result("rstd", "1 / rms, in the shape of input with the normalised axes of size 1.", "float32")
+SAMPLE = {"input": "B S1 W", "gamma": "W"}
 FORMULA = """rstd = 1 / sqrt(mean(x^2) + epsilon)            over the axes of gamma
 y = x * rstd * gamma"""
 TEX = r"""\begin{aligned}
@@ -23,10 +23,10 @@ rstd &= \frac{1}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \quad \text{over th
 y &= x \cdot rstd \cdot \gamma
 \end{aligned}"""
 WEIGHTS = invalid(
-    "ends_with(self, gamma)",
+    "ends_with(input, gamma)",
     "gamma",
     "a weight for every element that is normalised",
-    "the last axes of self",
+    "the last axes of input",
     spoil={"gamma": "7"},
 )
 
@@ -45,20 +45,20 @@ RMS_NORM_BACKWARD = companion(
     "Gradients of npu_rms_norm: (dx, dgamma).",
     (
         floats("dy", "Gradient of y."),
-        floats("self", "What was normalised.", like="dy"),
+        floats("input", "What was normalised.", like="dy"),
         GAMMA,
         floats("rstd", "The forward's 1 / rms."),
     ),
-    (result("dx", "In the shape of self.", "=self"), result("dgamma", "In the shape of gamma.", "float32")),
+    (result("dx", "In the shape of input.", "=input"), result("dgamma", "In the shape of gamma.", "float32")),
     rules=(
-        same_shape("dy", "self"),
+        same_shape("dy", "input"),
         WEIGHTS,
         invalid(
-            "rstd.shape == one_per_row(self, gamma)",
+            "rstd.shape == one_per_row(input, gamma)",
             "rstd",
             "as npu_rms_norm returns it",
-            "the shape of self with the normalised axes of size 1",
-            when="ends_with(self, gamma)",
+            "the shape of input with the normalised axes of size 1",
+            when="ends_with(input, gamma)",
             spoil={"rstd": "B S1"},
         ),
     ),

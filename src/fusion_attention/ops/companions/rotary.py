@@ -11,7 +11,7 @@ from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.companions.common import companion, floats, no_derivative, result
 from fusion_attention.ops.shared.rules import invalid
 
-X = floats("self", "What is turned.")
+X = floats("input", "What is turned.")
 COS = floats("r1", "Cosines; axes of size 1 are repeated.")
 SIN = floats("r2", "Sines, in the shape of r1.")
 MODE = Attr(
@@ -22,7 +22,7 @@ MODE = Attr(
     domain="rotary_mode in ('half', 'interleave')",
     bad="quarter",
 )
-EVEN = invalid("halves(self, -1)", "self", "elements turn in pairs", "rows of an even size", spoil={"self": "B 5"})
+EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", spoil={"input": "B 5"})
 FORMULA = """y = x * cos + turned(x) * sin
 half:        turned(x) = (-x[D/2:], x[:D/2])
 interleave:  turned(x)[2i] = -x[2i+1],  turned(x)[2i+1] = x[2i]"""
@@ -30,7 +30,7 @@ TEX = r"""\begin{aligned}
 y &= x \cos + turned(x) \sin \\
 turned_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad turned_{interleave}(x)_{2i, 2i+1} = (-x_{2i+1}, x_{2i})
 \end{aligned}"""
-ROWS = {"self": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
+ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
 def angles(cos: str, sin: str, *rows: str) -> tuple[Rule, ...]:
@@ -74,9 +74,20 @@ def pairs(*names: str) -> dict[str, Any]:
 ROTARY_MUL = companion(
     "npu_rotary_mul",
     "torch_npu's rotary positions.",
-    (X, COS, SIN, MODE),
-    (result("y", "In the shape of self.", "=self"),),
-    rules=(replace(EVEN, spoil=dict.fromkeys(("self", "r1", "r2"), "B 5")), *angles("r1", "r2", "self")),
+    (X, COS, SIN, MODE, floats("rotate", "[D, D]: x @ rotate in place of turned(x).", like="input", optional=True)),
+    (result("y", "In the shape of input.", "=input"),),
+    rules=(
+        replace(EVEN, spoil=dict.fromkeys(("input", "r1", "r2"), "B 5")),
+        *angles("r1", "r2", "input"),
+        invalid(
+            "rotate is None or tuple(rotate.shape) == (input.shape[-1], input.shape[-1])",
+            "rotate",
+            "every row is multiplied by it",
+            "[D, D]",
+            when="input.dim() > 0",
+            spoil={"rotate": "W 3"},
+        ),
+    ),
     formula=FORMULA,
     tex=TEX,
     sample=ROWS,
@@ -84,16 +95,16 @@ ROTARY_MUL = companion(
 ROTARY_MUL_BACKWARD = companion(
     "npu_rotary_mul_backward",
     "Gradients of npu_rotary_mul: (dx, dr1, dr2).",
-    (floats("grad", "Gradient of y."), floats("self", "What was turned.", like="grad"), COS, SIN, MODE),
+    (floats("grad", "Gradient of y."), floats("input", "What was turned.", like="grad"), COS, SIN, MODE),
     (
-        result("dx", "In the shape of self.", "=self"),
+        result("dx", "In the shape of input.", "=input"),
         result("dr1", "In the shape of r1.", "=r1"),
         result("dr2", "In the shape of r2.", "=r2"),
     ),
     rules=(
-        invalid("grad.shape == self.shape", "grad", "element by element", "the shape of self", spoil={"grad": "7"}),
-        replace(EVEN, spoil=dict.fromkeys(("grad", "self", "r1", "r2"), "B 5")),
-        *angles("r1", "r2", "self"),
+        invalid("grad.shape == input.shape", "grad", "element by element", "the shape of input", spoil={"grad": "7"}),
+        replace(EVEN, spoil=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
+        *angles("r1", "r2", "input"),
     ),
     formula="dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x), summed where cos was repeated",
     sample={**ROWS, "grad": "B S1 N1 W"},
@@ -108,7 +119,7 @@ APPLY = companion(
             "layout",
             "Names the axes; cos says itself along which ones it is repeated.",
             type=str,
-            default="BSH",
+            default="BSND",
             domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
             bad="NHWC",
         ),

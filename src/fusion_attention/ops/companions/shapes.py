@@ -50,31 +50,31 @@ CONFUSION_TRANSPOSE = companion(
     "npu_confusion_transpose",
     "torch_npu's reshape and permutation in one.",
     (
-        Tensor("self", "Of any dtype."),
+        Tensor("input", "Of any dtype."),
         *(PERM, SHAPE),
         Attr("transpose_first", "Permute, then reshape; otherwise the other way round.", type=bool),
     ),
-    (result("y", "Of shape, or of shape permuted.", "=self"),),
+    (result("y", "Of shape, or of shape permuted.", "=input"),),
     rules=(
         invalid(
-            "elements(shape) == self.numel()",
+            "elements(shape) == input.numel()",
             "shape",
             "none is left out or made up",
-            "as many elements as self has",
+            "as many elements as input has",
             spoil={"shape": [2, 4, 7]},
         ),
         invalid(
-            "permutes(perm, self.dim() if transpose_first else len(shape))",
+            "permutes(perm, input.dim() if transpose_first else len(shape))",
             "perm",
-            "those of self where it is permuted first, of shape where it is reshaped first",
+            "those of input where it is permuted first, of shape where it is reshaped first",
             "every axis once",
             spoil={"perm": [0, 1, 1]},
         ),
     ),
-    formula="""transpose_first:  y = self.permute(perm).reshape(shape)
-otherwise:  y = self.reshape(shape).permute(perm)""",
+    formula="""transpose_first:  y = input.permute(perm).reshape(shape)
+otherwise:  y = input.reshape(shape).permute(perm)""",
     functions=FUNCTIONS,
-    sample={"self": "B S1 W", "perm": [0, 2, 1], "shape": [2, 32], "transpose_first": True},
+    sample={"input": "B S1 W", "perm": [0, 2, 1], "shape": [2, 32], "transpose_first": True},
 )
 CONFUSION_TRANSPOSE_BACKWARD = companion(
     "npu_confusion_transpose_backward",
@@ -82,7 +82,7 @@ CONFUSION_TRANSPOSE_BACKWARD = companion(
     (
         Tensor("grad", "Gradient of y."),
         PERM,
-        Array("shape", "The shape of the forward's self."),
+        Array("shape", "The shape of the forward's input."),
         Attr("transpose_first", "The contrary of the forward's.", type=bool),
     ),
     (result("dx", "Of shape.", "=grad"),),
@@ -90,7 +90,7 @@ CONFUSION_TRANSPOSE_BACKWARD = companion(
         invalid(
             "elements(shape) == grad.numel()",
             "shape",
-            "that of the forward's self",
+            "that of the forward's input",
             "as many elements as grad has",
             spoil={"shape": [2, 4, 7]},
         ),
@@ -110,14 +110,14 @@ FORMAT_CAST = companion(
     "npu_format_cast",
     "torch_npu's change of a tensor's format: here a copy that remembers the format.",
     (
-        Tensor("self", "Of any dtype."),
+        Tensor("input", "Of any dtype."),
         Attr("acl_format", "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...", domain="0 <= acl_format < 64", bad=-2),
         Attr("customize_dtype", "Accepted without effect.", default=None),
         Attr("input_dtype", "Accepted without effect.", default=None),
     ),
-    (result("y", "In the shape of self: formats of the chip change nothing that a program sees.", "=self"),),
-    formula="y = self",
-    sample={"self": "B W", "acl_format": 29},
+    (result("y", "In the shape of input: formats of the chip change nothing that a program sees.", "=input"),),
+    formula="y = input",
+    sample={"input": "B W", "acl_format": 29},
 )
 TRANSPOSE_BATCHMATMUL = companion(
     "npu_transpose_batchmatmul",

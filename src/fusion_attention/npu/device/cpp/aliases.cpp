@@ -33,7 +33,8 @@ at::Tensor crossed(const at::Tensor &t, const at::TensorList known) {
     return counted_as(on_npu(t) ? alias_of(t) : npu_of(t, known), t);
 }
 
-// To the other side; the gradient comes back the same way. (The list goes as a pointer: autograd would count its tensors.)
+// To the other side; the gradient comes back the same way. (The list goes as a pointer: autograd would count its
+// tensors.)
 struct Cross : torch::autograd::Function<Cross> {
     static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList *known) {
         context->set_materialize_grads(false);
@@ -61,7 +62,38 @@ at::Tensor to_npu(const at::Tensor &t, at::TensorList known) {
     return to_other_side(t, known);
 }
 
+// Composite operators that on a device like this one would ask for a fused kernel: the device that computes takes them
+// whole, and autograd goes through its own.
+void whole(const c10::OperatorHandle &op, c10::DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
+    const size_t given = stack->size() - op.schema().arguments().size();
+    auto cross = [stack](size_t first, auto &&change) {
+        for (size_t i = first; i < stack->size(); ++i) {
+            c10::IValue &value = (*stack)[i];
+            if (value.isTensor() && value.toTensor().defined()) {
+                value = change(value.toTensor());
+            } else if (value.isTensorList()) {
+                c10::List<at::Tensor> changed;
+                for (const at::Tensor &t : value.toTensorList()) changed.push_back(t.defined() ? change(t) : t);
+                value = std::move(changed);
+            }
+        }
+    };
+    cross(given, [](const at::Tensor &t) { return on_npu(t) ? to_base(t) : t; });
+    op.callBoxed(stack);
+    cross(stack->size() - op.schema().returns().size(), [](const at::Tensor &t) { return to_npu(t, {}); });
+}
+
 }  // namespace
+
+void take_whole(torch::Library &m) {
+    for (const char *name : {"lstm.input", "lstm.data", "gru.input", "gru.data", "lstm_cell", "gru_cell",
+                             "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data"}) {
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&whole>());
+    }
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { take_whole(m); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { take_whole(m); }  // in inference mode
 
 TORCH_LIBRARY(fusion_attention_npu, m) {
     m.def("to_base(Tensor t) -> Tensor", to_base);

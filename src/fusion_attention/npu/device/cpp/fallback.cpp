@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "generator.h"
+#include "runtime.h"
 
 namespace fusion_npu {
 namespace {
@@ -21,17 +22,28 @@ using c10::IValue;
 // Operators that take tensors of several devices by themselves: copies, and indices from the host.
 const std::unordered_set<std::string_view> &mixing() {
     static const std::unordered_set<std::string_view> names = {
-        "aten::copy_",          "aten::_copy_from",        "aten::_copy_from_and_resize", "aten::_to_copy",
-        "aten::index",          "aten::index_put",         "aten::index_put_",            "aten::_index_put_impl_",
-        "aten::_unsafe_index",  "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::_foreach_copy_",
-        "aten::set_",           "aten::_foreach_copy",     "aten::copy",                  "aten::resize_as_",
+        "aten::copy_",
+        "aten::_copy_from",
+        "aten::_copy_from_and_resize",
+        "aten::_to_copy",
+        "aten::index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index",
+        "aten::_unsafe_index_put",
+        "aten::_foreach_copy_",
+        "aten::set_",
+        "aten::_foreach_copy",
+        "aten::copy",
+        "aten::resize_as_",
     };
     return names;
 }
 
 // What one call has turned into aliases.
 class Frame {
-   public:
+public:
     void enter(IValue &value) {
         if (value.isTensor()) {
             at::Tensor found = alias(value.toTensor());
@@ -56,9 +68,15 @@ class Frame {
         } else if (value.isDevice()) {
             Device asked = value.toDevice();
             elsewhere_ = asked.type() != NPU;
-            if (!elsewhere_) value = Device(base(), base() == DeviceType::CPU ? -1 : asked.index());
+            here_ = !elsewhere_;
+            if (here_) {
+                DeviceIndex index = known(asked).index();
+                value = Device(base(), base() == DeviceType::CPU ? -1 : index);
+            }
         } else if (value.isGenerator()) {
-            value = behind(value.toGenerator());
+            at::Generator generator = value.toGenerator();
+            if (generator.defined()) generator_ = generator.device();
+            value = behind(generator);
         } else if (value.isList()) {
             enter_lists(value);
         } else if (value.isStorage()) {
@@ -72,6 +90,11 @@ class Frame {
     }
 
     void demand_one_device(const c10::OperatorHandle &op) const {
+        if (C10_UNLIKELY(generator_.has_value())) {
+            const bool here = here_ || !npu_.empty();
+            TORCH_CHECK(here == (generator_->type() == NPU), "Expected a '", here ? NPU : base(),
+                        "' device type for generator but found '", generator_->type(), "'");
+        }
         if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
         if (mixing().count(op.schema().name()) != 0) return;
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -102,7 +125,7 @@ class Frame {
         }
     }
 
-   private:
+private:
     // Collective operations take lists of lists of tensors.
     void enter_lists(IValue &value) {
         c10::List<IValue> list = value.toList();
@@ -137,9 +160,12 @@ class Frame {
         for (size_t i = 0; i < aliases_.size(); ++i) {
             if (aliases_[i].is_same(made)) return npu_[i];
         }
-        TORCH_CHECK_NOT_IMPLEMENTED(made.layout() == at::kStrided && !made.is_quantized(),
+        TORCH_CHECK_NOT_IMPLEMENTED(made.layout() == at::kStrided && !made.is_quantized() && !made.is_nested(),
                                     "fusion_attention: device npu: expected strided tensors, got one of layout ",
-                                    made.layout(), made.is_quantized() ? ", quantized" : "",
+                                    made.layout(),
+                                    made.is_quantized() ? ", quantized"
+                                    : made.is_nested()  ? ", nested"
+                                                        : "",
                                     " (compute it from tensors on the cpu)");
         if (elsewhere_ || made.device().type() != base()) return made;
         const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
@@ -155,7 +181,9 @@ class Frame {
     c10::SmallVector<at::Tensor, 4> npu_, aliases_, others_;
     std::vector<c10::Storage> storages_;
     std::optional<Device> strange_;
+    std::optional<Device> generator_;
     bool elsewhere_ = false;  // the call names a device, and it is not npu
+    bool here_ = false;       // it is
 };
 
 void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
@@ -171,22 +199,28 @@ void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) frame.leave((*stack)[i]);
 }
 
-// Asked of memory, not computed: what the device that computes would say of its own is not npu's answer.
+// Asked of memory, not computed: what the device that computes would say of its own is not npu's answer. And one that
+// puts some of its results into host memory, whatever the device.
 const std::unordered_set<std::string_view> &kept() {
     static const std::unordered_set<std::string_view> names = {
-        "aten::is_pinned", "aten::_pin_memory", "aten::record_stream",
+        "aten::is_pinned",
+        "aten::_pin_memory",
+        "aten::record_stream",
+        "aten::_has_compatible_shallow_copy_type",
+        "aten::_pack_padded_sequence",
     };
     return names;
 }
 
-// Collective operations look for the back end of a process group by their tensors' device. They get aliases, and find that
-// of the device that computes.
+// Collective operations look for the back end of a process group by their tensors' device. They get aliases, and find
+// that of the device that computes.
 void register_collectives(DispatchKey key) {
     struct Quiet final : c10::WarningHandler {
         void process(const c10::Warning &) override {}  // torch has kernels for PrivateUse1, which these replace
     } quiet;
     c10::WarningUtils::WarningHandlerGuard guard(&quiet);
-    static auto *library = new torch::Library(torch::Library::IMPL, "c10d", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    static auto *library =
+        new torch::Library(torch::Library::IMPL, "c10d", DispatchKey::PrivateUse1, __FILE__, __LINE__);
     for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
         if (name.name.rfind("c10d::", 0) != 0) continue;
         auto op = c10::Dispatcher::singleton().findOp(name);
@@ -197,10 +231,11 @@ void register_collectives(DispatchKey key) {
 
 }  // namespace
 
-// Operators that have a kernel of the device that computes, or one for all devices, need no other way to it: a composite
-// one would be taken apart on npu, and pay for each of its parts.
+// Operators that have a kernel of the device that computes, or one for all devices, need no other way to it: a
+// composite one would be taken apart on npu, and pay for each of its parts.
 int64_t register_operators() {
-    static auto *library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    static auto *library =
+        new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
     const DispatchKey key = base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU;
     register_collectives(key);
     int64_t count = 0;

@@ -3,11 +3,13 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
+#include "runtime.h"
+
 namespace fusion_npu {
 namespace {
 
 class NpuGenerator final : public c10::GeneratorImpl {
-   public:
+public:
     NpuGenerator(DeviceIndex index, at::Generator inner)
         : GeneratorImpl(Device(NPU, index), DispatchKeySet(DispatchKey::PrivateUse1)), inner_(std::move(inner)) {}
 
@@ -22,11 +24,11 @@ class NpuGenerator final : public c10::GeneratorImpl {
 
     const at::Generator &inner() const { return inner_; }
 
-   private:
+private:
     at::Generator inner_;
 };
 
-DeviceIndex first(DeviceIndex index) { return index < 0 ? 0 : index; }
+DeviceIndex first(DeviceIndex index) { return known(Device(NPU, index < 0 ? 0 : index)).index(); }
 
 }  // namespace
 
@@ -49,8 +51,9 @@ const at::Generator &default_generator(DeviceIndex index) {
 }
 
 at::Generator new_generator(DeviceIndex index) {
-    at::Generator inner = base() == DeviceType::CUDA ? at::globalContext().getAcceleratorHooksInterface(base()).getNewGenerator(first(index))
-                                                     : at::detail::createCPUGenerator();
+    at::Generator inner = base() == DeviceType::CUDA
+                              ? at::globalContext().getAcceleratorHooksInterface(base()).getNewGenerator(first(index))
+                              : at::detail::createCPUGenerator();
     return at::make_generator<NpuGenerator>(first(index), std::move(inner));
 }
 

@@ -20,7 +20,8 @@ void release(void *twin) { c10::raw::intrusive_ptr::decref(static_cast<StorageIm
 // npu's pointer into the memory of a twin, which it keeps alive.
 at::DataPtr pointer(StorageImpl *twin) {
     c10::raw::intrusive_ptr::incref(twin);
-    return {twin->mutable_data_ptr().mutable_get(), twin, &release, Device(NPU, std::max<DeviceIndex>(twin->device().index(), 0))};
+    return {twin->mutable_data_ptr().mutable_get(), twin, &release,
+            Device(NPU, std::max<DeviceIndex>(twin->device().index(), 0))};
 }
 
 struct Allocator final : c10::Allocator {
@@ -41,9 +42,14 @@ REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &allocator)
 // What a tensor has besides a back end: whether its values are to be read negated, conjugated, or as zeros.
 const DispatchKeySet LAZY({DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor});
 
+// A view of an ordinary tensor is an ordinary tensor, in inference mode too; so torch's own kernels make theirs.
 at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like) {
-    auto made = c10::make_intrusive<TensorImpl>(std::move(storage), DispatchKeySet(key) | (like->key_set() & LAZY),
-                                                like->dtype());
+    const c10::BackendComponent backend = c10::toBackendComponent(key);
+    DispatchKeySet keys =
+        DispatchKeySet(key) | (like->key_set() & LAZY) | c10::getAutocastRelatedKeySetFromBackend(backend);
+    if (C10_LIKELY(like->key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView)))
+        keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend);
+    auto made = c10::make_intrusive<TensorImpl>(TensorImpl::VIEW, std::move(storage), keys, like->dtype());
     made->set_sizes_and_strides(like->sizes(), like->strides(), like->storage_offset());
     if (C10_UNLIKELY(like->is_wrapped_number())) made->set_wrapped_number(true);
     return at::Tensor(std::move(made));
@@ -53,9 +59,12 @@ at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like)
 StorageImpl *adopted(StorageImpl *storage) {
     static std::mutex lock;
     std::lock_guard<std::mutex> held(lock);
-    if (storage->data_ptr().get_deleter() == &release) return static_cast<StorageImpl *>(storage->data_ptr().get_context());
+    if (storage->data_ptr().get_deleter() == &release)
+        return static_cast<StorageImpl *>(storage->data_ptr().get_context());
     auto *kept = new at::DataPtr(storage->set_data_ptr(at::DataPtr()));
-    at::DataPtr data(kept->get(), kept, [](void *p) { delete static_cast<at::DataPtr *>(p); }, Device(base(), base() == DeviceType::CPU ? -1 : kept->device().index()));
+    at::DataPtr data(
+        kept->get(), kept, [](void *p) { delete static_cast<at::DataPtr *>(p); },
+        Device(base(), base() == DeviceType::CPU ? -1 : kept->device().index()));
     auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage->nbytes(), std::move(data),
                                                  nullptr, false);
     storage->set_data_ptr_noswap(pointer(twin.get()));
@@ -112,7 +121,8 @@ c10::Storage in_front_of(const c10::Storage &twin) {
 at::Tensor alias_of(const at::Tensor &npu) {
     const TensorImpl *impl = npu.unsafeGetTensorImpl();
     auto twin = c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin_of(impl->unsafe_storage().unsafeGetStorageImpl()));
-    return tensor(c10::Storage(std::move(twin)), base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU, impl);
+    return tensor(c10::Storage(std::move(twin)), base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU,
+                  impl);
 }
 
 at::Tensor npu_over(const at::Tensor &made, c10::Storage storage) {
@@ -136,7 +146,8 @@ void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Sto
             if (twin_of(one.unsafeGetStorageImpl()) == behind) other = one;
         }
         npu->set_storage_keep_dtype(other ? std::move(other) : in_front_of(alias->unsafe_storage()));
-    } else if (C10_UNLIKELY(storage->nbytes() != behind->nbytes() || storage->data_ptr().get() != behind->data_ptr().get())) {
+    } else if (C10_UNLIKELY(storage->nbytes() != behind->nbytes() ||
+                            storage->data_ptr().get() != behind->data_ptr().get())) {
         follow_twin(storage);
     }
     if (C10_UNLIKELY(npu->storage_offset() != alias->storage_offset() || npu->sizes() != alias->sizes() ||

@@ -30,11 +30,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     DeviceType type() const override { return NPU; }
     Device exchangeDevice(Device d) const override { return out(inner().exchangeDevice(in(d))); }
     Device getDevice() const override { return out(inner().getDevice()); }
-    void setDevice(Device d) const override {
-        TORCH_CHECK(d.index() < deviceCount(), "torch.npu: device: expected npu:0 to npu:", deviceCount() - 1, ", got '", d,
-                    "'");
-        inner().setDevice(in(d));
-    }
+    void setDevice(Device d) const override { inner().setDevice(in(known(d))); }
     void uncheckedSetDevice(Device d) const noexcept override { inner().uncheckedSetDevice(in(d)); }
     c10::Stream getStream(Device d) const override { return out(inner().getStream(in(d))); }
     c10::Stream getDefaultStream(Device d) const override {
@@ -128,6 +124,12 @@ int64_t attention_kernel(const at::Tensor &q, const at::Tensor &k, const at::Ten
 }
 
 }  // namespace
+
+Device known(Device asked) {
+    TORCH_CHECK(asked.index() < guard.deviceCount(),
+                "torch.npu: device: expected npu:0 to npu:", guard.deviceCount() - 1, ", got '", asked, "'");
+    return asked;
+}
 
 void set_present(bool there) {
     static auto *hooks = [] {

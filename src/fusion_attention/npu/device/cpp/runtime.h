@@ -1,8 +1,13 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 
 namespace fusion_npu {
+
+// A device of npu, if there is one of that number; otherwise an error that says which there are.
+c10::Device known(c10::Device asked);
 
 // Whether torch is told that there is a device.
 void set_present(bool there);

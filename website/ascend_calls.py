@@ -39,7 +39,7 @@ EVERYWHERE: tuple[tuple[str, int], ...] = (
     ("npu_transpose_batchmatmul", 5),
     ("_npu_paged_attention _npu_flash_attention", 16),
     ("npu_attention_update npu_ring_attention_update", 8),
-    ("npu_mla_prolog_v3", 10),
+    ("npu_mla_prolog_v3 npu_kv_quant_sparse_flash_attention npu_quant_lightning_indexer", 10),
     ("npu_fusion_attention", 82),
     ("npu_fusion_attention_grad", 26),
     ("npu_lightning_indexer", 11),
@@ -48,9 +48,9 @@ EVERYWHERE: tuple[tuple[str, int], ...] = (
 )
 ALL_CALLS = 1197  # those of rarer functions too
 
-# What the same count gave for repositories that train and those that infer: the share of calls that is answered with
-# the functions of the first wave, and with those of the second too.
-SHARES = {"training": (0.66, 0.71), "inference": (0.30, 0.77), "training calls": (676,), "inference calls": (521,)}
+# Of the repositories that train and of those that infer: all calls, and the share of them that goes to functions of the
+# first wave, and of both waves, as counted. Which calls of a function are whose was not kept.
+SHARES = {"training": (676, 0.66, 0.71), "inference": (521, 0.30, 0.77)}
 FIRST_WAVE = (
     *("npu_rms_norm", "npu_rms_norm_backward", "npu_swiglu", "npu_swiglu_backward", "npu_rotary_mul"),
     *("npu_grouped_matmul", "npu_moe_token_permute", "npu_moe_token_unpermute", "npu_gelu", "npu_geglu", "npu_mrope"),

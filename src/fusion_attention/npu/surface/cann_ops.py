@@ -1,0 +1,182 @@
+"""CANN's own package of operators, cann_ops_transformer, as far as its functions are ours under other words.
+
+Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused). What is made before a call to share
+out work (..._metadata) is a tensor that says nothing. Refuses to compute anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.api.attention import attention
+from fusion_attention.contract import ContractError, Failure
+from fusion_attention.waist.mask import UNLIMITED, Band
+
+Tensor = torch.Tensor
+NAME = "cann_ops_transformer"
+METADATA = 1024  # elements, as there
+
+
+def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What every module holds, by its name: programs import from the package and from its ops.
+
+    Args:
+        functions: torch_npu's, by name.
+    """
+    made = [flash_attn, flash_attn_metadata, lightning_indexer_metadata, *_indexer(functions), *_around(functions)]
+    names = {one.__name__: one for one in made}
+    return {NAME: names, f"{NAME}.ops": dict(names)}
+
+
+def _refused(op: str, param: str, expected: str, got: object, advice: str) -> ContractError:
+    return ContractError([Failure(op, param, expected, str(got), advice)])
+
+
+def flash_attn_metadata(num_heads_q: int, num_heads_kv: int, head_dim: int, **_: Any) -> Tensor:
+    """What flash_attn takes as its metadata: nothing is shared out here."""
+    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+
+
+def lightning_indexer_metadata(num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, **_: Any) -> Tensor:
+    """What lightning_indexer takes as its metadata: nothing is shared out here."""
+    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_kv: Tensor | None = None,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    metadata: Tensor | None = None,
+    softmax_scale: float = 1.0,
+    mask_mode: int = 0,
+    win_left: int = -1,
+    win_right: int = -1,
+    max_seqlen_q: int = -1,
+    max_seqlen_kv: int = -1,
+    layout_q: str = "BSND",
+    layout_kv: str = "BSND",
+    layout_out: str = "BSND",
+    return_softmax_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of padded or packed sequences, differentiable; lse is +inf where a row sees no key, 0 if not asked for.
+
+    Raises:
+        ContractError: pages, other layouts or masks, lengths of packed sequences beside their ends; what attention()
+            does not allow.
+    """
+    name, pages = "flash_attn", "npu_fused_infer_attention_score reads pages"
+    if block_table is not None or layout_kv != layout_q:
+        raise _refused(name, "layout_kv", f"{layout_q}, as layout_q, and no pages", layout_kv, pages)
+    if mask_mode not in (0, 3, 4):
+        raise _refused(name, "mask_mode", "0, 3 (causal) or 4 (a window)", mask_mode, "the others are not defined")
+    left, right = (UNLIMITED if n < 0 else n for n in (win_left, win_right))
+    band = {0: None, 3: Band.causal(), 4: Band.window(left, right)}
+    lengths = (_lengths(name, "q", cu_seqlens_q, seqused_q), _lengths(name, "kv", cu_seqlens_kv, seqused_kv))
+    options: dict[str, Any] = {"layout": layout_q, "scale": softmax_scale, "band": band[mask_mode], "sink": sinks}
+    options |= {"q_len": lengths[0], "kv_len": lengths[1], "return_lse": return_softmax_lse}
+    found: Any = attention(q, k, v, **options)
+    out, lse = found if return_softmax_lse else (found, torch.zeros(1, device=q.device))
+    if return_softmax_lse:
+        lse = torch.where(lse == -torch.inf, torch.inf, lse)
+        lse = lse.mT.contiguous() if layout_q == "TND" else lse
+    return (out.transpose(1, 2) if (layout_q, layout_out) == ("BNSD", "BSND") else out), lse
+
+
+def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> Tensor | None:
+    if ends is None:
+        return used
+    if used is not None:
+        raise _refused(op, f"seqused_{which}", "nothing beside cu_seqlens", "a tensor", "cut the packed rows instead")
+    return ends.diff()
+
+
+def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    choose = functions["npu_lightning_indexer"]
+
+    def lightning_indexer(
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        topk: int,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        cmp_residual_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        output_idx_offset: Tensor | None = None,
+        metadata: Tensor | None = None,
+        max_seqlen_q: int = -1,
+        layout_q: str = "BSND",
+        layout_k: str = "BSND",
+        mask_mode: int = 0,
+        cmp_ratio: int = 1,
+        return_value: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """The keys with the largest scores of every row, and float32 scores if asked for."""
+        name = "lightning_indexer"
+        if cmp_ratio != 1 or cmp_residual_k is not None:
+            raise _refused(name, "cmp_ratio", "1, and no cmp_residual_k", cmp_ratio, "keys are not compressed here")
+        if output_idx_offset is not None:
+            raise _refused(name, "output_idx_offset", "None", "a tensor", "add it to the indices")
+        if layout_q == "TND" and (seqused_q is not None or (seqused_k is not None and layout_k == "TND")):
+            raise _refused(name, "seqused_q", "nothing beside cu_seqlens", "a tensor", "cut the packed rows instead")
+        indices, values = choose(
+            q,
+            k,
+            w,
+            actual_seq_lengths_query=seqused_q if cu_seqlens_q is None else cu_seqlens_q[1:],
+            actual_seq_lengths_key=seqused_k if cu_seqlens_k is None else cu_seqlens_k[1:],
+            block_table=block_table,
+            layout_query=layout_q,
+            layout_key="PA_BSND" if layout_k == "PA_BBND" else layout_k,
+            sparse_count=topk,
+            sparse_mode=mask_mode,
+            return_value=bool(return_value),
+        )
+        return indices, values.float()
+
+    return [lightning_indexer]
+
+
+def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    rotate, permute = functions["npu_rotary_mul"], functions["npu_moe_token_permute"]
+
+    def inplace_partial_rotary_mul(
+        x: Tensor,
+        r1: Tensor,
+        r2: Tensor,
+        *,
+        rotary_mode: str = "interleave",
+        partial_slice: Any = None,
+    ) -> None:
+        """Turns the elements [start, end) of every row in place, with x's gradient; an empty slice turns nothing."""
+        start, end = partial_slice or (0, 0)
+        if start != end:
+            part = x[..., start:end]
+            part.copy_(rotate(part.clone(), r1.detach(), r2.detach(), rotary_mode))
+
+    def moe_token_permute(
+        tokens: Tensor,
+        indices: Tensor,
+        num_out_tokens: int | None = None,
+        padded_mode: bool = False,
+        quant_mode: int = -1,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """npu_moe_token_permute's results, and no scale."""
+        if quant_mode != -1:
+            raise _refused("moe_token_permute", "quant_mode", "-1", quant_mode, "MX formats are the chip's alone")
+        return *permute(tokens, indices, num_out_tokens, padded_mode), torch.zeros(0, device=tokens.device)
+
+    return [inplace_partial_rotary_mul, moe_token_permute]

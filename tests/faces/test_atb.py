@@ -1,0 +1,219 @@
+"""torch_npu's functions by ATB's names beside loops over sequences, rows and pages in float64."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention import npu
+from fusion_attention.contract import ContractError
+from fusion_attention.testing.compare import compare
+
+N1, N2, D, DV, SLOTS = 4, 2, 16, 8, 16
+ROWS, KEYS = torch.tensor([2, 0, 5, 3]), torch.tensor([20, 0, 31, 16])
+TABLE = torch.tensor([[4, 1], [0, 0], [3, 7], [2, 6]], dtype=torch.int32)
+T = int(ROWS.sum())
+GENERATOR = torch.Generator().manual_seed(28)
+Q, K = torch.randn(T, N1, D, generator=GENERATOR), torch.randn(T, N2, D, generator=GENERATOR)
+V = torch.randn(T, N2, DV, generator=GENERATOR)
+PAGES, VALUES = (torch.randn(8, SLOTS, N2, n, generator=GENERATOR) for n in (D, DV))
+SCALE = 0.3
+Seen = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
+
+
+def everything(sequence: int, row: int, keys: int) -> torch.Tensor:
+    return torch.ones(keys, dtype=torch.bool)
+
+
+def causal(rows: torch.Tensor) -> Seen:
+    return lambda b, i, keys: torch.arange(keys) <= i + keys - int(rows[b])
+
+
+def loop(
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], rows: torch.Tensor, seen: Seen
+) -> torch.Tensor:
+    """Attention row by row and head by head, in the dtype of q."""
+    out, start = [], 0
+    for b, count in enumerate(rows.tolist()):
+        k, v = keys[b].to(q.dtype), values[b].to(q.dtype)
+        for i in range(count):
+            heads = []
+            for h in range(q.shape[1]):
+                group = h * k.shape[1] // q.shape[1]
+                scores = (k[:, group] @ q[start + i, h]) * SCALE
+                heads.append(scores.masked_fill(~seen(b, i, len(k)), -math.inf).softmax(0) @ v[:, group])
+            out.append(torch.stack(heads))
+        start += count
+    return torch.stack(out)
+
+
+def unpaged(pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+    return [pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lengths.tolist(), strict=True)]
+
+
+def packed(rows: torch.Tensor) -> list[torch.Tensor]:
+    return list(rows.split(ROWS.tolist()))
+
+
+def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, seen: Seen, q: torch.Tensor = Q) -> None:
+    want = loop(q.double(), keys, values, rows, seen)
+    compare("out", out, want, loop(q, keys, values, rows, seen).to(out.dtype), 64)
+
+
+def room(rows: int = T, dim: int = DV) -> torch.Tensor:
+    return torch.full((rows, N1, dim), math.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows(dtype: torch.dtype) -> None:
+    q, k, v, out = Q.to(dtype), K.to(dtype), V.to(dtype), room().to(dtype)
+    keys, values, lower = packed(k), packed(v), causal(ROWS)
+    npu._npu_flash_attention_unpad(q, k, v, ROWS, SCALE, N1, N2, out)
+    judge(out, keys, values, ROWS, everything, q)
+    npu._npu_flash_attention_v3(q, k, v, torch.ones(7, 7).triu(1), ROWS, SCALE, N1, N2, out=out)
+    judge(out, keys, values, ROWS, lower, q)
+    for hidden in (1.0, -math.inf, -10000.0):
+        mask = torch.zeros(6, 6).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), hidden).to(dtype)
+        npu._npu_flash_attention(q, k, v, mask, ROWS.int(), SCALE, N1, N2, out.zero_())
+        judge(out, keys, values, ROWS, lower, q)
+
+
+def test_a_mask_of_every_sequence() -> None:
+    mask = torch.rand(4, 5, 5, generator=GENERATOR) < 0.4
+    mask[:, :, 0] = False
+    out = room()
+    npu._npu_flash_attention(Q, K, V, mask, ROWS, SCALE, N1, N2, out)
+    judge(out, packed(K), packed(V), ROWS, lambda b, i, keys: ~mask[b, i, :keys])
+    again = room()
+    npu._npu_flash_attention(Q, K, V, mask[:, None].to(torch.int8), ROWS, SCALE, N1, N2, again)
+    same_bits(again, out)
+
+
+def test_rows_behind_the_last_sequence_stay() -> None:
+    rows, out = torch.tensor([2, 3]), room()
+    npu._npu_flash_attention_unpad(Q, K, V, rows, SCALE, N1, N2, out)
+    judge(out[:5], K[:5].split([2, 3]), V[:5].split([2, 3]), rows, everything, Q[:5])
+    assert out[5:].isnan().all()
+    npu._npu_flash_attention_unpad(Q, K, V, rows * 0, SCALE, N1, N2, out.zero_())
+    assert not out.any()
+
+
+def test_rows_over_pages() -> None:
+    out, keys, values = room(), unpaged(PAGES, KEYS, TABLE), unpaged(VALUES, KEYS, TABLE)
+    triangle = torch.ones(128, 128, dtype=torch.bfloat16).triu(1)
+    npu._npu_flash_attention_qlens(Q, PAGES, VALUES, TABLE, triangle, ROWS, KEYS, N2, N1, SCALE, out)
+    judge(out, keys, values, ROWS, causal(ROWS))
+    line = torch.rand(T, 33, generator=GENERATOR) < 0.5
+    line[:, 1] = False
+    starts = ROWS.cumsum(0) - ROWS
+    npu._npu_paged_attention_splitfuse(
+        query=Q, key_cache=PAGES, value_cache=VALUES, mask=line.float() * -10000, block_table=TABLE, seq_len=ROWS,
+        context_lens=KEYS, num_kv_heads=N2, num_heads=N1, scale_value=SCALE, out=out,
+    )  # fmt: skip
+    judge(out, keys, values, ROWS, lambda b, i, n: ~line[starts[b] + i, :n])
+
+
+def test_one_row_of_every_sequence() -> None:
+    some = KEYS > 0
+    keys, table, q = KEYS[some], TABLE[some], Q[:3]
+    ones, out = torch.ones(3, dtype=torch.int64), room(3)
+    args = {
+        "query": q, "key_cache": PAGES, "value_cache": VALUES, "num_kv_heads": N2, "num_heads": N1,
+        "scale_value": SCALE, "block_table": table, "context_lens": keys.int(), "out": out,
+    }  # fmt: skip
+    workspace = npu._npu_paged_attention_get_workspace(**args)
+    npu._npu_paged_attention(**args, workspace=workspace)
+    judge(out, unpaged(PAGES, keys, table), unpaged(VALUES, keys, table), ones, everything, q)
+    npu._npu_paged_attention(Q[:4], PAGES, VALUES, N2, N1, SCALE, TABLE, KEYS, out4 := room(4))
+    assert not out4[1].any()  # a sequence without keys
+    for heads in (1, N2):
+        pages = PAGES[:, :, :heads]
+        npu._npu_paged_attention_mla(q, pages, heads, N1, SCALE, table, keys, 12, latent := room(3, 12))
+        judge(latent, unpaged(pages, keys, table), unpaged(pages[..., :12], keys, table), ones, everything, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_rows_are_stored(dtype: torch.dtype) -> None:
+    slots = [17, -1, 3, 127, 0, 64, 65, -7, 30, 31]
+    key, value, pages, values = ((9 * t).to(dtype) for t in (K, V, PAGES, VALUES))
+    wanted = [pages.clone(), values.clone()]
+    for cache, rows in zip(wanted, (key, value), strict=True):
+        for slot, row in zip(slots, rows, strict=True):
+            if slot >= 0:
+                cache[slot // SLOTS, slot % SLOTS] = row
+    one, flat = pages.clone(), pages.clone()
+    npu._npu_reshape_and_cache(key, value, pages, values, torch.tensor(slots))
+    same_bits(pages, wanted[0])
+    same_bits(values, wanted[1])
+    npu._npu_reshape_and_cache_siso(key, one, torch.tensor(slots, dtype=torch.int32))
+    same_bits(one, wanted[0])
+    npu._npu_reshape_and_cache_siso(key.flatten(1), flat.view(8, SLOTS, 1, N2 * D), torch.tensor(slots))
+    same_bits(flat, wanted[0])
+
+
+@pytest.mark.parametrize("neox", [False, True])
+def test_positions_turn_rows(neox: bool) -> None:
+    angles = torch.rand(40, D // 2, generator=GENERATOR)
+    table, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 40, (T,), generator=GENERATOR)
+    query, key = Q.flatten(1).clone(), K.clone()
+    npu._npu_rotary_embedding(positions, query, key, D, table, neox)
+    for found, rows in ((query.view(T, N1, D), Q), (key, K)):
+        pairs = rows.double().unflatten(-1, (2, -1)).mT if neox else rows.double().unflatten(-1, (-1, 2))
+        turned = torch.view_as_real(
+            torch.view_as_complex(pairs.contiguous())
+            * torch.polar(torch.ones(T, 1, 8).double(), angles.double()[positions][:, None])
+        )
+        want = (turned.mT if neox else turned).flatten(-2)
+        compare("rows", found, want, want.float(), 4)
+
+
+def call(name: str, **changes: Any) -> dict[str, Any]:
+    """Arguments of a legal call, with some changed."""
+    rows, pages = torch.tensor([2, 3]), torch.tensor([20, 31])
+    common = {"scale_value": SCALE, "num_heads": N1, "num_kv_heads": N2}
+    args: dict[str, Any] = {"query": Q[:5], "key": K[:5], "value": V[:5], "seq_len": rows, "out": room(5), **common}
+    if "paged" in name:
+        args = {"query": Q[:2], "key_cache": PAGES, "value_cache": VALUES, "block_table": TABLE[:2], **common}
+        args |= {"context_lens": pages, "out": room(2)}
+    elif not name.endswith("unpad"):
+        args["mask"] = torch.zeros(5, 5)
+    return args | changes
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("_npu_flash_attention", {"seq_len": torch.tensor([2, 5])}, "seq_len: expected as many rows as query has"),
+        ("_npu_flash_attention", {"seq_len": torch.tensor([2, -3])}, "seq_len: expected lengths >= 0"),
+        ("_npu_flash_attention", {"mask": torch.zeros(2, 2)}, r"mask: expected \[S, S\]"),
+        ("_npu_flash_attention", {"mask": torch.full((5, 5), -0.5)}, "or 0, got -0.5"),
+        ("_npu_flash_attention", {"out": room(5).double()}, "out: expected float32 as query"),
+        ("_npu_flash_attention", {"out": room(5)[:1].expand(5, N1, DV)}, "memory of its own"),
+        ("_npu_flash_attention", {"query": Q[:5].clone().requires_grad_()}, "query: .*npu_fusion_attention"),
+        ("_npu_flash_attention_unpad", {"num_kv_heads": 3}, "key: expected axis 1 to be"),
+        ("_npu_flash_attention_unpad", {"scale_value": math.inf}, "a finite scale"),
+        ("_npu_paged_attention", {"context_lens": torch.tensor([20, 33])}, "as many keys as the pages"),
+        ("_npu_paged_attention", {"block_table": torch.tensor([[4, 1], [3, 8]])}, "block_table"),
+        ("_npu_paged_attention", {"context_lens": torch.tensor([20])}, "one of every row of block_table"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[str, Any], text: str) -> None:
+    args = call(name, **changes)
+    with pytest.raises(ContractError, match=f"{name}: .*{text}" if "query" not in text else text):
+        getattr(npu, name)(**args)
+    assert args["out"].isnan().all()
+
+
+def test_rows_that_do_not_lie_end_to_end() -> None:
+    out, wanted = torch.full((N1, T, DV), math.nan).transpose(0, 1), room()
+    npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted)
+    apart = Q.repeat_interleave(2, -1)[..., ::2], K.transpose(0, 1).contiguous().transpose(0, 1), V
+    npu._npu_flash_attention_unpad(*apart, ROWS, SCALE, N1, N2, out)
+    same_bits(out, wanted)
+    npu._npu_paged_attention(Q[:2], PAGES, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], wanted := room(2))
+    pages = PAGES.repeat_interleave(2, 0)[::2]
+    npu._npu_paged_attention(Q[:2], pages, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], out := room(2))
+    same_bits(out, wanted)

@@ -1,0 +1,78 @@
+"""npu_cross_entropy_loss and its gradient beside torch's own cross entropy in float64."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.bits import same_bits
+
+from fusion_attention import npu
+from fusion_attention.contract import ContractError
+from fusion_attention.testing.compare import compare
+
+X = torch.randn(6, 7, generator=torch.Generator().manual_seed(5))
+Y = torch.tensor([0, 3, -100, 6, 2, 2])
+WEIGHT = torch.linspace(0.1, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "smoothing", "weight", "ignored"),
+    list(itertools.product(("mean", "sum", "none"), (0.0, 0.25), (None, WEIGHT), (-100, 2))),
+)
+def test_a_loss_and_its_gradient_are_torchs(
+    reduction: str, smoothing: float, weight: torch.Tensor | None, ignored: int
+) -> None:
+    def golden(x: torch.Tensor) -> torch.Tensor:
+        w = None if weight is None else weight.to(x.dtype)
+        return F.cross_entropy(x, y, w, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
+
+    y = Y.where(Y != -100, ignored)
+    x, wide = X.clone().requires_grad_(), X.double().requires_grad_()
+    loss, log_prob, zloss, lse = npu.npu_cross_entropy_loss(x, y, weight, reduction, ignored, smoothing)
+    want = golden(wide)
+    assert loss.shape == ((6,) if reduction == "none" else (1,))
+    assert (zloss.numel(), lse.numel(), log_prob.requires_grad) == (0, 0, False)
+    compare("loss", loss.detach(), want.detach().reshape(loss.shape), golden(X).reshape(loss.shape), 7 * 6)
+    compare("log_prob", log_prob, X.double().log_softmax(1), X.log_softmax(1), 7)
+    dy = torch.linspace(1, 2, loss.numel()).reshape(loss.shape)
+    (dx,) = torch.autograd.grad(loss, x, dy)
+    (dwide,) = torch.autograd.grad(want, wide, dy.double().reshape(want.shape))
+    compare("gradient", dx, dwide, dwide.float(), 7 * 6)
+    again = npu.npu_cross_entropy_loss_backward(dy, log_prob, y, weight, None, None, reduction, ignored, smoothing)
+    compare("backward", again, dwide, dwide.float(), 7 * 6)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    x = X.bfloat16()
+    loss, log_prob, *_ = npu.npu_cross_entropy_loss(x, Y)
+    same_bits(loss, F.cross_entropy(x.float(), Y).bfloat16().reshape(1))
+    same_bits(log_prob, x.float().log_softmax(1).bfloat16())
+
+
+def test_rows_that_all_are_ignored() -> None:
+    x, nothing = X.clone().requires_grad_(), torch.full((6,), -100)
+    assert npu.npu_cross_entropy_loss(x, nothing)[0].isnan().all()
+    total = npu.npu_cross_entropy_loss(x, nothing, reduction="sum")[0]
+    total.sum().backward()
+    assert total.item() == 0
+    assert x.grad is not None
+    assert not x.grad.any()
+    empty = npu.npu_cross_entropy_loss(X[:0], nothing[:0], reduction="none")
+    assert [t.shape for t in empty[:2]] == [(0,), (0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"target": Y.where(Y != 6, 7)}, r"target: expected classes that there are, got 7, outside \[0, 7\)"),
+        ({"target": Y.int()}, "target: expected int64"),
+        ({"input": X.double()}, "input: expected float16 or bfloat16 or float32, got float64"),
+        ({"weight": WEIGHT[:3]}, "weight: expected"),
+        ({"return_zloss": True}, "return_zloss: expected not return_zloss"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= label_smoothing < 1"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ContractError, match=text):
+        npu.npu_cross_entropy_loss(**{"input": X, "target": Y, **change})

@@ -1,0 +1,95 @@
+"""What docs/ascend_code.md shows of the library itself: its functions, what programs call, what the command prints."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from fusion_attention.cli import app, docstrings
+from fusion_attention.cli.op_pages import groups
+from fusion_attention.npu.surface.modules import functions
+from fusion_attention.ops.companions import COMPANIONS, CONTRACTS
+from website.ascend_calls import ALL_CALLS, EVERYWHERE
+from website.svg import Picture
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = "ascend_code.md"
+SHOWN = 8  # calls; what has fewer is summed up
+
+
+def page() -> str:
+    """The page, with what stands between its marks made anew."""
+    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
+    for name, made in (("functions", table()), ("coverage", coverage())):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        head, _, rest = text.partition(start)
+        text = f"{head}{start}\n{made}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def table() -> str:
+    """Every function of torch_npu that is here, by family, in one sentence."""
+    known = functions()
+    families = groups(sorted(name for name in known if name.startswith("npu_")))
+    families["Beside them"] = sorted(set(known) - {name for names in families.values() for name in names})
+    lines: list[str] = []
+    for title, names in families.items():
+        lines += [
+            f"| {title.removeprefix('torch_npu: ').capitalize()} | what it computes | computed by |",
+            "|---|---|---|",
+        ]
+        lines += [_row(name, known[name]) for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(name: str, function: object) -> str:
+    record = CONTRACTS.get(name)
+    said = record.summary if record else docstrings.prose(_first(function), "")
+    link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
+    return f"| {link} | {_cell(said)} | {'the core' if record and name not in COMPANIONS else 'torch'} |"
+
+
+def _first(function: object) -> str:
+    return (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _cell(text: str) -> str:
+    text = text.removeprefix("torch_npu's ").replace("|", r"\|").replace("\n", " ")
+    return text if text.startswith("npu_") else text[:1].upper() + text[1:]
+
+
+def coverage() -> str:
+    """What the command prints of the example's folder."""
+    arguments = ["npu", "--coverage", str(ROOT / "examples" / "ascend")]
+    ran = CliRunner().invoke(app, arguments, env={"COLUMNS": "100"}, catch_exceptions=False)
+    return f"```text\n{ran.output.rstrip()}\n```\n"
+
+
+def calls(tall: bool = False) -> Picture:
+    """Which functions programs call most, and which of them are here; tall: for a small screen."""
+    known = set(functions())
+    rows = [(names.split(), count) for names, count in EVERYWHERE if count >= SHOWN]
+    rows.sort(key=lambda row: -row[1])
+    answered = sum(count for names, count in EVERYWHERE if set(names.split()) <= known)
+    step, left, edge, scale = (44, 6, 4, 2.6) if tall else (24, 296, 24, 4.2)
+    picture = Picture(
+        420 if tall else 860, 104 + step * len(rows), "What programs for the chip call, and what is here"
+    )  # fmt: skip
+    picture.text(edge, 34, "What programs for the chip call", size=18, bold=True)
+    said = f"{ALL_CALLS} calls in thirteen public repositories; {answered / ALL_CALLS:.0%} are answered"
+    picture.text(edge, 56, said, size=13, fill="soft")
+    for place, (names, count) in enumerate(rows):
+        y, here = 76 + step * place, set(names) <= known
+        words = names[0] + (f" + {len(names) - 1}" if len(names) > 1 else "")
+        if tall:
+            picture.text(left, y + 12, words, size=13, mono=True)
+        else:
+            picture.text(left - 10, y + 13, words, size=12.5, anchor="end", mono=True)
+        top = y + 18 if tall else y
+        picture.rect(left, top, count * scale, 17, "b" if here else "d2", r=2)
+        note = str(count) if here else f"{count}, not here"
+        picture.text(left + count * scale + 7, top + 13, note, size=12.5, fill="ink" if here else "d")
+    return picture
