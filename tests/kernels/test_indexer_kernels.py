@@ -12,7 +12,7 @@ from support.bits import same_bits
 from support.selected import cloned, good_choice, operands, ordered
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_indexer, shapes_sparse
+from fusion_attention.backends.triton import launch_indexer, launch_key_sum, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
@@ -90,6 +90,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a token, is the least that a chunk holds."""
+    monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
     args = operands(case)
     call, found = lowered_indexer(args), []

@@ -12,7 +12,7 @@ from support.bits import same_bits
 from support.selected import cloned, operands
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_loss, launch_warm_up, shapes_loss
+from fusion_attention.backends.triton import launch_key_sum, launch_loss, launch_warm_up, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
@@ -78,6 +78,7 @@ def test_cases(case: LossCase) -> None:
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
 def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""
+    monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     call, found = lowered(case, operands(case)), []
     for size in (1 << 25, 1):
         monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.ahead_run import Compiled, Config, pointers
+from support.triton_ahead import TYPES
 
 from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
@@ -22,7 +23,7 @@ def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
 def typed(p: IndexerProblem) -> dict[str, str]:
     """Types of the arguments that are memory."""
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
-    rows = dict.fromkeys(("rows",), "*bf16" if p.dtype == "bfloat16" else "*fp32")
+    rows = {"rows": "*" + TYPES[str(launch_indexer.row_type(p)).removeprefix("torch.")]}
     integers = {"held": "*i32", "entries": "*i64", "owners": "*i32", "indices": "*i32", "tokens": "*i32"}
     tables = {"places": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
     return pointers(p.dtype, "q", "k", "values", "dvalues", "dq") | floats | rows | integers | tables
@@ -50,12 +51,12 @@ def write(p: IndexerProblem) -> Config:
     return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
 
 
-def gradient(p: IndexerProblem, align: int = 0) -> Config:
+def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
     def at(chip: int) -> Compiled | None:
         tile = shapes_sparse.gradient_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.gradient_constants(p, tile, align or WIDEST.get(p.dtype, 8))
+        known = launch_indexer.gradient_constants(p, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
         return Compiled(index_gradient, known, typed(p), tile, ahead=max(0, tile.num_stages - 2) if align != 1 else 0)
 
     return at
@@ -83,6 +84,8 @@ CONFIGS: dict[str, Config] = {
     "indexer gradient 16 heads": gradient(problem(16)),
     "indexer gradient 128 heads": gradient(problem(128)),
     "indexer gradient 128 heads float16": gradient(problem(128, **FLOAT16)),
+    "indexer gradient 200 heads added": gradient(problem(200), adds=True),
+    "indexer gradient 200 heads float16 added": gradient(problem(200, **FLOAT16), adds=True),
     "indexer gradient 256": gradient(problem(dim=256)),
     "indexer gradient odd strides": gradient(problem(), align=1),
     "indexer gradient float32": gradient(problem(**FLOAT32)),

@@ -122,6 +122,8 @@ def configs() -> dict[str, Config]:
         found[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))
         found[f"{name} float16"] = selected(kernel, problem(**LATENT, **FLOAT16, has_sink=True))
     found["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
+    found["selected_target 200 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 200}), ahead=2)
+    found["warm_target 200 heads"] = warm(warm_up.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
     found["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
     found["clean_keys"] = warm(loss_parts.clean_keys, problem())
     found["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))

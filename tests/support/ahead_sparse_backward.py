@@ -60,11 +60,16 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
     return made
 
 
-def of_rows(dtype: str) -> Config:
-    """The sum of rows by key."""
-    types = {"rows": "*" + TYPES[dtype], "order": "*i64", "starts": "*i32", "total": "*fp32"}
+def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
+    """A kernel of the sums of rows by key."""
+    types = {"rows": "*" + TYPES[dtype], "order": "*i64", "total": "*fp32", "parts": "*fp32"}
+    types |= dict.fromkeys(("starts", "marked", "places", "hot"), "*i32")
     known = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
-    return lambda _: Compiled(key_sum.add_rows, known, types, launch_key_sum.ADD, counted=False)
+    tile = launch_key_sum.ADD
+    if kernel in (key_sum.mark, key_sum.find_hot):
+        tile = launch_key_sum.NOTE
+        known = {"BN": tile.BN} | ({"HOT": launch_key_sum.HOT} if kernel is key_sum.find_hot else {})
+    return lambda _: Compiled(kernel, known, types, tile, counted=False)
 
 
 def written() -> Config:
@@ -90,6 +95,7 @@ def configs() -> dict[str, Config]:
             ahead = 0 if heads == 16 and what == "slots" else 2
             found[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
         found[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
+        found[f"sparse {what} 200"] = step(kernel, problem(200), ahead=2)
         found[f"sparse {what} 128 float16"] = step(kernel, problem(128, dtype="float16"), ahead=2)
         found[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
         found[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
@@ -102,7 +108,9 @@ def configs() -> dict[str, Config]:
     found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
     found["sparse lists"] = step(kernels.read_lists, problem(128))
     found["sparse prepare 512"] = noted(problem(128, has_sink=True))
-    found |= {"sum rows": of_rows("bfloat16"), "sum rows float32": of_rows("float32"), "sum written": written()}
+    found |= {"sum rows": of_rows(key_sum.add_rows), "sum rows float32": of_rows(key_sum.add_rows, "float32")}
+    found |= {"sum blocks": of_rows(key_sum.add_blocks), "sum blocks float32": of_rows(key_sum.add_blocks, "float32")}
+    found |= {"sum hot": of_rows(key_sum.find_hot), "sum marked": of_rows(key_sum.mark), "sum written": written()}
     return found
 
 

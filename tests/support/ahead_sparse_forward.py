@@ -49,6 +49,7 @@ for name, size in SIZES.items():
     for heads in (64, 32, 16):
         CONFIGS[f"lists {name} {heads} heads"] = config(**size, heads_q=heads)
 CONFIGS |= {
+    "lists latent 200 heads": config(**LATENT, heads_q=200),
     "lists latent blocks": config(**LATENT, select_block=16, dtype="float16"),
     "lists latent pages": config(**LATENT, page_size=64),
     "lists latent 8 heads pages": config(**LATENT, heads_q=8, page_size=64, select_block=4),

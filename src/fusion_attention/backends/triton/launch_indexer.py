@@ -17,7 +17,14 @@ from fusion_attention.backends.triton import launch_decode, launching, memory, s
 from fusion_attention.backends.triton.indexer_choice import NO_ENTRY, index_choice, index_write
 from fusion_attention.backends.triton.indexer_gradient import index_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
-from fusion_attention.backends.triton.launch_key_sum import BYTES_OF_ENTRY, KeySum, Where, key_tiles, numbered
+from fusion_attention.backends.triton.launch_key_sum import (
+    BYTES_OF_ENTRY,
+    KeySum,
+    Where,
+    key_tiles,
+    numbered,
+    whole_blocks,
+)
 from fusion_attention.backends.triton.launch_key_sum import workspace_bytes as sum_bytes
 from fusion_attention.backends.triton.launch_sparse import tokens
 from fusion_attention.backends.triton.shapes import Tile
@@ -187,7 +194,9 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
     p, e = problem, schedule.kept.extents
     if schedule.verb == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
-        return sum_bytes(keys, p.dim) + most * p.top_k * (BYTES_OF_ENTRY + p.dim * row_type(p).itemsize)
+        entries = most * p.top_k
+        sums = sum_bytes(keys, p.dim, entries, p.top_k)
+        return sums + entries * (BYTES_OF_ENTRY + p.dim * row_type(p).itemsize)
     planned = row_tiles(e)
     if not len(planned):
         return 0
@@ -210,7 +219,7 @@ def row_type(problem: IndexerProblem) -> torch.dtype:
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
     """Tokens whose rows a chunk holds."""
     each = problem.top_k * (BYTES_OF_ENTRY + problem.dim * row_type(problem).itemsize)
-    return max(1, min(CHUNK // each, tokens))
+    return max(1, min(whole_blocks(CHUNK // each, problem.top_k), tokens))
 
 
 def gradient_constants(problem: IndexerProblem, tile: Tile, align: int) -> Constants:
@@ -243,7 +252,7 @@ class Gradient(launching.Ready):
             each.start(given)
             if each.argument("head0") + each.known["BM"] >= each.known["HEADS"]:
                 entries = each.grid[0] * each.known["SELECT"]
-                total.add(given["rows"][:entries], given["owners"][:entries])
+                total.add(given["rows"][:entries], given["owners"][:entries], each.known["SELECT"])
         if self.where is not None:
             total.write(given["dk"], "dk", 0, dim, 1, self.where)
 

@@ -90,8 +90,9 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
         return lse_bytes(problem, e)
     if not problem.select_count:
         return warm_bytes(problem, e)
-    keys, entries = int(e.kv_len.sum()), rows_of_chunk(problem) * problem.select_count
-    sums = launch_key_sum.workspace_bytes(keys, shapes.power(problem.dim_index))
+    keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
+    entries = rows * problem.select_count
+    sums = launch_key_sum.workspace_bytes(keys, shapes.power(problem.dim_index), entries, problem.select_count)
     return bytes_of(rooms_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
@@ -117,14 +118,16 @@ class Selected(Roomy):
             for each in launches:
                 each.start(given)
             count = rows * self.entries
-            total.add(given["rows"][: count * self.width].view(count, self.width), given["ids"][:count])
+            found = given["rows"][: count * self.width].view(count, self.width)
+            total.add(found, given["ids"][:count], self.entries)
         assert self.where is not None
         total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
 
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
     """Rows whose lists are in scratch at one time."""
-    return min(max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1), MOST)
+    most = min(ROOM // (p.select_count * shapes.power(p.dim_index)), MOST)
+    return launch_key_sum.whole_blocks(most, p.select_count)
 
 
 def token_table(capacity: Extents) -> np.ndarray:

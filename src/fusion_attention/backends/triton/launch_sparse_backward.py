@@ -18,7 +18,7 @@ from fusion_attention.backends.triton.backward import prepare
 from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
-from fusion_attention.backends.triton.launching import Constants, Schedule, launch_named
+from fusion_attention.backends.triton.launching import Constants, Schedule, launch_some
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
 from fusion_attention.memory import empty
@@ -66,8 +66,8 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
     """How many tokens a chunk has."""
-    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv, tokens)
-    return max(1, most)
+    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
+    return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
@@ -77,11 +77,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
         return 0
     row = rows_dtype(p, wide=True)
     slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
-    chunk = tokens_of(p, schedule.rows, slots, row) * bytes_of_token(p, slots, row)
+    held, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
+    chunk = held * bytes_of_token(p, slots, row)
     notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
     keys = int(schedule.kept.capacity.kv_len.sum()) * p.heads_kv
     flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
-    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1])
+    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1], held * of_token, of_token)
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def note_rows(problem: Problem, laid: Laid, given: dict[str, Any], o: Operands) 
     part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
     sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
     own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
-    start(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
+    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
     return part
 
 
@@ -211,10 +212,10 @@ def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str,
     for one in launches(p, laid.cuts, laid.align, room.slots, room.rows is None):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
-        start(one.kernel, grid, given | named, one.known, one.tile)
+        launch_some(one.kernel, grid, given | named, one.known, one.tile)
     if room.rows is not None:
         entries = own * room.slots
-        sums.add(room.rows[:entries], room.ids[:entries])
+        sums.add(room.rows[:entries], room.ids[:entries], p.heads_kv * room.slots)
 
 
 @dataclass(frozen=True)
@@ -286,9 +287,3 @@ def prepare_constants(problem: Problem, align: int) -> Constants:
     return known | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
     }  # fmt: skip
-
-
-def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: Any) -> None:
-    """Launches a kernel with those of the arguments that it names."""
-    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
-    launch_named(kernel, grid, arguments, known, tile)
