@@ -155,11 +155,13 @@ def within(problem: Problem, views: dict[str, memory.View | None], tile: shapes.
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """The last page that lies in a pool's memory as a whole; -1 if none."""
+    """The last page that lies in a pool's memory as a whole; -1 if none. Of an expanded pool all pages are page 0."""
     pool = view.pool
     held = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
-    return (held - row_end) // view.stride_page if held >= row_end else -1
+    if held < row_end:
+        return -1
+    return (held - row_end) // view.stride_page if view.stride_page else 0
 
 
 def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch.Tensor | None, int]:
