@@ -136,6 +136,19 @@ def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
         compare(name, value, want[name].double(), measure[name], 54)
 
 
+@pytest.mark.parametrize("count", [0, 4])
+def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
+    """Differences are held in units of the largest weight, and no unit of such weights is a float."""
+    case = LossCase(q_len=(6,), kv_len=(9,), count=count, dtype="float16")
+    args = cloned(operands(case))
+    args["weights"] *= 1e-40
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
+        compare(name, value, want[name].double(), run(call, "cpu")[name], 54, terms)
+
+
 def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
     """y is then more than 1: a product in float16 has room for 255 times as much."""
     case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
