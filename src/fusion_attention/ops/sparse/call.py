@@ -62,8 +62,7 @@ class Sparse(TensorCall):
             q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
             k_rope=None if k_rope is None else self.keys(k_rope),
             sink=t["sinks"],
-            # Kernels read 32 bits; every entry was found to fit.
-            indices=self.rows(indices.to(torch.int32), p.heads_kv),
+            indices=self.rows(narrow(indices), p.heads_kv),
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
@@ -112,10 +111,17 @@ def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: T
     return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
 
 
+def narrow(lists: Tensor) -> Tensor:
+    """Lists as kernels read them, in 32 bits: an entry that these do not hold stays outside."""
+    if lists.dtype == torch.int32:
+        return lists
+    return lists.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+
+
 def page_table(table: Tensor | None) -> Tensor | None:
     """A page table as kernels read it, the same one for all that lies in its pages.
 
-    32 bits, of which every page in use was found to fit; a sequence's pages one by one.
+    32 bits, which hold every page that there is; a sequence's pages one by one.
     """
     if table is None:
         return None
