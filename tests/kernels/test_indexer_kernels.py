@@ -12,7 +12,7 @@ from support.bits import same_bits
 from support.selected import cloned, good_choice, operands, ordered
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_indexer, shapes_sparse
+from fusion_attention.backends.triton import indexer_choice, launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
@@ -68,6 +68,11 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
     args = operands(case)
     indices, values = chosen(lowered_indexer(args), "triton")
     ordered(case, args, indices, values, "triton")
+
+
+def test_no_row_has_more_candidates_than_are_counted() -> None:
+    most = launch_indexer.candidates(shapes_sparse.MOST_CHOSEN, 2048)
+    assert most <= indexer_choice.MOST_COUNTED.value
 
 
 @pytest.mark.parametrize("case", [EXACT[3], EXACT[5]], ids=lambda case: case.id)
