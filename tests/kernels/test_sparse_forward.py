@@ -154,6 +154,24 @@ def test_no_page_table_makes_a_row_read_outside() -> None:
         same_bits({"out": out[:2]}, {"out": want[:2]})
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_any_page_table_serves_keys_and_values_alike(wide: bool) -> None:
+    """One of 64 bits, and one whose numbers do not stand side by side."""
+    args = arguments(CASES[-1])
+    want, table = forward(args), args["block_table"]
+    args["block_table"] = table.long() if wide else table.repeat_interleave(2, 1)[:, ::2]
+    same_bits(forward(args), want)
+
+
+@pytest.mark.parametrize("names", [("key",), ("key", "value")])
+def test_pages_may_be_one_page(names: tuple[str, ...]) -> None:
+    args = arguments(CASES[-1])
+    for name in names:
+        args[name] = args[name][:1].nan_to_num(0.5).expand(args[name].shape)
+    copies = {name: args[name].clone(memory_format=torch.contiguous_format) for name in names}
+    same_bits(forward(args), forward(args | copies))
+
+
 def test_a_second_run_has_the_same_bits() -> None:
     call = lowered(arguments(CASES[2]))
     first, second = (dict(run(call, "triton")) for _ in range(2))

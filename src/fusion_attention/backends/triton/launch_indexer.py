@@ -109,6 +109,11 @@ class Sorting:
     written: launching.Launch
     top_k: int
 
+    @property
+    def scratch(self) -> bool:
+        """As Launch.scratch, beside which this one stands in a list."""
+        return self.written.scratch
+
     def start(self, given: dict[str, Any]) -> None:
         """Sorts, and launches."""
         entries, held = given["entries"][:, : self.top_k], given["held"]

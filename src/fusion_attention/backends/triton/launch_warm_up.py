@@ -317,6 +317,7 @@ def lse_bytes(p: IndexerProblem, e: Extents) -> int:
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """What a loss without lists allocates."""
-    tile = tiles_on(p, torch.device("cuda")).target
-    return bytes_of(rooms_of(p, Work.of(e, tile), tile, shapes.power(p.dim_index), int(e.q_len.sum())))
+    """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
+    width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
+    served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
+    return max(bytes_of(rooms_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)

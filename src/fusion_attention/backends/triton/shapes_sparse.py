@@ -92,6 +92,7 @@ ONE_LAUNCH = 64  # heads of a gradient that any chip's tiles hold together
 FEWEST = 8  # heads of a token in a product: fewer are filled up, or a product would have more tokens than that
 WIDEST = 256  # keys of a tile of scores, at most
 CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
+MOST_CHOSEN = 1 << 20  # by a row: with its other candidates fewer than index_choice counts in one number
 MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
 CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
 WRITE = Tile(0, 1024, 4, 1)
@@ -170,7 +171,7 @@ def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | 
 # Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
-    "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None,
+    "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
     "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
     "indexer_lse": shapes_loss.holds_lse,
     "indexer_loss": shapes_loss.holds_loss,
