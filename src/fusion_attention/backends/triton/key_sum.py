@@ -108,8 +108,8 @@ def add_rows(rows, marked, starts, places, parts, total, count: tl.int32, COLUMN
              W: tl.constexpr):  # fmt: skip
     """Adds a key's rows to its row of `total`, W columns of it; grid (keys, panels of columns).
 
-    marked: the list, sorted by key; starts: where each key's entries begin, and where the last one's end; parts: of
-    keys with a place, the sums of their `count` blocks.
+    marked: the list, sorted by key; starts: where each key's entries begin, and where the last one's end; parts: the
+    sums of `count` blocks of keys with a place.
     """
     key = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(starts + key), tl.load(starts + key + 1)

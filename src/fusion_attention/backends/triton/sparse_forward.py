@@ -42,9 +42,12 @@ COPIES = tl.constexpr(4)  # of an entry, as it is loaded
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
     """entry_ahead(), loaded several times: of fewer elements than threads Triton loads anew what each layout of a turn
-    wants of them, a fifth of all its instructions."""
-    copies = n[:, None] + tl.zeros([1, COPIES], tl.int32)
-    return tl.max(entry_ahead(entries, copies, slots, BLOCK), 1)
+    wants of them, a fifth of all its instructions. Not of so few that multiply-adds need the registers."""
+    if n.shape[0] < 32:
+        return entry_ahead(entries, n, slots, BLOCK)
+    else:
+        copies = n[:, None] + tl.zeros([1, COPIES], tl.int32)
+        return tl.max(entry_ahead(entries, copies, slots, BLOCK), 1)
 
 
 @triton.jit
