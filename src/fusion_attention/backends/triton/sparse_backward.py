@@ -8,6 +8,9 @@ key is in each slot, or that none is; what follows loads zeros there. No more th
 P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
 
 dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
+
+A slot that weighs nothing still multiplies, and 0 * inf is NaN. So the kernels note the tokens where that may be, and
+mend_list_gradients.py computes those once more.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,9 +47,10 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def read_lists(indices, keys, ids, used, places, lengths, tokens, count: tl.int32, first: tl.int64,
+def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: tl.int32, first: tl.int64,
                SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most.
+    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
+    for kernels that note what is not finite.
 
     Grid (tokens of a chunk, heads_kv).
     """
@@ -67,6 +71,7 @@ def read_lists(indices, keys, ids, used, places, lengths, tokens, count: tl.int3
         tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
         last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
     tl.store(used + own, last)
+    tl.store(noted + own, 0)
 
 
 @triton.jit
@@ -84,7 +89,7 @@ def keys_of(places, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first", "plane"])
-def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, weights, ds, places, tokens,
+def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, places, tokens,
                 count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32, exponent: tl.float32,
                 GROUP: tl.constexpr, HEADS_KV: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
                 DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
@@ -121,13 +126,20 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, weights,
             at_qr = (q_rope, heads_of(places, count, b, row, head, views.Q_ROPE, ALIGN), valid)
             at_kr = (k_rope, keys_of(places, count, b, hk, j, views.K_ROPE, ALIGN), chosen)
             s = inner(s, at_qr, at_kr, 0, DIM_ROPE, BC)
-        noted = flat + heads_of(places, count, b, row, head, views.FLAT, 1)
-        lse = tl.load(noted, mask=valid, other=float("inf"))
-        delta = tl.load(noted + plane, mask=valid, other=0.0)
+        notes = flat + heads_of(places, count, b, row, head, views.FLAT, 1)
+        lse = tl.load(notes, mask=valid, other=float("inf"))
+        delta = tl.load(notes + plane, mask=valid, other=0.0)
+        # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
+        wild = ~(tl.abs(delta) < float("inf"))
+        strange = wild[:, None] | ~(tl.abs(s) < float("inf"))
+        tl.store(noted + own, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
         shrink = shrinking(large, b, hk, HEADS_KV)
         s = s * exponent
         seen = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
-        weight = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+        weight = tl.exp2(s - lse[:, None])
+        # An infinity meets a weight that no number of this size holds: still more than nothing.
+        LEAST: tl.constexpr = 2.0**-24 if weights.dtype.element_ty == tl.float16 else 2.0**-126
+        weight = tl.where(seen, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
         gradient = tl.where(seen, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
         at = own * GROUP * SLOTS
         offset = h[:, None] * SLOTS + slot[None, :]
@@ -171,6 +183,14 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
     tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
+    """acc + weights^T x over heads h, of columns c of their rows x at `at`, and of slots."""
+    there = h < GROUP
+    weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
+    return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["count", "first"])
 def backward_slots(x, also, weights, weights_also, rows, ids, used, large, places, tokens, count: tl.int32,
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
@@ -203,22 +223,14 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, place
             at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
         for h0 in tl.range(0, GROUP, BH):
             h = h0 + tl.arange(0, BH)
-            offset = h[None, :] * SLOTS + slot[:, None]
-            weight = tl.load(weights + offset, mask=(h < GROUP)[None, :], other=0.0)
-            part = load_tile(at_x, h * head_x, h < GROUP, FIRST + c, DIM, True)
-            acc = tl.dot(weight, part, acc, input_precision="ieee")
+            acc = add_heads(acc, weights, at_x, head_x, slot, h, FIRST + c, GROUP, SLOTS, DIM)
             if BOTH:
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
-                part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(weight, part, acc, input_precision="ieee")
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
         if also is not None and not BOTH:  # only the first product was held smaller
             for h0 in tl.range(0, GROUP, BH):
                 h = h0 + tl.arange(0, BH)
-                offset = h[None, :] * SLOTS + slot[:, None]
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
-                part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(weight, part, acc, input_precision="ieee")
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         there = (FIRST + c < DIM)[None, :]
         if ATOMIC:
             key = tl.load(ids + own * SLOTS + slot)
