@@ -28,12 +28,12 @@ def typed(p: IndexerProblem) -> dict[str, str]:
     return pointers(p.dtype, "q", "k", "values", "dvalues", "dq") | floats | rows | integers | tables
 
 
-def scores(p: IndexerProblem, align: int = 0) -> Config:
+def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
     def at(chip: int) -> Compiled | None:
         tile = shapes_sparse.scores_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0]
+        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0] | {"ADDS": adds}
         ahead = max(0, tile.num_stages - 2) if align != 1 else 0
         return Compiled(index_scores, known, typed(p), tile, ahead=ahead, rows=tile.BN)
 
@@ -69,6 +69,7 @@ CONFIGS: dict[str, Config] = {
     "indexer scores 8 heads": scores(problem(8)),
     "indexer scores 1 head": scores(problem(1)),
     "indexer scores 128 heads": scores(problem(128, **FLOAT16)),
+    "indexer scores 128 heads added": scores(problem(128), adds=True),
     "indexer scores 256": scores(problem(dim=256)),
     "indexer scores 768": scores(problem(dim=768)),
     "indexer scores odd strides": scores(problem(), align=1),

@@ -76,7 +76,7 @@ def run_loss(
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make = ready_selected if p.select_count else ready_warm
-    ready = schedule.once((extents.key, memory.layout(views, given)), lambda: make(p, extents, views, given))
+    ready = schedule.once(memory.layout(views, given), lambda: make(p, schedule.kept, views, given))
     given["like"] = given["q"]
     ready.run(given)
     # In one order, whatever the chunks were.
@@ -85,7 +85,7 @@ def run_loss(
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
     """What a verb allocates besides operands and results, at most."""
-    e = schedule.kept.extents
+    e = schedule.kept.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
     if not problem.select_count:
@@ -127,17 +127,29 @@ def rows_of_chunk(p: IndexerLossProblem) -> int:
     return min(max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1), MOST)
 
 
-def row_tables(e: Extents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens: sequence, row and id of its key 0; tiles of rows; tiles of keys)."""
-    t, k = tiles.by_query(e, ROWS), tiles.by_key(e, ROWS)
+def token_table(capacity: Extents) -> np.ndarray:
+    """[tokens, 4] int32: sequence, row and id of its key 0 (launch_key_sum.numbered)."""
+    e = capacity
+    seq = np.repeat(np.arange(len(e)), e.q_len)
+    return np.stack((seq, np.arange(len(seq)) - e.q_start[seq], e.kv_start[seq], np.zeros_like(seq)), 1).astype(
+        np.int32
+    )
+
+
+def row_table(e: Extents) -> np.ndarray:
+    """[tiles, 8] int32: those of rows, as note() reads them."""
+    t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
     rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
+    return np.stack(rows, 1).astype(np.int32)
+
+
+def key_table(e: Extents, capacity: Extents) -> np.ndarray:
+    """[tiles, 8] int32: those of keys, as clean_keys() reads them; a row lies where its key's id says."""
+    k = tiles.by_key(e, ROWS)
     none = np.zeros_like(k.seq)
-    keys = k.seq, k.row0, k.row1, none, none, e.kv_start[k.seq] + k.row0, k.row1 - k.row0, none
-    seq = np.repeat(np.arange(len(e)), e.q_len)
-    tokens = seq, np.arange(len(seq)) - e.q_start[seq], e.kv_start[seq], np.zeros_like(seq)
-    first, second, third = (np.stack(each, 1).astype(np.int32) for each in (tokens, rows, keys))
-    return first, second, third
+    keys = k.seq, k.row0, k.row1, none, none, capacity.kv_start[k.seq] + k.row0, k.row1 - k.row0, none
+    return np.stack(keys, 1).astype(np.int32)
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
@@ -177,15 +189,21 @@ def rooms_of(p: IndexerLossProblem, e: Extents) -> Rooms:
 
 
 def ready_selected(
-    p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: IndexerLossProblem, held: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
 ) -> Selected:
     """What run_loss() does over selected keys, with memory as these views lie."""
-    device = memory.one_device(given)
+    e, device = held.capacity, memory.one_device(given)
     table = memory.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
     t = tiles_on(p, device)
     known = selected_constants(p, t, memory.alignment(views, table))
-    made = (table, memory.lengths(e), *row_tables(e), launch_key_sum.key_tiles(e))
-    tables = tuple(memory.Copied.of(each, device) for each in made)
+    tables = (
+        memory.Copied.of(table, device),
+        held.on(device, "lengths", memory.lengths),
+        held.on(device, "tokens", lambda _: token_table(e)),
+        held.on(device, "rows", row_table),
+        held.on(device, "keys", lambda now: key_table(now, e)),
+        held.on(device, "written", launch_key_sum.key_tiles),
+    )
     places, lengths, tokens, of_rows, of_keys, to_write = (each.tensor for each in tables)
     rooms, rows, width = rooms_of(p, e), int(e.q_len.sum()), shapes.power(p.dim_index)
     absent = {"q_rope", "k_rope", "sink", "largest"} - given.keys() - rooms.keys()

@@ -90,25 +90,26 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
 SCORED = 16  # rows that a program scores: at most as many as there are columns in a product
 ONE_LAUNCH = 64  # heads of a gradient that any chip's tiles hold together
 FEWEST = 8  # heads of a token in a product: fewer are filled up, or a product would have more tokens than that
-WIDEST = 128  # keys of a tile of scores, at most
+WIDEST = 256  # keys of a tile of scores, at most
 CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
 MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
 CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
 WRITE = Tile(0, 1024, 4, 1)
 
-# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys.
+# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys, which stay;
+# three stages, so that the columns of one turn are under way while those of another arrive.
 SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (90, 2): (
-        (128, Tile(128, 128, 8, 2)),  # 125 registers, 97 KB: two programs share a processor
-        (256, Tile(128, 64, 8, 2)),  # 116 registers
+        (128, Tile(64, 256, 8, 3)),  # 123 registers, 113 KB: two programs share a processor
+        (256, Tile(64, 128, 8, 3)),  # 161 KB
         (768, Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, Tile(128, 128, 8, 2)),  # 128 registers, 68 KB: two programs
-        (256, Tile(128, 64, 8, 2)),
+        (128, Tile(64, 128, 8, 3)),  # 128 registers, 65 KB: two programs
+        (256, Tile(64, 128, 8, 3)),  # 129 KB
         (768, Tile(64, 32, 8, 1)),
     ),
-    (86, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
+    (86, 2): ((128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
 }
 # Chip and bytes of an element -> (most elements of a row, most heads, tile, tile where dS is float16 or rows do not
