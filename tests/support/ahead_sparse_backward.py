@@ -13,6 +13,7 @@ from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton import sparse_backward as kernels
 from fusion_attention.backends.triton.backward import prepare
 from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.waist.problem import Problem
 
 COUNT = 2048
@@ -51,7 +52,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         steps = launched.launches(p, tiles, wide, launched.slots_of(p, tiles), atomic)
         one = [one for one in steps if one.kernel is kernel][which]
         cut = one.tile
-        if kernel in (kernels.read_lists, mend_rows, mend_slots):
+        if kernel in (read_lists, mend_rows, mend_slots):
             return Compiled(kernel, one.known, types_of(p, atomic), cut, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
         sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
@@ -101,7 +102,7 @@ def configs() -> dict[str, Config]:
     found["sparse slots 128 rope"] = step(kernels.backward_slots, problem(128), -1, ahead=2)
     found["sparse slots 128 values"] = step(kernels.backward_slots, problem(128, **APART), -1, ahead=2)
     found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
-    found["sparse lists"] = step(kernels.read_lists, problem(128))
+    found["sparse lists"] = step(read_lists, problem(128))
     for name in ("bfloat16", "float16"):
         found[f"sparse mend rows {name}"] = step(mend_rows, problem(128, dtype=name))
         found[f"sparse mend slots {name}"] = step(mend_slots, problem(128, dtype=name))

@@ -20,8 +20,9 @@ from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
 from fusion_attention.backends.triton.launching import Constants, Schedule, launch_named
 from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
-from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
+from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, weigh_slots
 from fusion_attention.memory import empty
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
@@ -30,9 +31,8 @@ BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 # Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
 # that mend_slots() could compute anew.
 ATOMIC = False
-PREPARE, LISTS = shapes.Tile(16, 16, 8, 1), shapes.Tile(0, 0, 4, 1)
-MEND = Cut(0, 16, 64, 8, 1)
-ENTRIES = 1024  # slots that a turn of read_lists() fills
+PREPARE = shapes.Tile(16, 16, 8, 1)
+MEND = Cut(0, 16, 32, 4, 1)
 MOST_PROGRAMS = 65535  # of a grid's second and third axis
 PIECE = 16  # columns at whose multiples the parts of a row begin
 
@@ -238,12 +238,12 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
     """What a chunk launches, in its order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": ENTRIES}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
     cut = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots // cut.BN, -(-p.group // cut.BH), "own"
     found = [
-        Step(read_lists, ("tokens", "heads_kv"), lists, LISTS, {}),
+        Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
         Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
     ]
     cut = tiles["backward_rows"]

@@ -4,8 +4,8 @@
     dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row for each slot, summed over the heads
 
 A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() says once which
-key is in each slot, or that none is; what follows loads zeros there. No more than one accumulator stands across a loop:
-P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+key is in each slot, or that none is (selection.py); what follows loads zeros there. No more than one accumulator stands
+across a loop: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
 
 dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
@@ -21,8 +21,8 @@ import triton.language as tl
 
 from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.backward import shrinking
-from fusion_attention.backends.triton.common import heads_at, lengths_at, rows_at
-from fusion_attention.backends.triton.selection import band_of, key_ahead, list_at, slots_read, token_at
+from fusion_attention.backends.triton.common import heads_at, rows_at
+from fusion_attention.backends.triton.selection import token_at
 
 
 @triton.jit
@@ -44,34 +44,6 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
         y = load_tile(b[0], b[1], b[2], c, DIM, DIM % BC != 0)
         acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
     return acc
-
-
-@triton.jit(do_not_specialize=["count", "first"])
-def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: tl.int32, first: tl.int64,
-               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
-    for kernels that note what is not finite.
-
-    Grid (tokens of a chunk, heads_kv).
-    """
-    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    b, row = token_at(tokens, first + own)
-    own = own * tl.num_programs(1) + hk
-    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    first_key, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, places, count, b, hk, row)
-    slots = slots_read(entries, end, SELECT, BLOCK)
-    id0, step = rows_at(places, count, b, hk, views.IDS, 1)
-    keys, ids = keys + own * SLOTS, ids + own * SLOTS
-    last = tl.zeros([], tl.int32)
-    for n0 in tl.range(0, SLOTS, N):
-        n = n0 + tl.arange(0, N)
-        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
-        tl.store(keys + n, j, mask=n < SLOTS)
-        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
-        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
-    tl.store(used + own, last)
-    tl.store(noted + own, 0)
 
 
 @triton.jit
