@@ -23,19 +23,10 @@ def typed(p: IndexerProblem) -> dict[str, str]:
     """Types of the arguments that are memory."""
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
     rows = dict.fromkeys(("rows",), "*bf16" if p.dtype == "bfloat16" else "*fp32")
-    integers = {
-        "held": "*i32",
-        "entries": "*i64",
-        "keys": "*i32",
-        "used": "*i32",
-        "noted": "*i32",
-        "indices": "*i32",
-        "tokens": "*i32",
-    }
+    integers = pointers("i32", "held", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
     tables = {"places": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
-    return (
-        pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq") | floats | rows | integers | tables
-    )
+    own = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
+    return own | floats | rows | integers | tables
 
 
 def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:

@@ -30,8 +30,6 @@ from fusion_attention.backends.triton.mend import gather_three, mended_three, wr
 from fusion_attention.backends.triton.pages import safe_unit
 from fusion_attention.backends.triton.selection import SCANNED, token_at
 
-THREADS = tl.constexpr(256)  # of a program, at most
-
 
 @triton.jit
 def largest_of(dscores, slots):
@@ -45,9 +43,9 @@ def largest_of(dscores, slots):
 
 
 @triton.jit
-def slots_ahead(keys, dscores, n, slots):
+def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
     """(keys, dI in float32) of slots n. Loaded more than once, so that there is one for each thread: of fewer elements
-    Triton loads anew what each layout of the turn wants of them, half of all its instructions."""
+    Triton loads anew what each layout of the turn wants of them, half of all its instructions; more take registers."""
     COPIES: tl.constexpr = THREADS // n.shape[0]
     copy = tl.zeros([1, COPIES], tl.int32)
     s = n[:, None] + copy
@@ -81,7 +79,7 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
                    count: tl.int32, first: tl.int64, head0: tl.int32, HEADS: tl.constexpr, ADDS: tl.constexpr,
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-                   VIEWED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                   VIEWED: tl.constexpr, THREADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dq and dweights of one token's BM heads from head0 on, and the row of each of its SLOTS slots, BN at a time,
     added to that of heads before where ADDS; grid (tokens from `first` on).
 
@@ -92,12 +90,13 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
     slots = tl.load(used + own)
     keys += own * SLOTS
     dscores = dscores_at(dscores, places, count, b, row, own, SLOTS, VIEWED)
-    slot0 = own * SLOTS
+    rows += own * SLOTS * DIM
 
     h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
     there = h < HEADS
     at, head, token = heads_at(places, count, b, Q, ALIGN)
     query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
+    tl.store(noted + own, 1, mask=strange_three(query, D1, D2) > 0)
     at, token = rows_at(places, count, b, 0, views.WEIGHTS, 1)
     weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
     unit, unit_w = 1.0, 1.0
@@ -107,11 +106,11 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
     at_k, token_k = rows_at(places, count, b, 0, K, ALIGN)
     acc0, acc1, acc2 = zeros_three(BM, D0, D1, D2)
     dw = tl.zeros([BM], tl.float32)
-    ahead, upstream = slots_ahead(keys, dscores, n, slots)
+    ahead, upstream = slots_ahead(keys, dscores, n, slots, THREADS)
     for s0 in tl.range(0, slots, BN):
         key, g = ahead, upstream
         s = s0 + n
-        ahead, upstream = slots_ahead(keys, dscores, s + BN, slots)
+        ahead, upstream = slots_ahead(keys, dscores, s + BN, slots, THREADS)
         chosen = key >= 0
         g = tl.where(chosen, g, 0.0)
         if UNITS:
@@ -126,11 +125,10 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
         if UNITS:
             parts = parts[0] * unit * unit_w, parts[1] * unit * unit_w, parts[2] * unit * unit_w
         if ADDS:
-            before = load_three(rows, (slot0 + s) * DIM, chosen, True, D0, D1, D2, DIM)
+            before = load_three(rows, s * DIM, chosen, True, D0, D1, D2, DIM)
             parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
-        store_three(rows, (slot0 + s) * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
-    strange = tl.maximum(strange_three(query, D1, D2), strange_three((acc0, acc1, acc2), D1, D2))
-    tl.store(noted + own, 1, mask=strange > 0)
+        store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
+    tl.store(noted + own, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
     at, head, token = heads_at(places, count, b, views.DQ, ALIGN)
     if UNITS:
         acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
@@ -151,7 +149,7 @@ def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.con
 def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, places, tokens, count: tl.int32,
                   first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
                   DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-                  VIEWED: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                  VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The rows of slots of noted tokens anew, and what of their dq is NaN, head by head; grid (tokens)."""
     own = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + own)
@@ -169,7 +167,7 @@ def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, row
     n, heads = tl.arange(0, BN), tl.where(slots > 0, HEADS, 0)
     for s0 in tl.range(0, slots, BN):
         s = s0 + n
-        key, g = slots_ahead(keys, dscores, s, slots)
+        key, g = slots_ahead(keys, dscores, s, slots, THREADS)
         chosen = key >= 0
         listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
         part0, part1, part2 = zeros_three(BN, D0, D1, D2)
@@ -191,7 +189,7 @@ def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, row
         weight = tl.load(weights + h).to(tl.float32)
         acc0, acc1, acc2 = zeros_three(1, D0, D1, D2)
         for s0 in tl.range(0, tl.where(found > 0, slots, 0), BN):
-            key, g = slots_ahead(keys, dscores, s0 + n, slots)
+            key, g = slots_ahead(keys, dscores, s0 + n, slots, THREADS)
             chosen = key >= 0
             listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
             ds, live = slots_weighed(listed, query, weight, g, chosen, D1, D2)

@@ -243,7 +243,7 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
     return d | {
         "Q": all_views.AT[q], "K": all_views.AT[k], "HEADS": sizes.heads, "ADDS": False, "DIM": sizes.dim,
         "SLOTS": sizes.slots, "UNITS": sizes.dtype == "float16", "ALIGN": align, "VIEWED": sizes.viewed,
-        "BM": tile.BM, "BN": tile.BN,
+        "THREADS": 32 * tile.num_warps, "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
 
 

@@ -116,13 +116,13 @@ SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
 # start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
 GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
     (90, 2): (
-        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 254 registers, 72 KB: two programs
-        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 72 KB: two programs; of 4 stages it spills
+        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),  # 64 slots spill
         (256, 128, Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, 64, Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),  # 4 warps spill
-        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        (128, 64, Tile(64, 64, 8, 4), Tile(64, 64, 8, 2)),  # 4 warps spill
+        (128, 128, Tile(128, 32, 8, 4), Tile(128, 32, 8, 2)),
         (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
     (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
