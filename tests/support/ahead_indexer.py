@@ -95,7 +95,6 @@ CONFIGS: dict[str, Config] = {
     "indexer gradient 256": gradient(problem(dim=256)),
     "indexer gradient odd strides": gradient(problem(), align=1),
     "indexer gradient float32": gradient(problem(**FLOAT32)),
-    "indexer gradient 256 float32": gradient(problem(dim=256, **FLOAT32)),
     "indexer mend": mended(problem()),
     "indexer mend 256": mended(problem(dim=256)),
 }

@@ -53,7 +53,8 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         one = [one for one in steps if one.kernel is kernel][which]
         cut = one.tile
         if kernel in (read_lists, mend_rows, mend_slots):
-            return Compiled(kernel, one.known, types_of(p, atomic), cut, counted=False)
+            small = shapes.Tile(0, 0, cut.num_warps, cut.num_stages)
+            return Compiled(kernel, one.known, types_of(p, atomic), small, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
         sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
         tile = shapes.Tile(*sizes, cut.num_warps, cut.num_stages)
