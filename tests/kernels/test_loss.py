@@ -59,7 +59,7 @@ SELECTED = [
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = shapes_loss.Warm(Tile(16, 16, 4, 1), *(Tile(16, 32, 4, 1),) * 2, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 3, 16)
+    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 2, 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 

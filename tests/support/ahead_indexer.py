@@ -9,7 +9,7 @@ from support.triton_ahead import TYPES
 
 from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
 from fusion_attention.waist.problem import IndexerProblem
 
@@ -23,10 +23,12 @@ def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
 def typed(p: IndexerProblem) -> dict[str, str]:
     """Types of the arguments that are memory."""
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
-    rows = {"rows": "*" + TYPES[str(launch_indexer.row_type(p)).removeprefix("torch.")]}
-    integers = {"held": "*i32", "entries": "*i64", "owners": "*i32", "indices": "*i32", "tokens": "*i32"}
+    row = launch_indexer.row_type(shapes_sparse.sizes_of_gradient(p))
+    rows = {"rows": "*" + TYPES[str(row).removeprefix("torch.")]}
+    integers = pointers("i32", "held", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
     tables = {"places": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
-    return pointers(p.dtype, "q", "k", "values", "dvalues", "dq") | floats | rows | integers | tables
+    own = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
+    return own | floats | rows | integers | tables
 
 
 def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
@@ -51,13 +53,21 @@ def write(p: IndexerProblem) -> Config:
     return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
 
 
+def mended(p: IndexerProblem) -> Config:
+    known = launch_indexer.mend_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
+    return lambda _: Compiled(mend_gradient, known, typed(p), shapes_sparse.MEND_GRADIENT, counted=False)
+
+
 def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
+    sizes = shapes_sparse.sizes_of_gradient(p)
+
     def at(chip: int) -> Compiled | None:
         tile = shapes_sparse.gradient_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.gradient_constants(p, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
-        return Compiled(index_gradient, known, typed(p), tile, ahead=max(0, tile.num_stages - 2) if align != 1 else 0)
+        known = launch_indexer.gradient_constants(sizes, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
+        ahead = max(0, tile.num_stages - 2) if align != 1 else 0
+        return Compiled(index_gradient, known, typed(p), tile, ahead=ahead)
 
     return at
 
@@ -89,6 +99,8 @@ CONFIGS: dict[str, Config] = {
     "indexer gradient 256": gradient(problem(dim=256)),
     "indexer gradient odd strides": gradient(problem(), align=1),
     "indexer gradient float32": gradient(problem(**FLOAT32)),
+    "indexer mend": mended(problem()),
+    "indexer mend 256": mended(problem(dim=256)),
 }
 EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 heads")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.

@@ -19,17 +19,20 @@ from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, w
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
 from fusion_attention.backends.triton.launching import Constants, Schedule, launch_some
+from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
-from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
+from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, weigh_slots
 from fusion_attention.memory import empty
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
-# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed.
+# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
+# that mend_slots() could compute anew.
 ATOMIC = False
-PREPARE, LISTS = shapes.Tile(16, 16, 8, 1), shapes.Tile(0, 0, 4, 1)
-ENTRIES = 1024  # slots that a turn of read_lists() fills
+PREPARE = shapes.Tile(16, 16, 8, 1)
+MEND = Cut(0, 16, 32, 4, 1)
 MOST_PROGRAMS = 65535  # of a grid's second and third axis
 PIECE = 16  # columns at whose multiples the parts of a row begin
 
@@ -61,7 +64,7 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
-    return weights + p.heads_kv * (slots * (rows + 8) + 4)  # a slot's key and id, a list's length
+    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # a slot's key and id, a list's length and note
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
@@ -185,6 +188,7 @@ class Room:
     keys: torch.Tensor
     ids: torch.Tensor
     used: torch.Tensor
+    noted: torch.Tensor
     weights: torch.Tensor
     ds: torch.Tensor
     rows: torch.Tensor | None
@@ -198,13 +202,14 @@ class Room:
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
         weights, ds = (empty(like, (pairs,)) for _ in range(2))
         rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
-        return cls(held, slots, keys, ids, empty(like, (held * p.heads_kv,), torch.int32), weights, ds, rows)
+        used, noted = (empty(like, (held * p.heads_kv,), torch.int32) for _ in range(2))
+        return cls(held, slots, keys, ids, used, noted, weights, ds, rows)
 
 
 def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
     """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
     rows = sums.total if room.rows is None else room.rows
-    given = given | {"keys": room.keys, "ids": room.ids, "used": room.used, "weights": room.weights, "ds": room.ds}
+    given = given | {name: getattr(room, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope"):
         given.setdefault(name, None)
@@ -234,12 +239,12 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
     """What a chunk launches, in its order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": ENTRIES}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
     cut = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots // cut.BN, -(-p.group // cut.BH), "own"
     found = [
-        Step(read_lists, ("tokens", "heads_kv"), lists, LISTS, {}),
+        Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
         Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
     ]
     cut = tiles["backward_rows"]
@@ -249,7 +254,20 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
             known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
             grid = count, -(-p.group // cut.BH), "own"
             found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
-    return found + slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    found += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    return found + mended(found, atomic)
+
+
+def mended(steps: list[Step], atomic: bool) -> list[Step]:
+    """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
+    mends = {backward_rows: mend_rows} | ({} if atomic else {backward_slots: mend_slots})
+    first = [one for one in steps if one.kernel in mends and one.known["FIRST"] == 0]
+    found = []
+    for one in first:
+        kernel, known = mends[one.kernel], one.known | known_of(MEND)
+        known = {name: value for name, value in known.items() if name in kernel.arg_names}
+        found.append(Step(kernel, ("own",), known, MEND, one.renamed))
+    return found
 
 
 def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:

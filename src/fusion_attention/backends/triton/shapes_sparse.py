@@ -6,7 +6,7 @@ Found as those of shapes.py were: by compiling, not by timing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusion_attention.backends.triton import shapes_loss
 from fusion_attention.backends.triton.shapes import (
@@ -117,18 +117,20 @@ SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
 # start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
 GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
     (90, 2): (
-        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 254 registers, 72 KB: two programs
-        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-        (256, 128, Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),
+        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 72 KB: two programs; of 4 stages it spills
+        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),  # 64 slots spill
+        (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, 64, Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),  # 4 warps spill
-        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        (128, 64, Tile(64, 64, 8, 4), Tile(64, 64, 8, 2)),  # 4 warps spill
+        (128, 128, Tile(128, 32, 8, 4), Tile(128, 32, 8, 2)),
         (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
+        (256, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
 }
+MEND_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
@@ -155,15 +157,40 @@ def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | No
     return tile._replace(BM=min(tile.BM, 64), BN=min(tile.BN, 64), num_stages=1)
 
 
-def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """BM heads meet BN slots; more heads take several launches."""
+class Sizes(NamedTuple):
+    """What the gradient of an indexer's scores knows of a problem."""
+
+    heads: int
+    dim: int
+    slots: int
+    dtype: str
+    viewed: bool  # dI is the caller's; of a loss it is found
+
+
+def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
+    """Those of a problem."""
     p = problem
+    if isinstance(p, IndexerProblem):
+        return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
+    return Sizes(p.heads_index, p.dim_index, p.select_count, p.dtype, False)
+
+
+def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
+    """BM heads meet BN slots; more heads take several launches."""
+    p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
         return None
     _, _, tile, narrow = next((row for row in fits if p.heads <= row[1]), fits[-1])
     tile = narrow if p.dtype == "float16" or align < 8 else tile
     return tile._replace(BM=max(NARROWEST, heads_held(p.heads, tile.BM)))
+
+
+def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
+    """Whether some tiles serve a loss."""
+    if not problem.select_count:
+        return shapes_loss.warm_tiles(problem, chip) is not None
+    return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
 
 
 # -------------------------------------------------------------------------------------------------- what is refused
@@ -174,7 +201,7 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
     "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
     "indexer_lse": shapes_loss.holds_lse,
-    "indexer_loss": shapes_loss.holds_loss,
+    "indexer_loss": holds_loss,
 }
 
 
