@@ -12,6 +12,7 @@ from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
 from mutations_of_companions import COMPANIONS
 from mutations_of_decode import DECODES
+from mutations_of_device import DEVICE
 from mutations_of_experts import EXPERTS
 from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
@@ -466,6 +467,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
     *(*LISTS, *SPARSE_BACKWARD, *INDEXER),
 )
