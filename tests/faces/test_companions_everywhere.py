@@ -78,3 +78,15 @@ def test_float64_is_refused(name: str) -> None:
         args = given(name)
         with pytest.raises(ContractError, match=rf"{name}: \w+: expected .*float64"):
             COMPANION_FACES[name](**{**args, key: args[key].double()})
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("name", [name for name in COMPANIONS if "paged" not in name and "flash" not in name])
+def test_autocast_changes_nothing(name: str, device: str) -> None:
+    """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
+    plain, within = ({key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2))
+    want = tensors(COMPANION_FACES[name](**plain))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = tensors(COMPANION_FACES[name](**within))
+    for ours, theirs in zip(got, want, strict=True):
+        same_bits(ours.cpu(), theirs.cpu(), name)
