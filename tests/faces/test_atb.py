@@ -154,6 +154,20 @@ def test_rows_are_stored(dtype: torch.dtype) -> None:
     same_bits(flat, wanted[0])
 
 
+def test_rows_are_stored_in_pieces_of_another_dtype() -> None:
+    """As a latent in int8 beside its positions in bfloat16, in the chip's format NZ."""
+    key, value = (9 * torch.randn(3, 2, 64)).to(torch.int8), torch.randn(3, 1, 64).bfloat16()
+    pages, values = torch.zeros(2, 4, 16, 32, dtype=torch.int8), torch.zeros(2, 4, 16, 16, dtype=torch.bfloat16)
+    npu._npu_reshape_and_cache(key, value, pages, values, torch.tensor([17, -1, 31]))
+    for cache, rows in ((pages, key), (values, value)):
+        stored = cache.transpose(1, 2).flatten(2)
+        same_bits(stored[1, 1], rows[0].flatten())
+        same_bits(stored[1, 15], rows[2].flatten())
+        assert int(stored.ne(0).any(-1).sum()) == 2
+    with pytest.raises(ContractError, match="slots that value_cache has"):
+        npu._npu_reshape_and_cache(key, value, pages, values[:1].clone(), torch.tensor([17, -1, 31]))
+
+
 @pytest.mark.parametrize("neox", [False, True])
 def test_positions_turn_rows(neox: bool) -> None:
     angles = torch.rand(40, D // 2, generator=GENERATOR)

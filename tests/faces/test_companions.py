@@ -154,6 +154,7 @@ def test_a_matrix_says_how_pairs_turn() -> None:
     cos, sin = ANGLES.cos(), ANGLES.sin()
     want = npu.npu_rotary_mul(X, cos, sin, "interleave")
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, "interleave", rotate=matrix), want)
+    assert torch.equal(npu.npu_rotary_mul(X, cos, sin, rotate=matrix.bfloat16()), want)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -130,7 +130,9 @@ def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]
     if not p.optional:
         yield "missing", {**legal, p.name: None}, NULL_POINTER
     if p.dtypes and p.name != _first_tensor(op):
-        yield "dtype", {**legal, p.name: legal[p.name].to(torch.complex64)}, INVALID
+        # Whatever must have its dtype has it still.
+        along = [t.name for t in op.tensors() if t is p or (t.dtypes == f"={p.name}" and legal[t.name] is not None)]
+        yield "dtype", {**legal, **{name: legal[name].to(torch.complex64) for name in along}}, INVALID
     words = [] if isinstance(p, Tensors) else p.words(op.layout_of(p, legal))
     if words:
         yield "rank", {**legal, p.name: legal[p.name][None, None]}, INVALID

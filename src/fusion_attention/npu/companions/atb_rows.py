@@ -25,8 +25,9 @@ def _npu_reshape_and_cache(
     key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]
 
     Args:
-        key, value: [tokens, ...].
-        key_cache, value_cache: pages [pages, slots, ...] of such rows.
+        key, value: [tokens, ...]; each with a dtype of its own, which its cache has too.
+        key_cache, value_cache: pages [pages, slots, ...] of such rows, or in pieces [pages, pieces, slots, width] (the
+            chip's NZ).
         slot_indices: [tokens]; a slot below 0 stores nothing. Of equal slots the last row stays.
 
     Raises:
@@ -42,7 +43,7 @@ def _npu_reshape_and_cache(
     """
     checked(atb.RESHAPE, dict(locals()))
     with torch.no_grad():
-        store([(key_cache, key), (value_cache, value)], slot_indices)
+        store([(_slots(key_cache, key), key), (_slots(value_cache, value), value)], slot_indices)
 
 
 def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: Tensor) -> None:
@@ -67,7 +68,7 @@ def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: T
     """
     checked(atb.RESHAPE_ONE, dict(locals()))
     with torch.no_grad():
-        store([(key_cache, key)], slot_indices)
+        store([(_slots(key_cache, key), key)], slot_indices)
 
 
 def _npu_rotary_embedding(
@@ -108,3 +109,8 @@ def _npu_rotary_embedding(
         for rows in (query, key):
             heads = rows.reshape(len(rows), -1, head_size)
             rows.copy_(npu_rotary_mul(heads, cos, sin, mode).reshape(rows.shape))
+
+
+def _slots(cache: Tensor, rows: Tensor) -> Tensor:
+    """A cache of pages as [pages, slots, elements of a row...], a view; pieces stay apart."""
+    return cache if atb.whole_rows(cache, rows) else cache.transpose(1, 2)

@@ -31,7 +31,8 @@ def npu_rotary_mul(
         input: rows of an even size; float16, bfloat16 or float32.
         r1, r2: cosines and sines in any of these dtypes; axes of size 1 are repeated.
         rotary_mode: "half": element i is turned with element i + D/2; "interleave": 2i with 2i + 1.
-        rotate: [D, D], a matrix that says the turn in place of rotary_mode: turned(x) = x @ rotate.
+        rotate: [D, D], a matrix that says the turn in place of rotary_mode: turned(x) = x @ rotate. Its
+            dtype is its own.
 
     Returns:
         y as input.

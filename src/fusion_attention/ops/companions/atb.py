@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.companions.caches import IDS, WRITTEN, apart, own_memory, waits_for_none, written
+from fusion_attention.ops.companions.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
 from fusion_attention.ops.companions.common import companion, floats
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, untrained
 
@@ -49,9 +49,19 @@ def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
     return 2 <= mask.dim() <= 4 and heads == 1 and items in (1, len(lengths)) and min(mask.shape[-2:]) >= longest
 
 
-def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
     """Whether a cache [pages, slots, ...] has rows of so many elements."""
     return cache.dim() > 2 and rows.dim() > 1 and cache.shape[2:].numel() == rows.shape[1:].numel()
+
+
+def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether it has them, as they are or in pieces."""
+    return whole_rows(cache, rows) or (rows.dim() > 1 and pieces_of(cache, rows))
+
+
+def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
+    """How many rows a cache has."""
+    return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
 
 
 FUNCTIONS = {
@@ -59,6 +69,7 @@ FUNCTIONS = {
     "decided": decided,
     "triangle": triangle,
     "holds_rows": holds_rows,
+    "capacity": capacity,
     "apart": apart,
     "least": lambda lengths: min(lengths.tolist(), default=0),
     "total": lambda lengths: int(lengths.sum()),
@@ -269,8 +280,9 @@ def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
         name,
         summary,
         (
-            *(Tensor(n, "[tokens, ...].", dtypes=WRITTEN if n == "key" else "=key") for n in names),
-            *(written(c, "Pages [pages, slots, ...] of such rows.", "key") for c in caches),
+            *(Tensor(n, "[tokens, ...].", dtypes=WRITTEN) for n in names),
+            *(written(c, "Pages [pages, slots, ...] of such rows, or in pieces [pages, pieces, slots, width].", n)
+              for c, n in zip(caches, names, strict=True)),
             Tensor("slot_indices", "Page * slots of a page + slot; below 0 stores nothing.", dtypes=IDS, shape="T",
                    make=lambda shape: torch.arange(shape[0], dtype=torch.int32)),
         ),
@@ -287,11 +299,11 @@ def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
                 for n in names
             ),
             *(
-                Rule(f"within(slot_indices, {c}.shape[0] * {c}.shape[1], low=-9223372036854775808)", "slot_indices",
+                Rule(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)", "slot_indices",
                      "each is page * slots of a page + slot", f"slots that {c} has", code=INVALID, reads=True,
                      when=f"{c}.dim() > 2",
-                     spoil={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if c[0] == 'k' else 'Dv'}"})
-                for c in caches
+                     spoil={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
+                for c, n in zip(caches, names, strict=True)
             ),
             *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
             *untrained(STORED, None, invalid, **{n: sizes[n] for n in names}),

@@ -74,7 +74,13 @@ def pairs(*names: str) -> dict[str, Any]:
 ROTARY_MUL = companion(
     "npu_rotary_mul",
     "torch_npu's rotary positions.",
-    (X, COS, SIN, MODE, floats("rotate", "[D, D]: x @ rotate in place of turned(x).", like="input", optional=True)),
+    (
+        X,
+        COS,
+        SIN,
+        MODE,
+        floats("rotate", "[D, D]: x @ rotate in place of turned(x); its dtype is its own.", optional=True),
+    ),
     (result("y", "In the shape of input.", "=input"),),
     rules=(
         replace(EVEN, spoil=dict.fromkeys(("input", "r1", "r2"), "B 5")),

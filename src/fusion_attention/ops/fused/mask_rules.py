@@ -195,6 +195,14 @@ MASK_SHAPES = (
         when="mask_kind == 'full' and not one_token",
         spoil={"atten_mask": "2048 2048", "next_tokens": UNLIMITED},
     ),
+    note(
+        "pre_tokens >= S2 - 1",
+        "pre_tokens",
+        "it is not read there, and a row sees every key; give an atten_mask that hides those outside the window",
+        text="no window without a mask, nor for a single row",
+        when="mask_kind == 'none' and mode == 0",
+        spoil={"pre_tokens": 1},
+    ),
 )
 NO_TREES = (
     limit(
