@@ -162,7 +162,8 @@ def ready(
     is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
     count, mended = len(listed.tensor), mend_constants(p, align, is_near)
     share = share_of(p, count, tile, launch_decode.processors(device))
-    shares, tables, own = shares_of(p, share), (places, lengths, listed), list(given)
+    tables: tuple[memory.Copied, ...] = places, lengths, listed
+    shares, own = shares_of(p, share), list(given)
     known = forward_constants(p, tile, align, is_near, cut=shares > 1)
     scratch: dict[str, tuple[int, ...]] = {}
     if shares > 1:
