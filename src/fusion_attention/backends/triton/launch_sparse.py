@@ -162,7 +162,7 @@ def ready(
     is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
     count, mended = len(listed.tensor), mend_constants(p, align, is_near)
     share = share_of(p, count, tile, launch_decode.processors(device))
-    tables: tuple[memory.Copied, ...] = (places, lengths, listed)
+    tables: tuple[memory.Copied, ...] = places, lengths, listed
     shares, own = shares_of(p, share), list(given)
     known = forward_constants(p, tile, align, is_near, cut=shares > 1)
     scratch: dict[str, tuple[int, ...]] = {}

@@ -42,8 +42,9 @@ COPIES = tl.constexpr(4)  # of an entry, as it is loaded
 @triton.jit
 def entry_once(entries, n, slots, BLOCK: tl.constexpr):
     """entry_ahead(), loaded several times: of fewer elements than threads Triton loads anew what each layout of a turn
-    wants of them, a fifth of all its instructions. Not of so few that multiply-adds need the registers."""
-    if n.shape[0] < 32:
+    wants of them, a fifth of all its instructions. Not of 16, where multiply-adds need the registers, nor of 64, where
+    sm_90's products would then wait for one another."""
+    if n.shape[0] != 32:
         return entry_ahead(entries, n, slots, BLOCK)
     else:
         copies = n[:, None] + tl.zeros([1, COPIES], tl.int32)
