@@ -49,7 +49,7 @@ def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
     said = record.summary if record else docstrings.prose(_first(function), "")
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
-    core = record and (name not in COMPANIONS or another(name))
+    core = record is not None and (name not in COMPANIONS or another(name))
     return f"| {link} | {_cell(said)} | {'the core' if core else 'torch'} |"
 
 

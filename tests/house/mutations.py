@@ -13,11 +13,13 @@ from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
 from mutations_of_companions import COMPANIONS
 from mutations_of_decode import DECODES
+from mutations_of_device import DEVICE
 from mutations_of_experts import EXPERTS
 from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
 from mutations_of_indexer import INDEXER
 from mutations_of_lists import LISTS
+from mutations_of_npu_kernels import NPU_KERNELS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
 from mutations_of_sparse_backward import SPARSE_BACKWARD
@@ -467,6 +469,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
-    *(*LISTS, *SPARSE_BACKWARD, *INDEXER),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *COMPANIONS, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
+    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS),
 )

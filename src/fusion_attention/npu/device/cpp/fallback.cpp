@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <c10/core/AutogradState.h>
 #include <torch/library.h>
 
 #include <string_view>
@@ -188,6 +189,8 @@ private:
 
 void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
     const c10::FunctionSchema &schema = op.schema();
+    // On a host a backward runs in the thread that asks for it: the engine has no threads for npu (backend.py).
+    if (base() == DeviceType::CPU) c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
     Frame frame;
     for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) frame.enter((*stack)[i]);
     frame.demand_one_device(op);
