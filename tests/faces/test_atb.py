@@ -201,6 +201,7 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
     ("name", "changes", "text"),
     [
         ("_npu_flash_attention", {"seq_len": torch.tensor([2, 5])}, "seq_len: expected as many rows as query has"),
+        ("_npu_flash_attention_unpad", {"seq_len": torch.tensor([2**62, 2**62])}, "seq_len: expected as many rows"),
         ("_npu_flash_attention", {"seq_len": torch.tensor([2, -3])}, "seq_len: expected lengths >= 0"),
         ("_npu_flash_attention", {"mask": torch.zeros(2, 2)}, r"mask: expected \[S, S\]"),
         ("_npu_flash_attention", {"mask": torch.full((5, 5), -0.5)}, "or 0, got -0.5"),

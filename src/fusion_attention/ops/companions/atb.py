@@ -72,7 +72,7 @@ FUNCTIONS = {
     "capacity": capacity,
     "apart": apart,
     "least": lambda lengths: min(lengths.tolist(), default=0),
-    "total": lambda lengths: int(lengths.sum()),
+    "total": lambda lengths: sum(lengths.tolist()),
     "most": lambda lengths: max(lengths.tolist(), default=0),
     "reach": lambda rows, keys: bool((rows <= keys).all()),
 }
