@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutant import house
 
-CHOICE, HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
-LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
+CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
+HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
 INDEXER = [
     house("Triton: a score that is no number is chosen last", "backends/triton/indexer_choice.py",
           "tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)", "tl.where(bits < 0, bits ^ LARGEST, bits), NO_RANK)",
