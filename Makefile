@@ -122,16 +122,22 @@ STUB := src/fusion_attention/_aclnn.pyi
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
   tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h examples/capi/*.c \
   examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
-  src/fusion_attention/capi/include/aclnn/opdev/*.h)
+  src/fusion_attention/capi/include/aclnn/opdev/*.h src/fusion_attention/npu/device/cpp/*.*)
 # The core without the way from Python, and headers of kernels as the base variant includes them: no build is needed.
 TIDIED := $(wildcard csrc/*.cpp csrc/plan/*.cpp csrc/capi/*.cpp tests/native/*.cpp tests/native/schedule/*.cpp)
 AS_BASE := -std=c++20 -Icsrc -Isrc/fusion_attention/capi/include -Wall -Wextra -DFUSION_VARIANT_ENTRY=fusion_variant_base
+
+# The device npu is compiled against torch, which is there.
+DEVICE := src/fusion_attention/npu/device/cpp
+TORCH_HEADERS = $(shell $(BIN)/python -c "from importlib.util import find_spec as f; print(f('torch').submodule_search_locations[0])")/include
+AS_DEVICE = -std=c++20 -I$(DEVICE) -isystem $(TORCH_HEADERS) -isystem $(TORCH_HEADERS)/torch/csrc/api/include
 
 lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/clang-tidy --quiet $(TIDIED) -- $(AS_BASE)
+	$(BIN)/clang-tidy --quiet $(wildcard $(DEVICE)/*.cpp) -- $(AS_DEVICE)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
 	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from fusion_attention.cli import app, docstrings
-from fusion_attention.cli.op_pages import groups
+from fusion_attention.cli.op_pages import another, groups
 from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops.companions import COMPANIONS, CONTRACTS
 from website.ascend_calls import ALL_CALLS, EVERYWHERE
@@ -49,7 +49,8 @@ def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
     said = record.summary if record else docstrings.prose(_first(function), "")
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
-    return f"| {link} | {_cell(said)} | {'the core' if record and name not in COMPANIONS else 'torch'} |"
+    core = record is not None and (name not in COMPANIONS or another(name))
+    return f"| {link} | {_cell(said)} | {'the core' if core else 'torch'} |"
 
 
 def _first(function: object) -> str:

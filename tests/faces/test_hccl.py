@@ -43,6 +43,9 @@ for rank in [int(sys.argv[3])]:
     assert torch.equal(layer(rows), torch.nn.functional.linear(rows, weight, bias))
     layer(rows).sum().backward()
     assert layer.weight.grad.to_local().shape == (4, 8)
+    twin = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).npu())
+    twin(rows + rank).sum().backward()
+    assert torch.equal(twin.module.weight.grad, (2 * rows + 1).sum(0).div(2).expand(8, 8)), twin.module.weight.grad
     dist.destroy_process_group()
 """
 

@@ -144,6 +144,7 @@ def install(device, *, strict):
     sys.modules["torch_npu"] = type(sys)("torch_npu")
     sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
 """
+ELSEWHERE = "sys.modules['fusion_attention'] = None"  # as where it is not installed
 SAY = "import sys; m = sys.modules.get('fusion_attention.npu'); print(m and m.calls, 'torch_npu' in sys.modules)"
 
 
@@ -169,6 +170,7 @@ def folder(tmp_path: Path) -> Path:
         ("import fusion_attention; import torch", "None False"),
         ("import fusion_attention; import torch; import torch_npu", "[('cuda:1', True)] True"),
         ("import importlib.util as u; assert u.find_spec('torch')", "None False"),
+        (f"{ELSEWHERE}; import torch, importlib.util as u; assert u.find_spec('torch_npu') is None", "None False"),
     ],
 )
 def test_a_child_finds_torch_npu_once_it_has_torch(
@@ -280,6 +282,8 @@ def test_a_mock_object_in_its_place_is_named(torch_npu: ModuleType, monkeypatch:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plugin.pytest_collection_finish()
-    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
-    with pytest.warns(pytest.PytestWarning, match=r"torch_npu is <module 'a mock'> and computes nothing"):
-        plugin.pytest_collection_finish()
+    said = r"torch_npu is <module 'a mock'> and computes nothing"
+    with monkeypatch.context() as replaced:
+        replaced.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
+        with pytest.warns(pytest.PytestWarning, match=said):
+            plugin.pytest_collection_finish()

@@ -109,8 +109,12 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
 # --------------------------------------------------------------------------------------------------- programs for CUDA
 
 
-def test_a_program_for_cuda(torch_npu: Any) -> None:
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     imported("torch_npu.contrib.transfer_to_npu")
+    saved = tmp_path / "saved"
+    torch.save(torch.randn(3, 4, device="npu"), saved)
+    kept = torch.load(saved)  # now, for it loads modules of torch
     npu.uninstall()
     before, cuda, scaler = surroundings(), dict(vars(torch.cuda)), vars(torch.amp.GradScaler)["__init__"]
     npu.install()
@@ -118,6 +122,8 @@ def test_a_program_for_cuda(torch_npu: Any) -> None:
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == 1
     assert torch.cuda.get_device_name() == torch_npu.npu.get_device_name()
+    assert torch.cuda.get_device_capability() < (7, 0)  # as programs and torch.compile compare it
+    assert torch.cuda.get_device_properties(0).major < 7
     x = torch.randn(3, 4, device="cuda:0")
     places = [x.cuda(), x.to("cuda"), x.to(0), x.to(device=torch.device("cuda", 0)), x.new_ones(2, device="cuda")]
     places += [torch.zeros(2, device=torch.device("cuda")), torch.nn.Linear(4, 4).cuda().to("cuda:0").weight]
@@ -135,6 +141,17 @@ def test_a_program_for_cuda(torch_npu: Any) -> None:
     for made in (torch.cuda.amp.GradScaler(), torch.amp.GradScaler(), torch.amp.GradScaler("cuda")):
         assert made.is_enabled()
         made.scale(layer(x).sum()).backward()
+    assert torch.Generator | None
+    generator = torch.Generator(device="cuda")
+    assert isinstance(generator, torch.Generator)
+    assert not isinstance(3, torch.Generator)
+    assert generator.device == torch.rand(2, device="cuda", generator=generator).device == x.device
+    for place in ("cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, _: storage.cuda(0)):
+        found = torch.load(saved, map_location=place)
+        assert found.device == x.device
+        same_bits(found, kept)
+    storages = x.cpu().untyped_storage(), torch.storage.TypedStorage(2, dtype=torch.half, _internal=True)
+    assert {storage.cuda().device for storage in storages} == {x.device}
     torch.cuda.manual_seed(3)
     one = torch.randn(2, device="cuda")
     torch.cuda.manual_seed_all(3)
@@ -147,6 +164,17 @@ def test_a_program_for_cuda(torch_npu: Any) -> None:
     assert vars(torch.cuda) == cuda
     assert vars(torch.amp.GradScaler)["__init__"] is scaler
     assert surroundings() == before
+
+
+@pytest.mark.slow
+def test_a_program_for_cuda_compiles(torch_npu: Any, fresh: None) -> None:
+    imported("torch_npu.contrib.transfer_to_npu")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(3, device="cuda") + x.to("cuda")
+
+    assert layer(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
 def test_nothing_is_transferred_unasked(torch_npu: Any) -> None:

@@ -7,11 +7,13 @@ the text to change fail tests/house/test_mutants.py at once.
 from __future__ import annotations
 
 from mutant import Mutant, core, house
+from mutations_of_atb import ATB
 from mutations_of_backward import BACKWARD
 from mutations_of_c_entry import ENTRY
 from mutations_of_c_face import C_FACE
 from mutations_of_companions import COMPANIONS
 from mutations_of_decode import DECODES
+from mutations_of_device import DEVICE
 from mutations_of_experts import EXPERTS
 from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
@@ -467,6 +469,6 @@ PAGES = [
 MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
-    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *COMPANIONS, *SURFACE, *FORWARD, *BACKWARD, *GPUS),
+    *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *COMPANIONS, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
     *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS),
 )

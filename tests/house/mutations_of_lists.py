@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mutant import house
 
-FORWARD = "kernels/test_sparse_forward.py"
+FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_updates.py"
+SHARED_OUT = f"{FORWARD}::test_lists_of_few_tokens_are_shared_out"
+SUMS = "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks"
 LISTS = [
     house("Triton: an entry behind the last block wraps around", "backends/triton/selection.py",
           "tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK", "entry * BLOCK",
@@ -20,4 +22,18 @@ LISTS = [
     house("Triton: what no float holds weighs nothing in a list", "backends/triton/mend_lists.py",
           "p, outlasting(p), counted", "p, p, counted",
           f"{FORWARD}::test_infinite_values_outlast_weights_that_no_float_can_hold"),
+    house("Triton: every share of a list is its first", "backends/triton/sparse_forward.py",
+          "begin = tl.program_id(1) * per", "begin = 0 * per", SHARED_OUT),
+    house("Triton: a share of a list goes on to the list's end", "backends/triton/sparse_forward.py",
+          "tl.minimum(slots, begin + per)", "tl.minimum(slots, slots + per)", SHARED_OUT),
+    house("Triton: a key's blocks have no sums of their own", "backends/triton/key_sum.py",
+          "row // per == before // per", "row >= before // per", SUMS),
+    house("Triton: of a hot key's blocks the last counts", "backends/triton/key_sum.py",
+          "acc += tl.load(of_key", "acc = tl.load(of_key", SUMS),
+    house("Triton: a graph of the warm-up loss keeps its rows' tiles", "backends/triton/launch_warm_up.py",
+          'held.on(device, f"rows {t.target}", work.rows)', "memory.Copied.of(work.rows(e), device)",
+          f"{UPDATES}::test_updated_plans_and_their_graphs_are_fresh_ones"),
+    house("Triton: a window never lies across one tile more", "backends/triton/launch_warm_up.py",
+          "t.end - t.begin + 2 * tile.BN - 2", "t.end - t.begin + tile.BN - 1",
+          f"{UPDATES}::test_no_length_takes_more_turns_than_were_planned"),
 ]  # fmt: skip

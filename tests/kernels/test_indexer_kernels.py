@@ -12,7 +12,7 @@ from support.bits import same_bits
 from support.selected import cloned, good_choice, operands, ordered
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_indexer, shapes_sparse
+from fusion_attention.backends.triton import indexer_choice, launch_indexer, launch_key_sum, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.sparse import (
@@ -57,12 +57,30 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))
 
 
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans made before know what they launch."""
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
+
+
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_the_order_is_exact(case: IndexerCase) -> None:
     """Whole numbers add up alike everywhere."""
     args = operands(case)
     indices, values = chosen(lowered_indexer(args), "triton")
     ordered(case, args, indices, values, "triton")
+
+
+def test_no_row_has_more_candidates_than_are_counted() -> None:
+    most = launch_indexer.candidates(shapes_sparse.MOST_CHOSEN, 2048)
+    assert most <= indexer_choice.MOST_COUNTED.value
+
+
+@pytest.mark.parametrize("case", [EXACT[3], EXACT[5]], ids=lambda case: case.id)
+def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh(monkeypatch)
+    monkeypatch.setattr(shapes_sparse, "MOST_SORTED", 2)
+    args = operands(case)
+    ordered(case, args, *chosen(lowered_indexer(args), "triton"), "triton")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -83,13 +101,9 @@ def test_gradients(case: IndexerCase) -> None:
         compare(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
 
 
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans made before know what they launch."""
-    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
-
-
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a token, is the least that a chunk holds."""
+    monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
     args = operands(case)
     call, found = lowered_indexer(args), []

@@ -29,24 +29,38 @@ def rows_of(entries: list[int], columns: int, dtype: torch.dtype) -> torch.Tenso
     return rows.to(dtype)
 
 
-def one_after_the_other(entries: list[int], rows: torch.Tensor) -> torch.Tensor:
+def block_after_block(entries: list[int], rows: torch.Tensor, size: int) -> torch.Tensor:
     total = torch.zeros(KEYS, rows.shape[1])
-    for key, row in zip(entries, rows.float(), strict=True):
-        if key != NONE:
-            total[key] += row
+    for first in range(0, len(entries), size):
+        part = torch.zeros_like(total)
+        for key, row in zip(entries[first : first + size], rows.float()[first:], strict=False):
+            if key != NONE:
+                part[key] += row
+        total += part
     return total
 
 
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize(("columns", "dtype"), [(20, torch.float32), (300, torch.bfloat16)], ids=str)
-def test_rows_are_added_in_their_order_for_any_number_of_chunks(name: str, columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "columns", "dtype"),
+    [*((name, 20, torch.float32) for name in LISTS), ("mixed", 300, torch.bfloat16)],
+    ids=str,
+)
+def test_rows_are_added_in_their_order_for_any_number_of_chunks(
+    name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of two entries; whether others sum a key's blocks, or blocks of one token or of two, changes no bit."""
     entries = LISTS[name]
     rows, ids = rows_of(entries, columns, dtype), torch.tensor(entries, dtype=torch.int32)
-    for size in (len(entries), 3):
-        total = KeySum(rows, KEYS, columns)
-        for some, whose in zip(rows.split(size), ids.split(size), strict=True):
-            total.add(some, whose)
-        same_bits(total.total, one_after_the_other(entries, rows), f"{name} in chunks of {size}")
+    for block, hot, chunks in ((1, 1, (1, 99)), (5, 2, (1, 3, 99)), (5, 1 << 20, (99,)), (1 << 20, 1, (99,))):
+        monkeypatch.setattr(launch_key_sum, "BLOCK", block)
+        monkeypatch.setattr(launch_key_sum, "HOT", hot)
+        for tokens in chunks:
+            size = 2 * launch_key_sum.whole_blocks(tokens, 2)
+            total = KeySum(rows, KEYS, columns)
+            for some, whose in zip(rows.split(size), ids.split(size), strict=True):
+                total.add(some, whose, 2)
+            want = block_after_block(entries, rows, 2 * launch_key_sum.block_of(2))
+            same_bits(total.total, want, f"{name} in blocks of {block}, chunks of {size}, hot from {hot} on")
 
 
 def test_every_key_is_written_where_its_view_lies() -> None:
@@ -68,8 +82,17 @@ def test_every_key_is_written_where_its_view_lies() -> None:
 
 def test_no_keys_and_no_entries() -> None:
     like = torch.zeros(1)
-    KeySum(like, 0, 4).add(like.new_zeros(2, 4), torch.full((2,), NONE, dtype=torch.int32))
+    KeySum(like, 0, 4).add(like.new_zeros(2, 4), torch.full((2,), NONE, dtype=torch.int32), 1)
     total = KeySum(like, 2, 4)
-    total.add(like.new_zeros(0, 4), torch.zeros(0, dtype=torch.int32))
+    total.add(like.new_zeros(0, 4), torch.zeros(0, dtype=torch.int32), 1)
     assert not total.total.any()
-    assert launch_key_sum.workspace_bytes(2, 4) == total.total.nbytes + 2 * 4 * 3
+    assert launch_key_sum.workspace_bytes(2, 4, 9, 1) == total.total.nbytes + 3 * 4 * 3 + 4
+
+
+def test_a_hot_key_is_nobody_s_alone() -> None:
+    """No program adds up more rows than a block has, or than make a key hot, or more blocks than a chunk has."""
+    tokens, slots = launch_key_sum.whole_blocks(300, 2048), 2048
+    hot, blocks = launch_key_sum.parts_of(tokens * slots, slots)
+    assert (tokens, hot, blocks) == (288, 288 * 2048 // 1025, 18)
+    assert launch_key_sum.block_of(slots) * slots == launch_key_sum.BLOCK
+    assert launch_key_sum.whole_blocks(300, 1 << 20) == 300

@@ -6,17 +6,20 @@ import math
 from collections import OrderedDict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
 from support.selected import cloned, operands
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_loss, launch_warm_up, shapes_loss
+from fusion_attention.backends.triton import launch_key_sum, launch_loss, launch_warm_up, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.testing import compare
 from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
 from fusion_attention.torch_ops.eager import run
+from fusion_attention.waist.mask import Band
+from fusion_attention.waist.problem import Extents, IndexerLossProblem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 
@@ -56,7 +59,7 @@ SELECTED = [
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = shapes_loss.Warm(Tile(16, 16, 4, 1), *(Tile(16, 32, 4, 1),) * 2, Tile(16, 16, 4, 1), Tile(16, 32, 4, 1), 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 3, 16)
+    lists = shapes_loss.Selected(*(Tile(16, 16, 4, 1),) * 2, 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: lists)
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
@@ -78,6 +81,7 @@ def test_cases(case: LossCase) -> None:
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
 def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""
+    monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     call, found = lowered(case, operands(case)), []
     for size in (1 << 25, 1):
         monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
@@ -85,6 +89,17 @@ def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(launch_warm_up, "ROOM", size)
         found.append(dict(run(call, "triton")))
     same_bits(found[1], found[0])
+
+
+def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tiles cut other chunks."""
+    n, m = np.array([5000, 2048, 1, 300]), np.array([8192, 1, 100, 20000])
+    e = Extents(n, m, *Band.causal().resolve(n, m), n * 0)
+    p = IndexerLossProblem(64, 1, 64, 64, 128, dtype="bfloat16")
+    monkeypatch.undo()  # the tiles of a GPU
+    served = [rows[1].target for rows in shapes_loss.WARM[90, 2]]
+    taken = [launch_warm_up.rooms_of(p, launch_warm_up.Work.of(e, t), t, 128, int(n.sum())) for t in served]
+    assert launch_warm_up.warm_bytes(p, e) >= max(map(launch_warm_up.bytes_of, taken))
 
 
 def test_no_list_makes_the_loss_read_outside() -> None:
@@ -134,6 +149,19 @@ def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
     for name, value in got.items():
         assert value.isfinite().all(), name
         compare(name, value, want[name].double(), measure[name], 54)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
+    """Differences are held in units of the largest weight, and no unit of such weights is a float."""
+    case = LossCase(q_len=(6,), kv_len=(9,), count=count, dtype="float16")
+    args = cloned(operands(case))
+    args["weights"] *= 1e-40
+    call = lowered(case, args)
+    want, got = run(in_float64(call), "golden"), run(call, "triton")
+    for name, value in got.items():
+        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
+        compare(name, value, want[name].double(), run(call, "cpu")[name], 54, terms)
 
 
 def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:

@@ -15,6 +15,7 @@ from support.selected import leaves_of, shown
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton import launch_key_sum
 from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.memory import empty
@@ -94,6 +95,7 @@ LISTED = SparseCase("TND", dtype="bfloat16", lists="repeated", count=5, dim_rope
 
 def test_chunks_of_one_token_have_the_bits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that many tokens name, and name more than once."""
+    monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     args = aligned(arguments(LISTED))
     together = judge(LISTED, args)
     taken: list[int] = []

@@ -78,6 +78,7 @@ def test_one_call_by_both_faces() -> None:
         (Problem(2, 1, 900, 16, select_count=4), "attention_forward", ["no tile for dim_qk 900"]),
         (IndexerProblem(4, 16, "float64"), "indexer_topk", ["dtype float32, float16, bfloat16, not float64"]),
         (IndexerProblem(4, 900), "indexer_topk", ["no tile for 4 indexer heads of 900 elements"]),
+        (IndexerProblem(4, 64, top_k=(1 << 20) + 1), "indexer_topk", ["of 64 elements, top_k 1048577"]),
         (IndexerLossProblem(4, 1, 16, 4, 900), "indexer_loss", ["4 indexer heads of 900 elements"]),
         (Problem(2, 1, 16, 16, select_count=4, page_size=16), "attention_forward", []),
     ],

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
+from fusion_attention import plan as plans
+from fusion_attention.backends.triton import launch_decode, launch_sparse, launching, shapes, shapes_sparse
 from fusion_attention.testing import compare
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.sparse import SparseCase, arguments, golden, in_float64, lowered, plain
 from fusion_attention.torch_ops.eager import run
+from fusion_attention.waist.problem import Problem
 
 RESULTS = ("out", "max", "sum")
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -70,6 +73,46 @@ def test_cases(case: SparseCase) -> None:
     judge(case)
 
 
+# Lists of several tiles, of which some end early or are empty; pages, a negative scale, sinks, two key heads.
+CUT = [
+    *(CASES[n] for n in (4, 8, 12)),
+    SparseCase(lists="none", sink=True, count=20, q_len=(2,), kv_len=(30,)),
+    SparseCase("TND", **PAGED, count=20, lists="wild", heads_kv=2, sink=True, mode=0),
+]
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A chip so large that every list is shared out; the grids of what was launched."""
+    grids: list[Any] = []
+    real = launching.launch
+
+    def noting(kernel: Any, grid: tuple[int, ...], *given: Any) -> None:
+        grids.append(grid)
+        real(kernel, grid, *given)
+
+    monkeypatch.setattr(launch_decode, "processors", lambda _: 1 << 20)
+    monkeypatch.setattr(launch_decode, "LEAST_TILES", 1)
+    monkeypatch.setattr(launching, "launch", noting)
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # plans made before know what they launch
+    return grids
+
+
+@pytest.mark.parametrize("case", CUT, ids=lambda case: case.id)
+def test_lists_of_few_tokens_are_shared_out(case: SparseCase, cut: list[Any]) -> None:
+    judge(case)
+    assert next(grid for grid in cut if len(grid) == 2)[1] == -(-case.count // 16) > 1
+
+
+def test_shares_follow_from_sizes_alone() -> None:
+    """Of few tokens, and so that they fill the chip once."""
+    p = Problem(128, 1, 512, 512, scale=0.1, dim_rope=64, shares_kv=True, select_count=2048)
+    tile = shapes.Tile(64, 32, 8, 3)
+    shares = {rows: launch_sparse.shares_of(p, launch_sparse.share_of(p, rows, tile, 132)) for rows in (1, 4, 20, 34)}
+    assert shares == {1: 32, 4: 16, 20: 3, 34: 1}
+    assert launch_sparse.share_of(p, 0, tile, 132) > 0
+
+
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no int32 held an offset."""
     monkeypatch.setattr(launch_sparse, "NEAR", 1)
@@ -111,6 +154,24 @@ def test_no_page_table_makes_a_row_read_outside() -> None:
         same_bits({"out": out[:2]}, {"out": want[:2]})
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_any_page_table_serves_keys_and_values_alike(wide: bool) -> None:
+    """One of 64 bits, and one whose numbers do not stand side by side."""
+    args = arguments(CASES[-1])
+    want, table = forward(args), args["block_table"]
+    args["block_table"] = table.long() if wide else table.repeat_interleave(2, 1)[:, ::2]
+    same_bits(forward(args), want)
+
+
+@pytest.mark.parametrize("names", [("key",), ("key", "value")])
+def test_pages_may_be_one_page(names: tuple[str, ...]) -> None:
+    args = arguments(CASES[-1])
+    for name in names:
+        args[name] = args[name][:1].nan_to_num(0.5).expand(args[name].shape)
+    copies = {name: args[name].clone(memory_format=torch.contiguous_format) for name in names}
+    same_bits(forward(args), forward(args | copies))
+
+
 def test_a_second_run_has_the_same_bits() -> None:
     call = lowered(arguments(CASES[2]))
     first, second = (dict(run(call, "triton")) for _ in range(2))
@@ -121,7 +182,11 @@ def test_a_second_run_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(("name", "fill"), [("key", math.nan), ("value", math.inf), ("query", -math.inf)])
-def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(name: str, fill: float) -> None:
+def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
+    name: str, fill: float, request: pytest.FixtureRequest
+) -> None:
+    if name == "key":  # the statistics of one share are NaN
+        request.getfixturevalue("cut")
     case = SparseCase("TND", dtype="bfloat16", heads_q=3, count=20, q_len=(6,), kv_len=(64,), mode=0, **WIDE)
     args = arguments(case)
     measure = plain(case, args)
@@ -133,7 +198,9 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(name: str, fil
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool) -> None:
+def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool, request: pytest.FixtureRequest) -> None:
+    if paged:  # one share holds the largest weight, others infinities
+        request.getfixturevalue("cut")
     page = {"page": 16} if paged else {}
     case = SparseCase("TND", heads_q=3, dim_qk=16, dim_v=5, scale=1.0, sink=True, count=90, lists="all", q_len=(2,),
                       kv_len=(90,), mode=0, **page)  # fmt: skip

@@ -1,24 +1,30 @@
-"""Plans over lists whose key lengths change: what an updated schedule gives has the bits of a fresh one's."""
+"""Plans over lists whose key lengths change, and graphs captured of them: the bits are those of fresh plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.captured import Captured
 
 from fusion_attention.backends import triton as backend
+from fusion_attention.backends.triton import launch_warm_up, shapes_loss
+from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.plan import plan
 from fusion_attention.testing import indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.kv import RowView
+from fusion_attention.waist.problem import Extents
 
+CPU = torch.device("cpu")
 VERBS = ("attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse", "indexer_loss")
 LENGTHS: dict[str, Any] = {"layout": "TND", "q_len": (2, 3), "kv_len": (9, 20), "dtype": "float16"}
 
@@ -36,9 +42,9 @@ def of_indexer() -> None:
     run(IndexerBackward(call, args["dy"], indices.clone()), "triton")  # what the choice writes anew stays apart
 
 
-def of_loss(count: int) -> Callable[[], None]:
+def of_loss(count: int, window: int = 0) -> Callable[[], None]:
     def call() -> None:
-        case = LossCase(**LENGTHS, heads_q=3, count=count, lists="all")
+        case = LossCase(**LENGTHS, heads_q=3, count=count, lists="all", window=window)
         run(indexer_loss.lowered(case, indexer_loss.arguments(case)), "triton")
 
     return call
@@ -59,30 +65,62 @@ def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found, want, strict=True))
 
 
-CALLS = {"lists": of_lists, "indexer": of_indexer, "warm-up": of_loss(0), "loss": of_loss(8)}
+CALLS = {"lists": of_lists, "indexer": of_indexer, "warm-up": of_loss(0), "window": of_loss(0, 5), "loss": of_loss(8)}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_updated_plan_is_a_fresh_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
+    tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
+    monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
+    monkeypatch.setattr(launch_warm_up, "SHARE", 16)
+
+
+def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
+    """The verbs that a call runs: problem, lengths and operands of each."""
     made: dict[str, tuple[Any, ...]] = {}
     for verb in VERBS:
         real = getattr(backend, verb)
 
-        def noting(*given: Any, real: Any = real, verb: str = verb) -> None:
-            made[verb] = (real, *given)
-            real(*given)
+        def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, verb: str = verb) -> None:
+            made[verb] = (p, e, given)
+            real(p, e, s, *given)
 
         monkeypatch.setattr(backend, verb, noting)
-    CALLS[name]()
+    call()
     assert made
-    for verb, (compute, problem, extents, schedule, *operands) in made.items():
+    return made
 
-        def results(lengths: Any, planned: Any, given: Any = operands, compute: Any = compute, p: Any = problem) -> Any:
-            compute(p, lengths, planned, *given)
-            return [t for each in given for t in written(each)]
 
-        long = results(extents, schedule)
-        short = replace(extents, kv_len=np.array([3, 14]), hi=extents.hi + np.array([-6, -6]))
-        updated = results(short, backend.reschedule(problem, short, verb, schedule))
-        assert not same(updated, long), verb
-        assert same(updated, results(short, backend.schedule(problem, short, verb))), verb
+@pytest.mark.parametrize("name", CALLS)
+def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
+    for verb, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
+        found, graph = plan(problem, extents, CPU, "triton", verb, updatable=True), Captured(monkeypatch)
+        found.run(*given)
+        with graph:
+            found.run(*given)
+        long = [t for each in given for t in written(each)]
+        found.update([3, 14])
+        graph.replay()
+        short = [t for each in given for t in written(each)]
+        assert not same(short, long), verb
+        plan(problem, found.extents, CPU, "triton", verb).run(*given)
+        assert same(short, [t for each in given for t in written(each)]), verb
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33])
+def test_no_length_takes_more_turns_than_were_planned(window: int) -> None:
+    q, tile, most = np.array([1, 40]), Tile(16, 16, 4, 1), 90
+    capacity = of_window(q, np.array([most, most]), window)
+    room, turns = launch_warm_up.most_turns(capacity, tile), []
+    for kv_len in range(most + 1):
+        turns.append(launch_warm_up.turns_of(of_window(q, np.array([kv_len, most - kv_len]), window), tile)[2])
+        assert (turns[-1] <= room).all()
+    assert (np.max(turns, 0) == room).all()
+
+
+def of_window(q_len: np.ndarray, kv_len: np.ndarray, window: int) -> Extents:
+    """Rows of which each sees `window` keys up to its own, counted from the last."""
+    hi = kv_len - q_len + 1
+    return Extents(q_len, kv_len, hi - window, hi, 0 * hi, hi)

@@ -96,13 +96,13 @@ def cache(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
     packed, meant = cache(12, dtype)
     q = torch.randn(1, S1, N1, LATENT + ROPE, generator=GENERATOR).to(dtype)
-    chosen = torch.stack([torch.randperm(16, generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
+    chosen = torch.stack([torch.randperm(KEYS[0], generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
     chosen[0, 2, 0, 4:] = -1
     key, paged = of(packed, 0)[None], {}
     if layout == "PA_BSND":
         key = packed
         paged = {"block_table": TABLE[:1], "actual_seq_lengths_kv": torch.tensor(KEYS[:1], dtype=torch.int32)}
-    common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "attention_mode": 2}
+    common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "sparse_mode": 0}
     out = npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
     def formula(wide: torch.dtype) -> torch.Tensor:
@@ -114,15 +114,15 @@ def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
         return torch.stack(rows)[None]
 
     compare("out", out, formula(torch.float64), formula(torch.float32).to(dtype), 64)
-    with strict():
-        same_bits(npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged), out)
+    with strict(), pytest.raises(ContractError, match=r"query: expected D == 576, got D=40"):
+        npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"query": QUERY.float()}, r"query: expected int8, got float32 \(float8 forms"),
-        ({"key_dequant_scale": PAGE_SCALES[:3]}, "the shape of key without its last axis"),
+        ({"key_dequant_scale": PAGE_SCALES[:3]}, "key_dequant_scale: expected axis 0 to be P=12 as in key"),
         ({"query_quant_mode": 1}, "query_quant_mode: expected query_quant_mode == 0"),
         ({"key_dtype": 290}, "key_dtype"),
         ({"layout_query": "TND"}, "query: expected"),

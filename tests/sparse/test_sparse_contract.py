@@ -1,5 +1,6 @@
 """The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase face."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,18 @@ import torch
 from support.bits import same_bits
 from support.two_phase import Args, call, handles_of
 
+import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, ContractError, Op, bind
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
+from fusion_attention.ops.shared.checks import pages_exist
 from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.call import narrow
+from fusion_attention.ops.sparse.checks import entries_fit
 from fusion_attention.torch_ops.eager import run
 
 OPS = {op.name: op for op in (*sparse.RECORDS, *indexer.RECORDS, *indexer_loss.RECORDS)}
@@ -197,3 +202,23 @@ def test_lengths_of_every_kind() -> None:
         given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}
         assert bind(op, {**legal, **given})["q_len"].tolist() == [3, 5]
     assert set(RECORDS) >= set(OPS)
+
+
+def test_what_lies_on_a_device_is_read_on_request_alone() -> None:
+    """Reading it waits for the device."""
+    elsewhere: Any = SimpleNamespace(is_meta=False, is_cpu=False)  # and nothing else of a tensor
+    lengths = np.array([3])
+    checks = (
+        lambda: entries_fit(elsewhere, "TND", lengths, lengths, 1),
+        lambda: pages_exist(elsewhere, lengths, 16, 2),
+    )
+    for check in checks:
+        assert check() is True
+        with fa.strict(False, check_content=True), pytest.raises(AttributeError):
+            check()
+
+
+def test_an_entry_that_32_bits_do_not_hold_stays_outside() -> None:
+    lists = torch.tensor([[5, (1 << 32) + 3, 1 << 31, -(1 << 32), -1]])
+    assert narrow(lists).tolist() == [[5, (1 << 31) - 1, (1 << 31) - 1, -1, -1]]
+    assert narrow(lists).dtype == torch.int32

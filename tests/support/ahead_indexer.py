@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from support.ahead_run import Compiled, Config, pointers
+from support.triton_ahead import TYPES
 
 from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
 from fusion_attention.waist.problem import IndexerProblem
 
@@ -22,18 +23,20 @@ def problem(heads: int = 64, dim: int = 128, **more: Any) -> IndexerProblem:
 def typed(p: IndexerProblem) -> dict[str, str]:
     """Types of the arguments that are memory."""
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
-    rows = dict.fromkeys(("rows",), "*bf16" if p.dtype == "bfloat16" else "*fp32")
-    integers = {"held": "*i32", "entries": "*i64", "owners": "*i32", "indices": "*i32", "tokens": "*i32"}
+    row = launch_indexer.row_type(shapes_sparse.sizes_of_gradient(p))
+    rows = {"rows": "*" + TYPES[str(row).removeprefix("torch.")]}
+    integers = pointers("i32", "held", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
     tables = {"places": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
-    return pointers(p.dtype, "q", "k", "values", "dvalues", "dq") | floats | rows | integers | tables
+    own = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
+    return own | floats | rows | integers | tables
 
 
-def scores(p: IndexerProblem, align: int = 0) -> Config:
+def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
     def at(chip: int) -> Compiled | None:
         tile = shapes_sparse.scores_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0]
+        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0] | {"ADDS": adds}
         ahead = max(0, tile.num_stages - 2) if align != 1 else 0
         return Compiled(index_scores, known, typed(p), tile, ahead=ahead, rows=tile.BN)
 
@@ -50,13 +53,21 @@ def write(p: IndexerProblem) -> Config:
     return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
 
 
-def gradient(p: IndexerProblem, align: int = 0) -> Config:
+def mended(p: IndexerProblem) -> Config:
+    known = launch_indexer.mend_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
+    return lambda _: Compiled(mend_gradient, known, typed(p), shapes_sparse.MEND_GRADIENT, counted=False)
+
+
+def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
+    sizes = shapes_sparse.sizes_of_gradient(p)
+
     def at(chip: int) -> Compiled | None:
         tile = shapes_sparse.gradient_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.gradient_constants(p, tile, align or WIDEST.get(p.dtype, 8))
-        return Compiled(index_gradient, known, typed(p), tile, ahead=max(0, tile.num_stages - 2) if align != 1 else 0)
+        known = launch_indexer.gradient_constants(sizes, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
+        ahead = max(0, tile.num_stages - 2) if align != 1 else 0
+        return Compiled(index_gradient, known, typed(p), tile, ahead=ahead)
 
     return at
 
@@ -69,6 +80,7 @@ CONFIGS: dict[str, Config] = {
     "indexer scores 8 heads": scores(problem(8)),
     "indexer scores 1 head": scores(problem(1)),
     "indexer scores 128 heads": scores(problem(128, **FLOAT16)),
+    "indexer scores 128 heads added": scores(problem(128), adds=True),
     "indexer scores 256": scores(problem(dim=256)),
     "indexer scores 768": scores(problem(dim=768)),
     "indexer scores odd strides": scores(problem(), align=1),
@@ -82,10 +94,18 @@ CONFIGS: dict[str, Config] = {
     "indexer gradient 16 heads": gradient(problem(16)),
     "indexer gradient 128 heads": gradient(problem(128)),
     "indexer gradient 128 heads float16": gradient(problem(128, **FLOAT16)),
+    "indexer gradient 200 heads added": gradient(problem(200), adds=True),
+    "indexer gradient 200 heads float16 added": gradient(problem(200, **FLOAT16), adds=True),
     "indexer gradient 256": gradient(problem(dim=256)),
     "indexer gradient odd strides": gradient(problem(), align=1),
     "indexer gradient float32": gradient(problem(**FLOAT32)),
+    "indexer mend": mended(problem()),
+    "indexer mend 256": mended(problem(dim=256)),
 }
 EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 heads")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
-SPILLED = {"indexer scores 33 heads sm_86": "8 bytes with Triton 3.7.1, none with 3.6.0; one instruction of a turn"}
+OUTSIDE = "at most 32 bytes, written before the main loop and read behind it; half the slots take half as long again"
+SPILLED = {
+    "indexer scores 33 heads sm_86": "8 bytes with Triton 3.7.1, none with 3.6.0; one instruction of a turn",
+    **dict.fromkeys(("indexer gradient 128 heads sm_80", "indexer gradient 128 heads sm_90"), OUTSIDE),
+}

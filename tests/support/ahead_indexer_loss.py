@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from support.ahead_run import Compiled, Config, pointers
 
 from fusion_attention.backends.triton import (
+    launch_indexer,
     launch_loss,
     launch_warm_up,
     loss_parts,
     selected_loss,
     shapes_loss,
+    shapes_sparse,
     warm_up,
 )
+from fusion_attention.backends.triton.indexer_gradient import index_gradient
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")
 WIDE = ("max_", "sum_", "notes", "index_max", "index_sum", "differences", "losses", "factors", "added", "partial")
-WIDE += ("shares", "scores")
-TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "ids", "indices") | pointers("i64", "places", "lengths")
+WIDE += ("dscores", "scores")
+TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | pointers("i64", "places", "lengths")
 
 
 def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
@@ -31,6 +35,7 @@ def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
     if isinstance(problem, IndexerLossProblem):
         low = "float32" if problem.dtype != "bfloat16" and problem.select_count else problem.dtype
         found |= pointers(low, "rows")
+        found |= pointers("i32", "keys") if problem.select_count else {}
         found |= pointers("float32", "sink") if problem.has_sink else {}
         if not problem.dim_rope:
             del found["q_rope"], found["k_rope"]
@@ -79,11 +84,31 @@ def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: in
         if tiles is None:
             return None
         known = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
-        tile = {"target": tiles.target, "score": tiles.score, "gradients": tiles.gradients}
+        tile = {"target": tiles.target, "score": tiles.score}
         name = kernel.__name__
         return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
 
     return config
+
+
+def gradient(problem: IndexerLossProblem, align: int = 0) -> Config:
+    """The gradient of scores, which the indexer's own values have too."""
+    sizes = shapes_sparse.sizes_of_gradient(problem)
+
+    def config(chip: int) -> Compiled | None:
+        tile = shapes_sparse.gradient_tile(problem, chip, align or 8)
+        if tile is None:
+            return None
+        known = launch_indexer.gradient_constants(sizes, tile, align or 16 // problem.torch_dtype.itemsize)
+        types_of = types(problem) | {"rows": ahead_type(launch_indexer.row_type(sizes))}
+        return Compiled(index_gradient, known, types_of, tile, ahead=max(0, tile.num_stages - 2))
+
+    return config
+
+
+def ahead_type(dtype: torch.dtype) -> str:
+    """Of a pointer."""
+    return "*bf16" if dtype == torch.bfloat16 else "*fp32"
 
 
 def problem(dim: int = 128, dim_rope: int = 64, heads: int = 64, index: int = 128, **more: Any) -> IndexerLossProblem:
@@ -114,18 +139,24 @@ def configs() -> dict[str, Config]:
     found["warm_lse"] = lse(indexer(), ahead=1)
     found["warm_lse wide"] = lse(indexer(256, "float16"))
     found["warm_lse float32"] = lse(indexer(dtype="float32"))
-    for kernel in (selected_loss.target, selected_loss.score, selected_loss.gradients):
+    for kernel in (selected_loss.target, selected_loss.score):
         name = f"selected_{kernel.__name__}"
         found[f"{name}"] = selected(kernel, problem(**LATENT), ahead=1 if kernel is selected_loss.score else 2)
         found[f"{name} 128 heads"] = selected(kernel, problem(**LATENT, heads=128))
         found[f"{name} wide"] = selected(kernel, problem(**LATENT, heads=128, index=256))
         found[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))
         found[f"{name} float16"] = selected(kernel, problem(**LATENT, **FLOAT16, has_sink=True))
+    found["selected_gradients"] = gradient(problem(**LATENT))
+    found["selected_gradients 128 heads"] = gradient(problem(**LATENT, heads=128))
+    found["selected_gradients wide"] = gradient(problem(**LATENT, heads=128, index=256))
+    found["selected_gradients float32"] = gradient(problem(**LATENT, **FLOAT32))
+    found["selected_gradients float16"] = gradient(problem(**LATENT, **FLOAT16, has_sink=True))
     found["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
+    found["selected_target 200 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 200}), ahead=2)
+    found["warm_target 200 heads"] = warm(warm_up.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
     found["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
     found["clean_keys"] = warm(loss_parts.clean_keys, problem())
     found["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))
-    found["scan"] = selected(selected_loss.scan, problem(**LATENT))
     found["compare"] = selected(selected_loss.compare, problem(**LATENT))
     return found
 

@@ -12,11 +12,13 @@ from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton import sparse_backward as kernels
 from fusion_attention.backends.triton.backward import prepare
+from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.waist.problem import Problem
 
 COUNT = 2048
 ROWS = ("q", "k", "v", "dout", "q_rope", "k_rope", "x", "also", "weights", "weights_also", "ds", "out", "o", "rows")
-SMALL = {"keys": "*i32", "ids": "*i32", "used": "*i32", "tokens": "*i32", "indices": "*i32", "tiles": "*i32"}
+SMALL = pointers("i32", "keys", "ids", "used", "noted", "tokens", "indices", "tiles")
 TABLES = {"places": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32", "sum_": "*fp32", "sink": "*fp32"}
 
 
@@ -50,8 +52,9 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         steps = launched.launches(p, tiles, wide, launched.slots_of(p, tiles), atomic)
         one = [one for one in steps if one.kernel is kernel][which]
         cut = one.tile
-        if kernel is kernels.read_lists:
-            return Compiled(kernel, one.known, types_of(p, atomic), cut, counted=False)
+        if kernel in (read_lists, mend_rows, mend_slots):
+            small = shapes.Tile(0, 0, cut.num_warps, cut.num_stages)
+            return Compiled(kernel, one.known, types_of(p, atomic), small, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
         sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
         tile = shapes.Tile(*sizes, cut.num_warps, cut.num_stages)
@@ -60,11 +63,16 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
     return made
 
 
-def of_rows(dtype: str) -> Config:
-    """The sum of rows by key."""
-    types = {"rows": "*" + TYPES[dtype], "order": "*i64", "starts": "*i32", "total": "*fp32"}
+def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
+    """A kernel of the sums of rows by key."""
+    types = {"rows": "*" + TYPES[dtype], "order": "*i64", "total": "*fp32", "parts": "*fp32"}
+    types |= dict.fromkeys(("starts", "marked", "places", "hot"), "*i32")
     known = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
-    return lambda _: Compiled(key_sum.add_rows, known, types, launch_key_sum.ADD, counted=False)
+    tile = launch_key_sum.ADD
+    if kernel in (key_sum.mark, key_sum.find_hot):
+        tile = launch_key_sum.NOTE
+        known = {"BN": tile.BN} | ({"HOT": launch_key_sum.HOT} if kernel is key_sum.find_hot else {})
+    return lambda _: Compiled(kernel, known, types, tile, counted=False)
 
 
 def written() -> Config:
@@ -90,6 +98,7 @@ def configs() -> dict[str, Config]:
             ahead = 0 if heads == 16 and what == "slots" else 2
             found[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
         found[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
+        found[f"sparse {what} 200"] = step(kernel, problem(200), ahead=2)
         found[f"sparse {what} 128 float16"] = step(kernel, problem(128, dtype="float16"), ahead=2)
         found[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
         found[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
@@ -100,9 +109,14 @@ def configs() -> dict[str, Config]:
     found["sparse slots 128 rope"] = step(kernels.backward_slots, problem(128), -1, ahead=2)
     found["sparse slots 128 values"] = step(kernels.backward_slots, problem(128, **APART), -1, ahead=2)
     found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
-    found["sparse lists"] = step(kernels.read_lists, problem(128))
+    found["sparse lists"] = step(read_lists, problem(128))
+    for name in ("bfloat16", "float16"):
+        found[f"sparse mend rows {name}"] = step(mend_rows, problem(128, dtype=name))
+        found[f"sparse mend slots {name}"] = step(mend_slots, problem(128, dtype=name))
     found["sparse prepare 512"] = noted(problem(128, has_sink=True))
-    found |= {"sum rows": of_rows("bfloat16"), "sum rows float32": of_rows("float32"), "sum written": written()}
+    found |= {"sum rows": of_rows(key_sum.add_rows), "sum rows float32": of_rows(key_sum.add_rows, "float32")}
+    found |= {"sum blocks": of_rows(key_sum.add_blocks), "sum blocks float32": of_rows(key_sum.add_blocks, "float32")}
+    found |= {"sum hot": of_rows(key_sum.find_hot), "sum marked": of_rows(key_sum.mark), "sum written": written()}
     return found
 
 

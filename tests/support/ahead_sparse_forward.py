@@ -21,8 +21,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(align: int = 0, mends: bool = False, **more: Any) -> Config:
-    """The forward kernel of a problem, or the one that mends."""
+def config(align: int = 0, mends: bool = False, cut: bool = False, **more: Any) -> Config:
+    """The forward kernel of a problem, or the one that mends; cut: programs share out a list."""
     given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
     p = problem(**given)
 
@@ -30,7 +30,7 @@ def config(align: int = 0, mends: bool = False, **more: Any) -> Config:
         tile = shapes_sparse.forward_tile(p, chip, align)
         if tile is None:
             return None
-        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink")
+        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("part",) * cut))
         types |= pointers("i64", "places", "lengths") | pointers("i32", "indices", "tokens")
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
@@ -38,7 +38,7 @@ def config(align: int = 0, mends: bool = False, **more: Any) -> Config:
         if mends:
             known = launch_sparse.mend_constants(p, align or shapes.widest(p))
             return Compiled(mend_lists, known, types, shapes.mend_tile("mend_out", p), counted=False)
-        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p))
+        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), cut=cut)
         return Compiled(sparse_forward, known, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0)
 
     return compiled
@@ -49,9 +49,18 @@ for name, size in SIZES.items():
     for heads in (64, 32, 16):
         CONFIGS[f"lists {name} {heads} heads"] = config(**size, heads_q=heads)
 CONFIGS |= {
+    "lists latent 200 heads": config(**LATENT, heads_q=200),
     "lists latent blocks": config(**LATENT, select_block=16, dtype="float16"),
     "lists latent pages": config(**LATENT, page_size=64),
     "lists latent 8 heads pages": config(**LATENT, heads_q=8, page_size=64, select_block=4),
+    **{f"lists latent {heads} heads cut": config(**LATENT, heads_q=heads, cut=True) for heads in (64, 32, 16)},
+    "lists 128 cut": config(dim=128, cut=True),
+    "lists 256 cut": config(dim=256, cut=True),
+    "lists 576 cut": config(**SIZES["576"], cut=True),
+    "lists 768 cut": config(dim=768, cut=True),
+    "lists latent pages cut": config(**LATENT, page_size=64, cut=True),
+    "lists latent odd strides cut": config(align=1, **LATENT, cut=True),
+    "lists latent float32 cut": config(dtype="float32", **LATENT, cut=True),
     "lists latent negative scale": config(**LATENT, scale=-0.1),
     "lists 128 pages": config(dim=128, page_size=16, dtype="float16"),
     "lists 576 pages": config(**SIZES["576"], page_size=64),
@@ -66,6 +75,6 @@ EVERYDAY = ("lists latent 64 heads", "lists 128 mended")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
 SPILLED = {
-    **dict.fromkeys(("lists latent pages sm_90", "lists 576 pages sm_90"), OUTSIDE),
+    **dict.fromkeys(("lists latent pages sm_90", "lists 576 pages sm_90", "lists 576 cut sm_80"), OUTSIDE),
     "lists 768 mended sm_90": "8 bytes of a kernel that returns where all results are finite",
 }

@@ -23,11 +23,17 @@ BY_TORCH = (
     "Computed by torch's own operators, in float32 where the chip adds up in it, on every device that torch has. "
     "There is no two-phase function of it and no C function."
 )
+# Companions that another function computes: (what they are called, that function).
+BY_ANOTHER = {
+    r"_npu_(paged|flash)_attention.*": "npu_fused_infer_attention_score",
+    r"npu_quant_lightning_indexer": "npu_lightning_indexer",
+    r"npu_kv_quant_sparse_flash_attention": "npu_sparse_flash_attention",
+}
 GROUPS = {
     "This library's own": r"(?!npu_|aclnn).*",
     "torch_npu: training": r"npu_fusion_attention.*",
     "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
-    "torch_npu: sparse": r"npu_(sparse|dense|lightning).*",
+    "torch_npu: sparse": r"npu_(kv_quant_)?(sparse|dense)_.*|npu_(quant_)?lightning.*",
     "torch_npu: around attention": r"_?npu_.*",
     "aclnn: training": r"aclnnFlashAttention.*",
     "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
@@ -87,8 +93,21 @@ def shown(op: Op) -> Shown:
         call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
         text="" if two_phase else _text(function(op)),
         example=op_examples.program(op) if op.lower else _example(function(op)),
-        support=_support(op) if op.lower else BY_TORCH,
+        support=_support(op) if op.lower else _companion(op),
     )
+
+
+def _companion(op: Op) -> str:
+    """What computes a function that has no lowering."""
+    name = another(op.name)
+    if not name:
+        return BY_TORCH
+    return f"Computed by [{name}]({name}.md), wherever that is. There is no two-phase function of it and no C function."
+
+
+def another(name: str) -> str:
+    """The function that computes a companion; "" of one that torch computes."""
+    return next((found for form, found in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 
 def function(op: Op) -> Any:

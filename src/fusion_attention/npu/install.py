@@ -45,7 +45,7 @@ def _changed(way: _Way, changes: Changes) -> None:
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
-        return self.to(place(device), non_blocking=non_blocking)
+        return self.to(device=place(device), non_blocking=non_blocking)
 
     def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         """Moves all parameters and buffers to the device that stands for the NPU."""
@@ -60,7 +60,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     changes.after(torch.get_device_module.cache_clear)
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
     torch.get_device_module.cache_clear()
-    for owner in (torch.Tensor, torch.storage._StorageBase):
+    for owner in (torch.Tensor, torch.storage._StorageBase, torch.storage.TypedStorage):
         changes.set(owner, "npu", npu)
         changes.set(owner, "is_npu", property(lambda self: self.device.type == kind))
     changes.set(torch.nn.Module, "npu", module_npu)

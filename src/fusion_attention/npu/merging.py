@@ -5,25 +5,21 @@ The arithmetic is waist/merge.py's; here layouts, lanes, and what the statistics
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from fusion_attention.contract import ContractError, Failure, intact, no_tensor, show, to_array
+from fusion_attention.contract import to_array
+from fusion_attention.npu.companions.call import checked
+from fusion_attention.ops.companions import merging
 from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.merge import Partial, empty_partial, merge
 
 __all__ = ["npu_attention_update", "npu_ring_attention_update"]
 
 Tensor = torch.Tensor
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _LOWEST, _LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-_OUTS = ("prev_attn_out", "cur_attn_out")
-_STATISTICS = ("prev_softmax_max", "prev_softmax_sum", "cur_softmax_max", "cur_softmax_sum")
-_LANES = 8
 
 
 @aliased
@@ -57,8 +53,8 @@ def npu_ring_attention_update(
         step keeps its statistics.
 
     Raises:
-        ContractError: shapes, dtypes, layouts or lengths that do not fit.
-        NotImplementedError: a tensor that waits for a gradient; npu_fusion_attention_grad takes merged statistics.
+        ContractError: a call that the record docs/ops/npu_ring_attention_update.md does not allow. There is no
+            derivative: npu_fusion_attention_grad takes merged statistics.
 
     Source: Ascend op-plugin, npu_ring_attention_update.
 
@@ -70,10 +66,9 @@ def npu_ring_attention_update(
         >>> torch.allclose(out, npu.npu_fusion_attention(q, k, k, 4, "SBH")[0], atol=1e-6)
         True
     """
-    name, layouts = "npu_ring_attention_update", (input_layout, input_softmax_layout)
-    outs, stats = (prev_attn_out, cur_attn_out), (prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum)
-    _refuse(name, list(_ring_failures(outs, stats, actual_seq_qlen, *layouts)))
-    _demand(name, (*_OUTS, *_STATISTICS), (*outs, *stats))
+    checked(merging.RING, dict(locals()))
+    stats = prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum
+    outs = prev_attn_out, cur_attn_out
     heads = prev_softmax_max.shape[1]
     order = None
     if input_layout == "TND" and input_softmax_layout != "TND":
@@ -113,8 +108,7 @@ def npu_attention_update(
         its lse_m -inf.
 
     Raises:
-        ContractError: shapes, dtypes or numbers of tensors that do not fit.
-        NotImplementedError: a tensor that waits for a gradient.
+        ContractError: a call that the record docs/ops/npu_attention_update.md does not allow.
 
     Source: Ascend op-plugin, npu_attention_update.
 
@@ -123,10 +117,9 @@ def npu_attention_update(
         >>> out[0, 0].item(), lse.exp().item()
         (0.5, 2.0)
     """
-    name = "npu_attention_update"
-    _refuse(name, list(_list_failures(lse, local_out, update_type)))
-    names = [f"{param}[{i}]" for param in ("lse", "local_out") for i in range(len(lse))]
-    _demand(name, names, (*lse, *local_out))
+    given: dict[str, Any] = {"lse": lse, "local_out": local_out, "update_type": update_type}
+    given |= checked(merging.UPDATE, given)  # one tensor is a list of one
+    lse, local_out = given["lse"], given["local_out"]
     with torch.no_grad():
         out = local_out[0]
         found = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
@@ -134,115 +127,6 @@ def npu_attention_update(
             top = torch.where(peak == torch.inf, -torch.inf, peak)
             merge(found, Partial(part.float(), top, (top != -torch.inf).float()))
         return found.out.to(out.dtype), found.max + found.sum.log() if update_type == 1 else None
-
-
-# ------------------------------------------------------------------------------------------------------- what is wrong
-
-
-def _refuse(name: str, failures: list[tuple[str, ...]]) -> None:
-    if failures:
-        raise ContractError([Failure(name, *failure) for failure in failures])  # type: ignore[arg-type]
-
-
-def _demand(name: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Memory under every tensor, on one device, and none that waits for a gradient."""
-    device = tensors[0].device
-    _refuse(
-        name,
-        [
-            (param, f"a tensor on {device} as {names[0]}", f"one on {t.device}", f'move it: .to("{device}")')
-            for param, t in zip(names, tensors, strict=True)
-            if t.device != device
-        ],
-    )
-    intact(name, names, tensors)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise NotImplementedError(
-            f"fusion_attention: {name} has no derivative: detach() its tensors, or call it inside an autograd.Function "
-            "(attention's gradient takes merged statistics)"
-        )
-
-
-def _ring_failures(
-    outs: tuple[Any, Any], stats: tuple[Any, ...], lengths: Any, layout: Any, softmax_layout: Any
-) -> Iterator[tuple[str, ...]]:
-    """(parameter, what was expected, what came, what to do) of everything that is wrong."""
-    known = {"input_layout": (layout, ("SBH", "TND")), "input_softmax_layout": (softmax_layout, ("", "SBH", "TND"))}
-    wrong = {name: given for name, (given, words) in known.items() if not isinstance(given, str) or given not in words}
-    for name, given in wrong.items():
-        yield name, '"SBH" or "TND"' if name == "input_layout" else '"", "SBH" or "TND"', show(given)
-    if wrong:
-        return
-    of_out = list(zip(_OUTS, outs, strict=True))
-    of_stats = list(zip(_STATISTICS, stats, strict=True))
-    missing = [(name, *fault) for name, t in (*of_out, *of_stats) if (fault := no_tensor(t, False))]
-    yield from missing
-    if missing:
-        return
-    first = outs[0]
-    for name, t in of_out:
-        if t.dim() != 3 or t.dtype not in _FLOATS or t.shape != first.shape or t.dtype != first.dtype:
-            yield name, "float32, float16 or bfloat16 of three axes, alike before and now", _said(t)
-            return
-    axes = 4 if layout == "SBH" else 3
-    shape = stats[0].shape
-    for name, t in of_stats:
-        if t.dim() != axes or t.dtype != torch.float32 or t.shape != shape or t.shape[-1] != _LANES:
-            yield name, f"float32 of {axes} axes, the last one of eight lanes, all four alike", _said(t)
-            return
-    if not _covers(first.shape, shape, layout):
-        yield "prev_softmax_max", "a number for every row and head of prev_attn_out", _said(stats[0])
-    if layout == "TND":
-        yield from _length_failures(lengths, first.shape[0])
-
-
-def _covers(out: Sequence[int], stats: Sequence[int], layout: str) -> bool:
-    """Whether statistics have the rows of out, and heads that divide it."""
-    if layout == "TND":
-        return tuple(out[:2]) == tuple(stats[:2])
-    return (out[1], out[0]) == (stats[0], stats[2]) and stats[1] > 0 and out[2] % stats[1] == 0
-
-
-def _length_failures(lengths: Any, tokens: int) -> Iterator[tuple[str, ...]]:
-    ends = to_array(lengths)
-    if isinstance(ends, np.ndarray) and ends.dtype == np.int64:
-        if not any(a > b for a, b in itertools.pairwise([0, *ends.tolist(), tokens])):
-            return
-        lengths = ends.tolist()
-    yield (
-        "actual_seq_qlen",
-        f"cumulative ends of the sequences in TND, ascending to {tokens} tokens at most",
-        show(lengths),
-    )
-
-
-def _list_failures(lse: Any, local_out: Any, update_type: Any) -> Iterator[tuple[str, ...]]:
-    if isinstance(update_type, bool) or not isinstance(update_type, int) or update_type not in (0, 1):
-        yield "update_type", "0 or 1", show(update_type)
-    for name, given in (("lse", lse), ("local_out", local_out)):
-        if not isinstance(given, (list, tuple)) or not given or not all(isinstance(t, torch.Tensor) for t in given):
-            yield name, "a list of tensors, one of every rank", show(given)
-            return
-    for name, given in (("lse", lse), ("local_out", local_out)):
-        for i, t in enumerate(given):
-            if fault := no_tensor(t, False):
-                yield f"{name}[{i}]", *fault
-                return
-    if len(lse) != len(local_out):
-        yield "lse", f"as many tensors as local_out has, {len(local_out)}", str(len(lse))
-        return
-    first = local_out[0]
-    for i, t in enumerate(local_out):
-        if t.dim() != 2 or t.dtype not in _FLOATS or t.shape != first.shape or t.dtype != first.dtype:
-            yield f"local_out[{i}]", "float32, float16 or bfloat16 [rows, D], alike on all ranks", _said(t)
-            return
-    for i, t in enumerate(lse):
-        if t.dtype != torch.float32 or t.shape != first.shape[:1]:
-            yield f"lse[{i}]", f"float32 [{first.shape[0]}]", _said(t)
-
-
-def _said(t: Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
 # ---------------------------------------------------------------------------------------------------- from lanes, back
@@ -278,7 +162,7 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
         found = one.flatten().clone()
         found[order] = one.flatten()[: len(order)]
         one = found.view(one.shape)
-    return one.unsqueeze(-1).repeat_interleave(_LANES, -1)
+    return one.unsqueeze(-1).repeat_interleave(merging.LANES, -1)
 
 
 def _partial(out: Tensor, max_: Tensor, sum_: Tensor, heads: int) -> Partial:

@@ -200,7 +200,9 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
 
         return launch_decode.workspace_bytes(problem, planned)
     if verb == "attention_forward":
-        return 0
+        from fusion_attention.backends.triton import launch_sparse
+
+        return launch_sparse.workspace_bytes(problem, planned) if problem.select_count else 0
     if problem.select_count:
         from fusion_attention.backends.triton import launch_sparse_backward
 

@@ -25,6 +25,7 @@ INTERPRETED_PROCESSORS = 4
 MOST_PROCESSORS = 256
 FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
 JOIN = shapes.Tile(0, 0, 4, 1)
+LAST_PAGE = (1 << 31) - 1  # that a page table can name
 CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
 FACTORS = CACHES[3:]  # of integers
 BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
@@ -155,11 +156,13 @@ def within(problem: Problem, views: dict[str, memory.View | None], tile: shapes.
 
 
 def pool_of(view: PagedView, heads: int) -> int:
-    """The last page that lies in a pool's memory as a whole; -1 if none."""
+    """The last page that lies in a pool's memory as a whole; -1 if none. Of an expanded pool any does."""
     pool = view.pool
     held = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
-    return (held - row_end) // view.stride_page if held >= row_end else -1
+    if held < row_end:
+        return -1
+    return (held - row_end) // view.stride_page if view.stride_page else LAST_PAGE
 
 
 def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch.Tensor | None, int]:

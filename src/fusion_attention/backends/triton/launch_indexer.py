@@ -14,13 +14,24 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton import launch_decode, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton import views as all_views
 from fusion_attention.backends.triton.indexer_choice import NO_ENTRY, index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
-from fusion_attention.backends.triton.launch_key_sum import BYTES_OF_ENTRY, KeySum, Where, key_tiles, numbered
+from fusion_attention.backends.triton.launch_key_sum import (
+    BYTES_OF_ENTRY,
+    KeySum,
+    Where,
+    key_tiles,
+    numbered,
+    whole_blocks,
+)
 from fusion_attention.backends.triton.launch_key_sum import workspace_bytes as sum_bytes
 from fusion_attention.backends.triton.launch_sparse import tokens
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.shapes_sparse import Sizes
+from fusion_attention.backends.triton.shapes_sparse_backward import ENTRIES, LISTS
 from fusion_attention.contract import BackendError
 from fusion_attention.memory import empty
 from fusion_attention.waist.kv import PagedView
@@ -30,7 +41,8 @@ Constants = launching.Constants
 CHUNK = 1 << 27  # bytes of a chunk's scores and candidates, or of the rows that it gives to keys; at least one tile's
 MOST = 65535  # programs along the second axis of a grid
 CHOICE = launching.Family(index_scores, index_choice, index_write)
-GRADIENT = launching.Family(index_gradient)
+RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # as the gradient's kernels call them
+GRADIENT = launching.Family(read_lists, index_gradient, mend_gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
@@ -102,6 +114,11 @@ class Sorting:
     written: launching.Launch
     top_k: int
 
+    @property
+    def scratch(self) -> bool:
+        """As Launch.scratch, beside which this one stands in a list."""
+        return self.written.scratch
+
     def start(self, given: dict[str, Any]) -> None:
         """Sorts, and launches."""
         entries, held = given["entries"][:, : self.top_k], given["held"]
@@ -110,7 +127,7 @@ class Sorting:
         self.written.start(given | {"entries": found})
 
 
-def tile_on(table: Callable[..., Tile | None], problem: IndexerProblem, device: torch.device, *more: int) -> Tile:
+def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
     """A tile on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
@@ -187,7 +204,8 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
     p, e = problem, schedule.kept.extents
     if schedule.verb == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
-        return sum_bytes(keys, p.dim) + most * p.top_k * (BYTES_OF_ENTRY + p.dim * row_type(p).itemsize)
+        sums = sum_bytes(keys, p.dim, most * p.top_k, p.top_k)
+        return sums + most * bytes_of_token(shapes_sparse.sizes_of_gradient(p))
     planned = row_tiles(e)
     if not len(planned):
         return 0
@@ -200,52 +218,95 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 # -------------------------------------------------------------------------------------------------------- the gradient
 
 
-def row_type(problem: IndexerProblem) -> torch.dtype:
+def row_type(sizes: Sizes) -> torch.dtype:
     """Of the rows that tokens give to keys: float16 may not hold what their sum does, and heads in several launches add
     to them."""
-    whole = problem.heads <= shapes_sparse.ONE_LAUNCH
-    return torch.bfloat16 if problem.dtype == "bfloat16" and whole else torch.float32
+    whole = sizes.heads <= shapes_sparse.ONE_LAUNCH
+    return torch.bfloat16 if sizes.dtype == "bfloat16" and whole else torch.float32
+
+
+def bytes_of_token(sizes: Sizes) -> int:
+    """What a chunk holds of a token for its gradients: rows, keys, ids; a list's length and note."""
+    return sizes.slots * (BYTES_OF_ENTRY + 4 + sizes.dim * row_type(sizes).itemsize) + 8
 
 
 def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
     """Tokens whose rows a chunk holds."""
-    each = problem.top_k * (BYTES_OF_ENTRY + problem.dim * row_type(problem).itemsize)
-    return max(1, min(CHUNK // each, tokens))
+    most = CHUNK // bytes_of_token(shapes_sparse.sizes_of_gradient(problem))
+    return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
-def gradient_constants(problem: IndexerProblem, tile: Tile, align: int) -> Constants:
+def gradient_rooms(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Memory of a chunk for its gradients: elements and dtype."""
+    entries = tokens * sizes.slots
+    lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
+    return {name: (count, torch.int32) for name, count in lists.items()} | {
+        "rows": (entries * sizes.dim, row_type(sizes))
+    }
+
+
+def list_constants(slots: int) -> Constants:
+    """What read_lists knows while compiling, of lists of tokens."""
+    return {"SELECT": slots, "BLOCK": 1, "SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
+
+
+def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
     """What index_gradient knows while compiling."""
-    p = problem
-    d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
+    q, k = ("q", "k") if sizes.viewed else ("index_q", "index_k")
+    d = {f"D{n}": w for n, w in enumerate(shapes.parts(sizes.dim))}
     return d | {
-        "HEADS": p.heads, "ADDS": False, "DIM": p.dim, "SELECT": p.top_k, "UNITS": p.dtype == "float16", "ALIGN": align,
-        "BM": tile.BM, "BN": tile.BN,
+        "Q": all_views.AT[q], "K": all_views.AT[k], "HEADS": sizes.heads, "ADDS": False, "DIM": sizes.dim,
+        "SLOTS": sizes.slots, "UNITS": sizes.dtype == "float16", "ALIGN": align, "VIEWED": sizes.viewed,
+        "THREADS": 32 * tile.num_warps, "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
+
+
+def mend_constants(sizes: Sizes, align: int) -> Constants:
+    """What mend_gradient knows."""
+    known = gradient_constants(sizes, shapes_sparse.MEND_GRADIENT, align)
+    return {name: value for name, value in known.items() if name in mend_gradient.arg_names}
+
+
+def gradient_launches(
+    family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, kept: dict[str, Any], own: list[str]
+) -> list[launching.Launch]:
+    """From dI of a chunk of tokens to dq, dweights and a row for every slot; read_lists() goes before."""
+    known, mend = gradient_constants(sizes, tile, align), shapes_sparse.MEND_GRADIENT
+    launches = [
+        family.launch(index_gradient, (tokens,), kept | {"head0": head0}, own, known | {"ADDS": head0 > 0}, tile)
+        for head0 in range(0, sizes.heads, tile.BM)
+    ]
+    return [*launches, family.launch(mend_gradient, (tokens,), kept, own, mend_constants(sizes, align), mend)]
 
 
 @dataclass(eq=False)
 class Gradient(launching.Ready):
     """The launches of chunks of tokens, and what becomes of the rows that they leave."""
 
+    chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
+    rooms: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
     where: Where | None = None
     keys: int = 0
-    entries: int = 0  # of a chunk
-    row: tuple[int, torch.dtype] = (0, torch.float32)
+    slots: int = 0
+    dim: int = 0
 
     def run(self, given: dict[str, Any]) -> None:
-        """Launches a chunk, and adds its rows to their keys' sums."""
+        """Launches chunk after chunk, and adds its rows to their keys' sums."""
         for table in self.tables:
             table.read()
-        q, (dim, dtype) = given["q"], self.row
-        total = KeySum(q, self.keys, dim)
-        given["rows"], given["owners"] = empty(q, (self.entries, dim), dtype), empty(q, (self.entries,), torch.int32)
+        like = given["index_q"]
+        total = KeySum(like, self.keys, self.dim)
+        given |= {name: empty(like, (count,), dtype) for name, (count, dtype) in self.rooms.items()}
         for each in self.launches:
             each.start(given)
-            if each.argument("head0") + each.known["BM"] >= each.known["HEADS"]:
-                entries = each.grid[0] * each.known["SELECT"]
-                total.add(given["rows"][:entries], given["owners"][:entries])
+        for count, launches in self.chunks:
+            for each in launches:
+                each.start(given)
+            entries = count * self.slots
+            found = given["rows"][: entries * self.dim].view(entries, self.dim)
+            total.add(found, given["ids"][:entries], self.slots)
         if self.where is not None:
-            total.write(given["dk"], "dk", 0, dim, 1, self.where)
+            total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
 
 
 def run_backward(
@@ -258,7 +319,8 @@ def run_backward(
     }  # fmt: skip
     given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
     layout = memory.layout(views, given)
-    schedule.once(layout, lambda: ready_backward(problem, extents, schedule, views, given)).run(given)
+    ready = schedule.once(layout, lambda: ready_backward(problem, extents, schedule, views, given))
+    ready.run({RENAMED.get(name, name): memory_of for name, memory_of in given.items()})
 
 
 def ready_backward(
@@ -270,26 +332,19 @@ def ready_backward(
     device = memory.one_device(given)
     where = memory.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
     align = memory.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
-    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
+    tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
     places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
     listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
-    known = gradient_constants(p, tile, align)
     shared = {"places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
-    own = [name for name in given if name != "dk"] + ["rows", "owners"]
     per = tokens_per_chunk(p, schedule.rows)
-    launches = [
-        GRADIENT.launch(
-            index_gradient,
-            (min(per, schedule.rows - n),),
-            shared | {"begin": n, "head0": head0},
-            own,
-            known | {"ADDS": head0 > 0},
-            tile,
-        )
-        for n in range(0, schedule.rows, per)
-        for head0 in range(0, p.heads, tile.BM)
-    ]
+    rooms = gradient_rooms(sizes, min(per, schedule.rows))
+    own = [*(RENAMED.get(name, name) for name in given if name != "dk"), *rooms]
+    chunks = []
+    for n in range(0, schedule.rows, per):
+        count, here = min(per, schedule.rows - n), shared | {"first": n}
+        lists = GRADIENT.launch(read_lists, (count, 1), here, own, list_constants(p.top_k), LISTS)
+        chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, own)]))
     return Gradient(
-        launches, (places, lengths, listed, tiles), {}, Where(places.tensor, tiles.tensor, len(e)),
-        int(capacity.kv_len.sum()), min(per, schedule.rows) * p.top_k, (p.dim, row_type(p)),
+        [], (places, lengths, listed, tiles), {}, chunks, rooms, Where(places.tensor, tiles.tensor, len(e)),
+        int(capacity.kv_len.sum()), p.top_k, p.dim,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Launches of the sums of rows by key: the float32 sums, the sorting of lists, the gradients at last.
 
     total = KeySum(like, keys, columns)
-    for chunk in chunks:
-        total.add(rows, ids)        [entries, columns] and int32 [entries], -1 for none
+    for chunk in chunks:            of whole_blocks() of tokens
+        total.add(rows, ids, of_token)        [entries, columns] and int32 [entries], -1 for none
     total.write(dk, "dk", 0, where)
 
 Knows no verb. The number of a key, its id, counts the keys of all sequences and heads: numbered().
@@ -17,15 +17,17 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton import memory, shapes, views
-from fusion_attention.backends.triton.key_sum import add_rows, write_rows
-from fusion_attention.backends.triton.launching import launch_named
+from fusion_attention.backends.triton.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
+from fusion_attention.backends.triton.launching import launch_named, launch_some
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents
 
 PANEL = 256  # columns that one program sums, at most
-ADD, WRITE = shapes.Tile(0, 0, 2, 1), shapes.Tile(0, 16, 4, 1)
-# Of an entry of a list, besides its row: its id; ids and their order, sorted, and both again while they are.
-BYTES_OF_ENTRY = 4 + 2 * (4 + 8)
+ADD, WRITE, NOTE = shapes.Tile(0, 0, 2, 1), shapes.Tile(0, 16, 4, 1), shapes.Tile(0, 1024, 4, 1)
+# Of an entry of a list, besides its row: its id; ids and their order, sorted, and both again while they are; its block.
+BYTES_OF_ENTRY = 4 + 2 * (4 + 8) + 4
+BLOCK = 1 << 15  # entries of a block, as many as whole tokens allow, or one token's
+HOT = 1024  # rows of a chunk for a key, beyond which several programs sum them
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +58,26 @@ def key_tiles(extents: Extents) -> np.ndarray:
     return table
 
 
-def workspace_bytes(keys: int, columns: int) -> int:
-    """What a sum holds, besides the rows and lists of a chunk (BYTES_OF_ENTRY)."""
-    return 4 * keys * columns + 8 * (keys + 1)
+def block_of(of_token: int) -> int:
+    """Tokens of a block, by the entries that a token has."""
+    return max(1, BLOCK // of_token)
+
+
+def whole_blocks(tokens: int, of_token: int) -> int:
+    """Tokens of a chunk that is to have so many at most, or one block."""
+    block = block_of(of_token)
+    return max(tokens // block, 1) * block
+
+
+def parts_of(entries: int, of_token: int) -> tuple[int, int]:
+    """(keys, at most, that have more than HOT of so many entries; blocks)."""
+    return entries // (HOT + 1), -(-entries // (block_of(of_token) * of_token))
+
+
+def workspace_bytes(keys: int, columns: int, entries: int, of_token: int) -> int:
+    """What a sum holds, besides the rows and lists of a chunk of so many entries (BYTES_OF_ENTRY)."""
+    hot, blocks = parts_of(entries, of_token)
+    return 4 * keys * columns + 12 * (keys + 1) + 4 * (hot + 1) + 4 * hot * blocks * columns
 
 
 def panel_of(columns: int) -> int:
@@ -79,19 +98,30 @@ class KeySum:
         self.total = like.new_zeros((keys, columns), dtype=torch.float32)
         self._every = torch.arange(keys + 1, dtype=torch.int32, device=like.device)
 
-    def add(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    def add(self, rows: torch.Tensor, ids: torch.Tensor, of_token: int) -> None:
         """Adds rows [entries, columns] to the keys of int32 ids [entries], in the order of the entries; -1: to none.
 
-        Nothing waits for the device, and no row of an entry without a key is read.
+        Nothing waits for the device, and no row of an entry without a key is read. of_token: entries of a token; all
+        calls but the last have whole blocks of tokens.
         """
         keys, columns = self.total.shape
         if not keys or not len(ids):
             return
         found, order = torch.sort(ids, stable=True)
         starts = torch.searchsorted(found, self._every, out_int32=True)
-        w = panel_of(columns)
-        arguments: dict[str, Any] = {"rows": rows, "order": order, "starts": starts, "total": self.total}
-        launch_named(add_rows, (keys, -(-columns // w)), arguments, {"COLUMNS": columns, "W": w}, ADD)
+        w, (most, count) = panel_of(columns), parts_of(len(ids), of_token)
+        known, panels = {"COLUMNS": columns, "W": w}, -(-columns // w)
+        given: dict[str, Any] = {
+            "rows": rows, "order": order, "starts": starts, "total": self.total, "count": count, "keys": keys,
+            "entries": len(ids), "per": block_of(of_token) * of_token, "hot": ids.new_zeros(1 + most),
+            "marked": torch.empty_like(ids), "places": ids.new_empty(keys),
+            "parts": self.total.new_empty((most, count, columns)),
+        }  # fmt: skip
+        launch_some(mark, (-(-len(ids) // NOTE.BN),), given, {"BN": NOTE.BN}, NOTE)
+        launch_some(find_hot, (-(-keys // NOTE.BN),), given, {"HOT": HOT, "BN": NOTE.BN}, NOTE)
+        if most:
+            launch_some(add_blocks, (most, count, panels), given, known, ADD)
+        launch_some(add_rows, (keys, panels), given, known, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""

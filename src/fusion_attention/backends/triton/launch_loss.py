@@ -1,11 +1,10 @@
 """From the indexer's loss to launches: over whole bands by launch_warm_up.py, over selected keys here.
 
-Selected keys: a chunk of rows has five kernels, after which the rows that it has for keys are added up (key_sum.py).
+Selected keys: a chunk of rows has four kernels that find dI, after which all is as in launch_indexer.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,26 @@ import torch
 from fusion_attention.backends.triton import (
     common,
     launch_key_sum,
+    launch_sparse,
     loss_parts,
     memory,
     selected_loss,
     shapes,
     shapes_loss,
+    shapes_sparse,
 )
-from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
+from fusion_attention.backends.triton.launch_indexer import (
+    Gradient,
+    gradient_launches,
+    gradient_rooms,
+    list_constants,
+    tile_on,
+)
+from fusion_attention.backends.triton.launch_key_sum import Where
 from fusion_attention.backends.triton.launch_warm_up import (
     MOST,
     NOTE,
-    Rooms,
-    Roomy,
-    bytes_of,
     given_by,
     lse_bytes,
     ready_warm,
@@ -34,6 +40,8 @@ from fusion_attention.backends.triton.launch_warm_up import (
     warm_bytes,
 )
 from fusion_attention.backends.triton.launching import Constants, Family, Launch, Schedule
+from fusion_attention.backends.triton.selection import read_lists
+from fusion_attention.backends.triton.shapes_sparse_backward import LISTS
 from fusion_attention.waist import tiles
 from fusion_attention.waist.problem import (
     Extents,
@@ -46,11 +54,11 @@ from fusion_attention.waist.problem import (
 __all__ = ["run_loss", "run_lse", "workspace_bytes"]
 
 ROOM = 1 << 27  # elements of rows for keys that a chunk holds
-ROWS = 64  # rows of a program of note(), keys of one of clean_keys()
-SLOTS = 1024  # entries that scan() and compare() take at a time, at most
+ROWS = 64  # rows of a program of note()
+SLOTS = 1024  # entries that compare() takes at a time, at most
 FAMILY = Family(
-    selected_loss.scan, selected_loss.target, selected_loss.score, selected_loss.compare, selected_loss.gradients,
-    loss_parts.note, loss_parts.clean_keys,
+    read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, mend_gradient,
+    loss_parts.note,
 )  # fmt: skip
 
 
@@ -76,7 +84,7 @@ def run_loss(
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make = ready_selected if p.select_count else ready_warm
-    ready = schedule.once((extents.key, memory.layout(views, given)), lambda: make(p, extents, views, given))
+    ready = schedule.once(memory.layout(views, given), lambda: make(p, schedule.kept, views, given))
     given["like"] = given["q"]
     ready.run(given)
     # In one order, whatever the chunks were.
@@ -85,59 +93,32 @@ def run_loss(
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
     """What a verb allocates besides operands and results, at most."""
-    e = schedule.kept.extents
+    e = schedule.kept.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
     if not problem.select_count:
         return warm_bytes(problem, e)
-    keys, entries = int(e.kv_len.sum()), rows_of_chunk(problem) * problem.select_count
-    sums = launch_key_sum.workspace_bytes(keys, shapes.power(problem.dim_index))
-    return bytes_of(rooms_of(problem, e)) + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+    keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
+    entries = rows * problem.select_count
+    sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
+    held = sum(count * dtype.itemsize for count, dtype in rooms_of(problem, e).values())
+    return held + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
 # ------------------------------------------------------------------------------------------------- loss of selections
 
 
-@dataclass(eq=False)
-class Selected(Roomy):
-    """What a loss over selected keys does: `launches` first, then those of each chunk of rows."""
-
-    chunks: list[tuple[int, list[Launch]]] = field(default_factory=list)  # rows, launches
-    width: int = 0  # of a row for a key
-    dim: int = 0
-    entries: int = 0  # of a list
-    keys: int = 0
-    where: Where | None = None
-
-    def run(self, given: dict[str, Any]) -> None:
-        """Launches chunk after chunk, adding up what each has for keys."""
-        super().run(given)
-        total = KeySum(given["like"], self.keys, self.width)
-        for rows, launches in self.chunks:
-            for each in launches:
-                each.start(given)
-            count = rows * self.entries
-            total.add(given["rows"][: count * self.width].view(count, self.width), given["ids"][:count])
-        assert self.where is not None
-        total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
-
-
 def rows_of_chunk(p: IndexerLossProblem) -> int:
     """Rows whose lists are in scratch at one time."""
-    return min(max(ROOM // (p.select_count * shapes.power(p.dim_index)), 1), MOST)
+    return launch_key_sum.whole_blocks(min(ROOM // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
-def row_tables(e: Extents) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens: sequence, row and id of its key 0; tiles of rows; tiles of keys)."""
-    t, k = tiles.by_query(e, ROWS), tiles.by_key(e, ROWS)
+def row_table(e: Extents) -> np.ndarray:
+    """[tiles, 8] int32: those of rows, as note() reads them."""
+    t = tiles.by_query(e, ROWS)
     none = np.zeros_like(t.seq)
     rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
-    none = np.zeros_like(k.seq)
-    keys = k.seq, k.row0, k.row1, none, none, e.kv_start[k.seq] + k.row0, k.row1 - k.row0, none
-    seq = np.repeat(np.arange(len(e)), e.q_len)
-    tokens = seq, np.arange(len(seq)) - e.q_start[seq], e.kv_start[seq], np.zeros_like(seq)
-    first, second, third = (np.stack(each, 1).astype(np.int32) for each in (tokens, rows, keys))
-    return first, second, third
+    return np.stack(rows, 1).astype(np.int32)
 
 
 def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
@@ -147,75 +128,71 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     heads = shapes.power(p.heads_index)
     return {
         "note": {"BM": ROWS},
-        "clean_keys": index | {"BN": ROWS},
-        "scan": {"BK": slots},
+        "read_lists": list_constants(p.select_count),
         "target": {
             "GROUP": group, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "ALIGN": align,
             "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,
         },
         "score": index | {"HI": heads, "PADDED": heads != p.heads_index, "BK": t.score.BM},
         "compare": {"BK": slots},
-        "gradients": index | {"HI": heads, "BK": t.gradients.BM},
     }  # fmt: skip
 
 
-def rooms_of(p: IndexerLossProblem, e: Extents) -> Rooms:
+def rooms_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
     """Scratch of a loss over selected keys, but for the sums per key."""
-    wide, rows, width = torch.float32, int(e.q_len.sum()), shapes.power(p.dim_index)
-    entries = min(rows, rows_of_chunk(p)) * p.select_count
-    low = torch.bfloat16 if p.dtype == "bfloat16" else wide  # float16 holds no sum over heads
-    found = {
-        "notes": (rows * (p.heads_q + 1), wide, False),
-        "keys": (int(e.kv_len.sum()) * width, p.torch_dtype, False),
-        "ids": (entries, torch.int32, False),
-        "scores": (entries, wide, False),
-        "shares": (entries, wide, False),
-        "rows": (entries * width, low, False),
-        "losses": (rows, wide, False),
+    wide, rows = torch.float32, int(e.q_len.sum())
+    tokens = min(rows, rows_of_chunk(p))
+    entries = tokens * p.select_count
+    return gradient_rooms(shapes_sparse.sizes_of_gradient(p), tokens) | {
+        "notes": (rows * (p.heads_q + 1), wide),
+        "scores": (entries, wide),
+        "dscores": (entries, wide),
+        "losses": (rows, wide),
     }
-    return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def ready_selected(
-    p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]
-) -> Selected:
+    p: IndexerLossProblem, held: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Gradient:
     """What run_loss() does over selected keys, with memory as these views lie."""
-    device = memory.one_device(given)
+    e, device = held.capacity, memory.one_device(given)
     table = memory.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
-    t = tiles_on(p, device)
-    known = selected_constants(p, t, memory.alignment(views, table))
-    made = (table, memory.lengths(e), *row_tables(e), launch_key_sum.key_tiles(e))
-    tables = tuple(memory.Copied.of(each, device) for each in made)
-    places, lengths, tokens, of_rows, of_keys, to_write = (each.tensor for each in tables)
-    rooms, rows, width = rooms_of(p, e), int(e.q_len.sum()), shapes.power(p.dim_index)
-    absent = {"q_rope", "k_rope", "sink", "largest"} - given.keys() - rooms.keys()
+    t, align = tiles_on(p, device), memory.alignment(views, table)
+    known, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
+    tables = (
+        memory.Copied.of(table, device),
+        held.on(device, "lengths", memory.lengths),
+        held.on(device, "tokens", launch_sparse.tokens),
+        held.on(device, "rows", row_table),
+        held.on(device, "written", launch_key_sum.key_tiles),
+    )
+    places, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
+    rooms, rows = rooms_of(p, e), int(e.q_len.sum())
+    absent = {"q_rope", "k_rope", "sink"} - given.keys()
     kept = dict.fromkeys(absent) | {
-        "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
+        "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
         "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "places": places, "lengths": lengths,
         "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
     own = [*(name for name in given if name != "dk"), *rooms]  # KeySum writes dk
+    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
         return FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile)
 
     first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) else []
-    if len(of_keys):
-        first.append(launch(loss_parts.clean_keys, (len(of_keys),), NOTE, tiles=of_keys))
     chunks = []
     for at in range(0, rows, rows_of_chunk(p)):
         count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
         launches = [
-            launch(selected_loss.scan, (count,), NOTE, **here),
+            launch(read_lists, (count, 1), LISTS, **here),
             launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here),
             launch(selected_loss.score, (count,), t.score, **here),
             launch(selected_loss.compare, (count,), NOTE, **here),
-            launch(selected_loss.gradients, (count,), t.gradients, **here),
         ]
-        chunks.append((count, launches))
-    where = Where(places, to_write, len(e))
-    keys = int(e.kv_len.sum())
-    return Selected(first, tables, {}, rooms, chunks, width, p.dim_index, p.select_count, keys, where)
+        chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, kept | here, own)))
+    where, keys = Where(places, to_write, len(e)), int(e.kv_len.sum())
+    return Gradient(first, tables, {}, chunks, rooms, where, keys, p.select_count, p.dim_index)
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:

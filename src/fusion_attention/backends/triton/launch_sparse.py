@@ -1,4 +1,5 @@
-"""Launches of attention to lists of selected keys: one program for a token and a few heads.
+"""Launches of attention to lists of selected keys: one program for a token and a few heads, several where such programs
+are too few for the chip.
 
 Knows lists. Refuses to know who chose what stands in them.
 """
@@ -11,13 +12,16 @@ import numpy as np
 import torch
 
 from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton.decode import MOST_SHARES, join
 from fusion_attention.backends.triton.mend_lists import mend_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.problem import Extents, Operands, Problem
 
-FAMILY = launching.Family(sparse_forward, mend_lists)
-ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table")) | {"width": 0, "step": 0, "last": 0}
+FAMILY = launching.Family(sparse_forward, join, mend_lists)
+ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "part", "work")) | dict.fromkeys(
+    ("width", "step", "last", "per", "rows"), 0
+)
 NEAR = 1 << 31  # elements: int32 counts to them
 KEYS = ("k", "v", "k_rope")
 
@@ -67,22 +71,63 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
     }
 
 
-def forward_constants(problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True) -> launching.Constants:
-    """What the forward kernel knows while compiling."""
+def forward_constants(
+    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, cut: bool = False
+) -> launching.Constants:
+    """What the forward kernel knows while compiling; cut: programs share out a list."""
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
-    return constants(p, tile, align) | more
+    return constants(p, tile, align) | more | {"ROOM": launch_decode.room(p), "CUT": cut}
+
+
+def join_constants(problem: Problem, align: int) -> launching.Constants:
+    """What join() knows."""
+    known = forward_constants(problem, launch_decode.JOIN, align)
+    return {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
 
 
 def mend_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
     """What the kernel that mends knows."""
     known = forward_constants(problem, shapes.mend_tile("mend_out", problem), align, is_near)
-    return {name: value for name, value in known.items() if name not in ("RAW", "SINK")}
+    return {name: value for name, value in known.items() if name not in ("RAW", "SINK", "ROOM", "CUT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
     """Of a token."""
     return problem.heads_kv * -(-problem.group // tile.BM)
+
+
+def share_of(problem: Problem, rows: int, tile: shapes.Tile, processors: int) -> int:
+    """Slots of a list that one program of so many tokens meets: of few tokens fewer than a list has, so that shares,
+    which are all alike, fill the chip once."""
+    p = problem
+    turns = -(-p.select_count * p.select_block // tile.BN)
+    shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
+    return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
+
+
+def shares_of(problem: Problem, share: int) -> int:
+    """Of a list."""
+    return -(-problem.select_count * problem.select_block // share)
+
+
+def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
+    """[tokens * shares, 8] int32, as join() reads it: of the first share of a token (sequence, its first row and end
+    among rows * group); of the n-th token, in the n-th row, its first share and how many there are."""
+    listed, group = tokens(extents), problem.group
+    found = np.zeros((len(listed) * shares, memory.TILE_FIELDS), np.int32)
+    found[::shares, 0], found[::shares, 1] = listed[:, 0], listed[:, 1] * group
+    found[::shares, 2] = (listed[:, 1] + 1) * group
+    found[: len(listed), 6], found[: len(listed), 7] = np.arange(len(listed)) * shares, shares
+    return found
+
+
+def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
+    """At most: with the tile that cuts a list into the most shares, on a chip of as many processors as any has."""
+    p = problem
+    tile = shapes.Tile(64, shapes.NARROWEST, 0, 0)
+    shares = shares_of(p, share_of(p, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    return 4 * schedule.rows * shares * p.heads_q * launch_decode.room(p) if shares > 1 else 0
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
@@ -116,12 +161,22 @@ def ready(
     }  # fmt: skip
     is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
     count, mended = len(listed.tensor), mend_constants(p, align, is_near)
-    known = forward_constants(p, tile, align, is_near)
-    launches = [
-        FAMILY.launch(sparse_forward, (count * programs(p, tile),), arguments, given, known, tile),
-        FAMILY.launch(mend_lists, (count * programs(p, mend),), arguments, given, mended, mend),
-    ]
-    return launching.Ready(launches, (places, lengths, listed))
+    share = share_of(p, count, tile, launch_decode.processors(device))
+    tables: tuple[memory.Copied, ...] = places, lengths, listed
+    shares, own = shares_of(p, share), list(given)
+    known = forward_constants(p, tile, align, is_near, cut=shares > 1)
+    scratch: dict[str, tuple[int, ...]] = {}
+    if shares > 1:
+        joined = kept.on(device, f"shares {shares}", lambda e: work(p, e, shares))
+        arguments |= {"work": joined.tensor, "rows": p.group, "per": share}
+        scratch["part"] = (count * shares * p.heads_q * launch_decode.room(p),)
+        tables, own = (*tables, joined), [*own, "part"]
+    launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, own, known, tile)]
+    if shares > 1:
+        grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
+        launches.append(FAMILY.launch(join, grid, arguments, own, of_join, launch_decode.JOIN))
+    launches.append(FAMILY.launch(mend_lists, (count * programs(p, mend),), arguments, own, mended, mend))
+    return launching.Ready(launches, tables, scratch)
 
 
 def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:

@@ -18,18 +18,21 @@ from fusion_attention.backends.triton.backward import prepare
 from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
-from fusion_attention.backends.triton.launching import Constants, Schedule, launch_named
+from fusion_attention.backends.triton.launching import Constants, Schedule, launch_some
+from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
-from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, read_lists, weigh_slots
+from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, weigh_slots
 from fusion_attention.memory import empty
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
-# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed.
+# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
+# that mend_slots() could compute anew.
 ATOMIC = False
-PREPARE, LISTS = shapes.Tile(16, 16, 8, 1), shapes.Tile(0, 0, 4, 1)
-ENTRIES = 1024  # slots that a turn of read_lists() fills
+PREPARE = shapes.Tile(16, 16, 8, 1)
+MEND = Cut(0, 16, 32, 4, 1)
 MOST_PROGRAMS = 65535  # of a grid's second and third axis
 PIECE = 16  # columns at whose multiples the parts of a row begin
 
@@ -61,13 +64,13 @@ def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
     p = problem
     weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
     rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
-    return weights + p.heads_kv * (slots * (rows + 8) + 4)  # a slot's key and id, a list's length
+    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # a slot's key and id, a list's length and note
 
 
 def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
     """How many tokens a chunk has."""
-    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv, tokens)
-    return max(1, most)
+    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
+    return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
@@ -77,11 +80,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
         return 0
     row = rows_dtype(p, wide=True)
     slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
-    chunk = tokens_of(p, schedule.rows, slots, row) * bytes_of_token(p, slots, row)
+    held, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
+    chunk = held * bytes_of_token(p, slots, row)
     notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
     keys = int(schedule.kept.capacity.kv_len.sum()) * p.heads_kv
     flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
-    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1])
+    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1], held * of_token, of_token)
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def note_rows(problem: Problem, laid: Laid, given: dict[str, Any], o: Operands) 
     part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
     sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
     own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
-    start(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
+    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
     return part
 
 
@@ -184,6 +188,7 @@ class Room:
     keys: torch.Tensor
     ids: torch.Tensor
     used: torch.Tensor
+    noted: torch.Tensor
     weights: torch.Tensor
     ds: torch.Tensor
     rows: torch.Tensor | None
@@ -197,13 +202,14 @@ class Room:
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
         weights, ds = (empty(like, (pairs,)) for _ in range(2))
         rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
-        return cls(held, slots, keys, ids, empty(like, (held * p.heads_kv,), torch.int32), weights, ds, rows)
+        used, noted = (empty(like, (held * p.heads_kv,), torch.int32) for _ in range(2))
+        return cls(held, slots, keys, ids, used, noted, weights, ds, rows)
 
 
 def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
     """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
     rows = sums.total if room.rows is None else room.rows
-    given = given | {"keys": room.keys, "ids": room.ids, "used": room.used, "weights": room.weights, "ds": room.ds}
+    given = given | {name: getattr(room, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope"):
         given.setdefault(name, None)
@@ -211,10 +217,10 @@ def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str,
     for one in launches(p, laid.cuts, laid.align, room.slots, room.rows is None):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
-        start(one.kernel, grid, given | named, one.known, one.tile)
+        launch_some(one.kernel, grid, given | named, one.known, one.tile)
     if room.rows is not None:
         entries = own * room.slots
-        sums.add(room.rows[:entries], room.ids[:entries])
+        sums.add(room.rows[:entries], room.ids[:entries], p.heads_kv * room.slots)
 
 
 @dataclass(frozen=True)
@@ -233,12 +239,12 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
     """What a chunk launches, in its order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": ENTRIES}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
     cut = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots // cut.BN, -(-p.group // cut.BH), "own"
     found = [
-        Step(read_lists, ("tokens", "heads_kv"), lists, LISTS, {}),
+        Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
         Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
     ]
     cut = tiles["backward_rows"]
@@ -248,7 +254,20 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
             known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
             grid = count, -(-p.group // cut.BH), "own"
             found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
-    return found + slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    found += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    return found + mended(found, atomic)
+
+
+def mended(steps: list[Step], atomic: bool) -> list[Step]:
+    """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
+    mends = {backward_rows: mend_rows} | ({} if atomic else {backward_slots: mend_slots})
+    first = [one for one in steps if one.kernel in mends and one.known["FIRST"] == 0]
+    found = []
+    for one in first:
+        kernel, known = mends[one.kernel], one.known | known_of(MEND)
+        known = {name: value for name, value in known.items() if name in kernel.arg_names}
+        found.append(Step(kernel, ("own",), known, MEND, one.renamed))
+    return found
 
 
 def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
@@ -286,9 +305,3 @@ def prepare_constants(problem: Problem, align: int) -> Constants:
     return known | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
     }  # fmt: skip
-
-
-def start(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: Any) -> None:
-    """Launches a kernel with those of the arguments that it names."""
-    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
-    launch_named(kernel, grid, arguments, known, tile)

@@ -12,6 +12,7 @@ from fusion_attention.backends.triton import common, loss_parts, memory, shapes,
 from fusion_attention.backends.triton.launching import Constants, Family, Launch, Ready, Schedule
 from fusion_attention.memory import empty
 from fusion_attention.waist import tiles
+from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import (
     Extents,
     IndexerLossProblem,
@@ -61,6 +62,23 @@ def given_by(views: dict[str, memory.View | None]) -> dict[str, Any]:
     return {ARGUMENTS[name]: memory.tensor_of(view) for name, view in views.items() if view is not None}
 
 
+def turns_of(e: Extents, tile: shapes.Tile) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
+    """Tiles of rows, and of each the first tile of keys that it meets, as a key, and how many there are."""
+    t = tiles.by_query(e, tile.BM)
+    begin = t.begin // tile.BN * tile.BN
+    return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
+
+
+def most_turns(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+    """At most so many tiles of keys does each tile of rows meet, whatever Plan.update says.
+
+    Bands move with the last key and get no wider; but one that has a first key may then lie across one tile more.
+    """
+    t, _, turns = turns_of(capacity, tile)
+    across = np.minimum((t.end - t.begin + 2 * tile.BN - 2) // tile.BN, -(-capacity.kv_len[t.seq] // tile.BN))
+    return np.where((capacity.lo[t.seq] > -INFINITE // 2) & (turns > 0), across, turns)
+
+
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
@@ -71,8 +89,8 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
         "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
     }  # fmt: skip
     given = given_by(views)
-    layout = extents.key, memory.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, extents, views, given)).run(given | {"like": given["q"]})
+    layout = memory.layout(views, given)
+    schedule.once(layout, lambda: ready_lse(problem, schedule.kept, views, given)).run(given | {"like": given["q"]})
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
@@ -83,10 +101,7 @@ def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Con
 
 def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
     """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
-    t = tiles.by_query(e, tile.BM)
-    begin = t.begin // tile.BN * tile.BN
-    turns = np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
-    most = max(SHARE // tile.BN, 1)
+    (t, begin, turns), most = turns_of(e, tile), max(SHARE // tile.BN, 1)
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
     share = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
@@ -98,35 +113,43 @@ def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(cut, 1)[order].astype(np.int32), np.stack(whole, 1).astype(np.int32)
 
 
-def ready_lse(p: IndexerProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]) -> Roomy:
+def most_shares(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+    """most_turns() in shares."""
+    return -(-most_turns(capacity, tile) // max(SHARE // tile.BN, 1))
+
+
+def ready_lse(
+    p: IndexerProblem, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Roomy:
     """What run_lse() does with memory as these views lie."""
+    e = kept.capacity
     device, table = memory.one_device(given), memory.places(views, len(e))
     align = memory.alignment(views, table)
     tile = tiles_on(p, device, align).lse
-    cut, whole = shares(e, tile)
+    room = int(most_shares(e, tile).sum())
     known, known_join = lse_constants(p, tile, align)
-    places, lengths, of_shares, of_rows = (
-        memory.Copied.of(each, device) for each in (table, memory.lengths(e), cut, whole)
-    )
-    rows = int(e.q_len.sum())
-    kept = {
+    places, lengths = memory.Copied.of(table, device), kept.on(device, "lengths", memory.lengths)
+    of_shares = kept.on(device, f"shares {tile}", lambda e: memory.padded(shares(e, tile)[0], room))
+    of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
+    cut, whole, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    numbers = {
         "places": places.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
     own = [*given, "partial"]
     launches = []
     if len(cut):
-        launches.append(
-            FAMILY.launch(warm_up.warm_lse, (len(cut),), kept | {"tiles": of_shares.tensor}, own, known, tile)
-        )
+        launches.append(FAMILY.launch(warm_up.warm_lse, (len(cut),), numbers | {"tiles": cut}, own, known, tile))
     if len(whole):
-        kept |= {"tiles": of_rows.tensor}
-        launches.append(FAMILY.launch(warm_up.join_lse, (len(whole),), kept, own, known_join, tile))
-    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_rooms(e, whole))
+        launches.append(
+            FAMILY.launch(warm_up.join_lse, (len(whole),), numbers | {"tiles": whole}, own, known_join, tile)
+        )
+    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_rooms(e, tile))
 
 
-def lse_rooms(e: Extents, whole: np.ndarray) -> Rooms:
+def lse_rooms(capacity: Extents, tile: shapes.Tile) -> Rooms:
     """Scratch of indexer_lse: statistics of every share of a row's keys."""
-    return {"partial": (2 * int(e.q_len.sum()) * int(whole[:, 5].max(initial=0)), torch.float32, False)}
+    most = int(most_shares(capacity, tile).max(initial=0))
+    return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
 
 
 # ------------------------------------------------------------------------------------------------ loss without lists
@@ -158,35 +181,43 @@ def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
 
 @dataclass(eq=False)
 class Work:
-    """The tables of a loss without lists."""
+    """What a loss without lists makes of its lengths: room for those that were planned, tables of those that are."""
 
-    rows: np.ndarray
-    keys: np.ndarray
+    tile: shapes.Tile
+    room: np.ndarray  # of each tile of rows, in turns
     chunks: list[Chunk]
-    blocks: int
+    block: np.ndarray  # of each tile of rows, its first in its chunk
+    key_at: np.ndarray  # of each sequence, its first line
     padded_keys: int
 
     @classmethod
-    def of(cls, e: Extents, tile: shapes.Tile) -> Work:
-        """Tiles of rows and tiles of keys."""
-        t, k = tiles.by_query(e, tile.BM), tiles.by_key(e, tile.BN)
-        begin = t.begin // tile.BN * tile.BN
-        turns = np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
-        cut = chunks(turns, ROOM // (tile.BM * tile.BN))
-        block = np.cumsum(turns) - turns - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
-        lines = -(-e.kv_len // tile.BN) * tile.BN
-        key_at = np.cumsum(lines) - lines
-        rows = t.seq, t.row0, t.row1, begin, turns, block, key_at[t.seq] + begin, e.q_start[t.seq] + t.row0
+    def of(cls, capacity: Extents, tile: shapes.Tile) -> Work:
+        """Chunks of rows, and where things lie."""
+        room = most_turns(capacity, tile)
+        cut = chunks(room, ROOM // (tile.BM * tile.BN))
+        block = np.cumsum(room) - room - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
+        lines = -(-capacity.kv_len // tile.BN) * tile.BN
+        return cls(tile, room, cut, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
+
+    def rows(self, e: Extents) -> np.ndarray:
+        """The tiles of rows."""
+        t, begin, turns = turns_of(e, self.tile)
+        assert (turns <= self.room).all()  # memory of other tiles lies behind
+        at = self.key_at[t.seq] + begin
+        rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
+        return np.stack(rows, 1).astype(np.int32)
+
+    def keys(self, e: Extents) -> np.ndarray:
+        """The tiles of keys."""
+        t, k = tiles.by_query(e, self.tile.BM), tiles.by_key(e, self.tile.BN)
         wide = np.int64(1) << 32
         starts = t.seq * wide + t.row0
         first, end = (np.searchsorted(starts, k.seq * wide + row, side="right") - 1 for row in (k.begin, k.end - 1))
         some = k.end > k.begin
-        lines_of, none = np.full_like(first, tile.BN), np.zeros_like(first)
-        keys = k.seq, k.row0, k.row1, np.where(some, first, 0), np.where(some, end + 1, 0), key_at[k.seq] + k.row0
-        return cls(
-            np.stack(rows, 1).astype(np.int32), np.stack((*keys, lines_of, none), 1).astype(np.int32), cut,
-            int(turns.sum()), int(lines.sum()),
-        )  # fmt: skip
+        lines_of, none = np.full_like(first, self.tile.BN), np.zeros_like(first)
+        at = self.key_at[k.seq] + k.row0
+        keys = k.seq, k.row0, k.row1, np.where(some, first, 0), np.where(some, end + 1, 0), at, lines_of, none
+        return np.stack(keys, 1).astype(np.int32)
 
 
 def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
@@ -208,13 +239,21 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
     }  # fmt: skip
 
 
-def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View | None], given: dict[str, Any]) -> Roomy:
+def ready_warm(
+    p: IndexerLossProblem, held: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+) -> Roomy:
     """What launch_loss.run_loss() does without lists, with memory as these views lie."""
+    e = held.capacity
     device, table = memory.one_device(given), memory.places(views, len(e))
     align = memory.alignment(views, table)
     t = tiles_on(p, device, align)
     work, known = Work.of(e, t.target), warm_constants(p, t, align)
-    tables = tuple(memory.Copied.of(each, device) for each in (table, memory.lengths(e), work.rows, work.keys))
+    tables = (
+        memory.Copied.of(table, device),
+        held.on(device, "lengths", memory.lengths),
+        held.on(device, f"rows {t.target}", work.rows),
+        held.on(device, f"keys {t.target}", work.keys),
+    )
     places, lengths, of_rows, of_keys = (each.tensor for each in tables)
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     plane = {"step_head": rows, "step_row": 1, "plane": rows}
@@ -233,20 +272,20 @@ def ready_warm(p: IndexerLossProblem, e: Extents, views: dict[str, memory.View |
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
         launches.append(FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile))
 
-    if len(work.rows):
-        launch(loss_parts.note, (len(work.rows),), NOTE)
-    if len(work.keys):
-        launch(loss_parts.clean_keys, (len(work.keys),), NOTE, tiles=of_keys)
+    if len(of_rows):
+        launch(loss_parts.note, (len(of_rows),), NOTE)
+    if len(of_keys):
+        launch(loss_parts.clean_keys, (len(of_keys),), NOTE, tiles=of_keys)
     for c in work.chunks:
         chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.tiles, "first_block": c.first_block}
         if c.turns:
             launch(warm_up.warm_target, (c.turns, c.tiles), t.target, **chunk)
             launch(warm_up.warm_difference, (c.turns, c.tiles), t.difference, **chunk)
         launch(warm_up.warm_query, (c.tiles, p.heads_index), t.query, **chunk)
-        if len(work.keys):
-            launch(warm_up.warm_key, (len(work.keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
-    if len(work.keys):
-        launch(loss_parts.finish_keys, (len(work.keys),), FINISH, **added, tiles=of_keys)
+        if len(of_keys):
+            launch(warm_up.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
+    if len(of_keys):
+        launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
     return Roomy(launches, tables, {}, rooms)
 
 
@@ -262,7 +301,7 @@ def rooms_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, r
         "rows": (most * width, p.torch_dtype, False),
         "factors": (most, wide, False),
         "added": (SPLITS * work.padded_keys * width, wide, True),
-        "losses": (work.blocks, wide, False),
+        "losses": (int(work.room.sum()), wide, True),
     }
     return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 
@@ -274,11 +313,11 @@ def bytes_of(rooms: Rooms) -> int:
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
     """What indexer_lse allocates."""
-    tile = tiles_on(p, torch.device("cuda")).lse
-    return bytes_of(lse_rooms(e, shares(e, tile)[1]))
+    return bytes_of(lse_rooms(e, tiles_on(p, torch.device("cuda")).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
-    """What a loss without lists allocates."""
-    tile = tiles_on(p, torch.device("cuda")).target
-    return bytes_of(rooms_of(p, Work.of(e, tile), tile, shapes.power(p.dim_index), int(e.q_len.sum())))
+    """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
+    width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
+    served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
+    return max(bytes_of(rooms_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)

@@ -62,6 +62,12 @@ def launch_named(
     launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
 
 
+def launch_some(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+    """launch_named() with those of the arguments that the kernel names."""
+    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
+    launch_named(kernel, grid, arguments, known, tile)
+
+
 class Family:
     """Kernels whose arguments have the same names."""
 

@@ -51,12 +51,16 @@ def finite_weights(w):
 
 @triton.jit
 def unit_of(largest):
-    """A power of two that makes differences times weights as large as float16 wants them; 1 without `largest`."""
+    """A power of two that makes differences times weights as large as float16 wants them; 1 without `largest`.
+
+    Of weights so small that float16 holds no gradient of them it is one that float32 still holds.
+    """
     if largest is None:
         return 1.0
     else:
         w = tl.load(largest).to(tl.float32, bitcast=True)
-        return UNIT / tl.exp2(tl.ceil(tl.log2(tl.where(w > 0, w, 1.0))))
+        exponent = tl.ceil(tl.log2(tl.where(w > 0, w, 1.0)))
+        return UNIT / tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 127.0))
 
 
 @triton.jit

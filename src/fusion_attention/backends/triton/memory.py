@@ -253,6 +253,11 @@ class Kept:
         held.write(room)
 
 
+def padded(table: np.ndarray, rows: int) -> np.ndarray:
+    """A table with rows of zeros behind, `rows` in all."""
+    return np.concatenate((table, np.zeros((rows - len(table), *table.shape[1:]), table.dtype)))
+
+
 def lengths(extents: Extents) -> np.ndarray:
     """[6, sequences] int64: the rows of EXTENT_ROWS."""
     return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The indexer's loss over the keys that rows select: five kernels for every chunk of rows, then sums per key.
+"""The indexer's loss over the keys that rows select, a chunk of rows at a time.
 
-scan() says which entries of a list count; target() and score() form what attention and indexer think of each entry;
-compare() takes one from the other; gradients() brings the differences to queries, weights and rows for keys, which
-key_sum.py adds up. An entry that does not count loads zeros, and belongs to no key.
+selection.read_lists() says which entries of a list count; target() and score() form what attention and indexer think of
+each entry; compare() takes one from the other, and leaves the gradients of scores to indexer_gradient.py. An entry that
+does not count loads zeros, and belongs to no key.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,60 +12,31 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.common import heads_at, interval, lengths_at, load_part, rows_at, store_part
-from fusion_attention.backends.triton.loss_parts import (
-    at_least,
-    columns_at,
-    difference,
-    finite_rows,
-    finite_weights,
-    steps,
-    unit_of,
-)
-
-PER_TOKEN = tl.constexpr(4)
+from fusion_attention.backends.triton.common import heads_at, load_part, rows_at
+from fusion_attention.backends.triton.loss_parts import at_least, columns_at, difference, steps
+from fusion_attention.backends.triton.selection import token_at
 
 
 @triton.jit
-def token_at(tokens, t):
-    """(sequence, row, id of the sequence's key 0) of a token."""
-    at = tokens + t * PER_TOKEN
-    return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
-
-
-@triton.jit(do_not_specialize=["count", "first", "slots"])
-def scan(indices, ids, places, lengths, tokens, count: tl.int32, first: tl.int32, slots: tl.int32, BK: tl.constexpr):
-    """Writes the id of every entry's key; -1 where the row does not read it or does not see the key; grid (tokens)."""
-    at_token = tl.program_id(0).to(tl.int64)
-    b, row, base = token_at(tokens, first + at_token)
-    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    begin, end = interval(row, True, kv_len, lo, hi, prefix)
-    at, stride = rows_at(places, count, b, 0, views.INDICES, 1)
-    listed, out = indices + at + row * stride, ids + at_token * slots
-    ended = tl.full([], 0, tl.int32)
-    for k0 in tl.range(0, slots, BK):
-        k = k0 + tl.arange(0, BK)
-        j = tl.load(listed + k, mask=k < slots, other=-1)
-        over = ended + tl.cumsum((j < 0).to(tl.int32), 0)
-        seen = (over == 0) & (k < end) & (j >= begin) & (j < end)
-        tl.store(out + k, tl.where(seen, base + j, -1), mask=k < slots)
-        ended = tl.max(over, 0)
+def listed(keys, k, slots):
+    """Keys of entries; -1 where one does not count, and behind the last."""
+    return tl.load(keys + k, mask=k < slots, other=-1)
 
 
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_kv"])
-def target(q, k, q_rope, k_rope, notes, ids, shares, places, tokens, count: tl.int32, first: tl.int32,
+def target(q, k, q_rope, k_rope, notes, keys, dscores, places, tokens, count: tl.int32, first: tl.int64,
            slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
            DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
            BC: tl.constexpr):  # fmt: skip
-    """Writes p, the mean over heads of the attention's probabilities, of BK entries of a token's list; grid (tiles of
-    entries, tokens)."""
+    """Writes p, the mean over heads of the attention's probabilities, of BK entries of a token's list, where compare()
+    puts dI in its place; grid (tiles of entries, tokens)."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
     BLOCKS: tl.constexpr = steps(GROUP, BH)  # of the heads that share a key head
     at_token = tl.program_id(1).to(tl.int64)
-    b, row, base = token_at(tokens, first + at_token)
+    b, row = token_at(tokens, first + at_token)
     slot, lane, d = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BH), tl.arange(0, BC)
-    id = tl.load(ids + at_token * slots + slot, mask=slot < slots, other=-1)
-    there, key = id >= 0, tl.where(id >= 0, id - base, 0).to(tl.int64)
+    key = listed(keys + at_token * slots, slot, slots).to(tl.int64)
+    there = key >= 0
     at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)
     at_k, head_k, stride_k = heads_at(places, count, b, views.K, ALIGN)
     at_q += row * stride_q
@@ -89,8 +60,8 @@ def target(q, k, q_rope, k_rope, notes, ids, shares, places, tokens, count: tl.i
         if (DIM % BC != 0) or (DIM_ROPE % BC != 0):
             there_q, there_k = there_q & (d < width)[None, :], there_k & (d < width)[None, :]
         query = tl.load(of_q + h[:, None] * step_q + d[None, :], mask=there_q, other=0.0)
-        keys = tl.load(of_k + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
-        s = tl.dot(keys, tl.trans(query), s, input_precision="ieee")
+        rows = tl.load(of_k + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
+        s = tl.dot(rows, tl.trans(query), s, input_precision="ieee")
         if c == STEPS - 1:
             each = tl.exp2(s * exponent - lse[None, :])
             if GROUP % BH != 0:  # a lane without a head multiplies zeros, and an infinite key
@@ -98,22 +69,16 @@ def target(q, k, q_rope, k_rope, notes, ids, shares, places, tokens, count: tl.i
             p += tl.sum(each, 1)
             s = tl.zeros([BK, BH], tl.float32)
     p /= tl.load(of_notes + heads_kv * GROUP)
-    tl.store(shares + at_token * slots + slot, tl.where(there, p, 0.0), mask=slot < slots)
-
-
-@triton.jit
-def listed(ids, k, slots):
-    """Ids of entries; -1 behind the last."""
-    return tl.load(ids + k, mask=k < slots, other=-1)
+    tl.store(dscores + at_token * slots + slot, tl.where(there, p, 0.0), mask=slot < slots)
 
 
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_index"])
-def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int32, first: tl.int32, slots: tl.int32,
+def score(index_q, index_k, weights, keys, scores, places, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
           heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
           PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Writes I, the indexer's score of every entry of a token's list; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
-    b, row, base = token_at(tokens, first + at_token)
+    b, row = token_at(tokens, first + at_token)
     h = tl.arange(0, HI)
     at_q, head_q, stride_q = heads_at(places, count, b, views.INDEX_Q, ALIGN)
     at_k, stride_k = rows_at(places, count, b, 0, views.INDEX_K, ALIGN)
@@ -121,15 +86,14 @@ def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int3
     there = h < heads_index
     query = load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True)
     w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)
-    of_ids, out = ids + at_token * slots, scores + at_token * slots
+    of_keys, out = keys + at_token * slots, scores + at_token * slots
     # One turn ahead: a row can be loaded while the one before is multiplied.
-    ahead = listed(of_ids, tl.arange(0, BK), slots)
+    ahead = listed(of_keys, tl.arange(0, BK), slots)
     for k0 in tl.range(0, slots, BK):
-        k, id = k0 + tl.arange(0, BK), ahead
-        ahead = listed(of_ids, k + BK, slots)
-        key = tl.where(id >= 0, id - base, 0).to(tl.int64)
-        keys = load_part(index_k + at_k, key * stride_k, id >= 0, 0, E, DIM_INDEX, True)
-        s = tl.dot(keys, tl.trans(query), input_precision="ieee")
+        k, key = k0 + tl.arange(0, BK), ahead
+        ahead = listed(of_keys, k + BK, slots)
+        rows = load_part(index_k + at_k, key.to(tl.int64) * stride_k, key >= 0, 0, E, DIM_INDEX, True)
+        s = tl.dot(rows, tl.trans(query), input_precision="ieee")
         each = at_least(s, 0.0) * w[None, :]
         if PADDED:  # a lane without a head multiplies zeros, and an infinite key
             each = tl.where(there[None, :], each, 0.0)
@@ -137,64 +101,28 @@ def score(index_q, index_k, weights, ids, scores, places, tokens, count: tl.int3
 
 
 @triton.jit(do_not_specialize=["first", "slots"])
-def compare(ids, scores, shares, losses, first: tl.int32, slots: tl.int32, BK: tl.constexpr):
-    """Overwrites the shares p of a token's list by y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
+def compare(keys, scores, dscores, losses, first: tl.int64, slots: tl.int32, BK: tl.constexpr):
+    """Overwrites p of a token's list by dI = y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
-    of_ids, of_scores, of_shares = ids + at_token * slots, scores + at_token * slots, shares + at_token * slots
+    of_keys, of_scores, of_p = keys + at_token * slots, scores + at_token * slots, dscores + at_token * slots
     top = tl.full([BK], -float("inf"), tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
-        top = tl.maximum(top, tl.where(listed(of_ids, k, slots) >= 0, x, -float("inf")))
+        top = tl.maximum(top, tl.where(listed(of_keys, k, slots) >= 0, x, -float("inf")))
     most = tl.max(top, 0)
     total = tl.zeros([BK], tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
-        total += tl.where(listed(of_ids, k, slots) >= 0, tl.exp(x - most), 0.0)
+        total += tl.where(listed(of_keys, k, slots) >= 0, tl.exp(x - most), 0.0)
     whole = tl.sum(total, 0)
     lost = tl.zeros([BK], tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
-        p = tl.load(of_shares + k, mask=k < slots, other=0.0)
-        gap, loss = difference(p, x, most, whole, listed(of_ids, k, slots) >= 0, True)
+        p = tl.load(of_p + k, mask=k < slots, other=0.0)
+        gap, loss = difference(p, x, most, whole, listed(of_keys, k, slots) >= 0, True)
         lost += loss
-        tl.store(of_shares + k, gap, mask=k < slots)
+        tl.store(of_p + k, gap, mask=k < slots)
     tl.store(losses + first + at_token, tl.sum(lost, 0))
-
-
-@triton.jit(do_not_specialize=["count", "first", "slots", "heads_index"])
-def gradients(index_q, weights, keys, ids, shares, dq, dweights, rows, largest, places, tokens, count: tl.int32,
-              first: tl.int32, slots: tl.int32, heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
-              ALIGN: tl.constexpr, HI: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Writes dq and dw of a token from the differences of its list, and a row for the key of every entry; grid
-    (tokens). keys: of clean_keys(), by id."""
-    at_token = tl.program_id(0).to(tl.int64)
-    b, row, _ = token_at(tokens, first + at_token)
-    h, e = tl.arange(0, HI), tl.arange(0, E)
-    at_q, head_q, stride_q = heads_at(places, count, b, views.INDEX_Q, ALIGN)
-    at_w, stride_w = rows_at(places, count, b, 0, views.WEIGHTS, 1)
-    there = h < heads_index
-    query = finite_rows(load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True))
-    w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)
-    w, unit = finite_weights(w), unit_of(largest)
-    of_ids, of_gaps, out = ids + at_token * slots, shares + at_token * slots, rows + at_token * slots * E
-    acc, dw = tl.zeros([HI, E], tl.float32), tl.zeros([HI], tl.float32)
-    ahead = listed(of_ids, tl.arange(0, BK), slots)
-    for k0 in tl.range(0, slots, BK):
-        k, id = k0 + tl.arange(0, BK), ahead
-        ahead = listed(of_ids, k + BK, slots)
-        at = tl.where(id >= 0, id, 0).to(tl.int64) * E
-        key = tl.load(keys + at[:, None] + e[None, :], mask=(id >= 0)[:, None], other=0.0)
-        gap = tl.load(of_gaps + k, mask=k < slots, other=0.0)
-        s = tl.dot(key, tl.trans(query), input_precision="ieee")
-        dw += tl.sum(tl.maximum(s, 0.0) * gap[:, None], 0)
-        ds = tl.where(s > 0, gap[:, None] * (w * unit)[None, :], 0.0).to(key.dtype)
-        acc = tl.dot(tl.trans(ds), key, acc, input_precision="ieee")
-        given = tl.dot(ds, query, input_precision="ieee") / unit
-        tl.store(out + (k * E)[:, None] + e[None, :], given.to(rows.dtype.element_ty), mask=(id >= 0)[:, None])
-    at_dq, head_dq, stride_dq = heads_at(places, count, b, views.DQ, 1)
-    store_part(dq + at_dq + row * stride_dq, h * head_dq, there, acc / unit, 0, E, DIM_INDEX)
-    at_dw, stride_dw = rows_at(places, count, b, 0, views.DWEIGHTS, 1)
-    tl.store(dweights + at_dw + row * stride_dw + h, dw.to(dweights.dtype.element_ty), mask=there)

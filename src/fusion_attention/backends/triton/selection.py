@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.common import rows_at
+from fusion_attention.backends.triton.common import lengths_at, rows_at
 
 SCANNED = tl.constexpr(512)  # entries at once
 
@@ -74,3 +74,31 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
     """int32 keys of slots n: -1 where there is no such slot, or its key is not in the band."""
     key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
     return tl.where(in_band(key, first, end), key, -1)
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: tl.int32, first: tl.int64,
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
+    for kernels that note what is not finite.
+
+    Grid (tokens of a chunk, heads_kv).
+    """
+    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b, row = token_at(tokens, first + own)
+    own = own * tl.num_programs(1) + hk
+    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    first_key, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = list_at(indices, places, count, b, hk, row)
+    slots = slots_read(entries, end, SELECT, BLOCK)
+    id0, step = rows_at(places, count, b, hk, views.IDS, 1)
+    keys, ids = keys + own * SLOTS, ids + own * SLOTS
+    last = tl.zeros([], tl.int32)
+    for n0 in tl.range(0, SLOTS, N):
+        n = n0 + tl.arange(0, N)
+        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
+        tl.store(keys + n, j, mask=n < SLOTS)
+        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
+        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
+    tl.store(used + own, last)
+    tl.store(noted + own, 0)

@@ -89,24 +89,23 @@ class Selected(NamedTuple):
 
     target: Tile
     score: Tile
-    gradients: Tile
     columns: int
 
 
 # Chip and bytes of an element -> (most elements of an indexer's row, most of its heads, tiles).
 SELECTED: dict[tuple[int, int], tuple[tuple[int, int, Selected], ...]] = {
     (90, 2): (
-        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(64, 64, 8, 3), 64)),  # 4 warps spill
-        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), 64)),
-        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), Tile(32, 128, 8, 1), 64)),
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), 64)),
+        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), 64)),
+        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), 64)),
     ),
     (80, 2): (
-        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), 64)),
-        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 2), 64)),
-        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(32, 128, 8, 2), Tile(16, 128, 8, 1), 64)),
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), 64)),
+        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), 64)),
+        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(32, 128, 8, 2), 64)),
     ),
-    (90, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 3, 16)),),
-    (80, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 3, 16)),),
+    (90, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
+    (80, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
 }
 for _width in (2, 4):
     SELECTED[86, _width] = SELECTED[80, _width]
@@ -118,11 +117,6 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
     held = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
     return next((tiles for tiles, fits in held if fits), None)
-
-
-def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
-    """Whether some tiles serve a loss."""
-    return (selected_tiles if problem.select_count else warm_tiles)(problem, chip) is not None
 
 
 def holds_lse(problem: IndexerProblem, chip: int) -> bool:

@@ -6,7 +6,7 @@ Found as those of shapes.py were: by compiling, not by timing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusion_attention.backends.triton import shapes_loss
 from fusion_attention.backends.triton.shapes import (
@@ -90,43 +90,47 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
 SCORED = 16  # rows that a program scores: at most as many as there are columns in a product
 ONE_LAUNCH = 64  # heads of a gradient that any chip's tiles hold together
 FEWEST = 8  # heads of a token in a product: fewer are filled up, or a product would have more tokens than that
-WIDEST = 128  # keys of a tile of scores, at most
+WIDEST = 256  # keys of a tile of scores, at most
 CANDIDATES = 6144  # of a row, beyond those that are chosen, before it is sorted out
+MOST_CHOSEN = 1 << 20  # by a row: with its other candidates fewer than index_choice counts in one number
 MOST_SORTED = 2048  # entries that one program sorts; more are sorted by torch
 CHOICE = Tile(0, 2048, 8, 1)  # BN scores at once
 WRITE = Tile(0, 1024, 4, 1)
 
-# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys.
+# Chip and bytes of an element -> (most elements of a row, tile). BM columns of (token, head) meet BN keys, which stay;
+# three stages, so that the columns of one turn are under way while those of another arrive.
 SCORES: dict[tuple[int, int], tuple[tuple[int, Tile], ...]] = {
     (90, 2): (
-        (128, Tile(128, 128, 8, 2)),  # 125 registers, 97 KB: two programs share a processor
-        (256, Tile(128, 64, 8, 2)),  # 116 registers
+        (128, Tile(64, 256, 8, 3)),  # 123 registers, 113 KB: two programs share a processor
+        (256, Tile(64, 128, 8, 3)),  # 161 KB
         (768, Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, Tile(128, 128, 8, 2)),  # 128 registers, 68 KB: two programs
-        (256, Tile(128, 64, 8, 2)),
+        (128, Tile(64, 128, 8, 3)),  # 128 registers, 65 KB: two programs
+        (256, Tile(64, 128, 8, 3)),  # 129 KB
         (768, Tile(64, 32, 8, 1)),
     ),
-    (86, 2): ((128, Tile(128, 128, 8, 2)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
+    (86, 2): ((128, Tile(64, 128, 8, 3)), (256, Tile(64, 64, 8, 1)), (768, Tile(32, 16, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, Tile(16, 16, 8, 1)),)),  # 32 x 16 spills
 }
 # Chip and bytes of an element -> (most elements of a row, most heads, tile, tile where dS is float16 or rows do not
 # start on 16 bytes), the first row that fits, or the last that holds the elements. BM heads meet BN slots of a list.
 GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
     (90, 2): (
-        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 254 registers, 72 KB: two programs
-        (128, 128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-        (256, 128, Tile(128, 32, 8, 1), Tile(64, 32, 8, 1)),
+        (128, 64, Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)),  # 72 KB: two programs; of 4 stages it spills
+        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),  # 64 slots spill
+        (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
     ),
     (80, 2): (
-        (128, 64, Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),  # 4 warps spill
-        (128, 128, Tile(128, 32, 8, 3), Tile(128, 32, 8, 2)),
+        (128, 64, Tile(64, 64, 8, 4), Tile(64, 64, 8, 2)),  # 4 warps spill
+        (128, 128, Tile(128, 32, 8, 4), Tile(128, 32, 8, 2)),
         (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1)),
+        (256, 128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     ),
     (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
 }
+MEND_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
@@ -153,9 +157,27 @@ def scores_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | No
     return tile._replace(BM=min(tile.BM, 64), BN=min(tile.BN, 64), num_stages=1)
 
 
-def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | None:
-    """BM heads meet BN slots; more heads take several launches."""
+class Sizes(NamedTuple):
+    """What the gradient of an indexer's scores knows of a problem."""
+
+    heads: int
+    dim: int
+    slots: int
+    dtype: str
+    viewed: bool  # dI is the caller's; of a loss it is found
+
+
+def sizes_of_gradient(problem: IndexerProblem | IndexerLossProblem) -> Sizes:
+    """Those of a problem."""
     p = problem
+    if isinstance(p, IndexerProblem):
+        return Sizes(p.heads, p.dim, p.top_k, p.dtype, True)
+    return Sizes(p.heads_index, p.dim_index, p.select_count, p.dtype, False)
+
+
+def gradient_tile(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Tile | None:
+    """BM heads meet BN slots; more heads take several launches."""
+    p = sizes_of_gradient(problem)
     fits = [row for row in GRADIENT[chip, 4 if p.dtype == "float32" else 2] if p.dim <= row[0]]
     if not fits:
         return None
@@ -164,15 +186,22 @@ def gradient_tile(problem: IndexerProblem, chip: int, align: int = 8) -> Tile | 
     return tile._replace(BM=max(NARROWEST, heads_held(p.heads, tile.BM)))
 
 
+def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
+    """Whether some tiles serve a loss."""
+    if not problem.select_count:
+        return shapes_loss.warm_tiles(problem, chip) is not None
+    return shapes_loss.selected_tiles(problem, chip) is not None and gradient_tile(problem, chip) is not None
+
+
 # -------------------------------------------------------------------------------------------------- what is refused
 
 # Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
-    "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None,
+    "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
     "indexer_backward": lambda p, chip: gradient_tile(p, chip) is not None,
     "indexer_lse": shapes_loss.holds_lse,
-    "indexer_loss": shapes_loss.holds_loss,
+    "indexer_loss": holds_loss,
 }
 
 

@@ -23,6 +23,8 @@ class Cut(NamedTuple):
     TMA: bool = False  # keys are gathered: no descriptor says where they lie
 
 
+LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # of selection.read_lists(), and slots that a turn of it fills
+
 # Kernel -> (chip, bytes of an element) -> tiles, the fewest heads first; the last serves more heads too.
 KERNELS = ("weigh_slots", "backward_rows", "backward_slots")
 TABLES: dict[str, dict[tuple[int, int], tuple[Cut, ...]]] = {

@@ -4,10 +4,13 @@
     dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row for each slot, summed over the heads
 
 A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() says once which
-key is in each slot, or that none is; what follows loads zeros there. No more than one accumulator stands across a loop:
-P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+key is in each slot, or that none is (selection.py); what follows loads zeros there. No more than one accumulator stands
+across a loop: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
 
 dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
+
+A slot that weighs nothing still multiplies, and 0 * inf is NaN. So the kernels note the tokens where that may be, and
+mend_list_gradients.py computes those once more.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,8 +21,8 @@ import triton.language as tl
 
 from fusion_attention.backends.triton import views
 from fusion_attention.backends.triton.backward import shrinking
-from fusion_attention.backends.triton.common import heads_at, lengths_at, rows_at
-from fusion_attention.backends.triton.selection import band_of, key_ahead, list_at, slots_read, token_at
+from fusion_attention.backends.triton.common import heads_at, rows_at
+from fusion_attention.backends.triton.selection import token_at
 
 
 @triton.jit
@@ -43,32 +46,6 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["count", "first"])
-def read_lists(indices, keys, ids, used, places, lengths, tokens, count: tl.int32, first: tl.int64,
-               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most.
-
-    Grid (tokens of a chunk, heads_kv).
-    """
-    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    b, row = token_at(tokens, first + own)
-    own = own * tl.num_programs(1) + hk
-    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    first_key, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, places, count, b, hk, row)
-    slots = slots_read(entries, end, SELECT, BLOCK)
-    id0, step = rows_at(places, count, b, hk, views.IDS, 1)
-    keys, ids = keys + own * SLOTS, ids + own * SLOTS
-    last = tl.zeros([], tl.int32)
-    for n0 in tl.range(0, SLOTS, N):
-        n = n0 + tl.arange(0, N)
-        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
-        tl.store(keys + n, j, mask=n < SLOTS)
-        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
-        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
-    tl.store(used + own, last)
-
-
 @triton.jit
 def heads_of(places, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """Where the rows of heads of one token start in a view."""
@@ -84,7 +61,7 @@ def keys_of(places, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first", "plane"])
-def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, weights, ds, places, tokens,
+def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, places, tokens,
                 count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32, exponent: tl.float32,
                 GROUP: tl.constexpr, HEADS_KV: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
                 DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
@@ -121,13 +98,20 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, weights,
             at_qr = (q_rope, heads_of(places, count, b, row, head, views.Q_ROPE, ALIGN), valid)
             at_kr = (k_rope, keys_of(places, count, b, hk, j, views.K_ROPE, ALIGN), chosen)
             s = inner(s, at_qr, at_kr, 0, DIM_ROPE, BC)
-        noted = flat + heads_of(places, count, b, row, head, views.FLAT, 1)
-        lse = tl.load(noted, mask=valid, other=float("inf"))
-        delta = tl.load(noted + plane, mask=valid, other=0.0)
+        notes = flat + heads_of(places, count, b, row, head, views.FLAT, 1)
+        lse = tl.load(notes, mask=valid, other=float("inf"))
+        delta = tl.load(notes + plane, mask=valid, other=0.0)
+        # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
+        wild = ~(tl.abs(delta) < float("inf"))
+        strange = wild[:, None] | ~(tl.abs(s) < float("inf"))
+        tl.store(noted + own, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
         shrink = shrinking(large, b, hk, HEADS_KV)
         s = s * exponent
         seen = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
-        weight = tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+        weight = tl.exp2(s - lse[:, None])
+        # An infinity meets a weight that no number of this size holds: still more than nothing.
+        LEAST: tl.constexpr = 2.0**-24 if weights.dtype.element_ty == tl.float16 else 2.0**-126
+        weight = tl.where(seen, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
         gradient = tl.where(seen, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
         at = own * GROUP * SLOTS
         offset = h[:, None] * SLOTS + slot[None, :]
@@ -171,6 +155,14 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
     tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
+    """acc + weights^T x over heads h, of columns c of their rows x at `at`, and of slots."""
+    there = h < GROUP
+    weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
+    return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["count", "first"])
 def backward_slots(x, also, weights, weights_also, rows, ids, used, large, places, tokens, count: tl.int32,
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
@@ -203,22 +195,14 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, place
             at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
         for h0 in tl.range(0, GROUP, BH):
             h = h0 + tl.arange(0, BH)
-            offset = h[None, :] * SLOTS + slot[:, None]
-            weight = tl.load(weights + offset, mask=(h < GROUP)[None, :], other=0.0)
-            part = load_tile(at_x, h * head_x, h < GROUP, FIRST + c, DIM, True)
-            acc = tl.dot(weight, part, acc, input_precision="ieee")
+            acc = add_heads(acc, weights, at_x, head_x, slot, h, FIRST + c, GROUP, SLOTS, DIM)
             if BOTH:
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
-                part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(weight, part, acc, input_precision="ieee")
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
         if also is not None and not BOTH:  # only the first product was held smaller
             for h0 in tl.range(0, GROUP, BH):
                 h = h0 + tl.arange(0, BH)
-                offset = h[None, :] * SLOTS + slot[:, None]
-                weight = tl.load(weights_also + offset, mask=(h < GROUP)[None, :], other=0.0)
-                part = load_tile(at_also, h * head_also, h < GROUP, FIRST + c, DIM_ALSO, True)
-                acc = tl.dot(weight, part, acc, input_precision="ieee")
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         there = (FIRST + c < DIM)[None, :]
         if ATOMIC:
             key = tl.load(ids + own * SLOTS + slot)

@@ -18,4 +18,3 @@ DVALUES, DWEIGHTS = tl.constexpr(AT["dvalues"]), tl.constexpr(AT["dweights"])
 INDEX_Q, INDEX_K, INDEX_MAX, INDEX_SUM = (
     tl.constexpr(AT[name]) for name in ("index_q", "index_k", "index_max", "index_sum")
 )
-IDS = tl.constexpr(AT["ids"])

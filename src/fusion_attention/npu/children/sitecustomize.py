@@ -18,10 +18,12 @@ class _OnDemand:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         """The spec that install() put there; torch's own, which installs when it has been loaded."""
+        if name != "torch" and name.partition(".")[0] not in NAMES:
+            return None
+        if importlib.util.find_spec("fusion_attention") is None:  # another environment's Python
+            return None
         if name == "torch":
             return self._torch()
-        if name.partition(".")[0] not in NAMES:
-            return None
         _install()
         module = sys.modules.get(name)
         return None if module is None else module.__spec__

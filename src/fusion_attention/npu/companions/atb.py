@@ -403,9 +403,8 @@ def _attend(
     in_pages = {"key": "key_cache", "value": "value_cache", "actual_seq_lengths_kv": "context_lens"}
     named = {"actual_seq_lengths_kv": "seq_len"} if table is None else in_pages
     with in_place_of(op, atten_mask="mask", actual_seq_lengths="seq_len", scale="scale_value", **named):
-        found, _ = npu_fused_infer_attention_score(
-            given["query"][:rows], *keys, input_layout="TND", scale=given["scale_value"], **lengths, **heads, **seen
-        )
+        numbers = {"input_layout": "TND", "scale": given["scale_value"], **lengths, **heads, **seen}
+        found, _ = npu_fused_infer_attention_score(given["query"][:rows], keys[0], keys[1], **numbers)
     given["out"][:rows].copy_(found)
 
 

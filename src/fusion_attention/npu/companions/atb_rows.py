@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 
 from fusion_attention.npu.companions.caches import store
-from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.rotary import npu_rotary_mul
 from fusion_attention.ops.companions import atb
 
@@ -103,7 +103,7 @@ def _npu_rotary_embedding(
     """
     checked(atb.ROTARY, dict(locals()))
     mode = "half" if is_neox_style else "interleave"
-    with torch.no_grad():
+    with torch.no_grad(), as_given(query):
         angles = (part.unsqueeze(1) for part in cos_sin_cache[positions.long()].chunk(2, -1))
         cos, sin = (torch.cat((a, a), -1) if is_neox_style else a.repeat_interleave(2, -1) for a in angles)
         for rows in (query, key):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,14 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
     except ContractError as error:
         failures = [replace(f, op=op.name, param=names.get(f.param, f.param), cann="") for f in error.failures]
         raise ContractError(failures) from None
+
+
+def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Within it torch computes in the dtypes that tensors have: the chip's autocast lists no companion."""
+    kind = tensor.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def _numbers(values: Any) -> bool:

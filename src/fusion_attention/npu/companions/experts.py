@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.ops.companions import experts
 
 __all__ = [
@@ -217,7 +217,8 @@ def npu_moe_token_unpermute_grad(
     there = (sorted_indices >= 0) & (sorted_indices < permuted_tokens.shape[0])
     found = permuted_tokens.new_zeros(permuted_tokens.shape[0] + 1, permuted_tokens.shape[1])  # one for lost rows
     place = torch.where(there, sorted_indices, permuted_tokens.shape[0]).long()
-    rows = found.index_copy(0, place, weighed.flatten(0, 1).to(found.dtype))[:-1]
+    with as_given(found):
+        rows = found.index_copy(0, place, weighed.flatten(0, 1).to(found.dtype))[:-1]
     if probs is None:
         return rows, None
     given = taken(permuted_tokens, sorted_indices).reshape(*probs.shape, permuted_tokens.shape[1]).float()

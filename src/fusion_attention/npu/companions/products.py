@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_attention.contract import ContractError, to_array
-from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.quantised import Dtype, exact
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
@@ -101,7 +101,8 @@ def npu_grouped_matmul(
         given |= checked(products.GROUPED, given)
     except ContractError as error:
         raise (GroupTypeError(list(error.failures)) if error.param == "group_type" else error) from None
-    return _products(given)
+    with as_given(x[0]):
+        return _products(given)
 
 
 def _products(given: dict[str, Any]) -> list[Tensor]:

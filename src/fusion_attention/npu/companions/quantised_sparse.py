@@ -5,8 +5,7 @@ What an integer with a float16 scale means is exact in float32, in which both co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -75,19 +74,24 @@ def npu_quant_lightning_indexer(
         >>> list(npu_quant_lightning_indexer(q, key, weights, scale, key_scale, 0, 0, sparse_count=4).shape)
         [1, 6, 1, 4]
     """
-    checked(quantised_sparse.INDEXER, dict(locals()))
-    table = block_table
-    if layout_key == "PA_BSND" and table is not None:
-        (key, key_dequant_scale), table = _pages_used((key, key_dequant_scale), table)
     args = {
-        "query": query.float() * query_dequant_scale.float().unsqueeze(-1),
-        "key": key.float() * key_dequant_scale.float().unsqueeze(-1), "weights": weights.float(),
-        "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_key, "block_table": table,
-        "layout": layout_query, "layout_kv": layout_key, "sparse_count": sparse_count, "sparse_mode": sparse_mode,
-        "pre_tokens": pre_tokens, "next_tokens": next_tokens, "return_values": False,
+        "query": query, "key": key, "weights": weights, "query_dequant_scale": query_dequant_scale,
+        "key_dequant_scale": key_dequant_scale, "query_quant_mode": query_quant_mode, "key_quant_mode": key_quant_mode,
+        "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_key,
+        "block_table": block_table, "layout": layout_query, "layout_kv": layout_key, "sparse_count": sparse_count,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens, "query_dtype": query_dtype,
+        "key_dtype": key_dtype,
     }  # fmt: skip
+    given = {**args, **checked(quantised_sparse.INDEXER, args)}
+    (key, key_dequant_scale), table = _pages_used((key, key_dequant_scale), block_table)
+    wide = {
+        "query": query.float() * query_dequant_scale.float().unsqueeze(-1),
+        "key": key.float() * key_dequant_scale.float().unsqueeze(-1), "weights": weights.float(), "block_table": table,
+    }  # fmt: skip
+    args = {p.name: given.get(p.name) for p in indexer.TORCH.params if not p.name.endswith("_out")} | wide
+    args["return_values"] = False
     with in_place_of(quantised_sparse.INDEXER):
-        found: Tensor = dispatch.in_order(indexer.TORCH, args, args["query"])[0]
+        found: Tensor = dispatch.results(indexer.TORCH, args)["sparse_indices_out"]
     return found
 
 
@@ -155,36 +159,39 @@ def npu_kv_quant_sparse_flash_attention(
         >>> list(out.shape), out.unique().item()
         ([1, 6, 4, 16], 0.5)
     """
-    given = checked(quantised_sparse.ATTENTION, dict(locals()))
-    latent, table = query.shape[-1] - rope_head_dim, block_table
-    if layout_kv == "PA_BSND" and table is not None:
-        (key,), table = _pages_used((key,), table)
-    parts = key.split([latent, 2 * rope_head_dim, key.shape[-1] - latent - 2 * rope_head_dim], -1)
-    scales = parts[2].contiguous().view(torch.float32).repeat_interleave(tile_size, -1)
-    wide = query.float()
-    args = _attention(given) | {
-        "query": wide[..., :latent], "query_rope": wide[..., latent:], "block_table": table,
-        "key": parts[0].float() * scales, "key_rope": parts[1].contiguous().view(query.dtype).float(),
-        "sparse_indices": sparse_indices, "actual_seq_qlen": actual_seq_lengths_query,
-        "actual_seq_kvlen": actual_seq_lengths_kv,
+    args = {
+        "query": query, "key": key, "value": value, "sparse_indices": sparse_indices, "scale_value": scale_value,
+        "key_quant_mode": key_quant_mode, "value_quant_mode": value_quant_mode, "key_dequant_scale": key_dequant_scale,
+        "value_dequant_scale": value_dequant_scale, "block_table": block_table,
+        "actual_seq_qlen": actual_seq_lengths_query, "actual_seq_kvlen": actual_seq_lengths_kv,
+        "sparse_block_size": sparse_block_size, "layout": layout_query, "layout_kv": layout_kv,
+        "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "attention_mode": attention_mode, "quant_scale_repo_mode": quant_scale_repo_mode, "tile_size": tile_size,
+        "rope_head_dim": rope_head_dim, "key_dtype": key_dtype, "value_dtype": value_dtype,
     }  # fmt: skip
-    with in_place_of(quantised_sparse.ATTENTION, layout="layout_query"):
+    given = {**args, **checked(quantised_sparse.ATTENTION, args)}
+    tile, rope = given["tile_size"], given["rope_head_dim"]
+    latent = query.shape[-1] - rope
+    (key,), table = _pages_used((key,), block_table)
+    parts = key.split([latent, 2 * rope, 4 * (latent // tile)], -1)
+    scales = parts[2].contiguous().view(torch.float32).repeat_interleave(tile, -1)
+    rows = query.float()
+    wide = {
+        "query": rows[..., :latent], "query_rope": rows[..., latent:], "block_table": table, "value": None,
+        "key": parts[0].float() * scales, "key_rope": parts[1].contiguous().view(query.dtype).float(),
+    }  # fmt: skip
+    outs = {p.name for p in sparse.TORCH.tensors(output=True)}
+    args = {p.name: given.get(p.name) for p in sparse.TORCH.params if p.name not in outs} | wide
+    args["return_softmax_lse"] = False
+    with in_place_of(quantised_sparse.ATTENTION):
         return dispatch.results(sparse.TORCH, args)["attention_out"].to(query.dtype)
 
 
-def _attention(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a call, as sparse attention over floats calls them."""
-    names = "scale_value", "sparse_block_size", "layout_kv", "sparse_mode", "pre_tokens", "next_tokens"
-    return {name: given[name] for name in names} | {
-        "layout": given["layout_query"], "attention_mode": 2, "return_softmax_lse": False, "value": None, "sinks": None,
-    }  # fmt: skip
-
-
-def _pages_used(caches: tuple[Tensor, ...], table: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Of caches [pages, ...] the pages that a table names, and the table with their new numbers: a cache is mostly
     larger than what one call reads. Numbers of no page stay what they are."""
     pages = caches[0].shape[0]
-    if dispatch.is_traced((*caches, table)) or table.numel() >= pages or table.is_meta:
+    if table is None or dispatch.is_traced((*caches, table)) or table.numel() >= pages or table.is_meta:
         return caches, table
     there = (table >= 0) & (table < pages)
     used = table[there].unique()

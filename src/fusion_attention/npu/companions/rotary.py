@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.ops.companions import rotary
 
 __all__ = [
@@ -54,7 +54,8 @@ def npu_rotary_mul(
     if rotate is None:
         return _rotated(input, r1, r2, mode)
     wide = input.float()
-    return (wide * r1 + (wide @ rotate.float()) * r2).to(input.dtype)
+    with as_given(input):
+        return (wide * r1 + (wide @ rotate.float()) * r2).to(input.dtype)
 
 
 def npu_rotary_mul_backward(
@@ -147,7 +148,8 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [1.0, 3.0, 2.0, 4.0]
     """
     checked(rotary.INTERLEAVE_ROPE, {"x": x, "cos": cos, "sin": sin})
-    return _rotated(halves_of_pairs(x), cos, sin, "half")
+    with as_given(x):
+        return _rotated(halves_of_pairs(x), cos, sin, "half")
 
 
 def npu_mrope(
@@ -207,7 +209,8 @@ def npu_mrope(
         found = _rotated(heads[..., :width], cos[:, None], sin[:, None], mode)
         return torch.cat((found, heads[..., width:]), -1).reshape(rows.shape)
 
-    return turned(query), turned(key)
+    with as_given(query):
+        return turned(query), turned(key)
 
 
 def halves_of_pairs(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.ops.companions import shapes
 
 __all__ = [
@@ -190,7 +190,8 @@ def npu_transpose_batchmatmul(
     }  # fmt: skip
     parts = checked(shapes.TRANSPOSE_BATCHMATMUL, args)["batch_split_factor"]
     first, second = (t if perm is None else t.permute(_ints(perm)) for t, perm in ((input, perm_x1), (weight, perm_x2)))
-    found = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
+    with as_given(input):
+        found = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
     if parts > 1:
         rows = found.reshape(found.shape[0], parts, found.shape[1] * found.shape[2] // parts)
         found = rows.transpose(0, 1)

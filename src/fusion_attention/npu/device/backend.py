@@ -6,13 +6,17 @@ only new ones are refused. Refuses to know what install() changes besides (insta
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from fusion_attention.npu.device import compiled
 from fusion_attention.npu.device.build import library
-from fusion_attention.patches import Changes
+from fusion_attention.patches import Changes, Layer
 from fusion_attention.torch_ops.aliases import Ways, connect
 
 NAME = "npu"
@@ -57,7 +61,9 @@ def load(base: str) -> None:
         )
     if _loaded:
         return
-    torch.ops.load_library(library())
+    path = library()
+    _start_engine()
+    torch.ops.load_library(path)
     if torch._C._get_privateuse1_backend_name() == _FORMER:
         torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
@@ -68,16 +74,35 @@ def load(base: str) -> None:
     _loaded = base
 
 
+def _start_engine() -> None:
+    """A backward, the first of the process: autograd's engine then starts threads for the devices that it knows.
+
+    npu is not yet one of them. A thread of its own would bring threads for OpenMP, and a process that has one can no
+    longer be forked.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
+
+
 def enter(changes: Changes, module: ModuleType) -> None:
     """Puts the device in force, with the module of its name; the changes take it back."""
     changes.set(sys.modules, MODULE, module)
     changes.after(_present, False)
     _present(True)
+    compiled.enter(changes, _loaded)
     if _loaded == "cpu":
-        # What a backward computes runs in the thread that asked for it, as on a CPU: another one would bring threads of
-        # its own for OpenMP, and could not be forked.
-        changes.after(torch._C._set_multithreading_enabled, torch._C._is_multithreading_enabled())
+        changes.wrap(torch.autograd, "_engine_run_backward", _in_this_thread)
+
+
+def _in_this_thread(layer: Layer) -> Callable[..., Any]:
+    """autograd's way into its engine, which has no thread for npu (_start_engine); operators on npu say so too."""
+
+    @functools.wraps(layer.below)
+    def run(*args: Any, **kwargs: Any) -> Any:
         torch._C._set_multithreading_enabled(False)
+        return layer.below(*args, **kwargs)
+
+    return run
 
 
 def _absent() -> ModuleType:

@@ -163,8 +163,8 @@ class _Host:
         return "fusion_attention on cpu"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        """The name; total_memory is 0, for nothing is counted."""
-        return SimpleNamespace(name=self.get_device_name(), total_memory=0)
+        """The name; a version below every one of CUDA's, which torch asks of programs for it; nothing is counted."""
+        return SimpleNamespace(name=self.get_device_name(), total_memory=0, major=0, minor=0)
 
     def empty_cache(self) -> None:
         """Nothing is cached."""

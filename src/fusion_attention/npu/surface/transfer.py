@@ -23,7 +23,7 @@ _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye from_file full full_like hann_window "
     "hamming_window kaiser_window bartlett_window blackman_window linspace logspace normal ones ones_like rand "
     "rand_like randint randint_like randn randn_like randperm scalar_tensor sparse_coo_tensor sparse_csr_tensor tensor "
-    "tril_indices triu_indices zeros zeros_like range load set_default_device Generator"
+    "tril_indices triu_indices zeros zeros_like range load set_default_device"
 )
 _METHODS = "to new_empty new_empty_strided new_full new_ones new_tensor new_zeros pin_memory"
 _MODULES = "to to_empty"
@@ -78,6 +78,19 @@ def _told(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = Fa
     return wrapper
 
 
+def _told_class(layer: Layer) -> type:
+    """A class of torch's that cannot be changed: annotations and isinstance() still want a class under its name."""
+
+    class Meta(type):
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, layer.below)
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return _told(layer)(*args, **kwargs)
+
+    return Meta(layer.below.__name__, (), {"__new__": __new__, "__doc__": layer.below.__doc__})
+
+
 def _transfer(changes: Changes) -> None:
     npu: Any = sys.modules["torch_npu.npu"]
     given = {
@@ -86,17 +99,19 @@ def _transfer(changes: Changes) -> None:
     for name, value in given.items():
         if not isinstance(value, ModuleType):
             changes.set(torch.cuda, name, value)
+    changes.set(torch.cuda, "get_device_capability", lambda device=None: (0, 0))  # what programs compare is a pair
     for part in ("amp", "random", "memory", "streams"):
         for name, value in vars(getattr(npu, part)).items():
             if not name.startswith("_") and not isinstance(value, ModuleType):
                 changes.set(getattr(torch.cuda, part), name, value)
     for name in _FACTORIES.split():
         changes.wrap(torch, name, _told)
+    changes.wrap(torch, "Generator", _told_class)
     for name in _METHODS.split():
         changes.wrap(torch.Tensor, name, functools.partial(_told, numbers=name == "to"))
     for name in _MODULES.split():
         changes.wrap(torch.nn.Module, name, functools.partial(_told, numbers=True))
-    owners: tuple[Any, ...] = (torch.Tensor, torch.nn.Module)
+    owners: tuple[Any, ...] = (torch.Tensor, torch.nn.Module, torch.storage._StorageBase, torch.storage.TypedStorage)
     for owner in owners:
         changes.set(owner, "cuda", owner.npu)
     changes.set(torch.Tensor, "is_cuda", torch.Tensor.is_npu)  # type: ignore[attr-defined]

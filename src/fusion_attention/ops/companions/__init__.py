@@ -14,6 +14,7 @@ from fusion_attention.ops.companions import (
     experts,
     gates,
     losses,
+    merging,
     norms,
     products,
     quantised,
@@ -26,7 +27,7 @@ from fusion_attention.ops.companions import (
 
 FAMILIES = (
     *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
-    *(losses, atb, quantised_sparse),
+    *(losses, atb, quantised_sparse, merging),
 )
 COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.

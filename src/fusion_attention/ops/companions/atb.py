@@ -174,7 +174,7 @@ def attends(
             finite_scale("scale_value", optional=False),
             *waits_for_none("out", shape=shapes["out"]),
             *own_memory("out", shape=shapes["out"]),
-            *untrained(NO_GRADIENT, kind=invalid, **floating),
+            *untrained(NO_GRADIENT, None, invalid, **floating),
         ),
         formula=FORMULA.format(seen=seen),
         functions=FUNCTIONS,
@@ -306,7 +306,7 @@ def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
                 for c, n in zip(caches, names, strict=True)
             ),
             *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
-            *untrained(STORED, kind=invalid, **{n: sizes[n] for n in names}),
+            *untrained(STORED, None, invalid, **{n: sizes[n] for n in names}),
         ),
         formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]",
         functions=FUNCTIONS,

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
-from fusion_attention.ops.sparse.call import key_view, unpaged
+from fusion_attention.ops.sparse.call import key_view, narrow, unpaged
 from fusion_attention.waist.kv import PagedView, RowView
 from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import IndexerGrads, IndexerOperands, IndexerProblem
@@ -121,5 +121,4 @@ class IndexerBackward(OfCall):
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
-        # Kernels read 32 bits; every entry was found to fit.
-        return Filled((call.operands(self.indices.to(torch.int32), None), grads), rooms, found, clears)
+        return Filled((call.operands(narrow(self.indices), None), grads), rooms, found, clears)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
+from fusion_attention.ops.sparse.call import page_table
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of
 from fusion_attention.waist.problem import IndexerProblem
@@ -17,7 +18,8 @@ def indexer_call(bound: Bound) -> Indexer:
     n = bound.names
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
-    return Indexer(extents, n["layout"], {name: n[name] for name in INPUTS}, problem, form)
+    tensors = {name: n[name] for name in INPUTS} | {"block_table": page_table(n["block_table"])}
+    return Indexer(extents, n["layout"], tensors, problem, form)
 
 
 def lower(bound: Bound) -> Indexer | IndexerBackward:

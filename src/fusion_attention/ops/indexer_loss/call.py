@@ -14,7 +14,7 @@ import torch
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.sparse.call import grouped, statistics
+from fusion_attention.ops.sparse.call import grouped, narrow, statistics
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.lowered import Filled, room
 from fusion_attention.waist.problem import (
@@ -69,8 +69,7 @@ class _Call(TensorCall):
             q=self.rows(self.given("query_index"), heads),
             k=self.keys(self.given("key_index")),
             weights=self.rows(self.given("weights").unsqueeze(-2)),
-            # Kernels read 32 bits; every entry was found to fit.
-            indices=None if indices is None else self.rows(indices.to(torch.int32)),
+            indices=None if indices is None else self.rows(narrow(indices)),
             stats=stats,
         )
 

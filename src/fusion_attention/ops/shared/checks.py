@@ -7,6 +7,7 @@ import torch
 
 from fusion_attention.contract import show
 from fusion_attention.ops.shared.lengths import last_end, rising
+from fusion_attention.settings import current
 from fusion_attention.waist.mask import INFINITE, Band
 
 Outcome = bool | str
@@ -64,9 +65,18 @@ def band_fits(band: Band | None, count: int) -> Outcome:
     return len(band.prefix) in (0, count) or f"{len(band.prefix)} prefixes for {count} sequences"
 
 
+def stays_unread(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of indices or pages has no content, or has it on a device where nobody asked for a check.
+
+    Reading would wait for the device, which a captured graph cannot; kernels there reach nothing outside whatever it
+    holds.
+    """
+    return tensor.is_meta or not (tensor.is_cpu or current().check_content)
+
+
 def pages_exist(table: torch.Tensor, kv_len: np.ndarray, page_size: int, pages: int) -> Outcome:
-    """Whether every page that some token lies in exists; reads the table."""
-    if table.is_meta or page_size < 1:
+    """Whether every page that some token lies in exists; reads the table, unless it stays_unread()."""
+    if page_size < 1 or stays_unread(table):
         return True
     ids = table.numpy() if table.is_cpu else table.cpu().numpy()
     # Below zero is beyond all where bits are read without a sign. The usual case needs no lengths.

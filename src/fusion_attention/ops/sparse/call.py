@@ -62,8 +62,7 @@ class Sparse(TensorCall):
             q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
             k_rope=None if k_rope is None else self.keys(k_rope),
             sink=t["sinks"],
-            # Kernels read 32 bits; every entry was found to fit.
-            indices=self.rows(indices.to(torch.int32), p.heads_kv),
+            indices=self.rows(narrow(indices), p.heads_kv),
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
@@ -102,17 +101,32 @@ def grouped(stats: Tensor, heads_kv: int, layout: str) -> Tensor:
 
 
 def key_view(tensor: Tensor, layout: str, heads: int, extents: Extents, table: Tensor | None) -> RowView | PagedView:
-    """Rows of keys, packed, padded or in pages."""
+    """Rows of keys, packed, padded or in pages; table: of page_table()."""
     if layout != PAGED:
         return row_view(tensor, layout, heads, extents, "kv")
     assert table is not None
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.contiguous()  # As row_view() does: kernels read rows of neighbouring elements.
-    table = table.to(torch.int32)
-    if table.stride(-1) != 1:
-        table = table.contiguous()  # Kernels read a sequence's pages one by one.
     page, token, head, _ = tensor.stride()
     return PagedView(tensor, table, tensor.shape[1], page, token, head, tensor.shape[3])
+
+
+def narrow(lists: Tensor) -> Tensor:
+    """Lists as kernels read them, in 32 bits: an entry that these do not hold stays outside."""
+    if lists.dtype == torch.int32:
+        return lists
+    return lists.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+
+
+def page_table(table: Tensor | None) -> Tensor | None:
+    """A page table as kernels read it, the same one for all that lies in its pages.
+
+    32 bits, which hold every page that there is; a sequence's pages one by one.
+    """
+    if table is None:
+        return None
+    table = table.to(torch.int32)
+    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------- forward

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist
+from fusion_attention.ops.shared.checks import Outcome, float32, int32, lengths_fit, pages_exist, stays_unread
 from fusion_attention.ops.shared.lengths import last_end, lengths_of
 
 PAGED = "PA_BSND"
@@ -84,8 +84,9 @@ def _first(bad: torch.Tensor, own: torch.Tensor, b: int) -> str:
 
 
 def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int) -> Outcome:
-    """Whether every entry of every row is -1 or names a block of its sequence's keys."""
-    if indices.is_meta:
+    """Whether every entry of every row is -1 or names a block of its sequence's keys; reads them, unless the lists
+    stay unread."""
+    if stays_unread(indices):
         return True
     for b, own in _lists(indices, layout, q_len):
         blocks = -(-int(kv_len[b]) // block)

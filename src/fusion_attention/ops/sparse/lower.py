@@ -10,7 +10,7 @@ import numpy as np
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
-from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, page_table
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Problem
@@ -28,7 +28,7 @@ def sparse_call(bound: Bound) -> Sparse:
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
-    tensors["sinks"] = wide(n["sinks"], n["query"])
+    tensors |= {"sinks": wide(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
     return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
 
 

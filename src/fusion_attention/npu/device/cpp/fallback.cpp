@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <c10/core/AutogradState.h>
 #include <torch/library.h>
 
 #include <string_view>
@@ -54,15 +55,16 @@ public:
             aliases.reserve(list.size());
             for (const at::Tensor &t : list) {
                 at::Tensor found = alias(t);
-                aliases.push_back(found.defined() ? std::move(found) : t);
+                aliases.push_back(found.defined() ? found : t);
             }
             value = std::move(aliases);
         } else if (value.isOptionalTensorList()) {
             auto list = value.to<c10::List<std::optional<at::Tensor>>>();
             c10::List<std::optional<at::Tensor>> aliases;
-            for (const std::optional<at::Tensor> &t : list) {
+            for (const auto &one : list) {
+                const std::optional<at::Tensor> t = one;
                 at::Tensor found = t.has_value() ? alias(*t) : at::Tensor();
-                aliases.push_back(found.defined() ? std::optional<at::Tensor>(std::move(found)) : t);
+                aliases.push_back(found.defined() ? std::optional<at::Tensor>(found) : t);
             }
             value = std::move(aliases);
         } else if (value.isDevice()) {
@@ -96,7 +98,7 @@ public:
                         "' device type for generator but found '", generator_->type(), "'");
         }
         if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
-        if (mixing().count(op.schema().name()) != 0) return;
+        if (mixing().contains(op.schema().name())) return;
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
                     npu_.front().device(), " and ", *strange_, "!");
     }
@@ -188,6 +190,8 @@ private:
 
 void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
     const c10::FunctionSchema &schema = op.schema();
+    // On a host a backward runs in the thread that asks for it: the engine has no threads for npu (backend.py).
+    if (base() == DeviceType::CPU) c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
     Frame frame;
     for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) frame.enter((*stack)[i]);
     frame.demand_one_device(op);
@@ -240,7 +244,7 @@ int64_t register_operators() {
     register_collectives(key);
     int64_t count = 0;
     for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {
-        if (name.name.rfind("aten::", 0) != 0 || kept().count(name.name) != 0) continue;
+        if (name.name.rfind("aten::", 0) != 0 || kept().contains(name.name)) continue;
         auto op = c10::Dispatcher::singleton().findOp(name);
         if (!op.has_value() || !op->hasSchema() || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
         bool explicit_one = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||

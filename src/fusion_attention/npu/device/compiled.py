@@ -1,0 +1,103 @@
+"""torch.compile's own back end, inductor, for tensors on npu: it compiles the graph for the device that computes.
+
+Aliases go into what it made, and tensors of npu come out, as with functions (torch_ops/aliases.py); autograd goes on.
+Refuses to know what a graph computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fusion_attention.patches import Changes, Layer
+
+Tensor = torch.Tensor
+
+_NAME = re.compile(r"npu(:\d+)?")
+
+
+def enter(changes: Changes, base: str) -> None:
+    """Inductor takes graphs on npu as soon as it is loaded; the changes take it back.
+
+    Args:
+        changes: what takes it all back.
+        base: the type of the device that computes.
+    """
+
+    def change(module: ModuleType) -> None:
+        changes.wrap(module, "compile_fx", lambda layer: _compiling(layer, base))
+
+    changes.when_loaded("torch._inductor.compile_fx", change)
+
+
+def _on_npu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "npu"
+
+
+def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
+    @functools.wraps(layer.below)
+    def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        values = [*inputs, *(node.meta.get("example_value") for node in _nodes(model))]
+        if not any(map(_on_npu, values)):
+            return layer.below(model, inputs, *args, **kwargs)
+        if not all(map(_on_npu, (value for value in values if isinstance(value, Tensor)))):
+            raise NotImplementedError(
+                'torch.compile: backend "inductor" on device npu: expected all tensors of a graph on npu, got some on '
+                'another device (keep copies to and from npu outside, or compile with backend="aot_eager")'
+            )
+        _rename(model, base)
+        traced = [node.meta["example_value"] for node in _nodes(model) if node.op == "placeholder"]
+        there = [_elsewhere(fake, value, base) for fake, value in zip(traced, inputs, strict=True)]
+        return _crossing(layer.below(model, there, *args, **kwargs))
+
+    return compile_fx
+
+
+def _nodes(model: Any) -> Sequence[Any]:
+    graph = getattr(model, "graph", None)
+    return () if graph is None else list(graph.nodes)
+
+
+def _rename(model: Any, base: str) -> None:
+    """Puts the device that computes where a graph's calls name npu."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device(base) if value.type == "npu" else value
+        return base if isinstance(value, str) and _NAME.fullmatch(value) else value
+
+    for node in _nodes(model):
+        node.args = torch.fx.node.map_aggregate(node.args, named)
+        node.kwargs = torch.fx.node.map_aggregate(node.kwargs, named)
+    model.recompile()
+
+
+def _elsewhere(fake: Any, value: Any, base: str) -> Any:
+    """An input as one on the device that computes, with sizes as the trace has them: some may be symbols."""
+    if not _on_npu(fake):
+        return value
+    with fake.fake_mode, torch.enable_grad():
+        made = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)
+        return made.requires_grad_(fake.requires_grad)
+
+
+def _crossing(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What was compiled for the device that computes, for tensors of npu."""
+    ops = torch.ops.fusion_attention_npu
+
+    def run(*given: Any) -> Any:
+        tensors = [value for value in given if _on_npu(value)]
+        aliases = {id(tensor): ops.to_base.default(tensor) for tensor in tensors}
+        back = {id(aliases[id(tensor)]): tensor for tensor in tensors}
+        made = compiled(*(aliases.get(id(value), value) for value in given))
+        return tree_map_only(
+            Tensor, lambda out: back[id(out)] if id(out) in back else ops.to_npu.default(out, tensors), made
+        )
+
+    return run

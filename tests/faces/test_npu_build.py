@@ -1,0 +1,86 @@
+"""The device "npu" is compiled once for each torch; where it cannot be, "npu" is another name of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_attention import npu
+from fusion_attention.contract import ContractWarning
+from fusion_attention.npu.device import backend, build
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that is quick: it counts its calls in a file, and writes a word where it is told to."""
+    script = tmp_path / "compiler"
+    script.write_text(
+        f'#!/bin/sh\necho >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.1\necho made > "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
+    return script
+
+
+def test_many_ask_and_one_compiles(compiler: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: build.library(), range(4)))
+    assert [Path(path).read_text() for path in found] == ["made\n"]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+    left = sorted(path.name for path in build.folder().iterdir())
+    assert left == ["lock", "npu.so"]
+
+
+def test_another_torch_or_source_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.folder()
+    assert torch.__version__ in before.name
+    (tmp_path / "cpp").mkdir()
+    for path in build.SOURCES.iterdir():
+        (tmp_path / "cpp" / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "cpp")
+    assert build.folder() == before
+    with (tmp_path / "cpp" / "memory.h").open("a") as file:
+        file.write("\n")
+    assert build.folder() != before
+
+
+def test_what_cannot_be_compiled_says_why(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.write_text('#!/bin/sh\necho "memory.h:3: error: no such thing" >&2\nexit 1\n')
+    with pytest.raises(build.BuildError, match=r"to compile device npu for torch .*, got: memory.h:3: error: no such"):
+        build.library()
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O2")
+    with pytest.raises(build.BuildError, match=r"expected a C.. compiler .*, got CXX=/nowhere/c.., which is not found"):
+        build.library()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(compiler))  # a file, where a folder should be
+    with pytest.raises(build.BuildError, match=r"expected a folder to keep what is compiled, got .* \(set TORCH_EXT"):
+        build.library()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has compiled nothing, and cannot."""
+
+    def load(base: str) -> None:
+        raise build.BuildError("npu.install: expected a C++ compiler, got none")
+
+    monkeypatch.setattr(backend, "load", load)
+    yield
+    npu.uninstall()
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_without_a_compiler_a_note_says_what_remains() -> None:
+    with pytest.warns(ContractWarning, match='got none. Until then "npu" is another name of cpu') as said:
+        npu.install()
+    npu.install()  # and says nothing more
+    assert len(said) == 1
+    x = torch.ones(2, 2, device="npu")
+    assert x.is_npu
+    assert x.device.type == "cpu"
+    assert not backend.in_force()

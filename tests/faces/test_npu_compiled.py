@@ -1,0 +1,100 @@
+"""torch.compile with its own back end, for tensors on npu: the graph is compiled for the CPU, and results are npu's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+from fusion_attention import npu
+from fusion_attention.npu.device import compiled
+from fusion_attention.testing import compare
+
+pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
+
+
+def compiling(function: Callable[..., Any], seen: list[Any], **options: Any) -> Callable[..., Any]:
+    """torch.compile with a back end in inductor's place, which runs the graph that it gets, and says what for."""
+
+    def below(model: Any, inputs: Sequence[Any]) -> Any:
+        seen.extend(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+        return model
+
+    return torch.compile(function, backend=compiled._compiling(SimpleNamespace(below=below), "cpu"), **options)  # type: ignore[arg-type]
+
+
+def test_a_graph_is_compiled_for_the_cpu() -> None:
+    x, w = (torch.randn(3, 3, device="npu", requires_grad=True) for _ in range(2))
+    seen: list[Any] = []
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        made = torch.ones(3, device="npu") + torch.arange(3, device=x.device)
+        rows = npu.npu_fusion_attention(x[None], w[None], w[None], 1, "BSH", scale=0.5)[0]
+        return rows[0] @ w + made
+
+    got, want = compiling(call, seen)(x, w), call(x, w)
+    assert got.device.type == "npu"
+    assert seen == ["cpu", "cpu"]
+    same_bits(got.detach().cpu(), want.detach().cpu())
+    for mine, theirs in zip(*(torch.autograd.grad(out.sum(), (x, w)) for out in (got, want)), strict=True):
+        assert mine.device.type == "npu"
+        same_bits(mine.cpu(), theirs.cpu())
+
+
+def test_a_view_of_an_argument_is_a_view() -> None:
+    x = torch.zeros(2, 3, device="npu")
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.add_(1)
+        return x, x.T
+
+    same, turned = compiling(call, [])(x)
+    assert same is x
+    assert x._version == 1
+    turned.mul_(3)
+    assert x.tolist() == [[3.0] * 3] * 2
+    assert turned.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_sizes_that_change_are_symbols() -> None:
+    call = compiling(lambda x: torch.softmax(x, -1) @ x.T, [], dynamic=True)
+    for rows in (3, 5, 4):
+        x = torch.randn(rows, 2, device="npu")
+        same_bits(call(x).cpu(), (torch.softmax(x, -1) @ x.T).cpu())
+
+
+def test_other_devices_are_not_its_concern() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, 2)
+    assert compiling(lambda x: x + 1, seen)(x).device.type == "cpu"
+    with pytest.raises(
+        Exception, match='backend "inductor" on device npu: expected all tensors of a graph on npu, got'
+    ):
+        compiling(lambda x: x.cpu() + 1, seen)(x.npu())  # type: ignore[attr-defined]
+    assert seen == ["cpu"]
+
+
+@pytest.mark.slow
+def test_a_layer_trains_under_inductor() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 5, 16)
+    results = []
+    for dtype, device, run in (
+        (torch.float32, "npu", torch.compile),
+        (torch.float64, "cpu", lambda layer: layer),
+        (torch.float32, "cpu", lambda layer: layer),
+    ):
+        here = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        here.load_state_dict(layer.state_dict())
+        here = here.to(device, dtype)
+        out = run(here)(x.to(device, dtype))
+        assert out.device.type == device
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in here.parameters())])
+    for i, (ours, golden, plain) in enumerate(zip(*results, strict=True)):
+        compare(f"{i}", ours.detach().cpu(), golden.detach(), plain.detach(), 160)

@@ -1,0 +1,137 @@
+"""torch's own database of operators, on device npu and on the CPU: the same bits, gradients too, or the same error.
+
+An everyday sample, and a larger one that is slow; both are drawn by a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fusion_attention import npu
+
+pytest.importorskip("expecttest", reason="torch's tests import it")
+from torch.testing._internal.common_methods_invocations import op_db
+
+DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.bool)
+ROWS = [(op, dtype) for op in op_db for dtype in DTYPES if dtype in op.dtypes]
+SAMPLES = 4  # of one row
+
+# What differs by what it means, and why.
+APART = {
+    "empty": "nobody writes it",
+    "empty_like": "nobody writes it",
+    "empty_permuted": "nobody writes it",
+    "empty_strided": "nobody writes it",
+    "new_empty": "nobody writes it",
+    "new_empty_strided": "nobody writes it",
+    "as_strided.partial_views": "reads what lies around a view, which a copy to another device does not have",
+    "to": "its sample says on which device the result lies",
+    "tensor_split": "takes its places from the CPU, whatever the device",
+    "nn.functional.linear_cross_entropy.chunked": "rounds otherwise on the CPU than on any other device",
+    "nn.functional.linear_cross_entropy.chunked_none": "rounds otherwise on the CPU than on any other device",
+    "linalg.lstsq": "its last bits differ from call to call on the CPU alone",
+    "linalg.lstsq.grad_oriented": "its last bits differ from call to call on the CPU alone",
+    **{
+        f"jiterator_{name}": "CUDA's alone"
+        for name in ("unary", "binary", "4inputs_with_extra_args", "2inputs_2outputs")
+    },
+    "to_sparse": "the device has no sparse tensors",
+    "sparse.mm.reduce": "the device has no sparse tensors",
+    "sparse.sampled_addmm": "the device has no sparse tensors",
+}
+
+
+def title(op: Any) -> str:
+    return ".".join(filter(None, (op.name, op.variant_test_name)))
+
+
+def drawn(count: int) -> list[Any]:
+    rows = [row for row in ROWS if title(row[0]) not in APART]
+    chosen = random.Random(28).sample(rows, count)
+    return [pytest.param(op, dtype, id=f"{title(op)}-{str(dtype)[6:]}") for op, dtype in chosen]
+
+
+EVERYDAY = drawn(40)
+LARGE = drawn(500)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    npu.install()
+    yield
+    npu.uninstall()
+
+
+def moved(given: Any) -> Any:
+    """Arguments with every tensor, and the device where one is named, on npu."""
+
+    def tensor(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().npu().requires_grad_(x.requires_grad)  # type: ignore[attr-defined]
+
+    given = tree_map_only(torch.Tensor, tensor, given)
+    return tree_map_only(str, lambda text: "npu" if text == "cpu" else text, given)
+
+
+def run(op: Any, given: Any) -> tuple[list[Any], list[Any]] | Exception:
+    """(what it returns, gradients), or what it raises."""
+    torch.manual_seed(1)
+    args, kwargs = given
+    try:
+        returned = tree_leaves(op(*args, **kwargs))
+        ends = [x for x in returned if isinstance(x, torch.Tensor) and x.requires_grad]
+        leaves = [x for x in tree_leaves(given) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not ends or not leaves:
+            return returned, []
+        return returned, list(torch.autograd.grad(ends, leaves, [torch.ones_like(x) for x in ends], allow_unused=True))
+    except (RuntimeError, ValueError, IndexError, NotImplementedError, TypeError) as error:
+        return error
+
+
+def same(got: Any, want: Any) -> None:
+    assert type(got) is type(want)
+    if not isinstance(want, torch.Tensor) or want.layout != torch.strided:
+        return
+    assert got.device.type == "npu"
+    assert got.stride() == want.stride()
+    one, other = (x.detach().cpu().resolve_conj().resolve_neg() for x in (got, want))
+    same_bits(*(torch.view_as_real(x) if x.is_complex() else x for x in (one, other)))
+
+
+def judge(op: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wants_gradient = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+    for sample in list(op.sample_inputs("cpu", dtype, requires_grad=wants_gradient))[:SAMPLES]:
+        given = (sample.input, *sample.args), dict(sample.kwargs)
+        theirs = moved(given)  # before the CPU's call, which may write its arguments
+        want, got = run(op, given), run(op, theirs)
+        if isinstance(want, Exception) or isinstance(got, Exception):
+            assert type(got) is type(want), got
+            continue
+        for of_npu, of_cpu in zip(got, want, strict=True):
+            assert len(of_npu) == len(of_cpu)
+            for mine, other in zip(of_npu, of_cpu, strict=True):
+                same(mine, other)
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERYDAY)
+@pytest.mark.filterwarnings("ignore")
+def test_an_operator_of_torch(op: Any, dtype: torch.dtype) -> None:
+    judge(op, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "dtype"), LARGE)
+@pytest.mark.filterwarnings("ignore")
+def test_an_operator_of_torch_of_many(op: Any, dtype: torch.dtype) -> None:
+    judge(op, dtype)
+
+
+def test_what_is_left_apart_is_in_the_database() -> None:
+    assert APART.keys() <= {title(op) for op in op_db}

@@ -1,0 +1,32 @@
+"""The mutations of the device npu; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+STATES = "faces/test_npu_states.py::"
+DEVICE = [
+    house("a view on npu has memory of its own", "npu/device/cpp/fallback.cpp",
+          "behind.unsafeGetStorageImpl()) return npu_over(made, known);",
+          "nullptr) return npu_over(made, known);",
+          f"{STATES}test_files"),
+    house("tensors of two devices meet", "npu/device/cpp/fallback.cpp",
+          "strange_ = t.device();", "(void)t;",
+          f"{STATES}test_mixed_devices_are_torchs_own_error"),
+    house("a view in inference mode is an inference tensor", "npu/device/cpp/memory.cpp",
+          "like->key_set().has_any(c10::autograd_dispatch_keyset_with_ADInplaceOrView)",
+          "!c10::InferenceMode::is_enabled()",
+          f"{STATES}test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor"),
+    house("autograd has a thread for npu", "npu/device/backend.py",
+          "    _start_engine()\n", "",
+          f"{STATES}test_a_forked_process_goes_on"),
+    house("every process compiles the device", "npu/device/build.py",
+          "fcntl.flock(lock, fcntl.LOCK_EX)", "fcntl.flock(lock, fcntl.LOCK_UN)",
+          "faces/test_npu_build.py::test_many_ask_and_one_compiles"),
+    house("a changed source is not compiled", "npu/device/build.py",
+          "digest.update(path.name.encode() + path.read_bytes())", "digest.update(path.name.encode())",
+          "faces/test_npu_build.py::test_another_torch_or_source_is_another_folder"),
+    house("a compiled graph forgets which of its results are its arguments", "npu/device/compiled.py",
+          "ops.to_npu.default(out, tensors)", "ops.to_npu.default(out, [])",
+          "faces/test_npu_compiled.py::test_a_view_of_an_argument_is_a_view"),
+]  # fmt: skip

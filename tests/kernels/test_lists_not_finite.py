@@ -1,0 +1,171 @@
+"""What is not finite in any tensor reaches exactly golden's gradients: lists, the indexer's values, its loss.
+
+A weight of 0 times an infinity is NaN: so the elements that matter are those whose scores are -inf, or not above 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.selected import Args, Results, cloned
+
+from fusion_attention.backends.triton import launch_loss, shapes_loss, shapes_sparse
+from fusion_attention.backends.triton import launch_sparse_backward as launched
+from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.testing import compare, indexer_loss, sparse
+from fusion_attention.testing.indexer_loss import LossCase
+from fusion_attention.testing.sparse import IndexerCase, SparseCase
+from fusion_attention.torch_ops.eager import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+FILLS = (math.nan, math.inf, -math.inf)
+TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
+HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
+FLOAT16 = {"dtype": "float16", "weights": "float16"}
+SMALL = Tile(16, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so low that a case of a few slots has several; heads of the indexer take several launches."""
+    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: Cut(16, 16, 16, 4, 1))
+    monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
+    monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)
+    monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: shapes_loss.Selected(SMALL, SMALL, 16))
+    monkeypatch.setattr(launch_loss, "SLOTS", 16)
+
+
+def attention(case: SparseCase, args: Args) -> tuple[Results, Results, Results]:
+    """(ours, golden, the CPU's), from golden's output and statistics, rounded once."""
+    call = sparse.lowered(args)
+    double = sparse.in_float64(call)
+    out, *stats = run(double, "golden").values()
+    out, stats = out.to(call.problem.torch_dtype), [t.float() for t in stats]
+    step = SparseBackward(call, args["dy"], out, *stats)
+    want = SparseBackward(double, args["dy"].double(), out.double(), *(t.double() for t in stats))
+    return run(step, "triton"), run(want, "golden"), run(step, "cpu")
+
+
+def values(case: IndexerCase, args: Args) -> tuple[Results, Results, Results]:
+    """As attention()."""
+    call, dy, lists = sparse.lowered_indexer(args), args["dy"], args["lists"]
+    want = sparse.indexer_gradients(sparse.promoted(call), dy.double(), lists, "golden")
+    got, measure = (sparse.indexer_gradients(call, dy, lists, name) for name in ("triton", "cpu"))
+    return got, want, measure
+
+
+def loss(case: LossCase, args: Args) -> tuple[Results, Results, Results]:
+    """As attention()."""
+    call = indexer_loss.lowered(case, args)
+    return run(call, "triton"), run(indexer_loss.in_float64(call), "golden"), run(call, "cpu")
+
+
+Family = Callable[[Any, Args], tuple[Results, Results, Results]]
+OF_ATTENTION = ("query", "key", "value", "query_rope", "key_rope", "dy", "sinks")
+OF_VALUES = ("query", "key", "weights", "dy")
+OF_LOSS = ("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
+CASES: list[tuple[Family, Any, tuple[str, ...]]] = [
+    (attention, SparseCase("TND", sink=True, dim_rope=4, **TWO), OF_ATTENTION),
+    (attention, SparseCase(count=3, heads_kv=2, dtype="bfloat16", **TWO), OF_ATTENTION),
+    (attention, SparseCase(count=6, shares_kv=True, dim_qk=20, dim_v=18, heads_q=3, dtype="float16", **TWO), ("key",)),
+    (attention, SparseCase(lists="all", count=9, heads_q=3, mode=0, **TWO), OF_ATTENTION),
+    (values, IndexerCase(**TWO), OF_VALUES),
+    (values, IndexerCase("TND", heads=3, top_k=6, **FLOAT16, **TWO), OF_VALUES),
+    (values, IndexerCase("TND", heads=33, top_k=20, q_len=(3, 2), kv_len=(20, 5), **HALF), OF_VALUES),
+    (loss, LossCase(count=6, **TWO), OF_LOSS),
+    (loss, LossCase("TND", count=6, dim_rope=3, **FLOAT16, **TWO), OF_LOSS),
+    (loss, LossCase("TND", count=6, heads=5, heads_q=6, heads_kv=3, sink=True, lists="wild", **HALF, **TWO), OF_LOSS),
+]
+
+
+def made(family: Family, case: Any, positive: bool) -> Args:
+    """Arguments; positive: of rows whose products are all above 0, so that minus infinity makes them all -inf."""
+    arguments = {attention: sparse.arguments, values: sparse.indexer_arguments, loss: indexer_loss.arguments}[family]
+    args = cloned(arguments(case))
+    if positive:
+        for name in ("query_index", "key_index") if family is loss else ("query", "key"):
+            args[name].abs_()
+    if family is values:
+        args["lists"] = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")[0]
+    return args | indexer_loss.statistics(case, args) if family is loss else args
+
+
+def places(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The first element; a late one; a whole row."""
+    yield tuple(0 for _ in tensor.shape)
+    yield tuple(max(n - 2, 0) if axis < 2 else n - 1 for axis, n in enumerate(tensor.shape))
+    if tensor.dim() > 2:
+        yield tuple(min(1, n - 1) for n in tensor.shape[:-1])
+
+
+def judge(family: Family, case: Any, args: Args) -> Results:
+    got, want, measure = family(case, args)
+    for name, mine in got.items():
+        # Where the measure itself is not finite it multiplied by zero.
+        plain = torch.where(measure[name].isfinite(), measure[name], want[name].to(mine.dtype))
+        compare(f"{case.id}: {name}", mine, want[name].double(), plain, max(case.kv_len) * 9)
+    return got
+
+
+EVERYDAY = [
+    (CASES[0], "key", (1, 0), -math.inf),
+    (CASES[3], "query", (1, 1, 1), -math.inf),
+    (CASES[5], "query", (0, 0, 0), math.nan),
+    (CASES[4], "key", (0, 0, 0, 0), math.inf),
+    (CASES[7], "key_index", (1, 1, 0), math.inf),
+    (CASES[8], "query_index", (0, 0, 0), -math.inf),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "at", "fill"), EVERYDAY, ids=lambda value: str(value)[-12:])
+def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tuple[int, ...], fill: float) -> None:
+    family, case, _ = what
+    args = made(family, case, positive=True)
+    args[name][at] = fill
+    judge(family, case, args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(("family", "case", "names"), CASES, ids=lambda value: getattr(value, "id", None))
+def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
+    whole = made(family, case, positive)
+    for name in names:
+        for at in places(whole[name]) if whole[name] is not None else ():
+            for fill in FILLS:
+                args = cloned(whole)
+                args[name][at] = fill
+                judge(family, case, args)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
+    """Of an entry far below the largest; and a key whose score is -inf beside it is not seen."""
+    case = SparseCase(q_len=(3,), kv_len=(20,), count=20, lists="all", heads_q=2, scale=1.0, dim_qk=4, dtype=dtype)
+    args = cloned(sparse.arguments(case))
+    args["query"].fill_(1.0), args["key"].zero_()
+    args["key"][0, 11, 0, 0] = 300.0
+    args["key"][0, 3, 0, 0] = -math.inf
+    args["dy"][0, 2, 1, 1] = -math.inf
+    found, want, _ = attention(case, args)
+    for name, mine in found.items():
+        assert torch.equal(mine.isnan(), want[name].isnan()), name
+        assert torch.equal(mine.isinf(), want[name].isinf()), name
+    assert found["dvalue"][0, 3].isfinite().all()
+    assert found["dvalue"][0, :, 0, 1].isinf().sum() > 9
+
+
+def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() -> None:
+    """The gradient of a value whose entry names no key that the row sees may be anything."""
+    case = IndexerCase("TND", q_len=(3,), kv_len=(7,), top_k=4)
+    args = made(values, case, positive=False)
+    args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
+    args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
+    found = judge(values, case, args)
+    assert all(t.isfinite().all() for t in found.values())

@@ -1,0 +1,70 @@
+"""What stands for a captured graph where there is no GPU: launches and operations of torch, noted and done once more.
+
+graph = Captured(monkeypatch)
+with graph:
+    plan.run(...)
+plan.update(...)
+graph.replay()          into the same memory, with the same arguments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from fusion_attention.backends.triton import launching
+
+
+class Captured(TorchDispatchMode):
+    """Notes what runs within it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self._launch = launching.launch
+        self._open = False
+        monkeypatch.setattr(launching, "launch", self._noting)
+
+    def __enter__(self) -> Captured:
+        self._open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *given: Any) -> None:
+        self._open = False
+        super().__exit__(*given)
+
+    def _noting(self, *given: Any) -> None:
+        with _disable_current_modes():  # the interpreter's own operations are no part of a graph
+            self._launch(*given)
+        if self._open:
+            self.steps.append(lambda: self._launch(*given))
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if "empty" not in str(op):  # memory stays where the graph has it, as it is
+            self.steps.append(lambda: _again(op, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        """Does everything once more."""
+        assert self.steps
+        for step in self.steps:
+            step()
+
+
+def _again(op: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """An operation, its results where they were."""
+    for old, new in zip(_tensors(out), _tensors(op(*args, **kwargs)), strict=True):
+        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+            old.copy_(new)
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
