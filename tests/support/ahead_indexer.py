@@ -102,6 +102,6 @@ EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 hea
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 SPILLED = {
     "indexer gradient 128 heads sm_86": "16 bytes with Triton 3.7.1, none with 3.6.0",
-    "indexer mend sm_80": "16 bytes with Triton 3.7.1, none with 3.6.0; runs where something is not finite",
+    "indexer mend sm_80": "16 bytes with Triton 3.7.1; runs where something is not finite",
     "indexer scores 33 heads sm_86": "8 bytes with Triton 3.7.1, none with 3.6.0; one instruction of a turn",
 }
