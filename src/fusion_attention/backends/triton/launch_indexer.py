@@ -115,7 +115,7 @@ class Sorting:
         self.written.start(given | {"entries": found})
 
 
-def tile_on(table: Callable[..., Tile | None], problem: IndexerProblem, device: torch.device, *more: int) -> Tile:
+def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
     """A tile on a device."""
     chip = shapes.chip_of(device)
     tile = None if chip is None else table(problem, chip, *more)
