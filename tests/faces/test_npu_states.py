@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.bits import same_bits
@@ -69,6 +70,15 @@ def test_memory_is_resized_replaced_and_emptied_under_every_view() -> None:
     assert x.tolist() == [3, 3]
 
 
+def test_somebody_elses_memory_is_not_resized() -> None:
+    host = torch.from_numpy(numpy.arange(3.0))
+    x = torch.ops.fusion_attention_npu.to_npu(host, [])
+    for resize in (lambda: x.resize_(100), lambda: x.untyped_storage().resize_(800)):
+        with pytest.raises(RuntimeError, match="storage that is not resizable"):
+            resize()
+    assert x.add_(1).tolist() == host.tolist() == [1, 2, 3]
+
+
 def test_a_copy_to_the_host_and_back_is_a_copy() -> None:
     x = torch.ones(3, device="npu")
     for copied in (x.cpu(), x.to("cpu"), x.cpu().npu(), x.clone()):
@@ -93,6 +103,16 @@ def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None
             found = [made.is_inference() for made in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
             assert found == [False, False, False, False, True], device
             assert torch.nn.functional.linear(weight, weight).device.type == device
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_under_a_transformation() -> None:
+    """torch asks which kernel to take with tensors that have no memory."""
+    call = torch.nn.functional.scaled_dot_product_attention
+    rows = torch.randn(2, 3, 2, 4, 8)
+    same(torch.vmap(call)(*[rows.npu()] * 3), torch.vmap(call)(*[rows] * 3))
+    got = torch.func.grad(lambda q: call(q, q, q).sum())(rows[0].npu())
+    same(got, torch.func.grad(lambda q: call(q, q, q).sum())(rows[0]))
 
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
@@ -272,6 +292,17 @@ def test_a_generator_of_another_device_is_torchs_own_error() -> None:
 def test_other_layouts_are_refused(make: Callable[[torch.Tensor], Any], what: str) -> None:
     with pytest.raises(NotImplementedError, match=f"device npu: expected strided tensors, got one of layout .*{what}"):
         make(torch.ones(2, 2, device="npu"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_plain_memory_has_no_alias() -> None:
+    one = torch.ones(1, device="npu")
+    odd = torch.sparse_csr_tensor(torch.tensor([0, 1], device="npu"), one.long() * 0, one)
+    cross = torch.ops.fusion_attention_npu
+    with pytest.raises(NotImplementedError, match="expected a strided tensor, got one of layout SparseCsr"):
+        cross.to_base(odd)
+    host = torch.ones(1)
+    assert cross.to_npu(host, [host.to_sparse(), odd]).tolist() == [1]
 
 
 def test_the_host_cannot_read_it_unasked() -> None:
