@@ -209,7 +209,6 @@ const std::unordered_set<std::string_view> &kept() {
     static const std::unordered_set<std::string_view> names = {
         "aten::is_pinned",
         "aten::_pin_memory",
-        "aten::record_stream",
         "aten::_has_compatible_shallow_copy_type",
         "aten::_pack_padded_sequence",
     };
