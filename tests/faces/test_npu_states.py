@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,38 @@ def test_a_forked_process_goes_on() -> None:
     assert mine.recv() == (x.grad.cpu().tolist(), "npu:0")
     child.join()
     assert child.exitcode == 0
+
+
+class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((2,), float(number), device="npu")
+
+
+def test_a_worker_sends_tensors() -> None:
+    loader = torch.utils.data.DataLoader(_Rows(), batch_size=2, num_workers=1, timeout=30)
+    batches = list(loader)
+    assert {str(batch.device) for batch in batches} == {HERE}
+    assert [batch.tolist() for batch in batches] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+
+
+def test_what_is_sent_is_shared() -> None:
+    x = torch.nn.Parameter(torch.arange(3.0, device="npu"))
+    made = ForkingPickler.loads(ForkingPickler.dumps(x))
+    assert type(made) is torch.nn.Parameter
+    assert (str(made.device), made.requires_grad) == (HERE, True)
+    made.detach().add_(1)
+    assert x.tolist() == made.tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        x.untyped_storage().resize_(100)
+    with pytest.raises(RuntimeError, match="non-leaf tensor"):
+        ForkingPickler.dumps(x * 2)
+    sent = bytes(ForkingPickler.dumps(x))
+    npu.uninstall()
+    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) in a process that is sent"):
+        ForkingPickler.loads(sent)
 
 
 OTHERS = """

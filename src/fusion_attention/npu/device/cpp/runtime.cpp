@@ -102,8 +102,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return at::globalContext().getAcceleratorHooksInterface(base()).getPinnedMemoryAllocator();
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
-        TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
         StorageImpl *twin = twin_of(storage.unsafeGetStorageImpl());
+        TORCH_CHECK(twin->resizable() && twin->allocator() != nullptr,
+                    "Trying to resize storage that is not resizable");
         at::DataPtr fresh = twin->allocator()->allocate(bytes);
         const size_t kept = std::min(bytes, twin->nbytes());
         if (kept > 0) twin->allocator()->copy_data(fresh.get(), twin->data(), kept);
