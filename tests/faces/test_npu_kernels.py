@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_attention.testing.compare import compare
+
 pytestmark = pytest.mark.usefixtures("torch_npu")
 
 
@@ -45,3 +47,23 @@ def test_integers_are_counted(dtype: Any) -> None:
     assert torch.histc(ids[:0].npu(), bins=2, min=0, max=1).tolist() == [0, 0]
     large = torch.tensor([2**53 - 1, 2**53 - 1, 2**53 - 3], device="npu")
     assert torch.histc(large, bins=2, min=2**53 - 3, max=2**53 - 1).tolist() == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_an_encoder_packs_no_rows() -> None:
+    """In evaluation torch would pack them into a nested tensor, wherever a mask hides the ends of rows."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2).npu().eval()
+    rows, hidden = torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False, True, True]])
+    with torch.no_grad():
+        got = model(rows.npu(), src_key_padding_mask=hidden.npu()).cpu()
+        want = model.cpu()(rows, src_key_padding_mask=hidden)
+    compare("rows", got[~hidden], want[~hidden].double(), want[~hidden], 8)
+
+
+def test_memory_that_a_stream_uses() -> None:
+    x = torch.ones(2, device="npu")
+    for stream in (torch.npu.Stream(), torch.npu.current_stream(), torch.Stream("npu")):  # type: ignore[attr-defined]
+        x.record_stream(stream)
+    with pytest.raises(NotImplementedError, match="record_stream"):
+        torch.ones(2).record_stream(torch.Stream("npu"))

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.bits import same_bits
@@ -69,6 +71,15 @@ def test_memory_is_resized_replaced_and_emptied_under_every_view() -> None:
     assert x.tolist() == [3, 3]
 
 
+def test_somebody_elses_memory_is_not_resized() -> None:
+    host = torch.from_numpy(numpy.arange(3.0))
+    x = torch.ops.fusion_attention_npu.to_npu(host, [])
+    for resize in (lambda: x.resize_(100), lambda: x.untyped_storage().resize_(800)):
+        with pytest.raises(RuntimeError, match="storage that is not resizable"):
+            resize()
+    assert x.add_(1).tolist() == host.tolist() == [1, 2, 3]
+
+
 def test_a_copy_to_the_host_and_back_is_a_copy() -> None:
     x = torch.ones(3, device="npu")
     for copied in (x.cpu(), x.to("cpu"), x.cpu().npu(), x.clone()):
@@ -93,6 +104,16 @@ def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None
             found = [made.is_inference() for made in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
             assert found == [False, False, False, False, True], device
             assert torch.nn.functional.linear(weight, weight).device.type == device
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_under_a_transformation() -> None:
+    """torch asks which kernel to take with tensors that have no memory."""
+    call = torch.nn.functional.scaled_dot_product_attention
+    rows = torch.randn(2, 3, 2, 4, 8)
+    same(torch.vmap(call)(*[rows.npu()] * 3), torch.vmap(call)(*[rows] * 3))
+    got = torch.func.grad(lambda q: call(q, q, q).sum())(rows[0].npu())
+    same(got, torch.func.grad(lambda q: call(q, q, q).sum())(rows[0]))
 
 
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
@@ -274,6 +295,17 @@ def test_other_layouts_are_refused(make: Callable[[torch.Tensor], Any], what: st
         make(torch.ones(2, 2, device="npu"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_plain_memory_has_no_alias() -> None:
+    one = torch.ones(1, device="npu")
+    odd = torch.sparse_csr_tensor(torch.tensor([0, 1], device="npu"), one.long() * 0, one)
+    cross = torch.ops.fusion_attention_npu
+    with pytest.raises(NotImplementedError, match="expected a strided tensor, got one of layout SparseCsr"):
+        cross.to_base(odd)
+    host = torch.ones(1)
+    assert cross.to_npu(host, [host.to_sparse(), odd]).tolist() == [1]
+
+
 def test_the_host_cannot_read_it_unasked() -> None:
     with pytest.raises(TypeError, match="can't convert npu:0 device type tensor to numpy"):
         torch.ones(2, device="npu").numpy()
@@ -354,6 +386,38 @@ def test_a_forked_process_goes_on() -> None:
     assert mine.recv() == (x.grad.cpu().tolist(), "npu:0")
     child.join()
     assert child.exitcode == 0
+
+
+class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((2,), float(number), device="npu")
+
+
+def test_a_worker_sends_tensors() -> None:
+    loader = torch.utils.data.DataLoader(_Rows(), batch_size=2, num_workers=1, timeout=30)
+    batches = list(loader)
+    assert {str(batch.device) for batch in batches} == {HERE}
+    assert [batch.tolist() for batch in batches] == [[[0, 0], [1, 1]], [[2, 2], [3, 3]]]
+
+
+def test_what_is_sent_is_shared() -> None:
+    x = torch.nn.Parameter(torch.arange(3.0, device="npu"))
+    made = ForkingPickler.loads(ForkingPickler.dumps(x))
+    assert type(made) is torch.nn.Parameter
+    assert (str(made.device), made.requires_grad) == (HERE, True)
+    made.detach().add_(1)
+    assert x.tolist() == made.tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        x.untyped_storage().resize_(100)
+    with pytest.raises(RuntimeError, match="non-leaf tensor"):
+        ForkingPickler.dumps(x * 2)
+    sent = bytes(ForkingPickler.dumps(x))
+    npu.uninstall()
+    with pytest.raises(RuntimeError, match=r"expected fusion_attention.npu.install\(\) in a process that is sent"):
+        ForkingPickler.loads(sent)
 
 
 OTHERS = """

@@ -51,6 +51,11 @@ def _changed(way: _Way, changes: Changes) -> None:
         """Moves all parameters and buffers to the device that stands for the NPU."""
         return self.to(place(device))
 
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        """Keeps the tensor's memory until a stream has run; on a host it has."""
+        if not isinstance(stream, host.Stream):
+            torch._C.TensorBase.record_stream(self, stream)
+
     modules = made(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
     changes.lend(beside(functions()))
@@ -63,6 +68,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     for owner in (torch.Tensor, torch.storage._StorageBase, torch.storage.TypedStorage):
         changes.set(owner, "npu", npu)
         changes.set(owner, "is_npu", property(lambda self: self.device.type == kind))
+    changes.set(torch.Tensor, "record_stream", record_stream)
     changes.set(torch.nn.Module, "npu", module_npu)
     register(changes, way.base, kind)
     if way.own:

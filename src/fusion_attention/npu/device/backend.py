@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.device import compiled
+from fusion_attention.npu.device import compiled, sharing
 from fusion_attention.npu.device.build import library
 from fusion_attention.patches import Changes, Layer
 from fusion_attention.torch_ops.aliases import Ways, connect
@@ -90,6 +90,7 @@ def enter(changes: Changes, module: ModuleType) -> None:
     changes.after(_present, False)
     _present(True)
     compiled.enter(changes, _loaded)
+    sharing.enter(changes)
     if _loaded == "cpu":
         changes.wrap(torch.autograd, "_engine_run_backward", _in_this_thread)
 

@@ -24,6 +24,7 @@ at::Tensor npu_of(const at::Tensor &made, const at::TensorList known) {
     const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
     for (const at::Tensor &one : known) {
         const c10::Storage &storage = one.unsafeGetTensorImpl()->unsafe_storage();
+        if (!on_npu(one) || !storage) continue;
         if (twin_of(storage.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl()) return npu_over(made, storage);
     }
     return npu_over(made, in_front_of(behind));

@@ -197,7 +197,7 @@ void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit
     frame.demand_one_device(op);
     {
         at::AutoDispatchBelowADInplaceOrView below;
-        op.redispatchBoxed(DispatchKeySet(base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU), stack);
+        op.redispatchBoxed(DispatchKeySet(base_key()), stack);
     }
     frame.follow_all();
     for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) frame.leave((*stack)[i]);
@@ -209,7 +209,6 @@ const std::unordered_set<std::string_view> &kept() {
     static const std::unordered_set<std::string_view> names = {
         "aten::is_pinned",
         "aten::_pin_memory",
-        "aten::record_stream",
         "aten::_has_compatible_shallow_copy_type",
         "aten::_pack_padded_sequence",
     };
@@ -240,7 +239,7 @@ void register_collectives(DispatchKey key) {
 int64_t register_operators() {
     static auto *library =
         new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
-    const DispatchKey key = base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU;
+    const DispatchKey key = base_key();
     register_collectives(key);
     int64_t count = 0;
     for (const c10::OperatorName &name : c10::Dispatcher::singleton().getAllOpNames()) {

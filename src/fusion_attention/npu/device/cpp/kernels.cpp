@@ -29,10 +29,25 @@ bool may_become(const at::Tensor &self, const at::Tensor &from) {
     return self.key_set() == from.key_set() || (dense(self.key_set()) && dense(from.key_set()));
 }
 
+// Whether a TransformerEncoder may pack its rows into a nested tensor, of which npu has none: it goes on with what it
+// has.
+bool may_nest(const at::Tensor & /*rows*/, const at::Tensor & /*mask*/) { return false; }
+
+// On a host what a stream was given has run: no memory waits for it.
+void record_stream(at::Tensor &self, c10::Stream stream) {
+    if (base() == DeviceType::CPU) return;
+    if (stream.device_type() == NPU) {
+        stream = c10::Stream(c10::Stream::UNSAFE, Device(base(), stream.device_index()), stream.id());
+    }
+    alias_of(self).record_stream(stream);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    m.impl("record_stream", record_stream);
     m.impl("histc", histc);
+    m.impl("_nested_tensor_from_mask_left_aligned", may_nest);
     m.impl("_has_compatible_shallow_copy_type", may_become);
 }
 

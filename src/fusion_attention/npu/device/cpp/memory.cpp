@@ -117,9 +117,19 @@ c10::Storage in_front_of(const c10::Storage &twin) {
 
 at::Tensor alias_of(const at::Tensor &npu) {
     const TensorImpl *impl = npu.unsafeGetTensorImpl();
+    TORCH_CHECK_NOT_IMPLEMENTED(impl->unsafe_storage(), "fusion_attention: device npu: expected a strided tensor, got ",
+                                "one of layout ", npu.layout(), " or of a transformation such as vmap");
     auto twin = c10::intrusive_ptr<StorageImpl>::reclaim_copy(twin_of(impl->unsafe_storage().unsafeGetStorageImpl()));
-    return tensor(c10::Storage(std::move(twin)), base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU,
-                  impl);
+    return tensor(c10::Storage(std::move(twin)), base_key(), impl);
+}
+
+at::Tensor shape_of(const at::Tensor &t) {
+    const Device device(base(), base() == DeviceType::CPU ? DeviceIndex(-1) : t.device().index());
+    auto none = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), 0, at::DataPtr(nullptr, device),
+                                                 nullptr, false);
+    auto made = c10::make_intrusive<TensorImpl>(c10::Storage(std::move(none)), DispatchKeySet(base_key()), t.dtype());
+    made->set_sizes_and_strides(t.sizes(), t.strides());
+    return at::Tensor(std::move(made)).requires_grad_(t.requires_grad());
 }
 
 at::Tensor npu_over(const at::Tensor &made, c10::Storage storage) {

@@ -27,6 +27,7 @@ constexpr DeviceType NPU = DeviceType::PrivateUse1;
 // The device that computes, CPU or CUDA: set once, before the first tensor.
 DeviceType base();
 void set_base(DeviceType type);
+inline DispatchKey base_key() { return base() == DeviceType::CUDA ? DispatchKey::CUDA : DispatchKey::CPU; }
 
 inline bool on_npu(const at::Tensor &t) { return t.defined() && t.unsafeGetTensorImpl()->device_type() == NPU; }
 
@@ -38,6 +39,9 @@ c10::Storage in_front_of(const c10::Storage &twin);
 
 // The tensor of the device that computes on the memory of one of npu; autograd does not see it.
 at::Tensor alias_of(const at::Tensor &npu);
+
+// A tensor of the device that computes with the shape of any tensor, and no memory.
+at::Tensor shape_of(const at::Tensor &t);
 
 // The tensor of npu on the memory of one of the device that computes, over a storage of npu in front of its storage.
 at::Tensor npu_over(const at::Tensor &made, c10::Storage storage);

@@ -3,7 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
@@ -103,6 +103,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
         StorageImpl *twin = twin_of(storage.unsafeGetStorageImpl());
+        TORCH_CHECK(twin->resizable() && twin->allocator() != nullptr,
+                    "Trying to resize storage that is not resizable");
         at::DataPtr fresh = twin->allocator()->allocate(bytes);
         const size_t kept = std::min(bytes, twin->nbytes());
         if (kept > 0) twin->allocator()->copy_data(fresh.get(), twin->data(), kept);
@@ -112,14 +114,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-// Which kernel scaled_dot_product_attention takes: the one of the device that computes.
+// Which kernel scaled_dot_product_attention takes: the one of the device that computes, which is asked by shapes alone:
+// what a transformation or a trace makes of a tensor has no memory.
 int64_t attention_kernel(const at::Tensor &q, const at::Tensor &k, const at::Tensor &v,
                          const std::optional<at::Tensor> &mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
-    auto alias = [](const at::Tensor &t) { return on_npu(t) ? alias_of(t).requires_grad_(t.requires_grad()) : t; };
-    std::optional<at::Tensor> given = mask;
-    if (mask.has_value() && mask->defined()) given = alias(*mask);
-    return at::_fused_sdp_choice(alias(q), alias(k), alias(v), given, dropout, causal, scale, grouped);
+    std::optional<at::Tensor> given;
+    if (mask.has_value() && mask->defined()) given = mask;
+    for (const at::Tensor *t : {&q, &k, &v, given ? &*given : &q}) {
+        if (t->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return static_cast<int64_t>(at::SDPBackend::math);
+    }
+    if (given) given = shape_of(*given);
+    return at::_ops::_fused_sdp_choice::redispatch(c10::DispatchKeySet(base_key()), shape_of(q), shape_of(k),
+                                                   shape_of(v), given, dropout, causal, scale, grouped);
 }
 
 }  // namespace

@@ -1,0 +1,49 @@
+"""Tensors on npu that go to another process: the memory does, by the way of the device that computes.
+
+Refuses to know how processes share memory: torch.multiprocessing does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from fusion_attention.patches import Changes, Layer
+
+Tensor = torch.Tensor
+
+
+def enter(changes: Changes) -> None:
+    """Queues, pipes and the workers of a DataLoader take tensors on npu; the changes take it back."""
+    for kind in (Tensor, torch.nn.Parameter):
+        changes.wrap(ForkingPickler._extra_reducers, kind, _reducing)  # type: ignore[attr-defined]
+
+
+def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
+    @functools.wraps(layer.below)
+    def reduce(tensor: Tensor) -> Any:
+        if tensor.device.type != "npu":
+            return layer.below(tensor)
+        if tensor.requires_grad and not tensor.is_leaf:
+            return layer.below(tensor)  # torch's own error
+        alias = torch.ops.fusion_attention_npu.to_base(tensor.detach()).share_memory_()
+        tensor.detach()  # any operator: the memory has moved, and the tensor's storage is told
+        return _rebuilt, (alias, type(tensor) is torch.nn.Parameter, tensor.requires_grad)
+
+    return reduce
+
+
+def _rebuilt(alias: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
+    from fusion_attention.npu.device.backend import in_force
+
+    if not in_force():
+        raise RuntimeError(
+            'device "npu": expected fusion_attention.npu.install() in a process that is sent its tensors, got none '
+            "(call it there first, or start the program with python -m fusion_attention.npu)"
+        )
+    tensor: Tensor = torch.ops.fusion_attention_npu.to_npu(alias, [])
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
