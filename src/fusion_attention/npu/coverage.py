@@ -190,9 +190,8 @@ class _File:
 
     def _imported(self, node: ast.Import) -> None:
         for alias in node.names:
-            self.meaning[alias.asname or alias.name.partition(".")[0]] = (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            )
+            first = alias.name.partition(".")[0]
+            self.meaning[alias.asname or first] = alias.name if alias.asname else first
             self.reading._note(alias.name, self.file, called=False)
 
     def _imported_from(self, node: ast.ImportFrom, module: str) -> None:
