@@ -77,9 +77,13 @@ def test_a_form_of_use(text: str, tmp_path: Path) -> None:
 def test_places_that_ask_for_the_device(tmp_path: Path) -> None:
     text = """
         x.device.type == "npu" or device.type in ("npu", "cuda") or "npu" != kind or x.is_npu
-        name == "input" or kind == "npu:0" or y.is_cuda
+        name == "input" or kind == "npu:0" or y.is_cuda or name.startswith("npu_") or f("npu")
+        str(x.device).startswith("npu")
+        match x.device.type:
+            case "npu": y
+            case "cpu": x
     """
-    assert reading(text, tmp_path).device_tests == 4
+    assert reading(text, tmp_path).device_tests == 6
 
 
 def test_a_tree(tmp_path: Path) -> None:
