@@ -77,9 +77,13 @@ def test_a_form_of_use(text: str, tmp_path: Path) -> None:
 def test_places_that_ask_for_the_device(tmp_path: Path) -> None:
     text = """
         x.device.type == "npu" or device.type in ("npu", "cuda") or "npu" != kind or x.is_npu
-        name == "input" or kind == "npu:0" or y.is_cuda
+        name == "input" or kind == "npu:0" or y.is_cuda or name.startswith("npu_") or f("npu")
+        str(x.device).startswith("npu")
+        match x.device.type:
+            case "npu": y
+            case "cpu": x
     """
-    assert reading(text, tmp_path).device_tests == 4
+    assert reading(text, tmp_path).device_tests == 6
 
 
 def test_a_tree(tmp_path: Path) -> None:
@@ -149,7 +153,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert "yes" in lines[0]
     (absent,) = [line for line in lines if "npu_dynamic_mx_quant" in line]
     assert "no: MX and float8 formats are the chip's alone" in absent
-    assert "1 files read; 6 names of the chip's packages, 2 of them not here." in outcome.output
+    assert "Files read: 1; names of the chip's packages: 6, of which not here: 2." in outcome.output
     assert "3 of 4 calls of npu functions (75%) are answered." in outcome.output
     assert 'whether a device is "npu": 1' in outcome.output
     few = CliRunner().invoke(app, ["npu", "--missing", "--coverage", str(tmp_path)], env={"COLUMNS": "200"}).output

@@ -307,11 +307,16 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
     w, k = torch.rand(1, 4, 2), q[:, :, :1]
     refused: dict[str, Any] = {
         "flash_attn: layout_kv": lambda: ops.flash_attn(q, k, k, layout_kv="PA_BBND", block_table=ends[None]),
+        "flash_attn: layout_out": lambda: ops.flash_attn(q, k, k, layout_out="BNSD"),
+        "flash_attn: attn_mask": lambda: ops.flash_attn(q, k, k, attn_mask=torch.ones(4, 4).triu(1)),
+        "flash_attn: win_left": lambda: ops.flash_attn(q, k, k, win_left=2),
+        "flash_attn: win_right": lambda: ops.flash_attn(q, k, k, mask_mode=3, win_right=0),
         "flash_attn: mask_mode": lambda: ops.flash_attn(q, k, k, mask_mode=1),
         "flash_attn: seqused_q": lambda: ops.flash_attn(q, k, k, cu_seqlens_q=ends, seqused_q=ends[1:]),
         "lightning_indexer: cmp_ratio": lambda: ops.lightning_indexer(q, k, w, 2, cmp_ratio=4),
         "lightning_indexer: output_idx_offset": lambda: ops.lightning_indexer(q, k, w, 2, output_idx_offset=ends),
         "lightning_indexer: seqused_q": lambda: ops.lightning_indexer(q, k, w, 2, layout_q="TND", seqused_q=ends),
+        "lightning_indexer: seqused_k": lambda: ops.lightning_indexer(q, k, w, 2, layout_k="TND", seqused_k=ends),
         "moe_token_permute: quant_mode": lambda: ops.moe_token_permute(q[0, 0], ends, quant_mode=3),
     }
     for said, call in refused.items():

@@ -149,6 +149,12 @@ def test_pages_of_operators_are_fresh(name: str) -> None:
     assert (DOCS / "ops" / f"{name}.md").read_text(encoding="utf-8").rstrip() == op_pages.page(RECORDS[name]).rstrip()
 
 
+def test_a_call_has_the_types_that_one_passes() -> None:
+    """What a schema is told of a tensor that is written is no type of a reader's."""
+    for op in COMPANIONS.values():
+        assert "Annotated" not in (DOCS / "ops" / f"{op.name}.md").read_text()
+
+
 def test_docstrings_become_markdown() -> None:
     """Stars and brackets stay what they are, code stays code, and names that share a line become entries."""
     text = "Rows [T, N*D], see docs/ops/attention.md.\n\n    out = a * b\n\nUse `a*b`."

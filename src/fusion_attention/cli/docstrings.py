@@ -16,6 +16,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Exam
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
 # A page of docs/ that a docstring names.
 _PAGE = re.compile(r"\bdocs/([\w/]+)\.md")
+_ANNOTATED = re.compile(r"Annotated\[(\w+), [^]]*\]")  # what a schema is told of a tensor that is written
 
 
 def signature(function: Callable[..., Any], name: str) -> str:
@@ -29,11 +30,11 @@ def signature(function: Callable[..., Any], name: str) -> str:
     keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
         given.insert(keyword[0], "*")
-    given = [
-        re.sub(r": (?:ForwardRef\()?'([^']*)'\)?", r": \1", text) for text in given if not text.startswith("**foreign")
-    ]
+    given = [_ANNOTATED.sub(r"\1", text) for text in given if not text.startswith("**foreign")]
+    given = [re.sub(r""": (?:ForwardRef\()?(['"])([^'"]*)\1\)?""", r": \2", text) for text in given]
     back = inspect.Signature.empty if inspect.isclass(function) else found.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
+    end = _ANNOTATED.sub(r"\1", end)
     if len(name) + len(", ".join(given)) + len(end) < WIDTH:
         return f"{name}({', '.join(given)}{end}"
     lines = [f"{name}("]

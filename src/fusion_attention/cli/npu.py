@@ -116,9 +116,8 @@ def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> No
     if rows:
         console.print(_table(rows))
     lacks = sum(not row["here"] for row in facts["names"])
-    said = [
-        f"{facts['files']} files read; {len(facts['names'])} names of the chip's packages, {lacks} of them not here.",
-    ]
+    names = f"names of the chip's packages: {len(facts['names'])}, of which not here: {lacks}."
+    said = [f"Files read: {facts['files']}; {names}"]
     if facts["function_calls"]:
         share = f"{facts['answered']} of {facts['function_calls']} calls of npu functions ({facts['share']:.0%})"
         said.append(f"{share} are answered.")

@@ -142,6 +142,10 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
     return owner is not absent
 
 
+def _is_device(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value == DEVICE
+
+
 def _inside(name: str, root: str) -> bool:
     return name == root or name.startswith(root + ".")
 
@@ -187,12 +191,13 @@ class _File:
                 self._chain(node, inner, called=False)
             elif isinstance(node, ast.Compare):
                 self._compared(node)
+            elif isinstance(node, ast.MatchValue):
+                self.reading.device_tests += _is_device(node.value)
 
     def _imported(self, node: ast.Import) -> None:
         for alias in node.names:
-            self.meaning[alias.asname or alias.name.partition(".")[0]] = (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            )
+            first = alias.name.partition(".")[0]
+            self.meaning[alias.asname or first] = alias.name if alias.asname else first
             self.reading._note(alias.name, self.file, called=False)
 
     def _imported_from(self, node: ast.ImportFrom, module: str) -> None:
@@ -203,6 +208,8 @@ class _File:
 
     def _call(self, node: ast.Call, inner: set[int]) -> None:
         self._chain(node.func, inner, called=True)
+        begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
+        self.reading.device_tests += begins and any(map(_is_device, node.args))
         asks = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1
         if asks and isinstance(said := node.args[1], ast.Constant) and isinstance(said.value, str):
             owner = self._name(node.args[0], set())
@@ -234,4 +241,4 @@ class _File:
     def _compared(self, node: ast.Compare) -> None:
         texts = [node.left, *node.comparators]
         texts += [e for t in texts if isinstance(t, (ast.Tuple, ast.List, ast.Set)) for e in t.elts]
-        self.reading.device_tests += any(isinstance(t, ast.Constant) and t.value == DEVICE for t in texts)
+        self.reading.device_tests += any(map(_is_device, texts))

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-Written = Annotated[Tensor, "a!"]
 CAUSAL = 2048  # rows and columns of the mask that attention takes for its causal mode
 MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
@@ -42,7 +41,7 @@ def _npu_flash_attention(
     scale_value: float,
     num_heads: int,
     num_kv_heads: int,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Attention of packed rows under a mask.
 
@@ -83,7 +82,7 @@ def _npu_flash_attention_v3(
     num_kv_heads: int,
     *,
     mask_type: int | None = 3,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Causal attention of packed rows.
 
@@ -118,7 +117,7 @@ def _npu_flash_attention_unpad(
     scale_value: float,
     num_heads: int,
     num_kv_heads: int,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Attention of packed rows, each to all keys of its own sequence.
 
@@ -154,7 +153,7 @@ def _npu_flash_attention_qlens(
     num_kv_heads: int,
     num_heads: int,
     scale_value: float,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Causal attention of the last rows of sequences whose keys lie in pages.
 
@@ -195,7 +194,7 @@ def _npu_paged_attention(
     scale_value: float,
     block_table: Tensor,
     context_lens: Tensor,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
     workspace: Tensor | None = None,
 ) -> None:
     """Attention of one row of every sequence over keys in pages.
@@ -270,7 +269,7 @@ def _npu_paged_attention_mla(
     block_table: Tensor,
     context_lens: Tensor,
     mla_vheadsize: int,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Attention of one row of every sequence over pages of latents, whose first part is the value.
 
@@ -310,7 +309,7 @@ def _npu_paged_attention_splitfuse(
     num_kv_heads: int,
     num_heads: int,
     scale_value: float,
-    out: Written,
+    out: Annotated[Tensor, "a!"],
 ) -> None:
     """Attention of the last rows of sequences whose keys lie in pages, under a mask.
 

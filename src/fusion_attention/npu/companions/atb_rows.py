@@ -14,11 +14,14 @@ from fusion_attention.ops.companions import atb
 __all__ = ["_npu_reshape_and_cache", "_npu_reshape_and_cache_siso", "_npu_rotary_embedding"]
 
 Tensor = torch.Tensor
-Written = Annotated[Tensor, "a!"]
 
 
 def _npu_reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Written, value_cache: Annotated[Tensor, "b!"], slot_indices: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Annotated[Tensor, "a!"],
+    value_cache: Annotated[Tensor, "b!"],
+    slot_indices: Tensor,
 ) -> None:
     """Stores key and value rows in the pages of a cache, in place.
 
@@ -46,7 +49,7 @@ def _npu_reshape_and_cache(
         store([(_slots(key_cache, key), key), (_slots(value_cache, value), value)], slot_indices)
 
 
-def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: Tensor) -> None:
+def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Annotated[Tensor, "a!"], slot_indices: Tensor) -> None:
     """Stores key rows in the pages of a cache, in place.
 
     key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]
@@ -73,7 +76,7 @@ def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Written, slot_indices: T
 
 def _npu_rotary_embedding(
     positions: Tensor,
-    query: Written,
+    query: Annotated[Tensor, "a!"],
     key: Annotated[Tensor, "b!"],
     head_size: int,
     cos_sin_cache: Tensor,

@@ -226,8 +226,12 @@ def npu_fast_gelu(input: Tensor) -> Tensor:
         0.8458
     """
     checked(gates.FAST_GELU, {"input": input})
-    x = input.float()
-    return (x * (_SLOPE * x).sigmoid()).to(input.dtype)
+    return fast_gelu(input.float()).to(input.dtype)
+
+
+def fast_gelu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-1.702 x)), in the dtype of x."""
+    return x * (_SLOPE * x).sigmoid()
 
 
 def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:

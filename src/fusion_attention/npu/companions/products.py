@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fusion_attention.contract import ContractError, to_array
 from fusion_attention.npu.companions.call import as_given, checked
+from fusion_attention.npu.companions.gates import fast_gelu
 from fusion_attention.npu.companions.quantised import Dtype, exact
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
@@ -23,7 +24,7 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     0: lambda y: y,
     1: F.relu,
     2: lambda y: F.gelu(y, approximate="tanh"),
-    4: lambda y: y * torch.sigmoid(1.702 * y),
+    4: fast_gelu,
     5: F.silu,
 }
 

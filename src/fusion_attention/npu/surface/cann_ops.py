@@ -18,6 +18,7 @@ from fusion_attention.waist.mask import UNLIMITED, Band
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 METADATA = 1024  # elements, as there
+_CUT = "cut the packed rows instead"
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -70,6 +71,8 @@ def flash_attn(
 ) -> tuple[Tensor, Tensor]:
     """Attention of padded or packed sequences, differentiable; lse is +inf where a row sees no key, 0 if not asked for.
 
+    Of modes 3 and 4 attn_mask is the chip's triangle, which says nothing that the mode does not.
+
     Raises:
         ContractError: pages, other layouts or masks, lengths of packed sequences beside their ends; what attention()
             does not allow.
@@ -77,8 +80,15 @@ def flash_attn(
     name, pages = "flash_attn", "npu_fused_infer_attention_score reads pages"
     if block_table is not None or layout_kv != layout_q:
         raise _refused(name, "layout_kv", f"{layout_q}, as layout_q, and no pages", layout_kv, pages)
+    if layout_out != layout_q and (layout_q, layout_out) != ("BNSD", "BSND"):
+        raise _refused(name, "layout_out", f"{layout_q}, as layout_q", layout_out, "or BSND of BNSD")
     if mask_mode not in (0, 3, 4):
         raise _refused(name, "mask_mode", "0, 3 (causal) or 4 (a window)", mask_mode, "the others are not defined")
+    if mask_mode == 0 and attn_mask is not None:
+        raise _refused(name, "attn_mask", "None in mask_mode 0", "a tensor", "3 is causal, 4 a window")
+    for side, size in (("win_left", win_left), ("win_right", win_right)):
+        if mask_mode != 4 and size != -1:
+            raise _refused(name, side, f"-1 in mask_mode {mask_mode}", size, "4 is a window")
     left, right = (UNLIMITED if n < 0 else n for n in (win_left, win_right))
     band = {0: None, 3: Band.causal(), 4: Band.window(left, right)}
     lengths = (_lengths(name, "q", cu_seqlens_q, seqused_q), _lengths(name, "kv", cu_seqlens_kv, seqused_kv))
@@ -96,7 +106,7 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     if ends is None:
         return used
     if used is not None:
-        raise _refused(op, f"seqused_{which}", "nothing beside cu_seqlens", "a tensor", "cut the packed rows instead")
+        raise _refused(op, f"seqused_{which}", "None beside cu_seqlens", "a tensor", _CUT)
     return ends.diff()
 
 
@@ -130,8 +140,9 @@ def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
             raise _refused(name, "cmp_ratio", "1, and no cmp_residual_k", cmp_ratio, "keys are not compressed here")
         if output_idx_offset is not None:
             raise _refused(name, "output_idx_offset", "None", "a tensor", "add it to the indices")
-        if layout_q == "TND" and (seqused_q is not None or (seqused_k is not None and layout_k == "TND")):
-            raise _refused(name, "seqused_q", "nothing beside cu_seqlens", "a tensor", "cut the packed rows instead")
+        for side, used, layout in (("q", seqused_q, layout_q), ("k", seqused_k, layout_k)):
+            if used is not None and layout == "TND":
+                raise _refused(name, f"seqused_{side}", "None beside cu_seqlens", "a tensor", _CUT)
         indices, values = choose(
             q,
             k,

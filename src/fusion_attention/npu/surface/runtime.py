@@ -1,4 +1,4 @@
-"""What torch.npu and torch_npu.utils have beside devices, streams and seeds (device.py): memory, marks, counters.
+"""What torch.npu and torch_npu.utils have beside devices, streams and seeds (host.py): memory, marks, counters.
 
 Over the host what a chip would measure is the host's, or none. Refuses to know attention.
 """
@@ -155,7 +155,7 @@ _WITHOUT_EFFECT = (
 
 
 def names(base: torch.device) -> dict[str, Any]:
-    """What torch.npu has besides device.py's names; over CUDA, whose own functions come later and win."""
+    """What torch.npu has besides host.py's names; over CUDA, whose own functions come later and win."""
     return {
         **graphs.NAMES,
         **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
@@ -172,7 +172,6 @@ def names(base: torch.device) -> dict[str, Any]:
         "get_mm_bmm_format_nd": lambda: True,
         "is_jit_compile_false": lambda: True,
         "get_npu_overflow_flag": lambda: False,  # what overflows is infinite, and no flag is raised
-        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "matmul": SimpleNamespace(allow_hf32=False),
         "conv": SimpleNamespace(allow_hf32=False),
     }

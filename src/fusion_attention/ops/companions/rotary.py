@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
-from fusion_attention.ops.companions.common import companion, floats, no_derivative, result
+from fusion_attention.ops.companions.common import companion, floats, no_derivative, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "What is turned.")
@@ -33,17 +33,14 @@ turned_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad turned_{interleave
 ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
-def angles(cos: str, sin: str, *rows: str) -> tuple[Rule, ...]:
+def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
     """Cosines that every tensor of rows can be multiplied by, and as many sines."""
-    fit = (
-        invalid(
-            f"expands_to({cos}, {name})",
-            cos,
-            "axes of size 1 are repeated",
-            f"a shape that is repeated to that of {name}",
-            spoil={cos: "7 W", sin: "7 W"},
-        )
-        for name in rows[:1]
+    fit = invalid(
+        f"expands_to({cos}, {first})",
+        cos,
+        "axes of size 1 are repeated",
+        f"a shape that is repeated to that of {first}",
+        spoil={cos: "7 W", sin: "7 W"},
     )
     # One that fits the first rows and not the second has more heads than these.
     others = (
@@ -52,13 +49,13 @@ def angles(cos: str, sin: str, *rows: str) -> tuple[Rule, ...]:
             name,
             "one table of angles turns both",
             f"rows that {cos} is repeated to",
-            when=f"expands_to({cos}, {rows[0]})",
+            when=f"expands_to({cos}, {first})",
             spoil={name: "B 3 N1 W"},
         )
-        for name in rows[1:]
+        for name in rows
     )
     same = invalid(f"{sin}.shape == {cos}.shape", sin, "of one table", f"the shape of {cos}", spoil={sin: "W"})
-    return (*fit, *others, same)
+    return (fit, *others, same)
 
 
 def even(name: str, *also: str) -> Rule:
@@ -108,7 +105,7 @@ ROTARY_MUL_BACKWARD = companion(
         result("dr2", "In the shape of r2.", "=r2"),
     ),
     rules=(
-        invalid("grad.shape == input.shape", "grad", "element by element", "the shape of input", spoil={"grad": "7"}),
+        same_shape("grad", "input"),
         replace(EVEN, spoil=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
     ),
