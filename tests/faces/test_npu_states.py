@@ -19,7 +19,8 @@ import torch
 from support.bits import same_bits
 from support.surroundings import there
 
-from fusion_attention import npu
+from fusion_attention import attention, npu
+from fusion_attention.integrations.sdpa import patched
 
 HERE = "npu:0"
 
@@ -215,6 +216,10 @@ def test_a_generator_draws_what_the_hosts_draws() -> None:
     generator.set_state(state)
     same(torch.randperm(9, device="npu", generator=generator), first.cpu())
     assert generator.clone_state().initial_seed() == generator.initial_seed() == 3
+    copies = copy.deepcopy(generator), pickle.loads(pickle.dumps(generator))
+    want = torch.randn(4, device="npu", generator=generator).cpu()
+    for copied in copies:
+        same(torch.randn(4, device="npu", generator=copied), want)
     for seed in (torch.manual_seed, torch.npu.manual_seed, torch.npu.manual_seed_all):  # type: ignore[attr-defined]
         seed(5)
         one = torch.bernoulli(torch.full((20,), 0.5, device="npu"))
@@ -270,6 +275,27 @@ def test_mixed_devices_are_torchs_own_error() -> None:
     assert (x + torch.tensor(2.0)).tolist() == [[3, 3], [3, 3]]  # a number
     assert str(x[torch.tensor([1])].device) == HERE
     assert str(x.copy_(y).device) == HERE
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+def test_a_class_of_its_own_among_others() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    want, got = (attention(rows.as_subclass(_Own), rows, rows) for rows in (q, q.npu()))
+    assert type(want) is type(got) is _Own
+    same(got, want)
+
+
+def test_scaled_dot_product_attention_is_computed_here() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    call = torch.nn.functional.scaled_dot_product_attention
+    with patched():
+        assert torch.nn.functional.scaled_dot_product_attention is not call
+        want, got = (torch.nn.functional.scaled_dot_product_attention(rows, rows, rows) for rows in (q, q.npu()))
+    same(got, want)
+    same_bits(got.cpu(), attention(q, q, q, layout="BNSD"))
 
 
 def test_a_generator_of_another_device_is_torchs_own_error() -> None:

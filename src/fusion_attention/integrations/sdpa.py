@@ -14,6 +14,7 @@ import torch
 
 from fusion_attention.api.attention import attention
 from fusion_attention.patches import Changes, Counted, Layer
+from fusion_attention.torch_ops.aliases import crosses
 from fusion_attention.torch_ops.refusals import forward_mode
 from fusion_attention.waist.mask import Band
 
@@ -44,8 +45,9 @@ def scaled_dot_product_attention(
         out = dropout(softmax(scale * query @ key^T + mask)) @ value
 
     Differentiable in query, key, value and a mask of floats. What this library does not compute torch computes: float64
-    and other dtypes, devices beside "cpu" and "cuda", tensors of other classes, more than 768 elements per head, a mask
-    of floats in another dtype than query's, a mask together with is_causal, torch.func, and whatever torch refuses.
+    and other dtypes, devices beside "cpu", "cuda" and an installed "npu", tensors of other classes, more than 768
+    elements per head, a mask of floats in another dtype than query's, a mask together with is_causal, torch.func, and
+    whatever torch refuses.
 
     Args:
         query: [..., N, L, E]; three axes are [N, L, E]. Leading axes broadcast. Or a nested tensor of layout
@@ -175,7 +177,7 @@ def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         dtype in _DTYPES
         and key.dtype == dtype == value.dtype
-        and device.type in _DEVICES
+        and (device.type in _DEVICES or crosses(device))
         and key.device == device == value.device
         and min(query.dim(), key.dim(), value.dim()) > 1
         and 0 < query.shape[-1] <= _ELEMENTS

@@ -48,10 +48,16 @@ def connect(ways: Ways) -> None:
     _ways = ways
 
 
+def crosses(device: torch.device) -> bool:
+    """Whether functions take tensors of this device by their aliases."""
+    return _ways is not None and device.type == _ways.device
+
+
 def aliased(function: Callable[P, R]) -> Callable[P, R]:
     """The function, for tensors of that device too.
 
-    What is traced or transformed passes: the operators that it becomes find their kernel themselves.
+    What is traced or transformed passes, as do tensors of a class of their own: the operators that it becomes find
+    their kernel themselves.
     """
 
     @functools.wraps(function)
@@ -61,7 +67,7 @@ def aliased(function: Callable[P, R]) -> Callable[P, R]:
         crossing = _Crossing(_ways)
         given = [crossing.into(value) for value in args]
         named = {name: crossing.into(value) for name, value in kwargs.items()}
-        if not crossing.tensors:
+        if not crossing.tensors or crossing.odd:
             return function(*args, **kwargs)
         crossing.demand_one_device()
         with crossing.autocast():
@@ -80,6 +86,7 @@ class _Crossing:
         self.tensors: list[Tensor] = []
         self.aliases: list[Tensor] = []
         self.strange: torch.device | None = None
+        self.odd = False  # some tensor there is of a class of its own, which sees operators alone
 
     def into(self, value: Any) -> Any:
         """The value with aliases in the place of tensors."""
@@ -90,6 +97,8 @@ class _Crossing:
             return kind([self.into(one) for one in value])
         if kind is dict:
             return {name: self.into(one) for name, one in value.items()}
+        if isinstance(value, torch.Tensor) and value.device.type == self.ways.device:
+            self.odd = True
         return value
 
     def _alias(self, tensor: Tensor) -> Tensor:

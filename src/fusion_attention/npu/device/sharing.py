@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 def enter(changes: Changes) -> None:
     """Queues, pipes and the workers of a DataLoader take tensors on npu; the changes take it back."""
     for kind in (Tensor, torch.nn.Parameter):
-        changes.wrap(ForkingPickler._extra_reducers, kind, _reducing)  # type: ignore[attr-defined]
+        changes.wrap(ForkingPickler._extra_reducers, kind, _reducing)  # type: ignore[arg-type, attr-defined]
 
 
 def _reducing(layer: Layer) -> Callable[[Tensor], Any]:

@@ -14,8 +14,11 @@ public:
         : GeneratorImpl(Device(NPU, index), DispatchKeySet(DispatchKey::PrivateUse1)), inner_(std::move(inner)) {}
 
     void set_current_seed(uint64_t seed) override { inner_.set_current_seed(seed); }
-    void set_offset(uint64_t offset) override { inner_.set_offset(offset); }
-    uint64_t get_offset() const override { return inner_.get_offset(); }
+    // A copy, or a pickle, asks the generator of any device but the CPU for its place, of which the CPU's has none.
+    void set_offset(uint64_t offset) override {
+        if (base() != DeviceType::CPU || offset != 0) inner_.set_offset(offset);
+    }
+    uint64_t get_offset() const override { return base() == DeviceType::CPU ? 0 : inner_.get_offset(); }
     uint64_t current_seed() const override { return inner_.current_seed(); }
     uint64_t seed() override { return inner_.seed(); }
     void set_state(const TensorImpl &state) override { inner_.unsafeGetGeneratorImpl()->set_state(state); }
