@@ -14,6 +14,7 @@ from fusion_attention.testing.compare import compare
 
 # Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
 YES = (
+    "torch.npu.Stream().device == torch.npu.current_stream().device == x.device",
     'x.device.type == "npu"',
     '"npu" == x.device.type',
     'x.device.type in ("npu", "cuda")',

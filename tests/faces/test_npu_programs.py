@@ -105,6 +105,7 @@ def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None
     ("arguments", "said"),
     [
         (["nowhere.py"], "no such file: nowhere.py"),
+        (["-m", "nowhere.at_all"], "no such module: nowhere.at_all"),
         (["--device", "tpu", __file__], 'npu.install: device: expected "cpu", "host", or "cuda" where there is one'),
         ([], "the following arguments are required: program"),
     ],

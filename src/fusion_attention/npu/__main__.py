@@ -6,6 +6,7 @@ Processes that it starts (torchrun's, spawned ones) find torch_npu as well: chil
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import runpy
 import sys
@@ -29,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("program", help="A script, or with -m a module.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The program's own.")
     given = parser.parse_args(arguments)
-    if not given.module and not Path(given.program).exists():
-        parser.error(f"no such file: {given.program}")
+    if given.module:
+        there = importlib.util.find_spec(given.program.partition(".")[0]) is not None
+    else:
+        there = Path(given.program).exists()
+    if not there:
+        parser.error(f"no such {'module' if given.module else 'file'}: {given.program}")
     try:
         install(given.device, strict=given.strict)
     except (ValueError, RuntimeError) as error:

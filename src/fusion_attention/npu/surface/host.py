@@ -20,7 +20,12 @@ class Stream:
     """A stream of the host: what it is given has run by the time the call returns."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.device, self.priority = torch.device("cpu"), priority
+        self.priority = priority
+
+    @property
+    def device(self) -> torch.device:
+        """That of tensors on "npu"."""
+        return torch.empty(0, device="npu").device
 
     def synchronize(self) -> None:
         """Returns: nothing is pending."""
