@@ -24,6 +24,12 @@ MODULE = "torch.npu"
 _FORMER = "privateuseone"  # what torch calls the device that nobody has renamed
 
 _loaded = ""  # the type of device that computes, once there is a device
+_in_force = False
+
+
+def in_force() -> bool:
+    """Whether tensors on device "npu" are tensors of a device of their own; otherwise "npu" is read as another name."""
+    return _in_force
 
 
 def claim() -> None:
@@ -81,8 +87,8 @@ def _start_engine() -> None:
 def enter(changes: Changes, module: ModuleType) -> None:
     """Puts the device in force, with the module of its name; the changes take it back."""
     changes.set(sys.modules, MODULE, module)
-    changes.after(torch.ops.fusion_attention_npu.set_present, False)
-    torch.ops.fusion_attention_npu.set_present(True)
+    changes.after(_present, False)
+    _present(True)
     compiled.enter(changes, _loaded)
     sharing.enter(changes)
     if _loaded == "cpu":
@@ -118,3 +124,9 @@ def _absent() -> ModuleType:
         manual_seed_all=lambda seed: None,
     )
     return module
+
+
+def _present(there: bool) -> None:
+    global _in_force  # noqa: PLW0603
+    torch.ops.fusion_attention_npu.set_present(there)
+    _in_force = there
