@@ -83,4 +83,3 @@ def test_without_a_compiler_a_note_says_what_remains() -> None:
     x = torch.ones(2, 2, device="npu")
     assert x.is_npu
     assert x.device.type == "cpu"
-    assert not backend.in_force()

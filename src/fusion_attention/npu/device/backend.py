@@ -24,12 +24,6 @@ MODULE = "torch.npu"
 _FORMER = "privateuseone"  # what torch calls the device that nobody has renamed
 
 _loaded = ""  # the type of device that computes, once there is a device
-_in_force = False
-
-
-def in_force() -> bool:
-    """Whether tensors on device "npu" are tensors of a device of their own; otherwise "npu" is read as another name."""
-    return _in_force
 
 
 def claim() -> None:
@@ -87,8 +81,8 @@ def _start_engine() -> None:
 def enter(changes: Changes, module: ModuleType) -> None:
     """Puts the device in force, with the module of its name; the changes take it back."""
     changes.set(sys.modules, MODULE, module)
-    changes.after(_present, False)
-    _present(True)
+    changes.after(torch.ops.fusion_attention_npu.set_present, False)
+    torch.ops.fusion_attention_npu.set_present(True)
     compiled.enter(changes, _loaded)
     sharing.enter(changes)
     if _loaded == "cpu":
@@ -124,9 +118,3 @@ def _absent() -> ModuleType:
         manual_seed_all=lambda seed: None,
     )
     return module
-
-
-def _present(there: bool) -> None:
-    global _in_force  # noqa: PLW0603
-    torch.ops.fusion_attention_npu.set_present(there)
-    _in_force = there
