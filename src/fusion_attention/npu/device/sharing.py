@@ -38,9 +38,7 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
 
 
 def _rebuilt(alias: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
-    from fusion_attention.npu.device.backend import in_force
-
-    if not in_force():
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
             'device "npu": expected fusion_attention.npu.install() in a process that is sent its tensors, got none '
             "(call it there first, or start the program with python -m fusion_attention.npu)"
