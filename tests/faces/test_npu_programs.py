@@ -145,6 +145,12 @@ def install(device, *, strict):
     sys.modules["torch_npu"] = type(sys)("torch_npu")
     sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
 """
+# Paths before a finder of an editable installation, which knows where the real package is.
+OWN = """
+import importlib.machinery, sys
+sys.own = "the environment has one too"
+sys.meta_path.insert(0, importlib.machinery.PathFinder)
+"""
 ELSEWHERE = "sys.modules['fusion_attention'] = None"  # as where it is not installed
 SAY = "import sys; m = sys.modules.get('fusion_attention.npu'); print(m and m.calls, 'torch_npu' in sys.modules)"
 
@@ -156,7 +162,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "fusion_attention").mkdir()
     (tmp_path / "fusion_attention/__init__.py").write_text("")
     (tmp_path / "fusion_attention/npu.py").write_text(STANDING_IN)
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own = 'the environment has one too'")
+    (tmp_path / "sitecustomize.py").write_text(OWN)
     return tmp_path
 
 

@@ -37,5 +37,5 @@ COMPANIONS = [
           "faces/test_companions_everywhere.py::test_autocast_changes_nothing"),
     house("an operator hands back what came", "npu/operators.py",
           "run = _apart(face) if packet in _HANDS_BACK else run", "run = run",
-          "faces/test_operators.py::test_an_operator_returns_no_argument"),
+          "faces/test_torch_operators.py::test_an_operator_returns_no_argument"),
 ]  # fmt: skip

@@ -16,5 +16,5 @@ EXPERTS = [
           "faces/test_integer_products.py::test_integers_in_groups"),
     house("an operator of torch.ops.npu loses its gradient", "npu/operators.py",
           "if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):", "if False:",
-          "faces/test_operators.py::test_gradients_of_what_torch_itself_computes"),
+          "faces/test_torch_operators.py::test_gradients_of_what_torch_itself_computes"),
 ]  # fmt: skip

@@ -26,6 +26,7 @@ MAY_ALLOCATE = {
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "npu.operators::_parameter": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
+    "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",
 }
 COMPUTES_NOTHING = ("cli", "testing")
 

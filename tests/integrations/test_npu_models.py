@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -92,9 +93,9 @@ PROGRAM = """
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_a_trainer_finds_the_device_by_itself(tmp_path: Any) -> None:
     """An unedited program: transformers and accelerate look for torch_npu themselves; it stops, and goes on."""
-    pytest.importorskip("accelerate")
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
     command = [sys.executable, "-m", "fusion_attention.npu", str(script), str(tmp_path / "saved")]

@@ -19,6 +19,7 @@ import torch
 from fusion_attention.backends.triton import memory, shapes, views
 from fusion_attention.backends.triton.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
 from fusion_attention.backends.triton.launching import launch_named, launch_some
+from fusion_attention.memory import empty
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.problem import Extents
 
@@ -114,8 +115,8 @@ class KeySum:
         given: dict[str, Any] = {
             "rows": rows, "order": order, "starts": starts, "total": self.total, "count": count, "keys": keys,
             "entries": len(ids), "per": block_of(of_token) * of_token, "hot": ids.new_zeros(1 + most),
-            "marked": torch.empty_like(ids), "places": ids.new_empty(keys),
-            "parts": self.total.new_empty((most, count, columns)),
+            "marked": empty(ids, ids.shape, torch.int32), "places": empty(ids, (keys,), torch.int32),
+            "parts": empty(self.total, (most, count, columns), torch.float32),
         }  # fmt: skip
         launch_some(mark, (-(-len(ids) // NOTE.BN),), given, {"BN": NOTE.BN}, NOTE)
         launch_some(find_hot, (-(-keys // NOTE.BN),), given, {"HOT": HOT, "BN": NOTE.BN}, NOTE)
