@@ -41,9 +41,8 @@ def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
 def test_overloads_are_the_implementation(name: str) -> None:
     tree = ast.parse(Path(str(OVERLOADED[name].__file__)).read_text(encoding="utf-8"))
     *overloads, real = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    assert [[ast.unparse(d) for d in f.decorator_list] for f in (*overloads, real)] == [["overload"]] * 3 + [
-        ["aliased"]
-    ]
+    assert [[ast.unparse(d) for d in f.decorator_list] for f in overloads] == [["overload"]] * 3
+    assert [ast.unparse(d) for d in real.decorator_list] in ([], ["aliased"])  # which changes no type
     whole = parameters(real)
     asked = ("return_lse", "bool", "False")
     answers = {
