@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.common import PER_TILE, heads_at, lengths_at, load_three
+from fusion_attention.backends.triton.common import PER_TILE, heads_at, inner_three, lengths_at, load_three
 from fusion_attention.backends.triton.pages import cache_at, offset_of, pages_of
 
 
@@ -26,12 +26,7 @@ def columns_ahead(at, within, there):
 @triton.jit
 def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
     """max(0, keys . rows); NaN stays NaN."""
-    x = tl.dot(keys[0], tl.trans(rows[0]), input_precision="ieee")
-    if D1:
-        x = tl.dot(keys[1], tl.trans(rows[1]), x, input_precision="ieee")
-    if D2:
-        x = tl.dot(keys[2], tl.trans(rows[2]), x, input_precision="ieee")
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(inner_three(keys, rows, D1, D2), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["count", "begin", "head0", "width", "step", "last", "pitch"])
