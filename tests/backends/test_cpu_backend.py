@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import means
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
@@ -81,7 +81,7 @@ def test_threads_share_short_sequences(heads: int) -> None:
         each = zip(*(t.to(dtype).transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
         return torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
 
-    compare("out", found[0], by_torch(torch.float64), by_torch(torch.float32), max(lengths))
+    beside_plain("out", found[0], by_torch(torch.float64), by_torch(torch.float32), max(lengths))
 
 
 def test_threads_do_not_matter() -> None:
@@ -181,4 +181,4 @@ def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
     found, turned = means._kept_sum(kept, values), means._kept_sum(kept[:, :, order], values[:, order])
     assert torch.equal(found, turned)
     added = torch.where(kept[..., None], values[:, None], 0.0)
-    compare("sums", found, added.double().sum(2), added.sum(2), 256)
+    beside_plain("sums", found, added.double().sum(2), added.sum(2), 256)

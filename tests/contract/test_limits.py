@@ -11,7 +11,7 @@ from support.two_phase import V2, Args, done, handles_of, outputs_of
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
@@ -229,7 +229,7 @@ def test_the_other_start_index_is_zero(pse_type: int, given: str, layout: str) -
         p = (0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k) + bias).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", p, v).reshape(out["attention_out"].shape)
 
-    compare(name, out["attention_out"], formula(torch.float64), formula(torch.float32), 6)
+    beside_plain(name, out["attention_out"], formula(torch.float64), formula(torch.float32), 6)
     back = RECORDS[name.replace("VarLenScore", "UnpaddingScoreGrad").replace("AttentionScore", "AttentionScoreGrad")]
     saved = {"softmax_max": out["softmax_max"], "softmax_sum": out["softmax_sum"], "attention_in": out["attention_out"]}
     gradients = done(back, sample(back, **{**lengths, "dy": (True, "float32")}) | saved)

@@ -12,7 +12,7 @@ from support.worlds import Worlds
 
 import fusion_attention as fa
 import fusion_attention.distributed as far
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 SIZE, HEADS, DIM = 4, 2, 16
 
@@ -138,10 +138,10 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     exact = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in how.items()}
     golden = fa.decode_attention(q.double(), wide, return_lse=True, backend="golden", **exact)
     for what, ours, want, plain in zip(("out", "lse"), got, golden, one, strict=True):
-        compare(f"{name}: {what}", ours, want, plain, 30)
+        beside_plain(f"{name}: {what}", ours, want, plain, 30)
     alone = fa.decode_attention(q[1:2], both.shared, sequences=[sequences[1]], return_lse=True, **_of_one(how))
     for what, ours, want in zip(("out", "lse"), alone, got, strict=True):
-        compare(f"{name}: {what} of one sequence", ours, want[1:2].double(), ours, 30)
+        beside_plain(f"{name}: {what} of one sequence", ours, want[1:2].double(), ours, 30)
     if 4 % both.world == 0:
         axis = 1 if how.get("layout") == "BNSD" else 2
         own = [t.chunk(both.world, at)[dist.get_rank(group)] for t, at in ((q, axis), (got[0], axis), (got[1], 1))]

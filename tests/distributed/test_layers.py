@@ -13,7 +13,7 @@ from support.worlds import Worlds
 import fusion_attention as fa
 from fusion_attention import nn
 from fusion_attention.distributed import positions, shard, unshard
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 DIM, LENGTHS, S = 32, [150, 75], 150
 INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 20}
@@ -58,12 +58,12 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> torch.Tensor:
     how = {"lengths": LENGTHS} if packed else {"lengths": LENGTHS, "tokens": S}
     got, grads = results(layer, local, positions(group, "zigzag", lengths), local_out, **how)
     for name in ("out", "dx"):
-        compare(name, unshard(got[name], group, "zigzag", lengths, axis), golden[name], plain[name], S)
-    compare("loss", got["loss"], golden["loss"].double(), plain["loss"], S)
+        beside_plain(name, unshard(got[name], group, "zigzag", lengths, axis), golden[name], plain[name], S)
+    beside_plain("loss", got["loss"], golden["loss"].double(), plain["loss"], S)
     assert grads.keys() == plain_grads.keys()
     for name, grad in grads.items():
         dist.all_reduce(grad, group=group)
-        compare(name, grad, golden_grads[name], plain_grads[name], S)
+        beside_plain(name, grad, golden_grads[name], plain_grads[name], S)
     return got["loss"]
 
 

@@ -20,7 +20,7 @@ import fusion_attention.plan as plans
 from fusion_attention.backends import cpu
 from fusion_attention.distributed import pieces
 from fusion_attention.distributed.pieces import Gradients
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 from fusion_attention.waist.problem import CUT
@@ -103,7 +103,7 @@ def test_golden_knows_parts(seed: int) -> None:
     for piece in each(call.pieces("q")):
         b, at = place(piece)
         want, plain = (call.tokens(t["out"])[b, at] for t in (exact, one))
-        compare("out", found.out[b, at].to(call.dout.dtype), want, plain, max(call.args["kv_len"]))
+        beside_plain("out", found.out[b, at].to(call.dout.dtype), want, plain, max(call.args["kv_len"]))
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
@@ -145,10 +145,10 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
     for name in judged:
         of_rows = name in ("out", *ROW_GRADIENTS, *KEY_GRADIENTS)
         want, plain = (call.tokens(t[name]) if of_rows else t[name] for t in (golden, one))
-        compare(name, ours[name], want, plain, longest)
+        beside_plain(name, ours[name], want, plain, longest)
     for piece in each(covered):
         b, at = place(piece)
         stats = [call.tokens(t)[b, at] for t in (golden["max"], golden["sum"].log(), one["max"], one["sum"].log())]
         terms = float(sum(t.abs().nan_to_num(posinf=0).amax() for t in stats[:2]))
         lse = (found.max + found.sum.log())[b, at]
-        compare("lse", lse, stats[0] + stats[1], stats[2] + stats[3], longest, terms)
+        beside_plain("lse", lse, stats[0] + stats[1], stats[2] + stats[3], longest, terms)

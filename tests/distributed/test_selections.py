@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fusion_attention as fa
 import fusion_attention.distributed as far
 from fusion_attention.distributed.topk import best
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.cases import Named
 
 Tensor = torch.Tensor
@@ -217,14 +217,14 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
         assert got.keys() == want.keys()
         if "dsink" in got and dist.get_world_size(line) > 1:
             got["dsink"] = summed(got["dsink"], line)
-            compare(f"{case.id}: dsink", got["dsink"], golden["dsink"].double(), want["dsink"], max(case.q_len))
+            beside_plain(f"{case.id}: dsink", got["dsink"], golden["dsink"].double(), want["dsink"], max(case.q_len))
         for name, tensor in want.items():
             if name == "dsink" and dist.get_world_size(line) > 1:
                 continue
             if deterministic or name not in SUMMED:
                 same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
             else:
-                compare(f"{case.id}: {name}", got[name], golden[name].double(), tensor, max(case.q_len))
+                beside_plain(f"{case.id}: {name}", got[name], golden[name].double(), tensor, max(case.q_len))
         found.append({name: got[name] for name in ("dsink", "loss") if name in got})
     return found
 
@@ -256,7 +256,7 @@ def merged(group: Any, case: Case) -> None:
             for t in (want[name], golden[name])
         )
         if name in ("index_q", "weights") and dist.get_world_size() > 1:
-            compare(f"{case.id}: {name}", got[name], exact, mine, max(case.keys))
+            beside_plain(f"{case.id}: {name}", got[name], exact, mine, max(case.keys))
         else:
             same_bits(got[name], mine, f"{case.id}, rank {dist.get_rank()}: {name}")
 

@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 N1, N2, D, DV, SLOTS = 4, 2, 16, 8, 16
 ROWS, KEYS = torch.tensor([2, 0, 5, 3]), torch.tensor([20, 0, 31, 16])
@@ -60,7 +60,7 @@ def packed(rows: torch.Tensor) -> list[torch.Tensor]:
 
 def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, seen: Seen, q: torch.Tensor = Q) -> None:
     want = loop(q.double(), keys, values, rows, seen)
-    compare("out", out, want, loop(q, keys, values, rows, seen).to(out.dtype), 64)
+    beside_plain("out", out, want, loop(q, keys, values, rows, seen).to(out.dtype), 64)
 
 
 def room(rows: int = T, dim: int = DV) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_positions_turn_rows(neox: bool) -> None:
             * torch.polar(torch.ones(T, 1, 8).double(), angles.double()[positions][:, None])
         )
         want = (turned.mT if neox else turned).flatten(-2)
-        compare("rows", found, want, want.float(), 4)
+        beside_plain("rows", found, want, want.float(), 4)
 
 
 def call(name: str, **changes: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_attention import npu
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 GENERATOR = torch.Generator().manual_seed(28)
 X, DY = torch.randn(2, 3, 6, 8, generator=GENERATOR)
@@ -43,7 +43,7 @@ FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Te
 def test_a_function_is_its_formula(name: str) -> None:
     ours, formula, args = FORMULAS[name]
     want = formula(*(t.double() for t in args))
-    compare(name, ours(*args), want, formula(*args), 8)
+    beside_plain(name, ours(*args), want, formula(*args), 8)
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_backward_functions_are_autograd_s(name: str) -> None:
         return torch.autograd.grad(formula(*leaves), leaves, dy.to(dtype))
 
     for found, want, plain in zip(ours(dy, *args), gradients(torch.float64), gradients(torch.float32), strict=True):
-        compare(name, found, want, plain, 8)
+        beside_plain(name, found, want, plain, 8)
 
 
 @pytest.mark.parametrize("mode", ["PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"])

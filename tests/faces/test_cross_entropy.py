@@ -9,7 +9,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 X = torch.randn(6, 7, generator=torch.Generator().manual_seed(5))
 Y = torch.tensor([0, 3, -100, 6, 2, 2])
@@ -33,14 +33,14 @@ def test_a_loss_and_its_gradient_are_torchs(
     want = golden(wide)
     assert loss.shape == ((6,) if reduction == "none" else (1,))
     assert (zloss.numel(), lse.numel(), log_prob.requires_grad) == (0, 0, False)
-    compare("loss", loss.detach(), want.detach().reshape(loss.shape), golden(X).reshape(loss.shape), 7 * 6)
-    compare("log_prob", log_prob, X.double().log_softmax(1), X.log_softmax(1), 7)
+    beside_plain("loss", loss.detach(), want.detach().reshape(loss.shape), golden(X).reshape(loss.shape), 7 * 6)
+    beside_plain("log_prob", log_prob, X.double().log_softmax(1), X.log_softmax(1), 7)
     dy = torch.linspace(1, 2, loss.numel()).reshape(loss.shape)
     (dx,) = torch.autograd.grad(loss, x, dy)
     (dwide,) = torch.autograd.grad(want, wide, dy.double().reshape(want.shape))
-    compare("gradient", dx, dwide, dwide.float(), 7 * 6)
+    beside_plain("gradient", dx, dwide, dwide.float(), 7 * 6)
     again = npu.npu_cross_entropy_loss_backward(dy, log_prob, y, weight, None, None, reduction, ignored, smoothing)
-    compare("backward", again, dwide, dwide.float(), 7 * 6)
+    beside_plain("backward", again, dwide, dwide.float(), 7 * 6)
 
 
 def test_half_precision_is_rounded_once() -> None:

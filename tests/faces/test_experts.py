@@ -7,7 +7,7 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 T, K, E, H = 7, 2, 5, 4
 TERMS = 8
@@ -16,7 +16,7 @@ TERMS = 8
 def close(ours: torch.Tensor, want: torch.Tensor) -> None:
     """Against what float64 makes of the same numbers; a few terms are summed."""
     golden = want.detach().double()
-    compare("result", ours.detach(), golden, golden.float(), TERMS)
+    beside_plain("result", ours.detach(), golden, golden.float(), TERMS)
 
 
 def routes() -> torch.Tensor:

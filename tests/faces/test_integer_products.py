@@ -8,7 +8,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.npu.companions.products import ACTIVATIONS
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 M, K, N, E = 9, 16, 6, 3
 TERMS = 64
@@ -17,7 +17,7 @@ TERMS = 64
 def close(ours: torch.Tensor, want: torch.Tensor) -> None:
     """Against what float64 makes of the same numbers; a few terms are summed."""
     golden = want.detach().double()
-    compare("result", ours.detach(), golden, golden.float(), TERMS)
+    beside_plain("result", ours.detach(), golden, golden.float(), TERMS)
 
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])

@@ -12,7 +12,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.npu.device import compiled
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
 
@@ -97,4 +97,4 @@ def test_a_layer_trains_under_inductor() -> None:
         out.square().sum().backward()
         results.append([out, *(p.grad for p in here.parameters())])
     for i, (ours, golden, plain) in enumerate(zip(*results, strict=True)):
-        compare(f"{i}", ours.detach().cpu(), golden.detach(), plain.detach(), 160)
+        beside_plain(f"{i}", ours.detach().cpu(), golden.detach(), plain.detach(), 160)

@@ -17,7 +17,7 @@ from support.on_gpu import on_gpu
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
-from fusion_attention.testing import Case, arguments, check, golden, plain
+from fusion_attention.testing import Case, arguments, check, expected
 from fusion_attention.waist.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -42,7 +42,7 @@ LARGE = [
 @pytest.mark.parametrize("lay", [lambda args: args, aligned], ids=["anywhere", "aligned"])
 def test_cases(case: Case, lay: Callable[[Args], Args]) -> None:
     args = lay(arguments(case))
-    check(case, on_gpu(case, args), golden(case, args), plain(case, args))
+    check(case.id, on_gpu(case, args), expected(case, args))
 
 
 def test_the_gradients_have_the_same_bits_in_every_run() -> None:

@@ -10,7 +10,7 @@ from support.cases import CAUSAL
 from support.on_gpu import on_gpu
 
 from fusion_attention.backends.triton import launch_gluon
-from fusion_attention.testing import Case, arguments, check, golden, plain
+from fusion_attention.testing import Case, arguments, check, expected
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -49,7 +49,7 @@ def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_cases(case: Case, by_gluon: list[bool]) -> None:
     args = aligned(arguments(case))
-    check(case, on_gpu(case, args), golden(case, args), plain(case, args))
+    check(case.id, on_gpu(case, args), expected(case, args))
     assert by_gluon == [True]
 
 

@@ -15,7 +15,7 @@ from fusion_attention import nn
 from fusion_attention.backends.triton import launch_sparse_backward
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import compare, indexer_loss, sparse
+from fusion_attention.testing import beside_plain, indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
@@ -59,7 +59,7 @@ def test_lists(case: SparseCase) -> None:
     args = sparse.arguments(case)
     want, measure = sparse.golden(case, args), sparse.plain(case, args)
     for name, mine in compute(case, args).items():
-        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(max(case.kv_len) * 2, case.dim_v))
+        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(max(case.kv_len) * 2, case.dim_v))
 
 
 def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
     measure = sparse.plain_indexer_gradients(case, args, indices)
     found = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
     for name, mine in found.items():
-        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
 
 
 LOSSES = [
@@ -121,7 +121,9 @@ def test_losses(case: LossCase) -> None:
     want, measure = indexer_loss.golden(case, args), indexer_loss.plain(case, args)
     found = home(run(on_gpu(indexer_loss.lowered(case, args)), "triton"))
     for name, mine in found.items():
-        compare(f"{case.id}: {name}", mine, want[name], measure[name], sum(case.q_len), 2.0 if name == "loss" else 0.0)
+        beside_plain(
+            f"{case.id}: {name}", mine, want[name], measure[name], sum(case.q_len), 2.0 if name == "loss" else 0.0
+        )
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
@@ -140,7 +142,7 @@ def test_a_layer_captured_by_no_graph_learns_as_on_the_cpu(stage: str) -> None:
             (out.square().mean() + loss).backward()
         found[name] = home({n: p.grad for n, p in one.named_parameters() if p.grad is not None}) | {"out": out.cpu()}
     for name, mine in found["triton"].items():
-        compare(name, mine.detach(), found["golden"][name].double().detach(), found["cpu"][name].detach(), 200)
+        beside_plain(name, mine.detach(), found["golden"][name].double().detach(), found["cpu"][name].detach(), 200)
 
 
 def test_a_run_does_not_wait_for_the_gpu() -> None:

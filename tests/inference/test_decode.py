@@ -19,7 +19,7 @@ from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import InferenceCall
 from fusion_attention.plan import compute
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.decode import Args, DecodeCase, answer, arguments, logical, pages_of, place, query_of
 
 HOST = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_the_cpu_back_end_agrees_with_golden() -> None:
             assert (got - want).abs().max() <= 1, case.id
             continue
         plain = query_of(case, answer(case, torch.float32)).to(got.dtype)
-        compare(case.id, got, want, plain, max(case.kv_len))
+        beside_plain(case.id, got, want, plain, max(case.kv_len))
     assert computed > 10
 
 

@@ -15,7 +15,7 @@ from fusion_attention.ops.fused import records as fused
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.torch_ops import dispatch
 
 HOST = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
         if name == "out" and case.out:
             assert (ours.double() - golden.double()).abs().max() <= 1
         else:
-            compare(f"{case.id}: {name}", ours, golden.double(), measure.to(ours.dtype), keys)
+            beside_plain(f"{case.id}: {name}", ours, golden.double(), measure.to(ours.dtype), keys)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -133,7 +133,7 @@ def test_packed_rows_without_heads(case: FusedCase) -> None:
     call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
     want, plain = (answer(case, dtype)[0] for dtype in (torch.float64, torch.float32))
     torch.testing.assert_close(run(wide(call), "golden")[0], want, rtol=1e-12, atol=1e-12)
-    compare(case.id, run(call, "cpu")[0], want, plain.to(call.q.dtype), max(case.kv_len))
+    beside_plain(case.id, run(call, "cpu")[0], want, plain.to(call.q.dtype), max(case.kv_len))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 Tensor = torch.Tensor
 Call = tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]
@@ -215,7 +215,7 @@ def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
     pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
     for ours, golden in pairs:
         assert ours.dtype in (torch.bfloat16, torch.float32)
-        compare(made.__name__, ours, golden.double(), golden.to(ours.dtype), 128)
+        beside_plain(made.__name__, ours, golden.double(), golden.to(ours.dtype), 128)
 
 
 @pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
@@ -273,7 +273,7 @@ def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None
     plain, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
     with fa.use_backend("golden"):
         golden, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
-    compare(layout, ours, golden.double(), plain, 512)
+    beside_plain(layout, ours, golden.double(), plain, 512)
 
 
 def test_scales_that_do_not_fit_a_rope_part() -> None:

@@ -1,6 +1,6 @@
 """The door of flash-attn: its functions against formulas in float64, and the module that install() plays.
 
-The formulas are those of flash-attn's documentation, sequence by sequence; in the call's dtype they measure how near.
+The formulas are those of flash-attn's documentation, sequence by sequence.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.integrations import flash_attn as door
 from fusion_attention.integrations.flash_attn import functions, words
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing.drawn import compare_with
 
 PAGE = "with_flash_attn.md"
 Tensor = torch.Tensor
@@ -71,17 +71,15 @@ def test_the_page_has_the_table() -> None:
     assert written(PAGE) == lines(), "python tests/integrations/test_flash_attn.py writes it"
 
 
-def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor, terms: int) -> None:
-    """compare() of [out, lse, gradients] with call(*inputs) -> (out, lse) in float64 and in their own dtype."""
+def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> None:
+    """compare() of [out, lse, gradients] with call(*inputs) -> (out, lse) in float64."""
 
-    def computed(dtype: torch.dtype) -> list[Tensor]:
-        own = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    def computed() -> list[Tensor]:
+        own = [t.detach().double().requires_grad_() for t in inputs]
         out, lse = call(*own)
-        return [out.detach(), lse.detach(), *torch.autograd.grad(out, own, dout.to(dtype))]
+        return [out, lse, *torch.autograd.grad(out, own, dout.double())]
 
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, mine, golden, plain in zip(names, got, computed(torch.float64), computed(dout.dtype), strict=False):
-        compare(name, mine.detach(), golden, plain, terms)
+    compare_with("[out, lse, dq, dk, dv]", got, computed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -100,7 +98,7 @@ def test_padded(name: str, dtype: torch.dtype) -> None:
         found = [formula(q[b], k[b], v[b], **of_sequence(how, b)) for b in range(3)]
         return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
 
-    judged(got, call, inputs, dout, 9)
+    judged(got, call, inputs, dout)
 
 
 LENGTHS = [3, 0, 7], [5, 4, 2]
@@ -116,7 +114,7 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
     assert none is None
     assert lse.shape == (4, 10)
     dout = torch.randn(out.shape).to(dtype)
-    judged([out, lse, *torch.autograd.grad(out, inputs, dout)], packed_call(how, LENGTHS), inputs, dout, 7)
+    judged([out, lse, *torch.autograd.grad(out, inputs, dout)], packed_call(how, LENGTHS), inputs, dout)
 
 
 def test_one_tensor_of_all() -> None:

@@ -11,6 +11,7 @@ from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 from fusion_attention.integrations import flash_attn as door
 from fusion_attention.integrations.flash_attn import bert_padding, rotary
 from fusion_attention.testing.compare import compare
+from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
 CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
@@ -60,19 +61,16 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
     same_bits(stored, want)
 
-    def call(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def call() -> tuple[Tensor, Tensor]:
         found = []
         for b, length in enumerate(before):
             seen = slice(0 if pad is None else int(pad[b]), length + new)
             row = b if batch_idx is None else int(batch_idx[b])
-            sides = [t[row, seen].to(dtype) for t in want]
-            found.append(formula(q[b].to(dtype), *sides, **of_sequence(how, b)))
+            sides = [t[row, seen].double() for t in want]
+            found.append(formula(q[b].double(), *sides, **of_sequence(how, b)))
         return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
 
-    for what, mine, golden, plain in zip(
-        ("out", "lse"), (out, lse), call(torch.float64), call(torch.float32), strict=True
-    ):
-        compare(what, mine, golden, plain, 12)
+    compare_with("(out, lse)", (out, lse), call)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -119,9 +117,8 @@ def test_packed_rows_over_pages(alibi: bool) -> None:
         q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
     )
     sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
-    wants = [packed_call(how, lengths)(*(t.to(d) for t in (q[:8], *sides))) for d in (torch.float64, torch.float32)]
-    for name, mine, golden, plain in zip(("out", "lse"), (out[:8], lse[:, :8]), *wants, strict=True):
-        compare(name, mine, golden, plain, 8)
+    wide = [t.double() for t in (q[:8], *sides)]
+    compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: packed_call(how, lengths)(*wide))
     assert not out[8:].any()
     assert (lse[:, 8:] == -math.inf).all()
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from fusion_attention import BackendError
 from fusion_attention.integrations import flex_attention as door
 from fusion_attention.integrations.flex_attention import explain, flex_attention, masks, patched
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
 Mod = Callable[..., Any]
@@ -37,27 +37,23 @@ def block_mask(mask: Mod, tokens: int = TOKENS, size: Any = 128) -> Any:
 def judged(
     score_mod: Mod | None, mask: Mod | None, said: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Output, lse and all gradients against the formula in float64, measured by the formula in the dtype itself."""
+    """Output, lse and all gradients against the formula in float64."""
     *qkv, dout = inputs(0, dtype=dtype)
-    results: list[tuple[Tensor, ...]] = []
-    for wide in (None, torch.float64, dtype):
-        leaves = [t.detach().to(wide or dtype).requires_grad_() for t in qkv]
-        if wide is None:
-            out, lse = flex_attention(*leaves, score_mod, said, enable_gqa=True, return_lse=True)
-        else:
-            out, lse = formula(*leaves, score_mod, mask)
-        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(out.dtype))
-        results.append((out.detach(), lse.detach(), *grads))
-    names = ("out", "lse", "dq", "dk", "dv", *("dcaptured" for _ in trained))
-    for name, ours, golden, plain in zip(names, *results, strict=True):
-        terms = ITEMS * TOKENS * TOKENS if name == "dcaptured" else TOKENS
-        compare(name, ours, golden.double(), plain, terms)
+    names = ("out", "lse", "dq", "dk", "dv", *(f"dcaptured {i}" for i in range(len(trained))))
+
+    def results(call: Mod, wide: torch.dtype) -> dict[str, Tensor]:
+        leaves = [t.detach().to(wide).requires_grad_() for t in qkv]
+        out, lse = call(*leaves)
+        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(wide))
+        return dict(zip(names, (out, lse, *grads), strict=True))
+
+    ours = results(lambda *t: flex_attention(*t, score_mod, said, enable_gqa=True, return_lse=True), dtype)
+    compare_with("flex_attention", ours, lambda: results(lambda *t: formula(*t, score_mod, mask), torch.float64))
 
 
 def as_good(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | None) -> None:
     """An output alone, judged."""
-    golden, _ = formula(q.double(), k.double(), v.double(), score_mod, mask)
-    compare("out", ours, golden.double(), formula(q, k, v, score_mod, mask)[0], k.shape[2])
+    compare_with("out", ours, lambda: formula(q.double(), k.double(), v.double(), score_mod, mask)[0])
 
 
 # -------------------------------------------------------------------------------------------------------- the numbers
@@ -91,10 +87,11 @@ def test_torchs_own(eager: Any, name: str | None) -> None:
     for mask in ("causal documents", "neighbourhood of a canvas", "some rows see nothing"):
         said = block_mask(MASKS[mask][0])
         want = eager(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-        wide = formula(q.double(), k.double(), v.double(), score_mod, MASKS[mask][0])
         got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-        for what, ours, golden, plain in zip(("out", "lse"), got, wide, want, strict=True):
-            compare(what, ours, golden.double(), plain, TOKENS)
+        wide = [t.double() for t in (q, k, v)]
+        compare_with(
+            "(out, lse)", got + want, lambda wide=wide, mask=mask: formula(*wide, score_mod, MASKS[mask][0]) * 2
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,11 +99,10 @@ def test_torchs_own(eager: Any, name: str | None) -> None:
 def test_low_dtypes_keep_what_is_added_in_float32(name: str, dtype: torch.dtype) -> None:
     score_mod = SCORES[name][0]
     q, k, v, _ = inputs(2, dtype=dtype)
-    golden, _ = formula(q.double(), k.double(), v.double(), score_mod, causal)
-    plain, _ = formula(q.float(), k.float(), v.float(), score_mod, causal)
     out = flex_attention(q, k, v, score_mod, block_mask(causal), enable_gqa=True)
     assert out.dtype == dtype
-    compare("out", out, golden.double(), plain.to(dtype), TOKENS)
+    wide = [t.double() for t in (q, k, v)]
+    compare_with("out", out, lambda: formula(*wide, score_mod, causal)[0], dtype=torch.float32)
 
 
 def test_float64_is_computed_in_it() -> None:
@@ -202,10 +198,8 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     q, k, v, _ = inputs(7)
     k, v = k[:1].requires_grad_(), v[:1]
     out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
-    shared = [t.expand(ITEMS, -1, -1, -1) for t in (k, v)]
-    plain, _ = formula(q, *shared, None, causal)
-    golden, _ = formula(q.double(), *(t.double() for t in shared), None, causal)
-    compare("out", out.detach(), golden.detach(), plain.detach(), TOKENS)
+    wide = [t.detach().double().expand(ITEMS, -1, -1, -1) for t in (q, k, v)]
+    compare_with("out", out, lambda: formula(*wide, None, causal)[0])
     out.sum().backward()
     assert k.grad is not None
     assert k.grad.shape == k.shape

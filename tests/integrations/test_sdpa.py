@@ -21,7 +21,7 @@ from support.door_tables import table, write, written
 from fusion_attention import npu
 from fusion_attention.api import attention as api
 from fusion_attention.integrations import sdpa
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 PAGE = "with_sdpa.md"
 TORCHS = F.scaled_dot_product_attention
@@ -157,7 +157,7 @@ def test_rows(name: str, calls: list[Any]) -> None:
     golden = results(TORCHS, inputs, mask, row.how, dout.double())
     for what, mine, right, measure in zip(("out", "dq", "dk", "dv", "dmask"), ours, golden, plain, strict=False):
         assert mine.dtype == row.dtype
-        compare(f"{name}: {what}", mine, right, measure, row.k[-2])
+        beside_plain(f"{name}: {what}", mine, right, measure, row.k[-2])
     with sdpa.patched():
         same_bits(F.scaled_dot_product_attention(*inputs, attn_mask=mask, **row.how), ours[0])
 
@@ -273,7 +273,7 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, call
     for what, mine, right, measure in zip(
         ("out", "dq", "dk"), got, apart(torch.float64), apart(torch.float32), strict=True
     ):
-        compare(what, mine.detach(), right, measure, max(lengths[1]))
+        beside_plain(what, mine.detach(), right, measure, max(lengths[1]))
 
 
 def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
@@ -352,8 +352,8 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
         with torch.no_grad():
             inference = run(layer, x)
     if golden is not None:
-        compare(name, ours.detach(), golden.detach(), plain.detach(), 32)
-        compare(name, inference, golden.detach(), plain.detach(), 32)
+        beside_plain(name, ours.detach(), golden.detach(), plain.detach(), 32)
+        beside_plain(name, inference, golden.detach(), plain.detach(), 32)
     assert all(g is None or g.isfinite().all() for g in gradients)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 pytest.importorskip("transformers")
 
@@ -151,7 +151,7 @@ def judge(ours: dict[str, Tensor], golden: dict[str, Tensor], plain: dict[str, T
             # It cancels to nothing, of terms that bfloat16 rounds.
             assert ours[name].abs().max() <= terms * torch.finfo(torch.bfloat16).eps
             continue
-        compare(name, ours[name], exact.double(), plain[name], sum(LENGTHS), terms)
+        beside_plain(name, ours[name], exact.double(), plain[name], sum(LENGTHS), terms)
 
 
 @pytest.fixture(scope="module")

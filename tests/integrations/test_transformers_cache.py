@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as door
 from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py
@@ -63,7 +63,7 @@ def paged(model: Any, **options: Any) -> PagedCache:
 def near(found: Sequence[Tensor], want: Sequence[Tensor], other: Sequence[Tensor]) -> None:
     """Logits over pages beside those of transformers' cache; the measure: another attention on that cache."""
     for mine, theirs, plain in zip(found, want, other, strict=True):
-        compare("logits", mine, theirs.double(), plain, max(LENGTHS))
+        beside_plain("logits", mine, theirs.double(), plain, max(LENGTHS))
 
 
 def both(model: Any) -> list[tuple[Any, str]]:

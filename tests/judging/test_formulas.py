@@ -9,10 +9,12 @@ from support import decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
-from fusion_attention.judging import formulas, index
+from fusion_attention.judging import index
 from fusion_attention.judging.calls import recorded
-from fusion_attention.judging.outputs import computed, of_heads, setting_of, units
-from fusion_attention.judging.standards import Tally
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
+from fusion_attention.judging.outputs import computed, of_heads, setting_of, totals, units
+from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.fused import records as fused_records
 from fusion_attention.ops.sparse.call import SparseBackward
@@ -24,20 +26,30 @@ from fusion_attention.testing import indexer_loss as losses
 from fusion_attention.testing import sparse as selections
 
 
+def stored(value: torch.Tensor, dtype: torch.dtype) -> Expected:
+    """A result that is rounded once, where it is stored; sums of doubles in another order differ by a little."""
+    size = value.abs().masked_fill(value.abs() >= FLT_MAX, 0).nan_to_num(0.0, 0.0, 0.0)
+    return Expected(value, (rounding(dtype) * size**2 + quantum(dtype)).sqrt() + 1e-13 * size.amax() + 1e-300)
+
+
 def agree(call: Any) -> dict[str, torch.Tensor]:
     """Golden's results are the formulas', but for the one rounding that stores them."""
     results: dict[str, torch.Tensor] = call.results()
     compute(call, results, "golden")
     setting, outputs = setting_of(call, results)
     judged = set()
-    kv_len = int(call.extents.kv_len.max(initial=1))
     for unit in units(setting, outputs):
-        [found] = computed(setting, unit, outputs, formulas.GOLDEN)
+        found = computed(setting, unit, outputs)
         for o in outputs:
-            if o.name in found and o.by_keys == unit.by_keys and found[o.name].numel():
+            if o.view is not None and o.name in found and o.by_keys == unit.by_keys and found[o.name].value.numel():
                 ours = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows)
                 judged.add(o.name)
-                compare(o.name, ours, found[o.name], found[o.name].to(ours.dtype), kv_len)
+                wanted = found[o.name]
+                lse = Expected(wanted.value, wanted.variance.sqrt())  # made of statistics that were rounded before
+                compare(o.name, ours, lse if o.kind == "lse" else stored(wanted.value, ours.dtype))
+    for o in outputs:
+        if o.view is None and o.tensor.numel():
+            compare(o.name, o.tensor, stored(totals(setting, o, KERNEL).value, o.tensor.dtype))
     assert judged or not any(t.numel() for t in results.values()) or not call.extents.visible_pairs
     return results
 
@@ -93,39 +105,3 @@ def test_the_indexer_and_its_loss(dtype: str) -> None:
         found = index.judged(recorded(name, inputs, results), call, search=False, backends=False)
         assert found.passes, found
         assert {*found.outputs} == {*results}
-
-
-@pytest.mark.parametrize("factor", [0.5, 1.5, 2.5, 4.0, 20.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_law_is_that_of_the_tests(dtype: torch.dtype, factor: float) -> None:
-    """What testing.compare lets pass, the judge lets pass, and nothing else; piece by piece as at once."""
-    golden = torch.randn(40, 16, dtype=torch.float64)
-    plain = golden + 1e-2 * torch.randn_like(golden)
-    ours = (golden + factor * (plain - golden)[torch.randperm(40)]).to(dtype)
-    tally = Tally(dtype, 16)
-    for rows in golden.new_zeros(40).split(7):
-        first = tally.count // 16
-        here = slice(first, first + len(rows))
-        tally.add(ours[here], golden[here], plain[here])
-    try:
-        compare("x", ours, golden, plain, 16)
-        right = True
-    except AssertionError:
-        right = False
-    assert tally.house().passes == right
-    assert right or factor > 2
-    assert not right or factor < 4
-
-
-def test_the_law_forgets_no_piece() -> None:
-    """A single wrong element of the first piece is not forgiven for thousands of right ones."""
-    golden = torch.randn(100, 64, dtype=torch.float64)
-    plain = golden.float()
-    ours = plain.clone()
-    ours[0, 0] += 1e-4
-    tally = Tally(torch.float32, 4)
-    for piece in range(0, 100, 10):
-        here = slice(piece, piece + 10)
-        tally.add(ours[here], golden[here], plain[here])
-    assert not tally.house().passes
-    assert tally.largest == float((ours.double() - golden).abs().max())

@@ -10,8 +10,10 @@ from support.planted import made
 from support.planted_cases import BASE, CAUSAL
 
 import fusion_attention as fa
+from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.judge import diagnose
 from fusion_attention.judging.places import Map
+from fusion_attention.judging.standards import Tally
 from fusion_attention.npu import npu_fusion_attention
 
 
@@ -42,7 +44,7 @@ def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
 
 def test_a_mistake_and_noise() -> None:
     found = made(replace(BASE, dtype="float32"), "scale-missing")
-    found.outputs["attention_out"] += 1e-4 * torch.randn(found.outputs["attention_out"].shape)
+    found.outputs["attention_out"] = found.outputs["attention_out"].half().float()
     said = diagnose(found.operator, found.inputs, found.outputs)
     assert said.verdict == "wrong"
     assert said.mistakes[0].name == "scale-missing"
@@ -65,7 +67,7 @@ def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
         assert again.worst == 0.0
         lines = repr(again).splitlines()
         assert len(lines) == 5
-        assert lines[1] == "verdict  right"
+        assert lines[1] == "verdict  right: as exact as a kernel that sums in float32"
         assert "tensor(" not in repr(again)
         assert again.judgement.passes
     (whole,) = (file for file in recorded.files if "npu_fusion_attention-backward" in file.name)
@@ -77,9 +79,9 @@ def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
 
 def of_rows(bad: torch.Tensor) -> list[str]:
     """What is said of a map in which these rows of these heads are wrong."""
-    found = Map([bad.shape[1]], bad.shape[0])
-    found.off[0] = bad.float() * 9
-    return found.sentences()
+    tally = Tally(torch.float32, Errors([bad.shape[1]], bad.shape[0], 1))
+    tally.errors.add(0, slice(None), slice(None), bad[..., None] * 81.0)
+    return Map(tally).sentences()
 
 
 def test_where_in_words() -> None:

@@ -53,7 +53,8 @@ def test_nobody_is_accused(make: Make) -> None:
 @pytest.mark.parametrize("make", everyday(NOISY, 6))
 def test_noise_is_called_noise(make: Make) -> None:
     _, found = said(make)
-    assert found.verdict == "noisy", found
+    exact = found.grade == "as exact as a program in bfloat16"  # as few sums as these may be
+    assert found.verdict == ("right" if exact else "noisy"), found
     assert not found.mistakes
 
 

@@ -17,7 +17,7 @@ from support.launches import watch
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_dense, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query
-from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
+from fusion_attention.testing import Case, arguments, beside_plain, check, expected, golden, lowered, run
 from fusion_attention.waist.mask import INFINITE, Band
 from fusion_attention.waist.problem import Extents
 
@@ -52,7 +52,7 @@ def test_rows_by_descriptors(
     """Packed sequences whose lengths are no multiples of anything, so that notes of rows lie apart too."""
     monkeypatch.setattr(shapes, "row_of", lambda *_: (tile, tile, 1))
     args = aligned(arguments(case))
-    check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
     assert list(by_descriptors.values()) == [[True], [True]]
 
 
@@ -81,7 +81,7 @@ def test_gradients_that_no_descriptor_describes(
         found[backend] = torch.autograd.grad(out, leaves, dout)
     assert list(by_descriptors.values()) == expected
     for name, mine, wanted, other in zip(("dq", "dk", "dv"), *found.values(), strict=True):
-        compare(name, mine, wanted.double(), other, 40)
+        beside_plain(name, mine, wanted.double(), other, 40)
 
 
 def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.Monk
     args["dy"][:20] *= 4096  # of one sequence: the other one's gradients keep their small parts
     args["value"] *= 64
     want = golden(case, args)
-    check(case, run(lowered(case, args), args["dy"], "triton"), want, plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args, want))
     assert args["dy"].abs().max() > 10_000
     assert want["dq"].isfinite().all()
 

@@ -11,7 +11,7 @@ from support.bits import same_bits
 from support.cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.testing import Case, arguments, check, golden, lowered, plain, run
+from fusion_attention.testing import Case, arguments, check, expected, lowered, run
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Problem
 
@@ -72,7 +72,7 @@ def judge(case: Case) -> None:
     args = arguments(case)
     if case.dtype == "float16":  # by descriptors; the others by pointers
         args = aligned(args)
-    check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
 
 
 @pytest.mark.parametrize("case", [*EVERYDAY, *REST], ids=lambda case: case.id)

@@ -10,7 +10,7 @@ from support.launches import watch
 import fusion_attention as fa
 from fusion_attention.backends.triton import shapes
 from fusion_attention.backends.triton.forward import forward
-from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
+from fusion_attention.testing import Case, arguments, beside_plain, check, expected, lowered, run
 from fusion_attention.waist.mask import Band
 
 HIGH = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a descriptor too
@@ -37,7 +37,7 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_high_tiles(case: Case, by_descriptors: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "row_of", lambda *_: (HIGH, HIGH, 1))
     args = aligned(arguments(case))
-    check(case, run(lowered(case, args), args["dy"], "triton"), golden(case, args), plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], "triton"), expected(case, args))
     assert by_descriptors == [True]
 
 
@@ -59,4 +59,4 @@ def test_rows_that_no_descriptor_describes(key: torch.Tensor, expected: bool, by
     q, v = rows(1, 20, 2, 16, seed=4), rows(1, 40, 2, 16, seed=5)
     out, wanted, other = (fa.attention(q, key, v, band=Band.causal(), backend=name) for name in BACKENDS)
     assert by_descriptors == [expected]
-    compare("out", out, wanted, other, 40)
+    beside_plain("out", out, wanted, other, 40)

@@ -14,7 +14,7 @@ from support.selected import cloned, good_choice, operands, ordered
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import indexer_choice, launch_indexer, launch_key_sum, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.sparse import (
     IndexerCase,
     chosen,
@@ -98,7 +98,7 @@ def test_gradients(case: IndexerCase) -> None:
     want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
     measure = plain_indexer_gradients(case, args, indices)
     for name, value in got.items():
-        compare(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
+        beside_plain(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
 
 
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_no_list_makes_the_gradient_read_outside() -> None:
     want = indexer_gradients(promoted(call), dy.double(), lists, "golden")
     measure = indexer_gradients(call, dy, lists, "cpu")
     for name, value in got.items():
-        compare(name, value, want[name], measure[name], 20)
+        beside_plain(name, value, want[name], measure[name], 20)
 
 
 def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:

@@ -18,7 +18,7 @@ from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import compare, indexer_loss, sparse
+from fusion_attention.testing import beside_plain, indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
@@ -109,7 +109,7 @@ def judge(family: Family, case: Any, args: Args) -> Results:
     for name, mine in got.items():
         # Where the measure itself is not finite it multiplied by zero.
         plain = torch.where(measure[name].isfinite(), measure[name], want[name].to(mine.dtype))
-        compare(f"{case.id}: {name}", mine, want[name].double(), plain, max(case.kv_len) * 9)
+        beside_plain(f"{case.id}: {name}", mine, want[name].double(), plain, max(case.kv_len) * 9)
     return got
 
 

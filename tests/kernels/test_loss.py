@@ -15,7 +15,7 @@ from support.selected import cloned, operands
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import launch_key_sum, launch_loss, launch_warm_up, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.mask import Band
@@ -70,7 +70,7 @@ def judge(case: LossCase) -> None:
     assert got.keys() == want.keys()
     for name in want:
         longest = sum(case.q_len) * max(case.kv_len) if name == "loss" else max(case.kv_len)
-        compare(f"{case.id}: {name}", got[name], want[name].double(), measure[name], longest)
+        beside_plain(f"{case.id}: {name}", got[name], want[name].double(), measure[name], longest)
 
 
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
@@ -112,7 +112,7 @@ def test_no_list_makes_the_loss_read_outside() -> None:
     lists[0, :, 1], lists[1, :, 2], lists[4, :, 3], lists[2] = 2**31 - 1, -(2**31), 1 << 20, -1
     got, want, measure = run(call, "triton"), run(in_float64(call), "golden"), run(call, "cpu")
     for name, value in got.items():
-        compare(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
+        beside_plain(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
 
 
 NARROW = LossCase(q_len=(6,), kv_len=(9,), heads=2, heads_q=2, count=0)
@@ -135,7 +135,7 @@ def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: LossCase, n
     want, got = run(in_float64(call), "golden"), run(call, "triton")
     assert any(not t.isfinite().all() for t in want.values())
     for name, value in got.items():
-        compare(name, value, want[name].double(), measure[name], 54)
+        beside_plain(name, value, want[name].double(), measure[name], 54)
 
 
 def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
@@ -148,7 +148,7 @@ def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
     want, got = run(in_float64(call), "golden"), run(call, "triton")
     for name, value in got.items():
         assert value.isfinite().all(), name
-        compare(name, value, want[name].double(), measure[name], 54)
+        beside_plain(name, value, want[name].double(), measure[name], 54)
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -161,7 +161,7 @@ def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
     want, got = run(in_float64(call), "golden"), run(call, "triton")
     for name, value in got.items():
         terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        compare(name, value, want[name].double(), run(call, "cpu")[name], 54, terms)
+        beside_plain(name, value, want[name].double(), run(call, "cpu")[name], 54, terms)
 
 
 def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
@@ -172,4 +172,4 @@ def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
     call = lowered(case, args)
     want, got = run(in_float64(call), "golden"), run(call, "triton")
     for name, value in got.items():
-        compare(name, value, want[name].double(), run(call, "cpu")[name], 54)
+        beside_plain(name, value, want[name].double(), run(call, "cpu")[name], 54)

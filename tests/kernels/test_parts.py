@@ -8,7 +8,7 @@ import torch
 from support.pieces import Call, run
 
 from fusion_attention.distributed import pieces
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.merge import empty_partial, join_sink, merge
 
@@ -47,12 +47,12 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     if whole.sink is not None:
         join_sink(found, whole.sink)
     out = found.out.to(dtype)
-    compare("out", out, golden["out"][None], plain["out"][None], 75)
+    beside_plain("out", out, golden["out"][None], plain["out"][None], 75)
     saved = pieces.Saved(call.tokens(call.dout), out, found.max, found.sum)
     parts = [pieces.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
         total = sum(getattr(part, name) for part in parts).to(dtype)
-        compare(name, total, golden[name][None], plain[name][None], 90)
+        beside_plain(name, total, golden[name][None], plain[name][None], 90)
 
 
 def halves(count: int, rng: random.Random) -> list[np.ndarray]:
@@ -65,4 +65,4 @@ def test_rows_apart_are_rows_together() -> None:
     everything = call.keys(call.pieces("kv"))
     rows = call.pieces("q", lambda length: list(range(64, length, 64)))
     found = pieces.forward(whole, call.rows(rows), everything, backend="triton")
-    compare("out", found.out[0], run(call, "golden")["out"], together["out"], 75)
+    beside_plain("out", found.out[0], run(call, "golden")["out"], together["out"], 75)

@@ -11,7 +11,7 @@ import torch
 import fusion_attention as fa
 from fusion_attention import nn, npu
 from fusion_attention.backends import triton as backend
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem, Problem
 
 DIM, LENGTH = 32, 12
@@ -49,7 +49,7 @@ def test_layers(form: str, stage: str) -> None:
     measure = results(copy.deepcopy(layer), x, "cpu")
     for name, mine in results(layer, x, "triton").items():
         terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        compare(f"{form} {stage}: {name}", mine, exact[name], measure[name], LENGTH, terms)
+        beside_plain(f"{form} {stage}: {name}", mine, exact[name], measure[name], LENGTH, terms)
 
 
 def rows(*shape: int, seed: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from support.bits import same_bits
 
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import launch_decode, launch_sparse, launching, shapes, shapes_sparse
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.sparse import SparseCase, arguments, golden, in_float64, lowered, plain
 from fusion_attention.torch_ops.eager import run
@@ -40,7 +40,7 @@ def judge(case: SparseCase, args: dict[str, Any] | None = None) -> None:
     args = arguments(case) if args is None else args
     want, measure = golden(case, args), plain(case, args)
     for name, mine in forward(args).items():
-        compare(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
 
 
 CASES = [
@@ -140,7 +140,7 @@ def test_no_list_makes_a_row_read_outside(block: int) -> None:
     found, want = (list(run(one, name).values()) for one, name in ((call, "triton"), (wide, "golden")))
     measure = plain(case, {**args, "sparse_indices": lists.clamp(min=-1)})
     for name, mine, right in zip(RESULTS, found, want, strict=True):
-        compare(name, mine, right, measure[name], max(case.kv_len))
+        beside_plain(name, mine, right, measure[name], max(case.kv_len))
 
 
 def test_no_page_table_makes_a_row_read_outside() -> None:
@@ -194,7 +194,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
     want, found = golden(case, args), forward(args)
     assert not want["out"].isfinite().all()
     for each in RESULTS:
-        compare(f"{case.id}: {each}", found[each], want[each], measure[each], max(case.kv_len))
+        beside_plain(f"{case.id}: {each}", found[each], want[each], measure[each], max(case.kv_len))
 
 
 @pytest.mark.parametrize("paged", [False, True])

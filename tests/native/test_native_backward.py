@@ -35,7 +35,7 @@ from support.witness import Call, Results, make
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist import bias
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import Band
@@ -121,7 +121,7 @@ def judge(call: Call, saved: Results, got: Results, want: Results, at: Any) -> N
             values = own, {b: plainly[b][name][0].to(own[0].dtype) for b in some}, want[name]
             ours, by_plain, right = (torch.cat([t[b].reshape(-1, width) for b in some]) for t in values)
             terms = max(plainly[b][name][1].abs().max().item() for b in some)
-        compare(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
+        beside_plain(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])

@@ -19,7 +19,7 @@ from support.selected import ordered
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.sparse import (
     IndexerCase,
     indexer_arguments,
@@ -97,7 +97,7 @@ def judge(case: IndexerCase, args: Args, indices: torch.Tensor) -> None:
     measure = plain_indexer_gradients(case, args, indices)
     for variant in VARIANTS:
         for name, tensor in gradients(args, indices, variant).items():
-            compare(f"{variant} {case.id} {name}", tensor, exact[name], measure[name], max(case.kv_len))
+            beside_plain(f"{variant} {case.id} {name}", tensor, exact[name], measure[name], max(case.kv_len))
 
 
 @pytest.mark.parametrize("seed", range(70, 90))

@@ -18,7 +18,7 @@ from support.native_lowered import Args, Results, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, STATISTICS, Loss, Statistics
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.indexer_loss import (
     LossCase,
     arguments,
@@ -51,7 +51,7 @@ def loss_of(case: LossCase, args: Args) -> Loss:
 def compare_losses(case: LossCase, args: Args, *three: Results) -> None:
     """A row's terms cancel, so its loss is known as well as its probabilities, which add up to 1 twice."""
     alive = sum(1 for _ in each_row(case, args))
-    compare(f"{case.id} loss", *(found["loss"] for found in three), max(case.kv_len), 2.0 * alive)
+    beside_plain(f"{case.id} loss", *(found["loss"] for found in three), max(case.kv_len), 2.0 * alive)
 
 
 def draw(seed: int, selected: bool) -> LossCase:
@@ -87,7 +87,7 @@ def check(case: LossCase, args: Args, seed: int = 0) -> None:
         assert got.keys() == wanted.keys()
         compare_losses(case, args, got, wanted, measure)
         for name in ("dquery_index", "dkey_index", "dweights"):
-            compare(f"{variant} {case.id} {name}", got[name], wanted[name], measure[name], max(case.kv_len))
+            beside_plain(f"{variant} {case.id} {name}", got[name], wanted[name], measure[name], max(case.kv_len))
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -158,7 +158,7 @@ def test_statistics_against_the_formulas(seed: int) -> None:
             ("lse", [top.double() + total.double().log() for top, total in three]),
         )
         for what, found in both:
-            compare(f"{variant} {case.id} {what}", *found, max(case.kv_len), score_size(case, args))
+            beside_plain(f"{variant} {case.id} {what}", *found, max(case.kv_len), score_size(case, args))
 
 
 @pytest.mark.parametrize("selected", [True, False])

@@ -20,7 +20,7 @@ from support.native_lowered import Args, Results, extents_of, far, hostile, in_p
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.sparse import SparseCase, arguments, in_float64, lowered, part, plain, selected
 from fusion_attention.torch_ops.eager import run as run_on
 from fusion_attention.waist.problem import Problem
@@ -62,7 +62,7 @@ class Judge:
         count = max(max(case.kv_len) * 2, case.dim_v)  # dP adds up over a value's elements
         for name, tensor in got.items():
             terms = self.cancelling(name) if name[:3] in ("dqu", "dke") else 0.0
-            compare(f"{case.id} {name}", tensor, self.want[name], self.measure[name], count, terms)
+            beside_plain(f"{case.id} {name}", tensor, self.want[name], self.measure[name], count, terms)
 
     def cancelling(self, name: str) -> float:
         """The absolute terms behind a number of dq or dk, at most: dP - D of rows that see one key is nothing."""

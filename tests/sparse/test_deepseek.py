@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fusion_attention as fa
 from fusion_attention.nn import SparseLatentAttention, set_stage
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
 
@@ -143,7 +143,7 @@ def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None
                 assert (mine[seen:] == -1).all()
         with torch.no_grad():
             exact = golden(layer.self_attn, **given | {"past_key_values": None})[0]
-        compare("attention", own(hidden, rope=rope)[0], exact, expected, hidden.shape[1])
+        beside_plain("attention", own(hidden, rope=rope)[0], exact, expected, hidden.shape[1])
 
 
 def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
@@ -165,10 +165,10 @@ def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
     assert got.keys() == expected.keys() == exact.keys()
     assert not any("indexer" in name for name in got)
     for name, tensor in got.items():
-        compare(name, tensor, exact[name], expected[name], tokens.numel())
+        beside_plain(name, tensor, exact[name], expected[name], tokens.numel())
     set_stage(model, "dense")
     with pytest.raises(AssertionError, match=r"out.*: mean error"):  # the choice of keys matters here
-        compare("out", run(model)["out"], exact["out"], expected["out"], tokens.numel())
+        beside_plain("out", run(model)["out"], exact["out"], expected["out"], tokens.numel())
 
 
 def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
@@ -207,4 +207,4 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
             absorbed, attention.kv_a_layernorm(latent), None, indices, scale=(nope + rope) ** -0.5, **ropes
         )
         out = attention.o_proj(torch.einsum("bshr,hdr->bshd", mixed, up_v).flatten(2))
-    compare("attention", out, exact, results[0], hidden.shape[1])
+    beside_plain("attention", out, exact, results[0], hidden.shape[1])

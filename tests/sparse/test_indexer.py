@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.indexer import own as own_indexer
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.sparse import (
     IndexerCase,
     chosen,
@@ -105,7 +105,7 @@ def test_gradients(case: IndexerCase) -> None:
     for backend in backends(case):
         got = indexer_gradients(call, dy, indices, backend)
         for name, value in got.items():
-            compare(f"{backend}: {case.id}: {name}", value, want[name], measure[name], case.top_k)
+            beside_plain(f"{backend}: {case.id}: {name}", value, want[name], measure[name], case.top_k)
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
@@ -151,7 +151,7 @@ def test_lists_are_read_as_attention_reads_them() -> None:
     for backend in backends(IndexerCase()):
         got = indexer_gradients(call, dy, indices, backend)
         for three in zip(got.values(), exact, measure, strict=True):
-            compare(backend, *three, 4)
+            beside_plain(backend, *three, 4)
 
 
 def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -18,7 +18,7 @@ from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import own as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.testing.indexer_loss import (
     LEAST,
     LossCase,
@@ -119,7 +119,7 @@ def judge(case: LossCase, args: Args) -> None:
         assert got.keys() == want.keys() == measure.keys()
         for name in want:
             longest = sum(case.q_len) * max(case.kv_len) if name == "loss" else max(case.kv_len)
-            compare(f"{backend}: {case.id}: {name}", got[name], want[name].double(), measure[name], longest)
+            beside_plain(f"{backend}: {case.id}: {name}", got[name], want[name].double(), measure[name], longest)
 
 
 STATISTICS = [case for case in CASES if case.count == 0 and not case.sink]
@@ -136,7 +136,9 @@ def test_statistics(case: LossCase) -> None:
     for backend in ("golden", *([] if cpu.reasons_against(call.problem, torch.device("cpu")) else ["cpu"])):
         for name, kept in zip(("softmax_max_index", "softmax_sum_index"), run(call, backend).values(), strict=True):
             inside = ~exact[name].isnan()
-            compare(f"{backend}: {name}", *(t[inside] for t in (kept, exact[name], measure[name])), max(case.kv_len))
+            beside_plain(
+                f"{backend}: {name}", *(t[inside] for t in (kept, exact[name], measure[name])), max(case.kv_len)
+            )
             assert not kept[~inside].any()
 
 

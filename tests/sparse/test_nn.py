@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import nn as dsa
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 
 DIM, HEADS, TOP_K, LENGTHS = 32, 4, 5, [19, 12]
 INDEX = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
@@ -121,7 +121,9 @@ def judge(layer: Any, got: Results, sequences: list[Tensor]) -> None:
     rows = sum(map(len, sequences))
     for name, tensor in got.items():
         terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        compare(name, tensor, exact[name], measure[name], max(map(len, sequences)) if name == "out" else rows, terms)
+        beside_plain(
+            name, tensor, exact[name], measure[name], max(map(len, sequences)) if name == "out" else rows, terms
+        )
 
 
 FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
@@ -277,8 +279,8 @@ def test_bfloat16(stage: str) -> None:
         three = [[torch.stack(t) for t in zip(*found, strict=True)] for found in (got, exact, plainer)]
         (out, loss), (want, want_loss), (plain_out, plain_loss) = three
         assert out.dtype == torch.bfloat16
-        compare("out", out.squeeze(1), want, plain_out, 16)
-        compare("loss", loss, want_loss / 16, plain_loss / 16, 16, 2.0)
+        beside_plain("out", out.squeeze(1), want, plain_out, 16)
+        beside_plain("loss", loss, want_loss / 16, plain_loss / 16, 16, 2.0)
 
 
 def test_wrong_calls() -> None:

@@ -9,7 +9,7 @@ from support.bits import same_bits
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.settings import strict
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 B, S1, N1, D, SLOTS = 2, 5, 4, 16, 16
 ROWS, KEYS = [5, 3], [20, 31]
@@ -113,7 +113,7 @@ def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
             rows.append(weights @ keys[picked][:, :LATENT])
         return torch.stack(rows)[None]
 
-    compare("out", out, formula(torch.float64), formula(torch.float32).to(dtype), 64)
+    beside_plain("out", out, formula(torch.float64), formula(torch.float32).to(dtype), 64)
     with strict(), pytest.raises(ContractError, match=r"query: expected D == 576, got D=40"):
         npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 

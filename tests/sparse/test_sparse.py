@@ -13,7 +13,7 @@ from fusion_attention import npu
 from fusion_attention.ops.sparse import own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
-from fusion_attention.testing import call_face, compare
+from fusion_attention.testing import beside_plain, call_face
 from fusion_attention.testing.sparse import (
     SparseCase,
     compute,
@@ -140,7 +140,7 @@ def judge(case: SparseCase, args: Args) -> None:
         got = compute(case, lowered(args), args["dy"], backend)
         assert got.keys() == want.keys() == measure.keys()
         for name in want:
-            compare(f"{backend}: {case.id}: {name}", got[name], want[name], measure[name], max(case.kv_len))
+            beside_plain(f"{backend}: {case.id}: {name}", got[name], want[name], measure[name], max(case.kv_len))
 
 
 def test_golden_writes_what_it_computes_rounded_once() -> None:
@@ -164,7 +164,7 @@ def test_all_blocks_are_dense_attention(layout: str) -> None:
 
     def judged(what: str, out: torch.Tensor, lse: torch.Tensor) -> None:
         for name, tensor in (("out", out), ("lse", lse)):
-            compare(f"{what}: {name}", tensor, exact[name], measure[name], max(case.kv_len))
+            beside_plain(f"{what}: {name}", tensor, exact[name], measure[name], max(case.kv_len))
 
     judged("dense", *fa.attention(*own, **ropes, **dense, band=fa.Band.causal(), return_lse=True))
     for backend in backends(case):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import golden
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
@@ -223,4 +223,4 @@ def judge(cache: Cache, o: Operands, e: Extents) -> None:
     """The house's rule (testing/compare.py) for out, max and sum."""
     found = zip(("out", "max", "sum"), results(o), answer(cache, o, e), plain(cache, o, e), strict=True)
     for name, got, value, measure in found:
-        compare(f"{cache.id}: {name}", got, value, measure, max(cache.kv_len))
+        beside_plain(f"{cache.id}: {name}", got, value, measure, max(cache.kv_len))

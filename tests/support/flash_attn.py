@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from fusion_attention.testing.drawn import attend
+
 Tensor = torch.Tensor
 
 
@@ -33,8 +35,7 @@ def formula(
     seen &= (key <= row) if causal else (key <= row + right) if right >= 0 else seen
     seen &= (key >= row - left) if left >= 0 else seen
     scores = scores.masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
-    return torch.einsum("nqk,knd->qnd", weights, v), scores.logsumexp(-1)
+    return attend(scores, v.transpose(0, 1)).transpose(0, 1), scores.logsumexp(-1)
 
 
 WORDS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import create_mask, noop_mask
 
+from fusion_attention.testing.drawn import attend
+
 Mod = Callable[..., Any]
 
 ITEMS, HEADS, KV_HEADS, TOKENS, DIM = 2, 4, 2, 200, 16
@@ -130,7 +132,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | 
             scores = score_mod(scores, *map(torch.arange, scores.shape))
     if mask is not None:
         scores = scores.masked_fill(~create_mask(mask, *scores.shape, device="cpu"), -torch.inf)
-    return torch._safe_softmax(scores, -1).to(v.dtype) @ v, scores.logsumexp(-1)
+    return attend(scores, v), scores.logsumexp(-1)
 
 
 def inputs(seed: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:

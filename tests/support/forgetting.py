@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.bits import same, same_bits
 
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.lowered import tensors_in
 
 Results = dict[str, torch.Tensor]
@@ -32,7 +32,7 @@ def judge(ours: Results, right: Results) -> None:
     assert ours.keys() == right.keys()
     for name, want in right.items():
         if want.is_floating_point():
-            compare(name, ours[name], want.double(), want, 1)
+            beside_plain(name, ours[name], want.double(), want, 1)
         else:
             same_bits(ours[name], want, name)
 

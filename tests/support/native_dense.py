@@ -19,7 +19,7 @@ from support.witness import run as specified
 
 from fusion_attention import _native
 from fusion_attention.backends import cpu
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist import bias, dropout
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
@@ -203,12 +203,12 @@ def judge(call: Call, got: Results, want: Results, at: Any) -> None:
             pieces[name].append(tuple(t[~empty.expand_as(t)].view(-1, t.shape[-1]) for t in triple))
             if name != "max" and empty.any():
                 nothing, by_plain, right = (t[empty.expand_as(t)] for t in triple)
-                compare(f"{at} {name} of empty rows", nothing, right, by_plain, int(call.extents.kv_len[b]))
+                beside_plain(f"{at} {name} of empty rows", nothing, right, by_plain, int(call.extents.kv_len[b]))
     for name, triples in pieces.items():
         if triples:
             ours, by_plain, right = (torch.cat(t) for t in zip(*triples, strict=True))
             terms = product_size(call) if name == "max" else 0.0
-            compare(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
+            beside_plain(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
 
 
 def unit_views(problem: Problem, q_len: int, kv_len: int) -> tuple[Extents, Operands]:

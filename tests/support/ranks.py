@@ -14,7 +14,7 @@ from fusion_attention import Band
 from fusion_attention.distributed import attention, shard, unshard
 from fusion_attention.distributed.groups import group_of
 from fusion_attention.ops.shared.layouts import LAYOUTS
-from fusion_attention.testing.compare import compare
+from fusion_attention.testing import beside_plain
 
 S = 5 * 64 + 7
 
@@ -214,4 +214,4 @@ def judge(name: str | int, found: dict[str, torch.Tensor]) -> None:
     sizes = named(name)["sizes"]
     assert found.keys() == golden.keys()
     for what, ours in found.items():
-        compare(f"{name}: {what}", ours, golden[what], plain[what], max(sizes["s1"], sizes["s2"]))
+        beside_plain(f"{name}: {what}", ours, golden[what], plain[what], max(sizes["s1"], sizes["s2"]))

@@ -9,7 +9,7 @@ import torch
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
-from fusion_attention.testing import compare, sparse
+from fusion_attention.testing import beside_plain, sparse
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of
 
@@ -97,6 +97,6 @@ def good_choice(case: IndexerCase, args: Args, indices: torch.Tensor, values: to
             t.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf).to(to)
             for t, to in ((scores, scores.dtype), (narrow, values.dtype))
         )
-        compare(f"{at}: {case.id}: values", part(case, values, "q", b)[:, 0], found, plain, case.dim * case.heads)
+        beside_plain(f"{at}: {case.id}: values", part(case, values, "q", b)[:, 0], found, plain, case.dim * case.heads)
         slack = 1e-5 * scores.masked_fill(scores == -math.inf, 0).abs().amax()
         assert (found[valid] >= theirs[valid] - slack).all(), at

@@ -13,7 +13,7 @@ import fusion_attention as fa
 from fusion_attention.backends import cpu, triton
 from fusion_attention.contract import bind
 from fusion_attention.ops.training import own
-from fusion_attention.testing import Case, check, compare, cut_tiles, golden, lowered, plain, run
+from fusion_attention.testing import Case, beside_plain, check, cut_tiles, expected, golden, lowered, plain, run
 from fusion_attention.torch_ops.dense_eager import attention
 from fusion_attention.waist.problem import Problem
 
@@ -59,7 +59,7 @@ def test_golden_against_the_formulas(case: Case) -> None:
 @pytest.mark.parametrize("case", TILED, ids=lambda case: case.id)
 def test_back_end(case: Case) -> None:
     args = operands(case)
-    check(case, run(lowered(case, args), args["dy"], "cpu"), truth(case), plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], "cpu"), expected(case, args, truth(case)))
 
 
 @pytest.mark.parametrize("threads", [2, 3])
@@ -92,12 +92,12 @@ def test_documents_are_packed_sequences(dtype: str) -> None:
     want = fa.attention(q, k, v, layout="TND", q_len=lengths)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     right = fa.attention(*wide, layout="TND", q_len=lengths, backend="golden")
-    compare("out", out, right, want, max(lengths))
+    beside_plain("out", out, right, want, max(lengths))
     found, by_length, true = (
         torch.autograd.grad(o, x, dy.to(o.dtype)) for o, x in ((out, leaves), (want, leaves), (right, wide))
     )
     for name, ours, theirs, exact in zip("qkv", found, by_length, true, strict=True):
-        compare(f"d{name}", ours, exact, theirs, max(lengths))
+        beside_plain(f"d{name}", ours, exact, theirs, max(lengths))
 
 
 def leaves(dtype: torch.dtype, rows: int, keys: int) -> tuple[Tensor, ...]:

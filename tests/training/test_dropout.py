@@ -11,7 +11,7 @@ from support.bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist import dropout
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
@@ -118,7 +118,7 @@ def test_the_way_of_torch_npus_own_programs() -> None:
 
     for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
         got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
-        compare("out", got, by_hand(torch.float64), by_hand(got.dtype), 13)
+        beside_plain("out", got, by_hand(torch.float64), by_hand(got.dtype), 13)
 
 
 @pytest.mark.parametrize(

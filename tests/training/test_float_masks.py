@@ -22,7 +22,7 @@ from support.native_dense import VARIANTS, converted, draw_call, drawn, gradient
 from support.witness import Call, Results, forward, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa
-from fusion_attention.testing import Case, arguments, check, golden, part, plain, pythonic
+from fusion_attention.testing import Case, arguments, check, expected, golden, part, pythonic
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Problem
 
@@ -287,7 +287,7 @@ def test_pse_hides_values_from_every_face(case: Case, fill: float) -> None:
     wild = hidden_values(case, fill)
     got, want = compute(case, wild), golden(case, wild)
     assert all(t.isfinite().all() for t in want.values())
-    check(case, got, want, plain(case, hidden_values(case, 0.0)))
+    check(case.id, got, expected(case, hidden_values(case, 0.0), want))
     given = pythonic(case, wild)
     if given is not None:
         leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "bias")}

@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention import ContractError, npu
-from fusion_attention.testing import compare
+from fusion_attention.testing import beside_plain
 from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 
 Tensor = torch.Tensor
@@ -97,7 +97,7 @@ def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: t
         gradients = ring.widened().backward(None, *exact)
     for name, ours, want, one in zip(LANES, merged, exact, whole, strict=True):
         assert ours.dtype == one.dtype
-        compare(name, ours, want.double(), one, max(KV_LEN))
+        beside_plain(name, ours, want.double(), one, max(KV_LEN))
     plain = ring.backward(None, *whole)
     for saved in (merged, lse_alone(*merged)):
         found = [ring.backward(step, *saved) for step in (0, 1)]
@@ -109,7 +109,7 @@ def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: t
         for keys, (_, *of_keys) in zip(ring.steps, found, strict=True):
             ours[1][keys], ours[2][keys] = of_keys
         for name, got, want, one in zip(("dq", "dk", "dv"), ours, gradients, plain, strict=True):
-            compare(name, got, want.double(), one, max(KV_LEN), terms=float(want.abs().amax()))
+            beside_plain(name, got, want.double(), one, max(KV_LEN), terms=float(want.abs().amax()))
 
 
 def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,9 +204,9 @@ def test_a_list_of_ranks_is_the_softmax_of_their_sums() -> None:
     want = (weights[..., None] * outs.double()).sum(0)
     out, total = npu.npu_attention_update(list(lse), list(outs), 1)
     assert total is not None
-    compare("out", out, want, (weights[..., None].float() * outs).sum(0), 3)
+    beside_plain("out", out, want, (weights[..., None].float() * outs).sum(0), 3)
     exact = lse.double().masked_fill(lse == INF, -INF).logsumexp(0)
-    compare("lse", total, exact, exact.float(), 3, terms=float(lse.masked_fill(lse.isinf(), 0).abs().amax()))
+    beside_plain("lse", total, exact, exact.float(), 3, terms=float(lse.masked_fill(lse.isinf(), 0).abs().amax()))
     alone, nothing = npu.npu_attention_update(list(lse), list(outs.bfloat16()), 0)
     assert nothing is None
     assert alone.dtype == torch.bfloat16

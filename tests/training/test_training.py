@@ -16,9 +16,10 @@ from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attent
 from fusion_attention.ops.training import records as training
 from fusion_attention.testing import (
     Case,
+    beside_plain,
     call_face,
     check,
-    compare,
+    expected,
     golden,
     hostile,
     lowered,
@@ -58,7 +59,7 @@ def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_back_end(case: Case, backend: str) -> None:
     args = operands(case)
-    check(case, run(lowered(case, args), args["dy"], backend), truth(case), plain(case, args))
+    check(case.id, run(lowered(case, args), args["dy"], backend), expected(case, args, truth(case)))
 
 
 LEAVES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope"}
@@ -145,7 +146,7 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
                 for i in range(rows):
                     assert flat[(4 * first + n * rows + i) * 8] == other[first + i, n, 0]
             exact, measure = (statistic(scores[:, first : first + rows, keys], name) for scores in (wide, plainly))
-            compare(name, other[first : first + rows, :, 0], exact, measure, 5)
+            beside_plain(name, other[first : first + rows, :, 0], exact, measure, 5)
 
 
 def scores_of(args: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
@@ -188,7 +189,7 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
         if mean:
             v = part(case, args["value"], "kv", case.heads_kv, b).repeat_interleave(2, 0)
             means = [t.mean(1, keepdim=True).expand(-1, case.q_len[b], -1)[empty] for t in (v.double(), v)]
-            compare("mean", rows, *means, max(case.kv_len))
+            beside_plain("mean", rows, *means, max(case.kv_len))
         else:
             assert not rows.any()
         assert not part(case, grads["dq"], "q", case.heads_q, b)[empty].any()
@@ -235,7 +236,7 @@ def test_the_comparison_finds_what_it_should(dtype: str) -> None:
 
     def refused(name: str, value: torch.Tensor, message: str) -> None:
         with pytest.raises(AssertionError, match=message):
-            compare(name, value, truth(case)[name], measure[name], 7)
+            beside_plain(name, value, truth(case)[name], measure[name], 7)
 
     for name in ("out", "dq", "dk", "dv"):
         wrong = ours[name].clone()
@@ -244,7 +245,7 @@ def test_the_comparison_finds_what_it_should(dtype: str) -> None:
         wrong[1, 2, 1, 3] = truth(case)[name].abs().amax().to(low) * 1.5
         refused(name, wrong, rf"{name}\[1, 2, 1, 3\]: .* error")
         refused(name, ours[name] * (1 + 16 * torch.finfo(low).eps), "error")
-        compare(name, truth(case)[name].to(low), truth(case)[name], measure[name], 7)
+        beside_plain(name, truth(case)[name].to(low), truth(case)[name], measure[name], 7)
     wrong = ours["max"].clone()
     wrong[wrong == -FLT_MAX] = -torch.inf
     refused("max", wrong, r"max\[.*\]: a value that is not finite")

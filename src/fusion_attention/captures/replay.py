@@ -1,4 +1,4 @@
-"""Recorded calls, computed again; printed, a verdict by the house law.
+"""Recorded calls, computed again; printed, a verdict by the error bound.
 
 Refuses to know what an operator computes; replay() goes the way that the faces go.
 """
@@ -26,7 +26,7 @@ __all__ = ["CaptureError", "Replay", "replay"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Replay:
-    """A recorded call and what it gives here; printed, five lines with a verdict by the house law.
+    """A recorded call and what it gives here; printed, five lines with a verdict by the error bound.
 
     Attributes:
         operator: the record's name; args: its arguments by canonical name.
@@ -55,7 +55,7 @@ class Replay:
 
     @functools.cached_property
     def judgement(self) -> Judgement:
-        """What the house law says of the recorded outputs, found when it is first asked."""
+        """What the error bound says of the recorded outputs, found when it is first asked."""
         from fusion_attention.judging.calls import JudgeError, from_recording
         from fusion_attention.judging.judge import judged
 

@@ -66,7 +66,7 @@ def replay(
     """Compute a captured session again: every call timed, and judged.
 
     Files of a folder come in the order in which they were recorded. A recorded result is right where it is about as
-    near to float64 as a plain program in its dtype; fusion-attention verify FILE says what is wrong with another one,
+    near to float64 as roundings in its dtype allow; fusion-attention verify FILE says what is wrong with another one,
     and whether it is merely noisy.
 
     \b

@@ -15,7 +15,7 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from fusion_attention.testing import Case, arguments, check, compare, golden, lowered, plain, run
+from fusion_attention.testing import Case, arguments, beside_plain, check, expected, lowered, run
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _judge_dense(case: Case, backend: str) -> None:
         extras = tuple(one if one is None else one.cuda() for one in call.extras)
         call, dy = dataclasses.replace(call, **tensors, extras=extras), dy.cuda()
     found = {name: tensor.cpu() for name, tensor in run(call, dy, backend).items()}
-    check(case, found, golden(case, args), plain(case, args))
+    check(case.id, found, expected(case, args))
 
 
 def _judge_decoding(backend: str) -> None:
@@ -171,7 +171,7 @@ def _judge_decoding(backend: str) -> None:
         compute(call, found, backend)
         got, wide = found["attention_out"], decode.query_of(case, decode.answer(case))
         narrow = decode.query_of(case, decode.answer(case, torch.float32)).to(got.dtype)
-        compare("attention_out", got, wide.double(), narrow, max(case.kv_len))
+        beside_plain("attention_out", got, wide.double(), narrow, max(case.kv_len))
 
 
 def _judge_sparse(backend: str) -> None:
@@ -182,7 +182,7 @@ def _judge_sparse(backend: str) -> None:
     got = sparse.compute(case, sparse.lowered(args), args["dy"], backend)
     want, measure = sparse.golden(case, args), sparse.plain(case, args)
     for name in want:
-        compare(name, got[name], want[name], measure[name], max(case.kv_len))
+        beside_plain(name, got[name], want[name], measure[name], max(case.kv_len))
 
 
 def _judge_indexer(backend: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fusion_attention.judging.verdict import Judgement
 
 COMMAND = "verify"
-_STANDARDS = ("house", "cann-0.5%", "cann-double")
+_STANDARDS = ("error-bound", "cann-0.5%", "cann-double")
 
 
 def verify(
@@ -33,7 +33,7 @@ def verify(
     pick: str = typer.Option("", "--call", help="Of a folder, only calls with this in their name."),
     seed: int = typer.Option(0, "--seed", help="Of files that are no captures: what dropout was drawn from."),
     dtype: str = typer.Option("", "--dtype", help="Of files that hold bfloat16 or float16 values as float32."),
-    standard: str = typer.Option("house", "--standard", help=f"What decides: {', '.join(_STANDARDS)}."),
+    standard: str = typer.Option("error-bound", "--standard", help=f"What decides: {', '.join(_STANDARDS)}."),
     search: bool = typer.Option(True, "--diagnose/--no-diagnose", help="Look for the mistake that explains it."),
     backends: bool = typer.Option(True, "--backends/--no-backends", help="Judge this machine's back ends beside it."),
     allow_noisy: bool = typer.Option(False, "--allow-noisy", help="Exit with 0 where results are merely noisy."),
@@ -57,7 +57,7 @@ def verify(
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
-        found = _judged(files, how, search=search, backends=backends, bar=not as_json)
+        found = _judged(files, how, search=search, backends=backends, standard=standard, bar=not as_json)
     except JudgeError as error:
         refuse(COMMAND, error)
     if page is not None:
@@ -68,11 +68,13 @@ def verify(
         except OSError as error:
             refuse(COMMAND, f"{page}: {error.strerror}")
     _print(found, standard, as_json=as_json)
-    wrong = [j for j in found if j.failing(standard) and not (allow_noisy and j.verdict == "noisy")]
+    wrong = [j for j in found if not j.passes and not (allow_noisy and j.verdict == "noisy")]
     raise typer.Exit(1 if wrong else 0)
 
 
-def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, bar: bool) -> list[Judgement]:
+def _judged(
+    files: list[Path], how: Reading, *, search: bool, backends: bool, standard: str, bar: bool
+) -> list[Judgement]:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -87,7 +89,7 @@ def _judged(files: list[Path], how: Reading, *, search: bool, backends: bool, ba
             for call in read_calls(file, how):
                 progress.update(task, description=f"verifying {call.source}")
                 try:
-                    found.append(judged(call, search=search, backends=backends))
+                    found.append(judged(call, search=search, backends=backends, standard=standard))
                 except JudgeError as error:
                     raise JudgeError(f"{call.source}: {error}") from None
                 except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -107,8 +109,8 @@ def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
 
     console = Console()
     for judgement in found:
-        console.print(table(judgement, standard))
-    right = sum(not j.failing(standard) for j in found)
+        console.print(table(judgement))
+    right = sum(j.passes for j in found)
     console.print(f"{right} of {len(found)} right by {standard}.", highlight=False)
 
 

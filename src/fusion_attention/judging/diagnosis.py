@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from fusion_attention.contract import ContractError
+from fusion_attention.judging.expected_error import POOR, PROGRAM
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
 from fusion_attention.judging.outputs import Unit, units
 from fusion_attention.judging.trials import Result, drawn, measured
 from fusion_attention.judging.verdict import Explanation
 
-# A mistake that leaves more than this share of the error explains nothing, however near the law allows it to be.
+# A mistake that leaves more than this share of the error explains nothing, however near the bound allows it to be.
 LEFT = 0.25
-# From here on a first piece is not worth a second one: the law allows twice the plain program's error.
-HOPELESS = 30.0
+# From here on, in expected sizes, a first piece is not worth a second one.
+HOPELESS = 60.0
 _CONFIRMED = 6  # explanations that are tried on the whole call; of a large one, the best alone
 _LARGE = 1 << 28  # pairs of rows and keys, of all heads
 _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
@@ -36,7 +37,7 @@ class Found:
     def explained(self, outputs: tuple[str, ...], *, confirmed: bool = False, noisy: bool = False) -> Explanation:
         """As reports have it."""
         m = self.mistake
-        error = max((self.result.tallies[name].times_plain for name in outputs), default=0.0)
+        error = max((self.result.tallies[name].z for name in outputs), default=0.0)
         return Explanation(m.name, self.way.detail, m.means, m.mend, outputs, error, confirmed, noisy)
 
 
@@ -44,14 +45,14 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
     """(what explains the outputs, best first; whether they are merely noisy)."""
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
-    sample = measured(case.setting, case.outputs, pieces)
+    sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
     tried = [Found(m, way, found) for m, way, found in _tried(case, pieces, sample)]
-    failing = tuple(base.failing)
+    failing = tuple(name for name in base.failing if name in sample.tallies)
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
     if confirmed:
         return confirmed, False
-    if measured(case.setting, case.outputs, pieces, poor=True).passes:
+    if measured(case.setting, case.outputs, pieces, grade=POOR).passes:
         return (), True
     return _lesser(case, tried, pieces, sample, failing), False
 
@@ -64,11 +65,11 @@ def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mis
         for way in mistake.tries(case):
             outputs = case.outputs if way.outputs is None else way.outputs
             try:
-                first = measured(way.setting, outputs, quick)
-                best = min((t.times_plain for t in first.tallies.values() if t.count), default=0.0)
-                if best > HOPELESS and first.times_plain > HOPELESS:
+                first = measured(way.setting, outputs, quick, grade=PROGRAM)
+                best = min((t.z for t in first.tallies.values() if t.count), default=0.0)
+                if best > HOPELESS and first.z > HOPELESS:
                     continue
-                found.append((mistake, way, measured(way.setting, outputs, pieces)))
+                found.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
                 continue  # Memory that is not there: nobody has made this mistake here.
     return found
@@ -91,7 +92,7 @@ def _confirmed(case: Case, found: list[Found], failing: tuple[str, ...]) -> tupl
     e = case.setting.extents
     left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
     named: dict[str, Explanation] = {}
-    for f in sorted(found, key=lambda f: f.result.times_plain):
+    for f in sorted(found, key=lambda f: f.result.z):
         name = f.mistake.name
         if name in named:
             continue
@@ -101,7 +102,7 @@ def _confirmed(case: Case, found: list[Found], failing: tuple[str, ...]) -> tupl
         left -= 1
         outputs = case.outputs if f.way.outputs is None else f.way.outputs
         try:
-            result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)))
+            result = measured(f.way.setting, outputs, units(f.way.setting, list(outputs)), grade=PROGRAM)
         except _IMPOSSIBLE:
             continue
         if result.passes:
@@ -125,7 +126,7 @@ def _lesser(
     for f in tried:
         if _left(f.result, sample, failing) <= LEFT:
             outputs = case.outputs if f.way.outputs is None else f.way.outputs
-            if measured(f.way.setting, outputs, pieces, poor=True).passes:
+            if measured(f.way.setting, outputs, pieces, grade=POOR).passes:
                 noisy.append(f.explained(failing, noisy=True))
     if noisy:
         return tuple(_unlike(noisy))
@@ -133,7 +134,7 @@ def _lesser(
     for f in tried:
         if not {*f.result.failing} <= {*failing}:
             continue  # What is right it would make wrong.
-        right = tuple(n for n in failing if f.result.tallies[n].house().passes and _left(f.result, sample, [n]) <= LEFT)
+        right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
         if right:
             part.append((len(right), f.explained(right)))
     most = max((count for count, _ in part), default=0)

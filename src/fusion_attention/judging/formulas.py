@@ -1,8 +1,7 @@
-"""The formulas of attention on one block, in any precision: golden's in float64, a plain program's, a poor program's.
+"""The formulas of attention on one block: golden's in float64, a plain program's in float32, and expected errors.
 
-A plain program computes in float32 and rounds weights and results to the call's dtype; a poor one rounds everything
-it computes to 16 bits, every product and every sum. Equality with the golden back end is tested. Knows one block at a
-time.
+A plain program computes in float32 and rounds weights and results to the call's dtype; one of CANN's standards counts
+errors in its. Equality with the golden back end is tested. Knows one block at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from fusion_attention.judging.setting import Block
 
 Tensor = torch.Tensor
 _INF = math.inf
-_SUMS = 2048  # that a poor program rounds, of a row: all of them, unless there are more keys
 
 
 @dataclass(frozen=True)
@@ -27,22 +25,14 @@ class Precision:
 
     Attributes:
         wide: of products and sums. low: what weights and results are rounded to; None: not at all.
-        poor: what scores and running sums are rounded to; None: nothing is.
     """
 
     wide: torch.dtype = torch.float64
     low: torch.dtype | None = None
-    poor: torch.dtype | None = None
 
     def narrow(self, weights: Tensor) -> Tensor:
         """Weights as the second product takes them."""
-        if self.poor is not None:
-            return weights.to(self.poor).to(self.wide)
         return weights.to(self.low).to(self.wide) if self.low == torch.bfloat16 else weights
-
-    def rounded(self, values: Tensor) -> Tensor:
-        """What a poor program keeps of a value on its way."""
-        return values if self.poor is None else values.to(self.poor).to(self.wide)
 
     def stored(self, values: Tensor) -> Tensor:
         """A result as it is returned."""
@@ -53,13 +43,31 @@ GOLDEN = Precision()
 
 
 def plain(dtype: torch.dtype) -> Precision:
-    """What results of a dtype are measured by."""
+    """A straightforward program for results of a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
 
-def poor(dtype: torch.dtype) -> Precision:
-    """What merely noisy results are measured by: 16 bits throughout."""
-    return Precision(torch.float32, dtype, torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """Of a block: its weights, and what they were made of.
+
+    Attributes:
+        shown: scores, -inf where a key is not seen. product: what they were before bias and cap; None: the same.
+        slope: of a score by its product. top, total: [heads, rows, 1]. keyless: rows without a key, bool.
+        weights: exp(score - max), before they are divided by total and before dropout, of all keys of a row in mean
+            form 1. live: pairs that count, before dropout; softmax: those that scores made. mean: rows in mean form.
+    """
+
+    shown: Tensor
+    product: Tensor | None
+    slope: Tensor | float
+    top: Tensor
+    total: Tensor
+    keyless: Tensor
+    weights: Tensor
+    live: Tensor
+    softmax: Tensor
+    mean: Tensor
 
 
 def narrowed(block: Block, precision: Precision) -> Block:
@@ -76,12 +84,13 @@ def narrowed(block: Block, precision: Precision) -> Block:
     return replace(block, saved=cast(block.saved), **{name: cast(getattr(block, name)) for name in names})
 
 
-def scores_of(x: Block, p: Precision) -> tuple[Tensor, Tensor | float]:
-    """(scores [heads, rows, keys], -inf where a key is not seen; their slope by the capped product)."""
+def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
+    """(scores [heads, rows, keys], -inf where a key is not seen; products before cap and bias; slope of the cap)."""
     found = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
         found = found + x.q_rope @ x.k_rope.mT
-    found = p.rounded(found * x.scores_by)
+    found = found * x.scores_by
+    product = found if x.bias is not None or x.softcap else None
     slope: Tensor | float = 1.0
     if x.bias is not None and x.bias_capped:
         found = found + x.bias
@@ -89,61 +98,72 @@ def scores_of(x: Block, p: Precision) -> tuple[Tensor, Tensor | float]:
         part = (found / x.softcap).tanh()
         found, slope = x.softcap * part, 1 - part * part
     if x.bias is not None and not x.bias_capped:
-        found = p.rounded(found + x.bias)
-    return found.masked_fill_(~x.seen, -_INF), slope
+        found = found + x.bias
+    return found.masked_fill(~x.seen, -_INF), product, slope
 
 
-def forward(x: Block, p: Precision = GOLDEN) -> dict[str, Tensor]:
-    """out [heads, rows, dim_v], and max and sum [heads, rows, 1] as the waist has them."""
-    x = narrowed(x, p)
-    scores, _ = scores_of(x, p)
+def softmax(x: Block) -> Softmax:
+    """Of the block's scores, with statistics of its own."""
+    scores, product, slope = scores_of(x)
     shape = (*scores.shape[:2], 1)
     sink = scores.new_full(shape, -_INF) if x.sink is None else x.sink[:, None, None].expand(shape)
     top = torch.maximum(scores.amax(-1, keepdim=True), sink) if scores.shape[-1] else sink
     empty = top == -_INF
     live = scores != -_INF
     live &= ~empty
-    weights = scores.sub_(top.masked_fill(empty, 0)).exp_()
+    weights = scores.sub(top.masked_fill(empty, 0)).exp_()
     if x.times is not None:
         weights = weights * x.times
     tail = (sink - top.masked_fill(empty, 0)).exp()
     divided = weights * x.keep if x.dropped_divisor and x.keep is not None else weights
-    total = p.rounded(divided.sum(-1, keepdim=True) + tail)
+    total = divided.sum(-1, keepdim=True) + tail
     form = x.problem.empty_rows
     means = torch.full_like(x.in_band, form == "mean") if form != "mean_in_band" else x.in_band
     total = total.where(~empty, (means * x.kv_len)[:, None].to(total))
-    mean = empty & (total > 0)
+    return _with_means(x, Softmax(scores, product, slope, top, total, empty, weights, live, live, empty))
+
+
+def saved_softmax(x: Block) -> Softmax:
+    """Of the block's scores, with the statistics that a forward saved."""
+    scores, product, slope = scores_of(x)
+    _, _, top, total = x.saved
+    empty = top == -_INF
+    live = (scores != -_INF) & ~empty
+    weights = (scores - top.masked_fill(empty, 0)).exp()
+    if x.times is not None:
+        weights = weights * x.times
+    found = _with_means(x, Softmax(scores, product, slope, top, total, empty, weights, live, live, empty))
+    weights = found.weights / total.where(total != 0, 1.0)
+    return replace(found, weights=weights.masked_fill(~found.live, 0))
+
+
+def _with_means(x: Block, s: Softmax) -> Softmax:
+    """Rows without a key in mean form weigh all keys alike."""
+    mean = s.keyless & (s.total > 0)
+    weights, live = s.weights, s.live
     if mean.any():
         weights, live = weights.where(~mean, 1.0), live | mean
     if x.weight_scale is not None:
         weights = (x.weight_scale * weights).round().clamp(-128, 127)
-    weights = p.narrow(weights)
+    return replace(s, weights=weights, live=live, mean=mean)
+
+
+def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
+    """out [heads, rows, dim_v], and max and sum [heads, rows, 1] as the waist has them; s: the block's softmax."""
+    x = narrowed(x, p)
+    s = softmax(x) if s is None else s
+    weights, live = p.narrow(s.weights), s.live
     if x.keep is not None:
         weights, live = weights * x.keep_factor, live & x.keep
-    out = _summed(weights, live, x.v, p) / total.where(total != 0, 1.0)
-    return {"out": _returned(x, out, p), "max": top, "sum": total}
+    out = _summed(weights, live, x.v) / s.total.where(s.total != 0, 1.0)
+    found = {"out": _returned(x, out, p), "max": s.top, "sum": s.total}
+    return found if x.out_scale is None else found | {"unscaled": out}
 
 
-def _added(weights: Tensor, values: Tensor, p: Precision) -> Tensor:
-    """weights @ values, of a poor program with sums that are rounded on their way."""
-    if p.poor is None:
-        return weights @ values
-    return _summed(weights, torch.ones_like(weights, dtype=torch.bool), values, p)
-
-
-def _summed(weights: Tensor, live: Tensor, values: Tensor, p: Precision) -> Tensor:
-    if p.poor is None:
-        if values.isfinite().all():
-            return weights.masked_fill(~live, 0) @ values
-        return weighted_sum(weights, live, values.expand(len(weights), -1, -1))
-    total = weights.new_zeros(*weights.shape[:2], values.shape[-1])
-    weights = weights.masked_fill(~live, 0)
-    values = values.nan_to_num(0.0)
-    step = -(-values.shape[1] // _SUMS)
-    for first in range(0, values.shape[1], step or 1):
-        here = slice(first, first + step)
-        total = p.rounded(total + p.rounded(weights[..., here] @ values[:, here]))
-    return total
+def _summed(weights: Tensor, live: Tensor, values: Tensor) -> Tensor:
+    if values.isfinite().all():
+        return weights.masked_fill(~live, 0) @ values
+    return weighted_sum(weights, live, values.expand(len(weights), -1, -1))
 
 
 def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
@@ -153,41 +173,55 @@ def _returned(x: Block, out: Tensor, p: Precision) -> Tensor:
     out = out * scale
     if offset is not None:
         out = out + offset
+    if p.low is None:
+        return out.clamp(-128, 127)  # Judged before it is rounded: beside the middle of two integers both are right.
     rounded = out.round() if x.problem.out_quant == "tensor" else (out + 0.5 * out.sign()).trunc()
     return rounded.clamp(-128, 127).nan_to_num(0.0)
 
 
-def gradients(x: Block, p: Precision = GOLDEN) -> dict[str, Tensor]:
-    """What the block adds to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; from
-    the saved statistics and the saved output, not rounded where sums go on."""
-    x = narrowed(x, p)
-    scores, slope = scores_of(x, p)
-    dout, out, top, total = x.saved
-    empty = top == -_INF
-    softmax = (scores != -_INF) & ~empty
-    mean = empty & (total > 0)
-    weights = (scores - top.masked_fill(empty, 0)).exp()
-    if x.times is not None:
-        weights = weights * x.times
-    probabilities = weights.where(~mean, 1.0) / total.where(total != 0, 1.0)
-    live = softmax | mean
-    probabilities = probabilities.masked_fill(~live, 0)
-    kept = probabilities if x.keep is None else probabilities * x.keep * x.keep_factor
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The gradient of a block's scores: dscores before a cap's slope, dx behind it, upstream dP, delta, and P with
+    dropout."""
+
+    softmax: Softmax
+    dscores: Tensor
+    dx: Tensor
+    upstream: Tensor
+    delta: Tensor
+    kept: Tensor
+
+
+def scored(x: Block, p: Precision = GOLDEN) -> Scored:
+    """dS = P (dP - delta), from the saved statistics and the saved output."""
+    s = saved_softmax(x)
+    dout, out = x.saved[:2]
+    kept = s.weights if x.keep is None else s.weights * x.keep * x.keep_factor
     upstream = dout @ x.v.mT
     if x.keep is not None:
         upstream = upstream * x.keep * x.keep_factor
     delta = (dout * out).sum(-1, keepdim=True)
-    dscores = (probabilities * (upstream if x.no_delta else upstream - delta)).masked_fill(~softmax, 0)
-    dx = p.narrow(dscores * slope)
+    dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
+    return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, kept)
+
+
+def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[str, Tensor]:
+    """What the block adds to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
+    rounded where sums go on."""
+    x = narrowed(x, p)
+    g = scored(x, p) if g is None else g
+    dout = x.saved[0]
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
-    found = {
-        "dq": scale * _added(dx, x.k, p),
-        "dk": _added((scale * dx).mT, x.q, p),
-        "dv": _added(p.narrow(kept).mT, dout, p),
-    }
+    found = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.kept).mT @ dout}
     if x.q_rope is not None and x.k_rope is not None:
-        found |= {"dq_rope": scale * _added(dx, x.k_rope, p), "dk_rope": _added((scale * dx).mT, x.q_rope, p)}
+        found |= {"dq_rope": scale * (g.dx @ x.k_rope), "dk_rope": (scale * g.dx).mT @ x.q_rope}
     if x.sink is not None:
-        at_sink = (x.sink[:, None, None] - top.masked_fill(empty, 0)).exp() / total.where(total != 0, 1.0)
-        found["dsink"] = -(delta * at_sink).masked_fill(empty, 0).sum((1, 2))
+        found["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
     return found
+
+
+def at_sink(x: Block, s: Softmax) -> Tensor:
+    """[heads, rows, 1]: the sink's probability."""
+    assert x.sink is not None
+    found = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
+    return found.masked_fill(s.keyless, 0)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.judging import expected_index_error as errors
+from fusion_attention.judging.expected_error import Grade, products_of_squares
 from fusion_attention.judging.setting import selected_times
 from fusion_attention.waist.problem import Extents
 
@@ -80,6 +82,23 @@ class Index:
         return (weights * (dots.clamp(min=0) if self.relu else dots)).sum(0) * self.factor
 
 
+def of_scores(x: Index, b: int, rows: slice, grade: Grade) -> Tensor:
+    """[rows, kv_len]: variance of I."""
+    q, k, weights, dots = x.parts(b, rows, torch.float64)
+    scores = x.scores(dots, weights)
+    found = errors.scored(q, k, weights, dots, scores, x.problem.torch_dtype, grade, relu=x.relu)
+    return found.total * x.factor**2
+
+
+def of_statistics(x: Index, b: int, rows: slice, grade: Grade) -> tuple[Tensor, Tensor]:
+    """Variances of (max, sum), [rows, 1]."""
+    _, _, weights, dots = x.parts(b, rows, torch.float64)
+    scores, seen = x.scores(dots, weights), x.seen(b, rows).double()
+    top, total = _softmax(scores, seen)
+    variance = of_scores(x, b, rows, grade)
+    return errors.statistics(variance, scores, seen, top, total, grade, x.problem.torch_dtype)
+
+
 def chosen(x: Index, b: int, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [rows, kv_len], -inf where a key is not seen; values and indices [rows, top_k] of the chosen keys)."""
     _, _, weights, dots = x.parts(b, rows, wide)
@@ -117,8 +136,13 @@ def _softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     return top, (times * (shown - top).exp()).sum(-1, keepdim=True).masked_fill(empty, 0)
 
 
-def loss(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | None) -> dict[str, Tensor]:
-    """What rows of a sequence add: loss [1], dq [heads, rows, dim], dk [1, kv_len, dim], dweights [1, rows, heads]."""
+def loss(
+    x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | None, grade: Grade | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What rows of a sequence add: loss [1], dq [heads, rows, dim], dk [1, kv_len, dim], dweights [1, rows, heads].
+
+    And, for a grade, the variances of their errors, but for what their own sizes add.
+    """
     p = x.problem
     q, k, weights, dots = x.parts(b, rows, wide)
     scores, times = x.scores(dots, weights), x.seen(b, rows).to(wide)
@@ -136,7 +160,7 @@ def loss(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | No
         views = x.index.stats.max, x.index.stats.sum
         top, total = (v.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(wide) for v in views)
     y = ((scores - top).exp() / total).masked_fill(~seen, 0)
-    target = _target(x, b, rows, wide).masked_fill(~seen, 0)
+    target, of_target = (t.masked_fill(~seen, 0) for t in _target(x, b, rows, wide, grade))
     log_p, log_y = target.clamp(min=_LEAST).log(), y.clamp(min=_LEAST).log()
     factor = target.clamp(min=_LEAST) if p.select_count else target
     forward = (times * factor * (log_p - log_y)).masked_fill(~seen, 0)
@@ -151,16 +175,26 @@ def loss(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | No
     live = seen & (dots > 0) if x.relu else seen.expand_as(dots)
     ddots = (dscores * weights).masked_fill(~live, 0)
     dweights = (dscores * (dots.clamp(min=0) if x.relu else dots)).masked_fill(~seen, 0).sum(-1)
-    return {
+    values = {
         "loss": (backward if other else forward).sum().reshape(1) * share,
         "dq": ddots @ k,
         "dk": (ddots.mT @ q).sum(0, keepdim=True),
         "dweights": dweights.T[None],
     }
+    if grade is None:
+        return values, {}
+    dtype = p.torch_dtype
+    scored = errors.scored(q, k, weights, dots, scores, dtype, grade, relu=x.relu)
+    of_y = y.square() * errors.exponential(scored.total, scores, top, grade, dtype)
+    parts = errors.Parts(y, target, of_y, of_target, times, backward if other else forward, scored)
+    found = errors.of_gradients(
+        parts, dscores, q, k, weights, dots, grade, dtype, relu=x.relu, share=share, rows=int(x.extents.q_len[b])
+    )
+    return values, found | {"loss": errors.of_loss(parts, grade, dtype) * share**2}
 
 
-def _target(x: Index, b: int, rows: slice, wide: torch.dtype) -> Tensor:
-    """[rows, kv_len]: the attention's probabilities, their mean over heads."""
+def _target(x: Index, b: int, rows: slice, wide: torch.dtype, grade: Grade | None) -> tuple[Tensor, Tensor]:
+    """[rows, kv_len]: the attention's probabilities, their mean over heads; and, for a grade, its variance."""
     p, o, e = x.problem, x.of_loss, x.extents
     q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
 
@@ -172,13 +206,25 @@ def _target(x: Index, b: int, rows: slice, wide: torch.dtype) -> Tensor:
         found: Tensor = view.sequence(b, p.heads_kv, kv_len).to(wide).repeat_interleave(p.heads_q // p.heads_kv, 0)
         return found
 
-    scores = query(o.q) @ key(o.k).mT
-    if p.dim_rope:
-        scores = scores + query(o.q_rope) @ key(o.k_rope).mT
+    pairs = [(query(o.q), key(o.k))] + ([(query(o.q_rope), key(o.k_rope))] if p.dim_rope else [])
+    scale = p.scale if x.scaled else 1.0
+    scores = scale * (pairs[0][0] @ pairs[0][1].mT)
+    for q, k in pairs[1:]:
+        scores = scores + scale * (q @ k.mT)
     top, total = query(o.stats.max), query(o.stats.sum)
-    found = (((p.scale if x.scaled else 1.0) * scores - top).exp() / total).sum(0)
-    heads: Any = p.heads_q
+    each = (scores - top).exp() / total
+    found, heads = each.sum(0), torch.as_tensor(float(p.heads_q))
+    variance = torch.zeros_like(found)
+    if grade is not None:
+        a, r = grade.sums(p.torch_dtype), grade.step(p.torch_dtype)
+        n = sum(q.shape[-1] for q, _ in pairs)
+        squares = torch.zeros_like(scores)
+        for q, k in pairs:
+            squares = squares + scale**2 * products_of_squares(q, k, wide)
+        relative = (a * n / 3 + 6 * a + 6 * r) * scores.square() + (a * n / 6 + r) * squares
+        relative = relative + (3 * a + r) * top.square() + 10 * a + 4 * r
+        variance = (each.square() * relative).sum(0) + a * len(each) / 2 * found.square()
     if p.has_sink:
         sink = o.sink.to(wide)[:, None, None]
         heads = heads - ((sink - top).exp() / total).sum(0)
-    return found / heads if x.per_head else found
+    return (found / heads, variance / heads**2) if x.per_head else (found, variance)

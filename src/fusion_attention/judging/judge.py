@@ -10,8 +10,10 @@ import torch
 from fusion_attention.judging import index
 from fusion_attention.judging.calls import BACKENDS, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
+from fusion_attention.judging.expected_error import KERNEL, PROGRAM
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
+from fusion_attention.judging.places import resembles
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.trials import Result, measured
 from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
@@ -26,14 +28,18 @@ def judge(
     *,
     seed: int = 0,
     backends: bool = True,
+    standard: str = "error-bound",
 ) -> Judgement:
-    """Whether a call's results are right: about as near to float64 as a plain program in the call's dtype.
+    """Whether a call's results are right: no number, tile nor head is off by more than roundings make it.
+
+        z = root mean square error / expected size <= 2, or what chance gives few numbers, in every row, tile and head
 
     Args:
         operator: the record's name, e.g. "npu_fusion_attention", "attention" (`fusion-attention ops` lists all).
         inputs: arguments by name. outputs: results by the record's names ("attention_out", "softmax_max", ...).
         seed: that dropout was drawn from, where the call gives no bits.
         backends: judge this machine's back ends beside it.
+        standard: "error-bound" (docs/accuracy.md), or one of CANN's, "cann-0.5%" or "cann-double".
 
     Returns:
         A Judgement; printed, it is five lines.
@@ -48,11 +54,17 @@ def judge(
         >>> fa.judge("attention", {"q": q, "k": q, "v": q}, {"out": out}).verdict
         'right'
     """
-    return judged(recorded(operator, inputs, outputs, seed=seed), search=False, backends=backends)
+    return judged(recorded(operator, inputs, outputs, seed=seed), search=False, backends=backends, standard=standard)
 
 
 def diagnose(
-    operator: str, inputs: Mapping[str, Any], outputs: Mapping[str, Tensor], *, seed: int = 0, backends: bool = False
+    operator: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
+    *,
+    seed: int = 0,
+    backends: bool = False,
+    standard: str = "error-bound",
 ) -> Judgement:
     """judge(), and where results are wrong, which well-known mistakes explain them.
 
@@ -63,31 +75,48 @@ def diagnose(
         >>> fa.diagnose("attention", {"q": q, "k": k, "v": k}, {"out": out}).mistakes[0].name
         'scale-missing'
     """
-    return judged(recorded(operator, inputs, outputs, seed=seed), search=True, backends=backends)
+    return judged(recorded(operator, inputs, outputs, seed=seed), search=True, backends=backends, standard=standard)
 
 
-def judged(call: Recorded, *, search: bool, backends: bool = True) -> Judgement:
+def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound") -> Judgement:
     """A recorded call."""
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if index.serves(lowered):
-        return index.judged(call, lowered, search=search, backends=backends)
+        return index.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)
     unjudged = dict.fromkeys(call.outputs.keys() - {o.name for o in outputs}, "the judge has no formula for it")
-    outputs = [o for o in outputs if o.view is not None]
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
-    base = measured(setting, outputs, units(setting, outputs), mapped=True, beside=theirs)
-    found, noisy = _searched(call, lowered, setting, outputs, base) if search and not base.passes else ((), False)
+    plain = standard == "cann-double"
+    base = measured(setting, outputs, units(setting, outputs), whole=True, plain=plain, beside=theirs)
+    grades = dict.fromkeys(base.tallies, KERNEL)
+    found = base
+    if not base.passes:
+        failing = [o for o in outputs if o.name in base.failing]
+        again = measured(setting, failing, units(setting, failing), grade=PROGRAM, whole=True, plain=plain)
+        grades |= dict.fromkeys(again.tallies, PROGRAM)
+        found = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+    opinions = {}
+    for o in outputs:
+        tally, map_ = found.tallies[o.name], found.maps.get(o.name)
+        like = resembles(setting, o, tally) if not tally.passes else ()
+        opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like)
+    mistakes: tuple[Explanation, ...] = ()
+    noisy = False
+    if search and not found.passes:
+        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], found)
+    right = all(o.passes for o in opinions.values())
     return Judgement(
         call.op.name,
         call.source,
-        RIGHT if base.passes else NOISY if noisy else WRONG,
-        {name: opinion(name, tally, base.maps.get(name)) for name, tally in base.tallies.items()},
+        RIGHT if right else NOISY if noisy and not found.passes else WRONG,
+        opinions,
         unjudged,
-        reasons | {who: {n: t.times_plain for n, t in tallies.items()} for who, tallies in base.beside.items()},
-        found,
+        reasons | {who: {n: t.z for n, t in tallies.items()} for who, tallies in found.beside.items()},
+        mistakes,
         search,
         (*call.notes, *call.doubts()),
+        standard,
     )
 
 
@@ -101,7 +130,7 @@ def _beside(
         if isinstance(found, str):
             reasons[backend] = found
         else:
-            results[backend] = [o for o in setting_of(lowered, found)[1] if o.view is not None]
+            results[backend] = setting_of(lowered, found)[1]
     return results, reasons
 
 

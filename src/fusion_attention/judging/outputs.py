@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusion_attention.judging import formulas
+from fusion_attention.judging import expected_error, formulas
+from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
+from fusion_attention.waist import bias
 from fusion_attention.waist.kv import RowView
 
 Tensor = torch.Tensor
@@ -25,6 +27,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 # Scores of one block: about as many doubles as this are in memory a few times.
 PAIRS = 1 << 21
 _KEYS = ("dk", "dv", "dk_rope")
+TOTALS = ("dsink", "dpse")  # to which all sequences add
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
           "dsinks": "dsink"}  # fmt: skip
 
@@ -35,7 +38,7 @@ class Output:
 
     Attributes:
         name: as its record has it. kind: "out", "max", "sum", "lse", or a gradient's name in the formulas.
-        view: its rows; None: one number per head, which all sequences add up to.
+        view: its rows; None: it has none, all sequences add up to it.
         tensor: where it lies; form: how its family returns statistics ("training", "sparse", "own").
     """
 
@@ -114,9 +117,9 @@ def _of_lanes(tensor: Tensor) -> Tensor:
 def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[Output]:
     for name, tensor in captured.items():
         kind = _GRADS.get(name, name)
-        if kind == "dsink":
+        if kind in TOTALS:
             yield Output(name, kind, tensor, None)
-        elif getattr(shown, kind, None) is not None and kind != "dpse" and tensor.numel():
+        elif getattr(shown, kind, None) is not None and tensor.numel():
             yield Output(name, kind, tensor, getattr(shown, kind))
 
 
@@ -136,20 +139,67 @@ def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
                     yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys)
 
 
-def computed(setting: Setting, unit: Unit, outputs: list[Output], *precisions: Precision) -> list[dict[str, Tensor]]:
-    """Per precision: what the outputs of a unit should be, by name, [heads, rows, elements]."""
-    b, e = unit.b, setting.extents
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A piece of an output, [heads, rows, elements]: golden's value, the variance that a right program's error has
+    there, and, where it was asked for, what a plain program gives."""
+
+    value: Tensor
+    variance: Tensor
+    plain: Tensor | None = None
+
+
+def computed(
+    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, plain: bool = False,
+    exact: bool = True,
+) -> dict[str, Wanted]:  # fmt: skip
+    """What the outputs of a unit should be, by name.
+
+    Args:
+        grade: of the programs whose errors are expected. plain: a plain program's results too. exact: of gradients of
+            keys, what the saved output lost is taken from all keys of the rows that they meet.
+    """
+    found = _values(setting, unit, outputs, grade, exact=exact)
+    if not plain:
+        return found
+    measure = _values(setting, unit, outputs, None, precision=formulas.plain(setting.problem.torch_dtype))
+    return {name: replace(wanted, plain=measure[name].value) for name, wanted in found.items()}
+
+
+def _values(
+    setting: Setting,
+    unit: Unit,
+    outputs: list[Output],
+    grade: Grade | None,
+    *,
+    precision: Precision = formulas.GOLDEN,
+    exact: bool = True,
+) -> dict[str, Wanted]:
     if setting.grads is not None:
-        return [_gradient(setting, unit, outputs, precision) for precision in precisions]
-    block = setting.block(b, unit.heads, unit.rows)
-    found = []
-    for precision in precisions:
-        raw = formulas.forward(block, precision)
-        keyless = int(e.kv_len[b]) == 0
-        found.append({o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs})
-        for change in setting.returns:
-            found[-1] = {o.name: change(o.kind, found[-1][o.name], raw, block, precision) for o in outputs}
-    return found
+        return _gradient(setting, unit, outputs, grade, precision, exact=exact)
+    block = setting.block(unit.b, unit.heads, unit.rows)
+    narrow = formulas.narrowed(block, precision)
+    softmax = formulas.softmax(narrow)
+    raw = formulas.forward(block, precision, softmax)
+    keyless = int(setting.extents.kv_len[unit.b]) == 0
+    values = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
+    for change in setting.returns:
+        values = {o.name: change(o.kind, values[o.name], raw, block, precision) for o in outputs}
+    if grade is None:
+        return {name: Wanted(value, value) for name, value in values.items()}
+    statistics = any(o.kind != "out" for o in outputs)
+    variances = expected_error.forward(block, softmax, raw.get("unscaled", raw["out"]), grade, statistics=statistics)
+    dtypes = {o.name: _dtype(o, setting.problem) for o in outputs}
+    return {
+        o.name: Wanted(values[o.name], grade.stored(values[o.name], variances[o.kind], dtypes[o.name])) for o in outputs
+    }
+
+
+def _dtype(o: Output, problem: Any) -> torch.dtype:
+    """In which an output is rounded: golden's own results are judged as those of the call's dtype."""
+    if o.tensor.dtype != torch.float64 or problem.dtype == "float64":
+        return o.tensor.dtype
+    return torch.float32 if o.kind in ("max", "sum", "lse", "dsink") else problem.torch_dtype
 
 
 def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *, keyless: bool) -> Tensor:
@@ -172,23 +222,118 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
     return found if p.low is None else found.float()
 
 
-def _gradient(setting: Setting, unit: Unit, outputs: list[Output], p: Precision) -> dict[str, Tensor]:
-    e, problem = setting.extents, setting.problem
+def _gradient(
+    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade | None, p: Precision, *, exact: bool
+) -> dict[str, Wanted]:
+    """Gradients of rows, or of keys: a sum over all rows that meet them, some rows at a time."""
+    problem, length = setting.problem, int(setting.extents.q_len[unit.b])
     wanted = [o for o in outputs if o.by_keys == unit.by_keys and o.view is not None]
     if not unit.by_keys:
-        raw = formulas.gradients(setting.block(unit.b, unit.heads, unit.rows), p)
+        values, variances = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
     else:
-        raw = {}
+        values, variances = {}, {}
         step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
-        for first in range(0, int(e.q_len[unit.b]), step):
-            rows = slice(first, min(first + step, int(e.q_len[unit.b])))
-            for name, value in formulas.gradients(setting.block(unit.b, unit.heads, rows, unit.rows), p).items():
-                if name in _KEYS:
-                    raw[name] = raw[name] + value if name in raw else value
-        if problem.shares_kv and raw:
-            raw["dk"][..., : problem.dim_v] += raw["dv"]
-        raw = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in raw.items()}
-    return {o.name: p.stored(raw[o.kind]) for o in wanted if o.kind in raw}
+        for first in range(0, length, step):
+            rows = slice(first, min(first + step, length))
+            for total, found in zip(
+                (values, variances), _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact), strict=True
+            ):
+                for name, value in found.items():
+                    if name in _KEYS:
+                        total[name] = total[name] + value if name in total else value
+        if problem.shares_kv and values:
+            values["dk"][..., : problem.dim_v] += values["dv"]
+            if variances:
+                variances["dk"][..., : problem.dim_v] += variances["dv"]
+        values = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in values.items()}
+        variances = {name: _by_key_head(value, problem.group, "sum") for name, value in variances.items()}
+    pieces: dict[str, Wanted] = {}
+    terms = length * problem.group if unit.by_keys else int(setting.extents.kv_len[unit.b])
+    for o in wanted:
+        if o.kind in values:
+            value = variance = p.stored(values[o.kind])
+            if grade is not None:
+                variance = variances[o.kind] + expected_error.summed(value, terms, problem.torch_dtype, grade)
+                variance = grade.stored(value, variance, _dtype(o, problem))
+            pieces[o.name] = Wanted(value, variance)
+    return pieces
+
+
+def _of_block(
+    setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade | None, p: Precision, *, exact: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(values, variances) that rows and keys add to gradients, by kind."""
+    block = setting.block(unit.b, unit.heads, rows, keys)
+    if grade is None:
+        return formulas.gradients(block, p), {}
+    scored = formulas.scored(block)
+    values = formulas.gradients(block, p, scored)
+    return values, expected_error.gradients(block, scored, _delta(setting, unit, rows, keys, grade, exact=exact), grade)
+
+
+def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
+    """An output that all sequences add up to: of sinks [heads], of biases as they lie."""
+    p, e, grads = setting.problem, setting.extents, setting.grads
+    assert grads is not None
+    if o.kind == "dsink":
+        value = variance = torch.zeros(p.heads_q, dtype=torch.float64)
+    else:
+        assert grads.dbias is not None
+        value, variance = (torch.zeros(grads.dbias.keep.shape, dtype=torch.float64) for _ in range(2))
+    terms = 0
+    for unit in units(setting, [o]):
+        block = setting.block(unit.b, unit.heads, unit.rows)
+        scored = formulas.scored(block)
+        of_delta = _delta(setting, unit, unit.rows, None, grade, exact=True)
+        if o.kind == "dsink":
+            terms = max(terms, int(e.q_len.sum()))
+            value = _placed(value, unit.heads, formulas.gradients(block, formulas.GOLDEN, scored)["dsink"])
+            variance = _placed(variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade)["dsink"])
+            continue
+        by = p.scale if p.bias_scaled else 1.0
+        found = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
+        assert grads.dbias is not None
+        for total, part in zip((value, variance), found, strict=True):
+            _add_to_bias(setting, replace(grads.dbias, keep=total), unit, block.keys, part)
+        terms = max(terms, value.numel() and int(e.q_len @ e.kv_len) * p.heads_q // value.numel())
+    variance = variance + expected_error.summed(value, terms, p.torch_dtype, grade)
+    return Wanted(value, grade.stored(value, variance, _dtype(o, p)))
+
+
+def _placed(total: Tensor, heads: slice, part: Tensor) -> Tensor:
+    total = total.clone()
+    total[heads] += part
+    return total
+
+
+def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, part: Tensor) -> None:
+    """Adds [heads, rows, keys] where a bias was read."""
+    view = replace(view, address=view.address + unit.heads.start * view.stride_head)
+    if setting.problem.bias == "table":
+        lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
+        bias.add_table_gradient(view, unit.b, lengths, part, unit.rows, keys)
+    else:
+        bias.add_matrix_gradient(view, unit.b, part, unit.rows, keys)
+
+
+def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool) -> Tensor:
+    """[heads, rows, 1]: variance of delta. It is a matter of all keys of the rows, and is kept for their other keys."""
+    at = (unit.b, unit.heads.start, unit.heads.stop, grade.words)
+    if at not in setting.deltas:
+        empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
+        setting.deltas[at] = empty.double()
+    kept = setting.deltas[at]
+    if bool(kept[:, rows].isnan().any()):
+        step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * int(setting.extents.kv_len[unit.b]), 1))
+        for first in range(rows.start, rows.stop, step):
+            here = slice(first, min(first + step, rows.stop))
+            if not exact:
+                block = setting.block(unit.b, unit.heads, here, slice(0, 0))
+                kept[:, here] = expected_error.delta(block, None, grade)
+            else:
+                block = setting.block(unit.b, unit.heads, here)
+                kept[:, here] = expected_error.delta(block, formulas.scored(block), grade)
+    return kept[:, rows]
 
 
 def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:

@@ -6,52 +6,34 @@ Knows which places are wrong, not why.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
+
+from fusion_attention.judging.error_bound import LEAST
+from fusion_attention.judging.outputs import Output
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor
 TILES = (16, 32, 64, 128, 256, 512)
 _PICTURE = 96  # heads and rows of a heat map, at most
 
 
-@dataclass(eq=False)
 class Map:
-    """How far each row of each head is off, as a multiple of what a plain program is off; per sequence.
+    """How far each row of each head is off, per sequence.
 
     Attributes:
-        off: [heads, rows] float32 per sequence; above 1 a row is wrong.
-        worst: (sequence, head, row, element, ours, golden, plain) of the largest error.
+        off: [heads, rows] float32 per sequence: the row's error in expected sizes, over what would be too much; above 1
+            a row is wrong.
+        worst: (sequence, head, row, element, ours, golden, expected error) of the number that is off the most.
     """
 
-    lengths: Sequence[int]
-    heads: int
-    word: str = "rows"
-    off: list[Tensor] = field(default_factory=list)
-    worst: tuple[int, int, int, int, float, float, float] | None = None
-    error: float = -1.0
-
-    def __post_init__(self) -> None:
-        self.off = [torch.zeros(self.heads, int(n)) for n in self.lengths]
-
-    def add(self, b: int, heads: slice, rows: slice, values: tuple[Tensor, Tensor, Tensor], slack: Tensor) -> None:
-        """A piece: (ours, golden, plain), and what no implementation can be asked to resolve."""
-        ours, golden, plain = (t.double() for t in values)
-        same = (ours == golden) | (ours.isnan() & golden.isnan())
-        error = (ours - golden).abs().masked_fill(same, 0).nan_to_num(nan=torch.inf)
-        theirs = (plain - golden).abs().nan_to_num(nan=0.0, posinf=0.0)
-        rms = error.square().mean(-1).sqrt()
-        base = theirs.square().mean().sqrt() + slack.double().square().mean().sqrt()
-        self.off[b][heads, rows] = (rms / (4 * base).clamp(min=1e-45)).float()
-        if not error.numel():
-            return
-        largest = float(error.amax())
-        if largest > self.error:
-            at = np.unravel_index(int(error.argmax()), tuple(error.shape))
-            numbers = (float(t[tuple(at)]) for t in (ours, golden, plain))
-            place = (b, int(at[0]) + heads.start, int(at[1]) + rows.start, int(at[2]))
-            self.error, self.worst = largest, (*place, *numbers)
+    def __init__(self, tally: Tally, word: str = "rows") -> None:
+        self.word, self.worst = word, tally.worst
+        self.off: list[Tensor] = []
+        for rows, wrong in zip(tally.errors.of_rows, tally.errors.wrong(), strict=True):
+            found = (rows.sqrt() / LEAST).float()
+            self.off.append(torch.where(wrong, found.clamp(min=1.0001), found.clamp(max=1.0)))
 
     @property
     def wrong(self) -> list[Tensor]:
@@ -91,6 +73,46 @@ class Map:
         finite = off.nan_to_num(nan=torch.inf)[None, None]
         size = (min(off.shape[0], _PICTURE), min(off.shape[1], _PICTURE))
         return torch.nn.functional.adaptive_max_pool2d(finite, size)[0, 0]
+
+
+def resembles(setting: Setting, o: Output, tally: Tally) -> list[str]:
+    """What rows that are wrong look like: zeros, NaN, or copies of other rows."""
+    if o.view is None:
+        return []
+    count, lengths = (
+        (setting.problem.heads_kv, setting.extents.kv_len)
+        if o.by_keys
+        else (setting.problem.heads_q, setting.extents.q_len)
+    )
+    word = "keys" if o.by_keys else "rows"
+    found = dict.fromkeys(("zeros", "NaN", "copies"), 0)
+    total, first = 0, ""
+    for b, wrong in enumerate(tally.errors.wrong()):
+        if not wrong.any():
+            continue
+        rows = o.view.sequence(b, count, int(lengths[b]))
+        bad = rows[wrong]
+        total += len(bad)
+        found["zeros"] += int((bad == 0).all(-1).sum())
+        found["NaN"] += int(bad.isnan().any(-1).sum())
+        if not first and rows.shape[-1] > 1:
+            first = _copied(rows, wrong, b)
+    said = [f"{n} of the {total} wrong {word} are {what}" for what, n in found.items() if n]
+    return said + ([first] if first else [])
+
+
+def _copied(rows: Tensor, wrong: Tensor, b: int) -> str:
+    """The first of some wrong rows that another row equals bit for bit."""
+    for head, row in wrong.nonzero()[:8].tolist():
+        mine = rows[head, row]
+        if not (mine == mine[0]).all():
+            same = (rows == mine).all(-1)
+            same[head, row] = False
+            if same.any():
+                other, of = (int(n) for n in same.nonzero()[0])
+                place = f"row {row} of head {head}, sequence {b}"
+                return f"{place}, is a copy of row {of} of head {other}"
+    return ""
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -17,28 +17,35 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fusion_attention.judging.verdict import NOISY, RIGHT, Judgement, times
+from fusion_attention.judging.error_bound import LEAST
+from fusion_attention.judging.verdict import NOISY, RIGHT, Judgement, Opinion, times
 
 _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
 
-def table(found: Judgement, standard: str) -> RenderableType:
+def table(found: Judgement) -> RenderableType:
     """A call: its outputs, then its back ends and what explains it."""
     title = Text.assemble((f"{found.source or found.operator}  ", "bold"), (found.verdict, _style(found.verdict)))
     grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     grid.add_column("output", no_wrap=True)
-    grid.add_column(standard)
-    for name in ("RMS", "largest", "of plain's"):
+    grid.add_column(found.standard)
+    for name in ("RMS", "largest", "of expected", "worst tile"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("where", ratio=1)
     for o in found.outputs.values():
-        says = o.by[standard]
-        word = Text("right", "green") if says.passes else Text("wrong", "bold red")
-        numbers = (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.times_plain))
-        grid.add_row(o.name, word, *numbers, "; ".join(o.where) or ("" if says.passes else says.reason))
+        word = Text("right", "green") if o.passes else Text("wrong", "bold red")
+        numbers = (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.z), times(o.z_tile))
+        grid.add_row(o.name, word, *numbers, _said(o))
     for name, why in found.unjudged.items():
-        grid.add_row(name, Text("not judged", "dim"), "", "", "", why)
+        grid.add_row(name, Text("not judged", "dim"), "", "", "", "", why)
     return Group(grid, *(Text(line) for line in _below(found)), Text(""))
+
+
+def _said(o: Opinion) -> str:
+    """Where an output is wrong, and by what; of one that is right, how exact it is."""
+    if o.passes:
+        return o.grade if o.judged.standard == "error-bound" else ""
+    return "; ".join((*o.where, o.judged.reason))
 
 
 def _below(found: Judgement) -> list[str]:
@@ -47,20 +54,20 @@ def _below(found: Judgement) -> list[str]:
         if isinstance(said, str):
             lines.append(f"  {name} here: {said}")
         else:
-            lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in said.items()) + " of plain's")
+            lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in said.items()) + " of expected")
     return lines + [f"  note: {note}" for note in found.notes]
 
 
 def _reasons(found: Judgement) -> list[str]:
     if found.verdict == NOISY:
-        return ["  noisy: as near as a program that rounds everything to 16 bits; no mistake of meaning"]
+        return ["  noisy: as exact as a program that sums in 16 bits; no mistake of meaning"]
     if not found.mistakes:
         return ["  no known mistake explains it"]
     lines = []
     for rank, m in enumerate(found.mistakes):
         word = "explained by" if not rank else "or equally by"
         part = "" if set(m.outputs) == set(found.failing()) else f" [{', '.join(m.outputs)} alone]"
-        left = "but for noise" if m.noisy else f"leaves {times(m.error)} of plain's"
+        left = "but for noise" if m.noisy else f"leaves {times(m.error)} of what is expected"
         lines += [f"  {word} {m}", f"    {left}{part}; {m.mend}"]
     return lines
 
@@ -95,20 +102,19 @@ figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
 def page(found: Sequence[Judgement]) -> str:
     """All calls as one self-contained file: no script, nothing fetched."""
     right = sum(j.passes for j in found)
-    summary = f"{right} of {len(found)} calls are right by the house law."
+    summary = f"{right} of {len(found)} calls are right."
     return _PAGE.format(summary=summary, sections="\n".join(map(_section, found)))
 
 
 def _section(found: Judgement) -> str:
     rows = [
         f"<tr><td>{_e(o.name)}</td><td class='{_word(o.passes)}'>{_word(o.passes)}</td>"
-        + "".join(f"<td>{_e(v)}</td>" for v in (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.times_plain)))
-        + "".join(f"<td title='{_e(j.reason)}'>{_word(j.passes)}</td>" for j in o.by.values())
-        + f"<td>{_e('; '.join(o.where))}{_worst(o.worst)}</td></tr>"
+        + "".join(f"<td>{_e(v)}</td>" for v in (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.z), times(o.z_tile)))
+        + f"<td>{_e(_said(o))}{_worst(o.worst)}</td></tr>"
         for o in found.outputs.values()
     ]
-    standards = next(iter(found.outputs.values())).by if found.outputs else {}
-    head = "".join(f"<th>{_e(h)}</th>" for h in ("output", "", "RMS", "largest", "of plain's", *standards, "where"))
+    names = ("output", found.standard, "RMS", "largest", "of expected", "worst tile", "where")
+    head = "".join(f"<th>{_e(h)}</th>" for h in names)
     reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(found))
     pictures = "".join(_picture(o, b) for o in found.outputs.values() if o.map is not None for b in _shown(o))
     return (
@@ -131,9 +137,9 @@ def _shown(o: Any) -> list[int]:
 def _worst(worst: tuple[Any, ...] | None) -> str:
     if worst is None:
         return ""
-    b, head, row, element, ours, golden, plain = worst
+    b, head, row, element, ours, golden, size = worst
     place = f"worst: sequence {b}, head {head}, row {row}, element {element}"
-    return f"<br>{_e(f'{place}: {ours:.6g}, golden {golden:.6g}, plain {plain:.6g}')}"
+    return f"<br>{_e(f'{place}: {ours:.6g}, golden {golden:.6g}, expected error {size:.2g}')}"
 
 
 def _picture(o: Any, b: int) -> str:
@@ -141,7 +147,7 @@ def _picture(o: Any, b: int) -> str:
     heads, rows = o.map.off[b].shape
     data = base64.b64encode(png(off)).decode()
     most = float(o.map.off[b].max())
-    scale = f"; red is off the most, {times(4 * most)} a plain program's error" if most > 1 else ""
+    scale = f"; red is off the most, {times(LEAST * most)} the expected error" if most > 1 else ""
     text = f"{o.name}, sequence {b}: {heads} heads down, {rows} {o.map.word} across{scale}"
     return (
         f"<figure><img alt='{_e(text)}' src='data:image/png;base64,{data}'><figcaption>{_e(text)}</figcaption></figure>"

@@ -100,11 +100,12 @@ class Setting:
     returns: tuple[Callable[..., Tensor], ...] = ()
     of_group: str = "sum"
     kept: dict[Any, Any] = field(default_factory=dict)
+    deltas: dict[Any, Tensor] = field(default_factory=dict)  # variances of delta, of rows that were met
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
         """This setting with other fields, and a further edit of its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
-        return replace(self, edits=edits, kept={}, **fields)
+        return replace(self, edits=edits, kept={}, deltas={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
         """This setting with another problem."""

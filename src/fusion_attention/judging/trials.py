@@ -11,11 +11,12 @@ from types import MappingProxyType
 
 import torch
 
-from fusion_attention.judging import formulas
-from fusion_attention.judging.outputs import Output, Unit, computed, of_heads
+from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.outputs import Output, Unit, Wanted, computed, of_heads, totals
 from fusion_attention.judging.places import Map
 from fusion_attention.judging.setting import Setting
-from fusion_attention.judging.standards import Tally, epsilon
+from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor
 
@@ -31,18 +32,18 @@ class Result:
 
     @property
     def passes(self) -> bool:
-        """Every output is right by the house law."""
-        return all(tally.house().passes for tally in self.tallies.values())
+        """Every output is within the error bound."""
+        return all(tally.passes for tally in self.tallies.values())
 
     @property
     def failing(self) -> list[str]:
         """The outputs that are not."""
-        return [name for name, tally in self.tallies.items() if not tally.house().passes]
+        return [name for name, tally in self.tallies.items() if not tally.passes]
 
     @property
-    def times_plain(self) -> float:
-        """The largest error of all outputs, counted in a plain program's."""
-        return max((tally.times_plain for tally in self.tallies.values()), default=0.0)
+    def z(self) -> float:
+        """The largest error of all outputs, in expected sizes."""
+        return max((tally.z for tally in self.tallies.values()), default=0.0)
 
 
 def measured(
@@ -50,43 +51,57 @@ def measured(
     outputs: Sequence[Output],
     pieces: Iterable[Unit],
     *,
-    poor: bool = False,
-    mapped: bool = False,
+    grade: Grade = KERNEL,
+    whole: bool = False,
+    plain: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """How near the captured outputs are to the setting's; poor: beside a poor program, not a plain one."""
-    e, p = setting.extents, setting.problem
-    kv_len = int(e.kv_len.max(initial=0))
+    """How near the captured outputs are to the setting's.
+
+    Args:
+        grade: of the programs whose errors are expected. whole: the pieces are all of the call, and maps are wanted.
+        plain: measure a plain program too. beside: other results, by who computed them.
+    """
 
     def fresh(found: Sequence[Output]) -> dict[str, Tally]:
-        return {o.name: Tally(o.tensor.dtype, kv_len) for o in found}
+        return {o.name: _tally(setting, o, whole=whole) for o in found if whole or o.view is not None}
 
     tallies, others = fresh(outputs), {who: fresh(found) for who, found in beside.items()}
-    maps = {}
-    if mapped:
-        for o in outputs:
-            if o.view is not None:
-                lengths, count = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
-                maps[o.name] = Map([int(n) for n in lengths], count, "keys" if o.by_keys else "rows")
-    precision = formulas.poor if poor else formulas.plain
-    dtype = p.torch_dtype
     for unit in pieces:
-        golden, plain = computed(setting, unit, list(outputs), formulas.GOLDEN, precision(dtype))
+        wanted = computed(setting, unit, list(outputs), grade, plain=plain, exact=whole)
         heads = of_heads(setting, unit)
-        for o in outputs:
-            if o.name in golden and o.by_keys == unit.by_keys:
-                ours = o.rows(setting, unit.b, heads, unit.rows)
-                values = ours, golden[o.name], plain[o.name]
-                tallies[o.name].add(*values)
-                if o.name in maps and ours.numel():
-                    slack = epsilon(ours.dtype, golden[o.name], kv_len)
-                    maps[o.name].add(unit.b, heads, unit.rows, values, slack)
-        for who, found in beside.items():
+        place = (unit.b, heads, unit.rows) if whole else None
+        for kept, found in ((tallies, outputs), *((others[who], found) for who, found in beside.items())):
             for o in found:
-                if o.name in golden and o.by_keys == unit.by_keys:
-                    theirs = o.rows(setting, unit.b, heads, unit.rows)
-                    others[who][o.name].add(theirs, golden[o.name], plain[o.name])
+                if o.name in wanted and o.by_keys == unit.by_keys and o.view is not None:
+                    kept[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
+    if whole:
+        for o in outputs:
+            if o.view is None:
+                total = totals(setting, o, grade)
+                for kept, these in ((tallies, outputs), *((others[who], them) for who, them in beside.items())):
+                    for other in these:
+                        if other.name == o.name:
+                            kept[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
+    maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if whole and o.view}
     return Result(tallies, maps, others)
+
+
+def _tally(setting: Setting, o: Output, *, whole: bool) -> Tally:
+    p, e = setting.problem, setting.extents
+    terms = int(e.kv_len.max(initial=1))
+    if o.view is None:
+        columns = o.tensor.shape[-1] if o.tensor.dim() > 1 else 1
+        return Tally(o.tensor.dtype, Errors([o.tensor.numel() // max(columns, 1)], 1, columns), terms)
+    lengths, heads = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
+    return Tally(o.tensor.dtype, Errors([int(n) for n in lengths] if whole else [], heads, o.view.dim), terms)
+
+
+def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
+    """An output without rows as [1, rows, columns]."""
+    shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
+    value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
+    return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.plain is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:

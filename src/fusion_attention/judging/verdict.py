@@ -6,10 +6,11 @@ Holds numbers and words, never a tensor of a call (pictures aside). Refuses to c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_attention.judging.expected_error import Grade
 from fusion_attention.judging.places import Map
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
@@ -21,34 +22,53 @@ class Opinion:
     """One output.
 
     Attributes:
-        by: what each standard says.
-        mean, rms, largest: absolute errors against golden; times_plain: RMS error, counted in a plain program's.
-        where: in words, where it is wrong. worst: sequence, head, row, element, and the three values there.
+        judged: what the standard that was asked for says.
+        grade: of the error bound, in words: "as exact as a kernel that sums in float32", "as exact as a program in
+            bfloat16", or "wrong".
+        mean, rms, largest: absolute errors against golden.
+        z: root mean square error over the whole, in expected sizes; z_tile: of the worst tile of 32 rows.
+        where: in words, where it is wrong. worst: sequence, head, row, element, then ours, golden and the expected
+            error there.
     """
 
     name: str
-    by: dict[str, Judged]
+    judged: Judged
+    grade: str
     mean: float
     rms: float
     largest: float
-    times_plain: float
+    z: float
+    z_tile: float
     where: tuple[str, ...] = ()
     worst: tuple[Any, ...] | None = None
     map: Map | None = field(default=None, repr=False)
 
     @property
     def passes(self) -> bool:
-        """By the house law."""
-        return self.by["house"].passes
+        """By the standard that was asked for."""
+        return self.judged.passes
 
 
-def opinion(name: str, tally: Tally, map_: Map | None = None) -> Opinion:
-    """What a tally says."""
-    by = {standard: ask(tally) for standard, ask in STANDARDS.items()}
-    wrong = map_ is not None and not by["house"].passes
-    where = tuple(map_.sentences()) if wrong and map_ is not None else ()
-    worst = map_.worst if wrong and map_ is not None else None
-    return Opinion(name, by, tally.mean, tally.rms, tally.largest, tally.times_plain, where, worst, map_)
+def opinion(
+    name: str, tally: Tally, grade: Grade, standard: str, map_: Map | None = None, looks_like: Sequence[str] = ()
+) -> Opinion:
+    """What a tally says, of a result that is expected to be of a grade; looks_like: what else is known of its rows."""
+    wrong = not tally.passes
+    where = (*map_.sentences(), *looks_like) if wrong and map_ is not None else tuple(looks_like) if wrong else ()
+    words = grade.words.replace("the dtype", str(tally.dtype).removeprefix("torch."))
+    return Opinion(
+        name,
+        STANDARDS[standard](tally),
+        WRONG if wrong else words,
+        tally.mean,
+        tally.rms,
+        tally.largest,
+        tally.z,
+        tally.errors.z_tile,
+        where,
+        tally.worst if wrong else None,
+        map_,
+    )
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ class Explanation:
 
     Attributes:
         name, means, mend: the mistake's. detail: which way of making it.
-        outputs: what it explains. error: what is left of their error, counted in a plain program's.
+        outputs: what it explains. error: what is left of their error, in expected sizes.
         confirmed: on the whole call; else on rows and heads drawn from it.
         noisy: it explains them but for noise.
     """
@@ -81,9 +101,10 @@ class Judgement:
 
     Attributes:
         operator: the record's name; source: where it came from.
-        verdict: "right", "noisy" (as near as a program that rounds everything to 16 bits) or "wrong".
+        verdict: "right", "wrong", or, where mistakes were looked for, "noisy": wrong, by no more than sums in 16 bits.
+        standard: by which.
         outputs: by name. unjudged: outputs of which nothing was said, and why.
-        backends: per back end of this machine, its error by output, counted in a plain program's, or why it has none.
+        backends: per back end of this machine, its error by output, in expected sizes, or why it has none.
         mistakes: what explains the outputs, best first; empty where nobody looked, or nothing does.
         searched: whether mistakes were looked for.
     """
@@ -97,15 +118,21 @@ class Judgement:
     mistakes: tuple[Explanation, ...] = ()
     searched: bool = False
     notes: tuple[str, ...] = ()
+    standard: str = "error-bound"
 
     @property
     def passes(self) -> bool:
-        """Every output is right by the house law."""
+        """Every output is right by the standard that was asked for."""
         return self.verdict == RIGHT
 
-    def failing(self, standard: str = "house") -> list[str]:
-        """The outputs that a standard refuses."""
-        return [name for name, found in self.outputs.items() if not found.by[standard].passes]
+    @property
+    def grade(self) -> str:
+        """The worst of its outputs'."""
+        return max((o.grade for o in self.outputs.values()), key=lambda g: (g == WRONG, "program" in g), default="")
+
+    def failing(self) -> list[str]:
+        """The outputs that are not right."""
+        return [name for name, found in self.outputs.items() if not found.passes]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -115,18 +142,20 @@ class Judgement:
     def lines(self) -> list[str]:
         """Five lines: what it is, the verdict, the outputs, where, and why."""
         bad = self.failing()
-        worst = max(self.outputs.values(), key=lambda o: o.times_plain, default=None)
-        each = ", ".join(f"{o.name} {times(o.times_plain)}" for o in self.outputs.values()) or "none"
+        worst = max(self.outputs.values(), key=lambda o: (not o.passes, o.z), default=None)
+        each = ", ".join(f"{o.name} {times(o.z)}" for o in self.outputs.values()) or "none"
         head = f"{self.source}: {self.operator}" if self.source else self.operator
         where = "; ".join(worst.where) if worst is not None and worst.where else "nowhere" if not bad else "throughout"
         why = "not looked for (fusion_attention.diagnose)" if bad and not self.searched else "nothing to explain"
         if self.searched and bad:
             why = " or ".join(map(str, self.mistakes)) or "no known mistake explains it"
-            why = "rounding: as near as 16 bits throughout" if self.verdict == NOISY else why
+            why = "rounding: as exact as sums in 16 bits" if self.verdict == NOISY else why
+        by = "" if self.standard == "error-bound" else f" by {self.standard}"
+        said = f" ({', '.join(bad)})" if bad else f": {self.grade}" if not by and self.outputs else ""
         return [
             head,
-            f"verdict  {self.verdict}" + (f" ({', '.join(bad)})" if bad else ""),
-            f"error    {each} (RMS, counted in a plain program's)",
+            f"verdict  {self.verdict}{by}{said}",
+            f"error    {each} (RMS, in expected sizes)",
             f"where    {where}",
             f"why      {why}",
         ]
@@ -139,8 +168,10 @@ class Judgement:
 
         outputs = {
             o.name: {
-                "standards": {n: {"passes": j.passes, "reason": j.reason} for n, j in o.by.items()},
-                **{n: number(getattr(o, n)) for n in ("mean", "rms", "largest", "times_plain")},
+                "passes": o.passes,
+                "reason": o.judged.reason,
+                "grade": o.grade,
+                **{n: number(getattr(o, n)) for n in ("mean", "rms", "largest", "z", "z_tile")},
                 "where": list(o.where),
                 "worst": None if o.worst is None else [number(v) for v in o.worst],
             }
@@ -150,6 +181,7 @@ class Judgement:
             "operator": self.operator,
             "source": self.source,
             "verdict": self.verdict,
+            "standard": self.standard,
             "outputs": outputs,
             "unjudged": self.unjudged,
             "backends": {
@@ -169,6 +201,3 @@ class Judgement:
 def times(value: float) -> str:
     """A factor in few letters."""
     return "not finite" if math.isinf(value) else f"{value:.2g}x" if value < 1000 else f"{value:.0e}x"
-
-
-Backends = Mapping[str, Any]

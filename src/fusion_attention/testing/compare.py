@@ -1,62 +1,57 @@
-"""Whether a result is as good as can be asked: its error against golden, measured by the error of a plain program."""
+"""Whether a result is as good as can be asked: its errors beside the size that roundings give them."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from fusion_attention.judging.standards import FLT_MAX, LARGEST, MEAN, epsilon
-from fusion_attention.testing.cases import Case, Results, Tensor
+from fusion_attention.judging.error_bound import Errors, Expected, ratios
+from fusion_attention.testing.cases import Tensor
 
-__all__ = ["check", "compare", "epsilon"]
+__all__ = ["check", "compare"]
 
 
-def compare(name: str, ours: Tensor, golden: Tensor, plain: Tensor, kv_len: int, terms: float = 0.0) -> None:
-    """Asserts that ours is about as near to golden as plain is.
-
-    error(ours) <= error(plain) * 2 in mean and RMS, * 10 in its largest element, each plus epsilon(); places that are
-    not finite, or as large as FLT_MAX, must be golden's exactly.
+def compare(name: str, ours: Tensor, expected: Expected) -> None:
+    """Asserts that ours differs from golden by roundings alone: every number, row, tile and the whole.
 
     Args:
         name: of the output.
-        ours, golden, plain: it, in float64, and by a plain program.
-        kv_len: how many terms a number of it sums.
-        terms: the absolute terms behind a number together, where they cancel: what float32 may lose of them is more
-            than golden's size tells, and plain need not lose it.
+        ours: it. expected: golden's value of it, and the expected size of the error, number by number.
 
     Raises:
-        AssertionError: naming the output, the coordinates and the three values.
+        AssertionError: naming the output, what fails, the coordinates and the values.
     """
-    assert ours.shape == golden.shape == plain.shape, f"{name}: shapes {ours.shape}, {golden.shape}, {plain.shape}"
-    if not golden.numel():
+    value = expected.value
+    assert ours.shape == value.shape == expected.size.shape, f"{name}: shapes {ours.shape}, {value.shape}"
+    if not value.numel():
         return
-    mine, measure = ours.double(), plain.double()
-    special = ~golden.isfinite() | (golden.abs() >= FLT_MAX)
-
-    def report(wrong: Tensor, what: str) -> str:
-        first = int(wrong.reshape(-1).int().argmax())
-        at = tuple(int(n) for n in np.unravel_index(first, tuple(wrong.shape)))
-        return f"{name}{list(at)}: {what}: ours {mine[at]:.9g}, golden {golden[at]:.9g}, plain {measure[at]:.9g}"
-
-    strange = ~mine.isfinite() | (mine.abs() >= FLT_MAX)
-    same = (strange == special) & ((mine == golden) | (mine.isnan() & golden.isnan()) | ~special)
-    assert same.all(), report(~same, "a value that is not finite, or should not be")
-    error, allowed = ((t - golden).masked_fill(special, 0).abs() for t in (mine, measure))
-    eps = (epsilon(ours.dtype, golden, kv_len) + 2.0**-24 * math.sqrt(kv_len) * terms).expand_as(error)
-    worst = error == error.amax()
-    limits = (
-        ("mean error", error.mean(), MEAN * allowed.mean() + eps.mean()),
-        ("RMS error", error.square().mean().sqrt(), MEAN * allowed.square().mean().sqrt() + eps.square().mean().sqrt()),
-    )
-    for what, found, limit in limits:
-        assert found <= limit, report(worst, f"{what} {found:.3g} > {limit:.3g}, worst element")
-    far = error > LARGEST * allowed.amax() + eps
-    assert not far.any(), report(far, f"error {error[far].amax():.3g}, plain's largest {allowed.amax():.3g}")
+    found = ratios(ours, value, expected.size)
+    for arranged in _arranged(found):
+        rows = arranged.reshape(1, -1, arranged.shape[-1])
+        errors = Errors([rows.shape[1]], 1, rows.shape[2])
+        errors.add(0, slice(0, 1), slice(0, rows.shape[1]), rows)
+        failing = errors.fails(expected.draws)
+        if failing:
+            look = failing[0][1]
+            at = tuple(int(n) for n in np.unravel_index(int(found.argmax()), tuple(found.shape)))
+            raise AssertionError(
+                f"{name}: the error of a {look.kind} is {look.z:.3g} of its expected size, more than {look.limit:.3g}; "
+                f"most at {list(at)}: ours {float(ours[at]):.9g}, golden {float(value[at]):.9g}, expected error "
+                f"{float(expected.size[at]):.3g}"
+            )
 
 
-def check(case: Case, ours: Results, golden: Results, plain: Results) -> None:
-    """compare() for every output of a case."""
-    assert ours.keys() == golden.keys() == plain.keys(), f"{case.id}: {[*ours]}, {[*golden]}, {[*plain]}"
-    for name in golden:
-        compare(f"{case.id}: {name}", ours[name], golden[name], plain[name], max(case.kv_len, default=0))
+def _arranged(found: Tensor) -> Iterator[Tensor]:
+    """Rows one after the other as they lie, and with their first axes the other way round: tiles along either."""
+    found = found.reshape(-1, 1) if found.dim() < 2 else found
+    yield found
+    if found.dim() > 2 and min(found.shape[:-1]) < found.shape[:-1].numel():
+        yield found.permute(*reversed(range(found.dim() - 1)), found.dim() - 1)
+
+
+def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
+    """compare() for every output."""
+    assert ours.keys() == expected.keys(), f"{name}: {[*ours]}, {[*expected]}"
+    for output, wanted in expected.items():
+        compare(f"{name}: {output}", ours[output], wanted)

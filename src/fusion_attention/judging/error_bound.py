@@ -1,0 +1,231 @@
+"""The error bound: whether errors are as large as roundings make them, element by element and in every tile.
+
+    z of a group = root mean square of error / expected size, over its elements
+
+Every element, row, tile of rows, tile of rows and columns, head and the whole is looked at. A look fails where z
+exceeds its limit; with limits from the chi-square distribution, divided by the number of looks, a result whose errors
+are roundings fails once in a million verdicts, be it one number or ten million. Knows numbers, and nothing of what
+computed them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+Tensor = torch.Tensor
+FALSE_ALARMS = 1e-6  # per verdict
+TILE = 32  # rows; columns are looked at by 16
+COLUMNS = 16
+# Roundings need not be independent: equal rows have equal errors, and one rounding is up to sqrt(3) times its expected
+# size. So no group, however large, fails below twice the expected size.
+LEAST = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """A result in float64 and the size of the error that a right program makes there.
+
+    Attributes:
+        value: the result; of integers, before it is rounded to them.
+        size: expected root mean square error of each number: 0 where every right program is exact.
+        draws: from how many drawn programs the size was estimated; 0: from formulas.
+    """
+
+    value: Tensor
+    size: Tensor
+    draws: int = 0
+
+    def __getitem__(self, place: object) -> Expected:
+        return Expected(self.value[place], self.size[place], self.draws)  # type: ignore[index]
+
+    def map(self, change: object) -> Expected:
+        """The same of a view or a permutation of both."""
+        return Expected(change(self.value), change(self.size), self.draws)  # type: ignore[operator]
+
+
+@cache
+def limit(freedom: int, looks: int, draws: int = 0) -> float:
+    """The largest z that roundings give a group of `freedom` independent errors, among so many looks.
+
+    The quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks. A size that
+    was estimated from draws has an error of its own: one number's z is then distributed as Student's t.
+    """
+    share = FALSE_ALARMS / max(looks, 1)
+    low, high = 0.0, 1e4
+    for _ in range(60):
+        middle = (low + high) / 2
+        tail = torch.special.gammaincc(
+            *(torch.tensor(x, dtype=torch.float64) for x in (freedom / 2, freedom * middle / 2))
+        )
+        low, high = (middle, high) if float(tail) > share else (low, middle)
+    found = math.sqrt(high)
+    if draws:
+        one = limit(1, looks)
+        found *= math.sqrt((draws - 1) * math.expm1(one * one / (draws - 1))) / one
+    return max(LEAST, found)
+
+
+@dataclass(frozen=True)
+class Look:
+    """The worst group of a kind.
+
+    Attributes:
+        kind: "element", "row", "tile", "columns", "head" or "whole".
+        z: root mean square error of the group, in expected sizes; limit: the largest that roundings give it.
+        place: which one: (head, row) of its first element.
+    """
+
+    kind: str
+    z: float
+    limit: float
+    place: tuple[int, int] = (0, 0)
+
+    @property
+    def fails(self) -> bool:
+        return not self.z <= self.limit
+
+
+def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
+    """(error / expected size) ** 2 of each number, float64: 0 where both are the same, inf where only one is finite.
+
+    Integers are measured from the half unit that rounding to them takes. Where golden is beyond the dtype, a right
+    result is infinite.
+    """
+    value, mine = value.double(), ours.double()
+    error = (mine - value).abs()
+    if not ours.is_floating_point():
+        error = (error - 0.5).clamp(min=0)
+    else:
+        largest = torch.finfo(ours.dtype).max
+        if bool((value.abs() >= largest).any()):
+            beyond = (value.abs() >= largest) & ((mine == value.sign() * math.inf) | (mine == value.sign() * largest))
+            error = error.masked_fill(beyond, 0)
+    found = (error / size.double()).square()
+    if bool(found.isfinite().all()):
+        return found
+    same = (mine == value) | (mine.isnan() & value.isnan()) | (error == 0)
+    return found.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+
+
+class Errors:
+    """The ratios of one output, row by row: what every look is taken of.
+
+    Args:
+        lengths: rows of each sequence; heads: that each has; columns: elements of a row.
+    """
+
+    def __init__(self, lengths: list[int], heads: int, columns: int) -> None:
+        groups = max(1, -(-columns // COLUMNS))
+        self.columns = max(columns, 1)
+        self.widths = torch.tensor(
+            [min(COLUMNS, self.columns - COLUMNS * i) for i in range(groups)], dtype=torch.float64
+        )
+        self.cells = [torch.zeros(heads, n, groups, dtype=torch.float32) for n in lengths]  # means over 16 columns
+        self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # the largest of a row
+
+    def add(self, b: int, heads: slice, rows: slice, found: Tensor) -> None:
+        """Ratios [heads, rows, columns] of some rows."""
+        if not found.numel():
+            return
+        found = found.clamp(max=1e30)
+        whole = self.columns // COLUMNS * COLUMNS
+        parts = [found[..., :whole].unflatten(-1, (-1, COLUMNS)).mean(-1)] if whole else []
+        parts += [found[..., whole:].mean(-1, keepdim=True)] if whole < self.columns else []
+        self.cells[b][heads, rows] = torch.cat(parts, -1).float()
+        self.peaks[b][heads, rows] = found.amax(-1).float()
+
+    def append(self, found: Tensor) -> None:
+        """Ratios [heads, rows, columns] of further rows, as a sequence of their own."""
+        shape = found.shape[:2]
+        self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
+        self.peaks.append(torch.zeros(shape, dtype=torch.float32))
+        self.add(len(self.cells) - 1, slice(None), slice(None), found)
+
+    @property
+    def count(self) -> int:
+        """Rows of all heads."""
+        return sum(p.numel() for p in self.peaks)
+
+    @property
+    def of_rows(self) -> list[Tensor]:
+        """[heads, rows] float64 per sequence: the mean ratio of each row."""
+        share = self.widths / self.columns
+        return [c.double() @ share for c in self.cells]
+
+    @property
+    def z(self) -> float:
+        """Over the whole."""
+        rows = self.of_rows
+        return math.sqrt(sum(float(r.sum()) for r in rows) / self.count) if self.count else 0.0
+
+    @property
+    def z_tile(self) -> float:
+        """Of the worst tile of rows."""
+        return max((float(_tiles(r).amax()) for r in self.of_rows if r.numel()), default=0.0) ** 0.5
+
+    @property
+    def looks(self) -> int:
+        """How many groups are looked at."""
+        heads = sum(len(p) for p in self.peaks)
+        tiles = sum(p.shape[0] * -(-p.shape[1] // TILE) for p in self.peaks)
+        return self.count * (self.columns + 1) + tiles * (1 + len(self.widths)) + heads + 1
+
+    def worst(self, draws: int = 0) -> Iterator[tuple[int, Look]]:
+        """(sequence, the worst look of a kind) for every kind and sequence; of the whole, sequence -1."""
+        looks = self.looks
+        for b, (cells, peaks, rows) in enumerate(zip(self.cells, self.peaks, self.of_rows, strict=True)):
+            if not rows.numel():
+                continue
+            n = min(TILE, rows.shape[1])
+            tiles, blocks = _tiles(rows), _tiles(cells.double().movedim(-1, 1).flatten(0, 1))
+            yield b, _look("element", peaks, limit(1, looks, draws), 1)
+            yield b, _look("row", rows, limit(1, looks, draws), 1)
+            yield b, _look("tile", tiles, limit(n, looks, draws), TILE)
+            if len(self.widths) > 1:
+                by_head = blocks.unflatten(0, (len(rows), -1)).amax(1)
+                yield b, _look("columns", by_head, limit(n, looks, draws), TILE)
+            yield b, _look("head", rows.mean(-1, keepdim=True), limit(rows.shape[1], looks, draws), 1)
+        if self.count:
+            yield -1, Look("whole", self.z, limit(self.count, looks, draws))
+
+    def fails(self, draws: int = 0) -> list[tuple[int, Look]]:
+        """The worst look of each kind and sequence that fails, worst first."""
+        found = [(b, look) for b, look in self.worst(draws) if look.fails]
+        return sorted(found, key=lambda f: -f[1].z / f[1].limit)
+
+    def wrong(self, draws: int = 0) -> list[Tensor]:
+        """[heads, rows] bool per sequence: rows that fail, by an element, by themselves or with their tile."""
+        looks, found = self.looks, []
+        for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
+            one = limit(1, looks, draws) ** 2
+            bad = (peaks > one) | (rows > one)
+            if rows.numel():
+                most = limit(min(TILE, rows.shape[1]), looks, draws) ** 2
+                blocks = _tiles(cells.double().movedim(-1, 1).flatten(0, 1)).unflatten(0, (len(rows), -1)).amax(1)
+                tiles = torch.maximum(_tiles(rows), blocks) > most
+                # Of a tile that fails, the rows that are above what the whole tile may be.
+                above = tiles.repeat_interleave(TILE, 1)[:, : rows.shape[1]] & (cells.double().amax(-1) > most)
+                bad = bad | above
+            found.append(bad)
+        return found
+
+
+def _tiles(rows: Tensor) -> Tensor:
+    """[.., tiles]: means over TILE rows; the last tile is the last TILE rows."""
+    length = rows.shape[-1]
+    if length <= TILE:
+        return rows.mean(-1, keepdim=True)
+    whole = length // TILE * TILE
+    found = rows[..., :whole].unflatten(-1, (-1, TILE)).mean(-1)
+    return found if whole == length else torch.cat((found, rows[..., -TILE:].mean(-1, keepdim=True)), -1)
+
+
+def _look(kind: str, found: Tensor, limit: float, step: int) -> Look:
+    at = int(found.argmax())
+    head, row = divmod(at, found.shape[-1])
+    return Look(kind, math.sqrt(float(found.reshape(-1)[at])), limit, (head, row * step))

@@ -1,0 +1,334 @@
+"""How large the error of a right program is, number by number: independent roundings, carried through the formulas.
+
+docs/accuracy.md states the model and its formulas. All functions give variances: squares of expected sizes.
+
+    u       half a unit in the last place of 1, 2^-8 for bfloat16: a stored x has variance (u 2^floor(log2 |x|))^2 / 3
+    r       the same relative to x^2, on average over where x lies between two powers of two: 3 / (8 log 2) * u^2 / 3
+    a       u^2 / 3 of float32, in which sums are formed: a sum of n terms t has variance
+            a * n * ((sum t)^2 / 3 + sum t^2 / 6), whatever the order of its terms
+    e       relative variance of a weight exp(s - max), from the error of its score
+    w       relative variance of a weight by its own rounding to the dtype
+
+Knows one block at a time, and no interface's words.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.judging.formulas import Scored, Softmax, at_sink
+from fusion_attention.judging.setting import Block
+
+Tensor = torch.Tensor
+FLOAT32 = 2.0**-48 / 3  # a
+_UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+_BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
+_QUANTA = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
+# Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
+_FEW = 1 << 18
+_SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """r of a dtype; of integers 0, since they are judged before they are rounded."""
+    return _BINADE * _UNITS[dtype] ** 2 / 3 if dtype in _UNITS else 0.0
+
+
+def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Variance of values that are rounded to a dtype."""
+    if dtype not in _UNITS:
+        return torch.zeros_like(value)
+    mantissa, exponent = torch.frexp(value.double().nan_to_num(0.0, 0.0, 0.0))
+    power = torch.ldexp(torch.ones_like(mantissa), exponent - 1).masked_fill(mantissa == 0, 0)
+    return (power * (_UNITS[dtype] / math.sqrt(3))).square() + quantum(dtype)
+
+
+def quantum(dtype: torch.dtype) -> float:
+    """The variance of rounding a number to the dtype's subnormals."""
+    return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Where a program rounds.
+
+    Attributes:
+        words: what a result of that grade is.
+        low: it rounds every step to the dtype, scores, products and sums of few terms included; else only weights,
+            gradients of scores and results.
+        poor: it rounds running sums too.
+    """
+
+    words: str
+    low: bool = False
+    poor: bool = False
+
+    def sums(self, dtype: torch.dtype) -> float:
+        """a: the variance of rounding a running sum of 1."""
+        if dtype == torch.float64:
+            return rounding(dtype)
+        return rounding(torch.float16 if dtype == torch.float32 else dtype) if self.poor else FLOAT32
+
+    def step(self, dtype: torch.dtype) -> float:
+        """The variance of rounding a step of 1 that a kernel keeps in float32."""
+        if self.poor and dtype == torch.float32:
+            return rounding(torch.float16)
+        return rounding(dtype) if self.low else 0.0
+
+    def weight(self, dtype: torch.dtype) -> float:
+        """w: of a weight as the second product takes it. Kernels of float32 keep it."""
+        once = 0.0 if dtype in (torch.float32, torch.float64) else rounding(dtype)
+        return once + 2 * self.step(dtype)
+
+    def stored(self, value: Tensor, variance: Tensor, dtype: torch.dtype) -> Tensor:
+        """The variance of a result that was rounded to its dtype; a program may do so part by part."""
+        return variance + (2 if self.low else 1) * stored(value, dtype)
+
+
+KERNEL = Grade("as exact as a kernel that sums in float32")
+PROGRAM = Grade("as exact as a program in the dtype", low=True)
+POOR = Grade("as exact as a program that sums in 16 bits", low=True, poor=True)
+
+
+def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
+    """What a sum of n terms adds by its own size: a n value^2 / 3."""
+    return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
+
+
+def _squares(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    return tensor.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
+
+
+def _norm(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """[heads, rows, 1]: sums of squares of rows."""
+    return _squares(tensor, wide).sum(-1, keepdim=True)
+
+
+def products_of_squares(one: Tensor, other: Tensor, wide: torch.dtype) -> Tensor:
+    """[heads, rows, keys]: sum_d one^2 other^2; of many long vectors, as if they had random directions."""
+    dim = one.shape[-1]
+    if wide == torch.float64 or dim < _SHORT:
+        return _squares(one, wide) @ _squares(other, wide).mT
+    return _norm(one, wide) * _norm(other, wide).mT / dim
+
+
+def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool = False) -> Tensor | float:
+    """e of every pair: variance of its score, and of the exponential of what is left of it beneath the maximum.
+
+    kernel    a * (n * (x^2 / 3 + Q / 6) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
+    program   besides r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                            Q = scale^2 * sum_d q^2 k^2
+
+    A number where no pair's matters beside weight(), unless
+    it must be exact.
+    """
+    p, dtype = x.problem, x.problem.torch_dtype
+    a, r = grade.sums(dtype), grade.step(dtype)
+    stores = rounding(dtype) if p.kv_dtype else 0.0  # keys that are made of integers are rounded once
+    n = p.dim_qk + p.dim_rope
+    by = torch.as_tensor(x.scores_by, dtype=wide)
+    q, k = (_norm(t, wide) for t in (x.q, x.k))
+    if x.q_rope is not None and x.k_rope is not None:
+        q, k = q + _norm(x.q_rope, wide), k + _norm(x.k_rope, wide)
+    top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0)
+    bound = (by.square() * q).amax() * k.amax() / n if k.numel() and q.numel() else torch.zeros(())
+    added = x.bias is not None or bool(x.softcap)
+    if not (exact or added or p.has_weight_scale):
+        most = n * bound  # |x| <= |q| |k|, and so are s and max
+        largest = float(a * (n * (most / 3 + bound / 6) + 11 * most + 8) + r * (bound + 9 * most + 4) + stores * bound)
+        if largest < 0.02 * grade.weight(dtype):
+            return largest
+    shown = s.shown.to(wide)
+    shown = shown.masked_fill(~shown.isfinite(), 0)
+    own = shown if s.product is None else s.product.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    left = (shown - top).square_()
+    own, shown = own.square(), shown.square()
+    found = (a * n / 3 + 3 * a + 3 * r) * own + (2 * a + 2 * r) * shown + (a + r) * left
+    squares = products_of_squares(x.q, x.k, wide)
+    if x.q_rope is not None and x.k_rope is not None:
+        squares = squares + products_of_squares(x.q_rope, x.k_rope, wide)
+    found += (a * n / 6 + r + stores) * by.square() * squares
+    return found + (2 * a * top.square() + 8 * a + 4 * r)
+
+
+def _wide(pairs: int) -> torch.dtype:
+    return torch.float64 if pairs <= _FEW else torch.float32
+
+
+def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
+    """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
+
+    out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
+          + a n (out^2 / 2 + sum P^2 v^2 / 6)                      the sums of values and of weights
+    lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
+    max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
+    """
+    dtype, p = x.problem.torch_dtype, x.problem
+    wide = _wide(s.weights.numel())
+    a, w = grade.sums(dtype), grade.weight(dtype)
+    divisor = s.total.where(s.total != 0, 1.0)
+    live = s.live if x.keep is None else s.live & x.keep
+    soft = (s.weights / divisor).to(wide).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
+    n = s.live.sum(-1, keepdim=True).to(wide)
+    e = scores(x, s, grade, wide)
+    values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    stores = rounding(dtype) if p.kv_dtype else 0.0
+    w = w + stores
+    kept = soft
+    if x.keep is not None:
+        kept = (soft * x.keep_factor**2).masked_fill(~live, 0)
+    each = kept * (e + (w + a * n / 6))
+    if x.weight_scale is not None:
+        each = each + _flips(x, s, e, divisor, wide) * x.keep_factor**2
+    mean = out.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    if isinstance(e, float):
+        variance = each @ values.square()
+    else:
+        centre = values.mean(1, keepdim=True) if values.shape[1] else values.new_zeros(1, 1, 1)
+        values, off = values - centre, mean - centre
+        variance = each @ values.square() - 2 * off * (each @ values) + off.square() * each.sum(-1, keepdim=True)
+        variance = variance.clamp(min=0) + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        values = values + centre
+    variance = variance + a * n / 2 * mean.square()
+    if quantum(dtype) > 1e-30 and (w or grade.low):  # weights of float16 that are subnormal
+        least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
+        variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
+    found = {"out": variance.double()}
+    if x.out_scale is not None:
+        scale = x.out_scale[0]
+        found["out"] = (found["out"] + 3 * (FLOAT32 + grade.step(dtype)) * out.square()) * scale.square()
+        found["out"] = found["out"] + 4 * FLOAT32 * (out * scale).square()
+        if x.out_scale[1] is not None:
+            found["out"] = found["out"] + 2 * FLOAT32 * x.out_scale[1].square()
+    return found | (_statistics(x, s, soft, grade) if statistics else {})
+
+
+def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str, Tensor]:
+    wide, a = squares.dtype, grade.sums(x.problem.torch_dtype)
+    e = torch.as_tensor(scores(x, s, grade, wide, exact=True), dtype=wide).expand_as(s.shown)
+    n = s.live.sum(-1, keepdim=True).to(wide)
+    relative = (squares * e).sum(-1, keepdim=True)
+    some = s.shown.shape[-1] > 0
+    peak = e.gather(-1, s.shown.argmax(-1, keepdim=True)) if some else torch.zeros_like(relative)
+    top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0).square()
+    lse = (s.top + s.total.log()).to(wide).nan_to_num(0.0, 0.0, 0.0).square()
+    return {
+        "max": (peak + a * top).double(),
+        "sum": (s.total.to(wide).square() * (relative + peak + a * n / 3)).double(),
+        "lse": (relative + a * (n / 9 + 2 + lse + top)).double(),
+    }
+
+
+def _flips(x: Block, s: Softmax, e: Tensor | float, divisor: Tensor, wide: torch.dtype) -> Tensor:
+    """Weights that are rounded to integers: an error d of one turns into a whole step with probability |d|."""
+    assert x.weight_scale is not None
+    steps = s.weights.to(wide).abs() * torch.as_tensor(e, dtype=wide).sqrt()
+    return (steps / divisor.to(wide).square()).masked_fill(~s.live, 0)
+
+
+def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
+    """[heads, rows, 1]: variance of delta = dout . out by what out lost; g: of all keys of the rows.
+
+        sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n / 6) + a dim (delta^2 / 3 + sum (dout out)^2 / 6)
+
+    Without g what the weights lost counts as much as what storing out lost.
+    """
+    dout, out = x.saved[:2]
+    dtype = x.problem.torch_dtype
+    a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
+    products = (dout * out).nan_to_num(0.0, 0.0, 0.0)
+    total = products.sum(-1, keepdim=True).square()
+    squares = products.square().sum(-1, keepdim=True)
+    if g is None:
+        from_weights = w * squares
+    else:
+        wide = _wide(g.dscores.numel())
+        share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
+        each = scores(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
+        from_weights = (share * each).sum(-1, keepdim=True).double()
+    n = dout.shape[-1]
+    of_out = rounding(dtype) + r + a * x.kv_len / 2
+    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total
+
+
+def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(variance of dS but for delta's, P beneath the cap's slope), [heads, rows, keys]."""
+    dtype, s = x.problem.torch_dtype, g.softmax
+    a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
+    dscores = g.dscores.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    factor, dim = x.keep_factor if x.keep is not None else 1.0, x.v.shape[-1]
+    products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
+    products += a * dim / 6 * factor**2 * products_of_squares(x.saved[0], x.v, wide)
+    slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
+    soft = (s.weights.to(wide) * slope).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
+    each = (dscores * slope).square() * (e + (w + 2 * r + a * max(x.kv_len, 1) / 6)) + soft.square() * products
+    if isinstance(slope, Tensor):
+        each += 4 * (a + r) * dscores.square()
+    return each, soft
+
+
+def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
+    """[heads, rows, keys]: variance of the gradient of scores, where a bias was added to them."""
+    wide = torch.float64
+    e = scores(x, g.softmax, grade, wide)
+    before = replace(g, softmax=replace(g.softmax, slope=1.0))
+    each, soft = _of_scores(x, before, e, grade, wide)
+    return each + soft.square() * of_delta
+
+
+def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, Tensor]:
+    """Variances of what a block adds to the gradients, by query head, as formulas.gradients() has them.
+
+        dS   dS^2 (e + w + a n / 6) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim / 6)
+             beneath a cap, whose slope 1 - t^2 cancels, besides 4 a (P (dP - delta))^2
+        dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2)
+        dk   scale^2 sum_i (var(dS) + P^2 var(delta)) q^2;   dv   sum_i P^2 (e + w + a n / 6) dout^2
+        dsink   sum_i P_sink^2 (var(delta) + delta^2 e_sink)
+
+    A sum of n terms adds summed() when it is complete.
+    """
+    dtype, s = x.problem.torch_dtype, g.softmax
+    wide = _wide(g.dscores.numel())
+    a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
+    e = scores(x, s, grade, wide)
+    each, soft = _of_scores(x, g, e, grade, wide)
+    factor = x.keep_factor if x.keep is not None else 1.0
+    scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
+    by_rows = scale.square() * (each + soft.square() * of_delta.to(wide))
+    kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + (w + r + a * max(x.kv_len, 1) / 6))
+    least = quantum(dtype) if w else 0.0
+    dout = _squares(x.saved[0], wide)
+    found = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
+    for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
+        if q is None or k is None:
+            continue
+        wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
+        mean = (soft @ wild).square() * of_delta.to(wide)
+        dq = scale.square() * (each @ wild.square() + mean + least * (s.softmax.to(wide) @ wild.square()))
+        found[f"dq{name}"] = dq
+        squares = _squares(q, wide)
+        found[f"dk{name}"] = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+    if x.sink is not None:
+        share, total = at_sink(x, s), (x.saved[0] * x.saved[1]).sum(-1, keepdim=True)
+        top = s.top.masked_fill(~s.top.isfinite(), 0)
+        own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r
+        found["dsink"] = (share.square() * (of_delta + total.square() * own)).sum((1, 2))
+    return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
+
+
+__all__ = [
+    "KERNEL",
+    "POOR",
+    "PROGRAM",
+    "Grade",
+    "delta",
+    "forward",
+    "gradients",
+    "quantum",
+    "rounding",
+    "scored",
+    "summed",
+]

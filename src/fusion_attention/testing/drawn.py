@@ -1,0 +1,154 @@
+"""How large the errors of a program are, found by running it in float64 with a random error at every rounding.
+
+    expected = drawn(lambda: formula(q.double(), k.double(), v.double()), torch.bfloat16)
+    compare_with("out", out, lambda: formula(q.double(), k.double(), v.double()))
+
+    result of an operation  x  ->  x * (1 + u * uniform(-1, 1))
+    size of the error          =   root mean square over draws of (result with errors - result without)
+
+This is stochastic arithmetic (M. La Porte and J. Vignes, 1974): it finds what roundings do to any program that torch
+runs, cancellation and gradients included, without a formula for their way through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing.compare import compare
+from fusion_attention.testing.roundings import Roundings, quantum
+
+__all__ = ["attend", "compare_with", "drawn", "expected_of"]
+
+Tensor = torch.Tensor
+Structure = Any  # a tensor, or a tuple, list or dict of structures
+
+
+def drawn(program: Callable[[], Structure], dtype: torch.dtype, draws: int = 48, seed: int = 0) -> Structure:
+    """What a program computes, and how large its errors are in a dtype.
+
+        size = root mean square over draws of (result with an error at every rounding - result)
+
+    Args:
+        program: computes in float64, the same each time; numbers that it draws from torch are the same too.
+        dtype: in which the results of operations are rounded.
+        draws: how often it runs so. seed: of the errors.
+
+    Returns:
+        The structure of its result, with an Expected for every tensor.
+    """
+    generator, noise = torch.Generator().manual_seed(seed), torch.empty(0, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):  # whose operations are seen one by one
+        state = torch.get_rng_state()
+        result = program()
+        values = {name: t.detach().double().clone() for name, t in _leaves(result)}
+        squares = {name: torch.zeros_like(value) for name, value in values.items()}
+        for _ in range(draws):
+            torch.set_rng_state(state)
+            with Roundings(dtype, generator, noise):
+                moved = program()
+            for name, t in _leaves(moved):
+                value = values[name]
+                squares[name] += (t.detach().double() - value).masked_fill(~value.isfinite(), 0).square()
+    return _rebuilt(
+        result, {name: Expected(value, (squares[name] / draws).sqrt(), draws) for name, value in values.items()}
+    )
+
+
+def expected_of(
+    program: Callable[[], Structure],
+    ours: Structure,
+    draws: int = 48,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Structure:
+    """What results ought to be, and how large their errors are: each in its own dtype, and stored in it.
+
+        size ** 2 = size of the program's errors ** 2 + (u * value) ** 2 / 3 + (smallest spacing of numbers) ** 2 / 12
+
+    Args:
+        program: computes them in float64, in the same structure.
+        ours: the results to be judged.
+        draws, seed: see drawn().
+        dtype: of the program's operations, where it is not that of the results.
+
+    Returns:
+        An Expected for every result.
+    """
+    stored = {name: t.dtype for name, t in _leaves(ours)}
+    found: dict[torch.dtype, dict[str, Expected]] = {}
+    result: Structure = ours
+    for own in stored.values():
+        if (dtype or own) not in found:
+            result = drawn(program, dtype or own, draws, seed)
+            found[dtype or own] = dict(_leaves(result))
+    wanted = {}
+    for name, own in stored.items():
+        one = found[dtype or own][name]
+        unit, least = torch.finfo(own).eps / 2, quantum(own)
+        size = one.size.square() + (unit * one.value).square() / 3 + least**2 / 12
+        wanted[name] = Expected(one.value, size.sqrt().masked_fill(~one.value.isfinite(), 0), one.draws)
+    assert all(found_.keys() == stored.keys() for found_ in found.values()), f"{[*stored]}"
+    return _rebuilt(ours, wanted)
+
+
+def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
+    """compare() of every result with what a program in float64 makes of it; how: the options of expected_of()."""
+    wanted = dict(_leaves(expected_of(program, ours, **how)))
+    for part, t in _leaves(ours):
+        compare(f"{name}{part}", t.detach(), wanted[part])
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
+        weights = torch._safe_softmax(scores, -1)
+        out = weights @ v
+        ctx.save_for_backward(weights, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+        weights, v, out = ctx.saved_tensors
+        dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
+        return dscores, (weights.mT @ dout).sum_to_size(v.shape)
+
+
+def attend(scores: Tensor, v: Tensor) -> Tensor:
+    """softmax(scores) @ v, with the gradient as kernels find it that keep no weights.
+
+        dscores = weights * (dout @ v.T - sum over a row of (dout * out))
+
+    autograd takes sum(weights * (dout @ v.T)) for the last sum: the same number, and other roundings. Where a row sees
+    one key, its gradient is nothing but roundings.
+
+    Args:
+        scores: [.., S1, S2]; rows without a number above -inf give 0.
+        v: [.., S2, D].
+    """
+    return _Attend.apply(scores, v)
+
+
+def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What a structure holds, by name; nothing where it holds None."""
+    if isinstance(x, dict):
+        for key, part in x.items():
+            yield from _leaves(part, f"{name}: {key}")
+    elif isinstance(x, tuple | list):
+        for i, part in enumerate(x):
+            yield from _leaves(part, f"{name}[{i}]")
+    elif x is not None:
+        yield name, x
+
+
+def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
+    """A structure with other leaves."""
+    if isinstance(x, dict):
+        return {key: _rebuilt(part, leaves, f"{name}: {key}") for key, part in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)([_rebuilt(part, leaves, f"{name}[{i}]") for i, part in enumerate(x)])
+    return None if x is None else leaves[name]

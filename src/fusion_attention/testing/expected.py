@@ -1,0 +1,98 @@
+"""Golden's results with the expected size of the error beside every number, for cases and for any call of a back end.
+
+The values are the golden back end's, the sizes those of judging.expected_error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.outputs import Output, computed, of_heads, totals, units
+from fusion_attention.judging.setting import Setting
+from fusion_attention.ops.training.call import DenseCall, fresh, grads_of, operands_of
+from fusion_attention.ops.training.statistics import LANES, from_lanes
+from fusion_attention.testing.cases import Case, Results, Tensor
+from fusion_attention.testing.faces import golden, lowered
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+
+_ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
+
+
+def sizes(
+    problem: Problem, extents: Extents, operands: Operands, grads: Grads | None = None, grade: Grade = KERNEL
+) -> Results:
+    """Expected sizes of what a back end writes, by kind, float64, each as its view's memory lies.
+
+    Args:
+        problem, extents, operands, grads: of a run; a gradient is one of the saved results in the operands.
+
+    Returns:
+        "out", "max", "sum" and "lse" of a forward; of a backward "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse" and
+        "dsink" where they are. Numbers of rows that belong to no sequence are 0.
+    """
+    verb = "attention_forward" if grads is None else "attention_backward"
+    setting = Setting(verb, problem, extents, operands, grads)
+    outputs, found = _outputs(operands, grads), {}
+    for o in outputs:
+        assert o.view is not None
+        found[o.name] = torch.zeros(o.view.keep[0].shape, dtype=torch.float64)
+    views = {o.name: o.view.over(found[o.name]) for o in outputs if o.view is not None}
+    for unit in units(setting, outputs):
+        wanted = computed(setting, unit, outputs, grade)
+        heads = of_heads(setting, unit)
+        for o in outputs:
+            if o.by_keys == unit.by_keys and o.name in wanted:
+                counts = (problem.heads_kv, extents.kv_len) if o.by_keys else (problem.heads_q, extents.q_len)
+                rows = views[o.name].sequence(unit.b, counts[0], int(counts[1][unit.b]))
+                rows[heads, unit.rows] = wanted[o.name].variance.sqrt()
+    if grads is not None:
+        for kind, tensor in (("dsink", grads.dsink), ("dpse", None if grads.dbias is None else grads.dbias.keep)):
+            if tensor is not None:
+                tensor = tensor.to(problem.torch_dtype) if kind == "dpse" else tensor  # sums are stored as the bias is
+                found[kind] = totals(setting, Output(kind, kind, tensor, None), grade).variance.sqrt()
+    return found
+
+
+def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
+    if grads is None:
+        views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum, "lse": operands.stats.max}
+    else:
+        views = {kind: view for kind in _ROWS if (view := getattr(grads, kind)) is not None and view.keep[0].numel()}
+    return [Output(kind, kind, view.keep[0], view) for kind, view in views.items()]
+
+
+def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
+    """Golden's results of a training call, as run() names them, with the sizes of their errors.
+
+    Args:
+        call: as it is computed, in its own dtype. results: golden's, in float64. dy: the gradient of out; None: a
+            forward alone.
+    """
+    found = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
+    lanes = {name: found[name].unsqueeze(-1).expand(*found[name].shape, LANES) for name in ("max", "sum")}
+    found = {"out": found["out"], **lanes}
+    if dy is not None:
+        q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
+        given = (call.q, call.k, call.v, q_rope, k_rope, bias if "dpse" in results else None, sink)
+        empty = call.q.new_empty(0)
+        grads, _ = grads_of(call, dy, tuple(empty if t is None else t.new_zeros(t.shape) for t in given))
+        saved = results["out"], *from_lanes(call, results["max"], results["sum"])
+        found |= sizes(call.problem, call.extents, operands_of(call, *saved), grads)
+    return {
+        name: Expected(value, found[name].reshape(value.shape) if value.numel() else value)
+        for name, value in results.items()
+    }
+
+
+def expected(case: Case, args: Mapping[str, Any], results: Results | None = None) -> dict[str, Expected]:
+    """What run() should give of a case: golden's results, and how far a well-made kernel's may be from them.
+
+    Args:
+        case, args: the call. results: golden's of it, or of a call whose differences (NaN, say) do not change sizes.
+    """
+    return dense(lowered(case, args), golden(case, args) if results is None else results, args["dy"])

@@ -1,0 +1,253 @@
+"""The error bound: faults in one tile of a long result are wrong, right programs are right, and sizes are as drawn."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusion_attention as fa
+from fusion_attention.judging.error_bound import Errors, Expected, limit, ratios
+from fusion_attention.judging.expected_error import rounding, stored
+from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
+
+Tensor = torch.Tensor
+Change = Callable[[dict[str, Tensor]], None]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+S = 2048
+LONG = Case(q_len=(S,), kv_len=(S,), heads_q=2, heads_kv=1, dim_qk=16, dim_v=16, sparse_mode=3, mask="compressed")
+
+
+# ------------------------------------------------------------------------------------------------------------- limits
+
+
+def test_limits_are_quantiles() -> None:
+    """One number's is the normal distribution's, of many numbers it comes near to 1, and never below 2."""
+    assert limit(1, 1) == pytest.approx(4.8916, abs=1e-3)  # two-sided 1e-6
+    assert limit(1, 10**6) == pytest.approx(7.1305, abs=1e-3)  # 1e-12
+    assert limit(10, 1) == pytest.approx(math.sqrt(46.863 / 10), abs=1e-3)
+    assert limit(10**6, 1) == 2.0
+    assert limit(1, 1, draws=16) > limit(1, 1, draws=64) > limit(1, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 3000])
+def test_errors_of_the_expected_size_never_fail(rows: int) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        errors = Errors([rows], 3, 24)
+        errors.add(0, slice(0, 3), slice(0, rows), torch.randn(3, rows, 24, generator=generator).square())
+        assert not errors.fails()
+        assert not any(w.any() for w in errors.wrong())
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "columns", "by", "kind"),
+    [
+        (slice(1, 2), slice(70, 71), slice(3, 4), 60.0, "element"),
+        (slice(0, 1), slice(70, 71), slice(0, 24), 9.0, "row"),
+        (slice(2, 3), slice(64, 96), slice(0, 24), 3.0, "tile"),
+        (slice(2, 3), slice(64, 96), slice(16, 24), 3.2, "columns"),
+        (slice(0, 3), slice(0, 500), slice(0, 24), 2.2, "whole"),
+    ],
+)
+def test_a_fault_is_seen_where_it_is(heads: slice, rows: slice, columns: slice, by: float, kind: str) -> None:
+    found = torch.randn(3, 500, 24, generator=torch.Generator().manual_seed(1)).square()
+    found[heads, rows, columns] = by * by
+    errors = Errors([500], 3, 24)
+    errors.add(0, slice(0, 3), slice(0, 500), found)
+    assert kind in {look.kind for _, look in errors.fails()}
+    assert errors.wrong()[0][heads, rows].any()
+
+
+def test_pieces_are_the_whole() -> None:
+    found = torch.rand(2, 100, 20)
+    whole, pieces = Errors([100], 2, 20), Errors([100], 2, 20)
+    whole.add(0, slice(0, 2), slice(0, 100), found)
+    for first in range(0, 100, 30):
+        rows = slice(first, min(first + 30, 100))
+        pieces.add(0, slice(0, 2), rows, found[:, rows])
+    assert whole.z == pieces.z
+    assert whole.z_tile == pieces.z_tile
+
+
+# ------------------------------------------------------------------------------------------------------------- ratios
+
+
+def test_what_is_not_a_number() -> None:
+    value = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0, 7e4, -7e4], dtype=torch.float64)
+    size = torch.full((7,), 1e-3, dtype=torch.float64)
+    right = torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0, math.inf, -65504.0], dtype=torch.float16)
+    assert not ratios(right, value, size).any()
+    for at in range(7):
+        wrong = right.clone()
+        wrong[at] = 0.5 if right[at].isnan() else math.nan
+        assert ratios(wrong, value, size)[at] == math.inf
+    assert ratios(-right, value, size)[2:4].isinf().all()
+    assert ratios(-right, value, size)[5] == math.inf  # an overflow of the other sign
+
+
+def test_what_is_exact_must_be_exact() -> None:
+    exact = Expected(torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
+    compare("x", torch.ones(3), exact)
+    with pytest.raises(AssertionError, match=r"x: .*ours 1\.0000001"):
+        compare("x", torch.tensor([1.0, 1.0000001, 1.0]), exact)
+
+
+def test_integers_are_measured_from_their_rounding() -> None:
+    value = torch.tensor([2.49, 2.5, 2.51, 100.0], dtype=torch.float64)
+    size = torch.full((4,), 0.01, dtype=torch.float64)
+    near = ratios(torch.tensor([2, 2, 3, 100], dtype=torch.int8), value, size)
+    assert float(near.amax()) < 1e-9
+    assert float(ratios(torch.tensor([3, 3, 2, 99], dtype=torch.int8), value, size).sqrt()[3]) == pytest.approx(50)
+
+
+def test_another_shape_is_said() -> None:
+    with pytest.raises(AssertionError, match="shapes"):
+        compare("x", torch.ones(2), Expected(torch.ones(3), torch.ones(3)))
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_stored_number_is_off_by_its_rounding(dtype: torch.dtype) -> None:
+    """stored() of drawn numbers, and rounding() of numbers whose logarithm is evenly distributed."""
+    x = torch.exp2(torch.rand(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 6 - 3)
+    error = (x.to(dtype).double() - x).square()
+    assert float((error / stored(x, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
+    assert float((error / x.square()).mean()) == pytest.approx(rounding(dtype), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) -> None:
+    """Weights and results that are rounded at random: the spread of each number is the size that is expected of it."""
+    case = Case(q_len=(24,), kv_len=(40,), heads_q=1, heads_kv=1, dtype=str(dtype).removeprefix("torch."))
+    args = arguments(case)
+    wanted = expected(case, args)["out"]
+    q, k, v = (args[n].double()[:, :, 0][0] for n in ("query", "key", "value"))
+    weights = (case.scale * (q @ k.mT)).softmax(-1)
+    generator, total = torch.Generator().manual_seed(3), torch.zeros(24, v.shape[1], dtype=torch.float64)
+    draws, each = 3000, math.sqrt(rounding(dtype))
+    for _ in range(draws):
+        noise = torch.randn(weights.shape, dtype=torch.float64, generator=generator) * each
+        total += ((weights * (1 + noise)) @ v - weights @ v).square()
+    spread = total / draws + stored(weights @ v, dtype)
+    ratio = (spread / wanted.size[0, :, 0].square()).sqrt()
+    assert float(ratio.mean()) == pytest.approx(1.0, rel=0.03)
+    assert float((ratio - 1).abs().amax()) < 0.1
+
+
+# ------------------------------------------------------------------------------------------------------- local faults
+
+
+@cache
+def long_call(dtype: str) -> tuple[dict[str, Expected], dict[str, Tensor]]:
+    case = Case(**{**LONG.__dict__, "dtype": dtype})
+    args = arguments(case)
+    call = lowered(case, args)
+    return expected(case, args), run(call, args["dy"], "cpu")
+
+
+def scaled(name: str, rows: slice, by: float) -> Change:
+    """Some rows of [1, S, heads, D] times a factor."""
+
+    def change(results: dict[str, Tensor]) -> None:
+        results[name][:, rows] *= by
+
+    return change
+
+
+def columns(results: dict[str, Tensor]) -> None:
+    results["out"][:, 512:640, 1, :] = results["out"][:, 512:640, 1, :].roll(1, -1)
+
+
+def copied(results: dict[str, Tensor]) -> None:
+    results["out"][:, 1024:1088] = results["out"][:, 960:1024]
+
+
+FAULTS: dict[str, Change] = {
+    "a row of out": scaled("out", slice(S - 1, S), 0.0),
+    "64 rows of out 10 % too small": scaled("out", slice(S - 64, S), 0.9),
+    "a token of dv": scaled("dv", slice(S - 1, S), 0.0),
+    "8 tokens of dv": scaled("dv", slice(S - 8, S), 0.0),
+    "4 tokens of dk": scaled("dk", slice(S - 4, S), 0.0),
+    "64 tokens of dk 10 % too large": scaled("dk", slice(S - 64, S), 1.1),
+    "a token of dq": scaled("dq", slice(700, 701), 0.0),
+    "a tile of dq twice": scaled("dq", slice(128, 192), 2.0),
+    "columns of a tile": columns,
+    "a tile that is a copy": copied,
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_right_is_right(dtype: str) -> None:
+    wanted, results = long_call(dtype)
+    check(dtype, results, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_local_fault_is_wrong(fault: str, dtype: str) -> None:
+    wanted, results = long_call(dtype)
+    results = {name: t.clone() for name, t in results.items()}
+    FAULTS[fault](results)
+    with pytest.raises(AssertionError, match="of its expected size"):
+        check(fault, results, wanted)
+
+
+def inputs(dtype: torch.dtype, length: int = S) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {name: torch.randn(1, length, 1, 32, generator=generator).to(dtype) for name in "qkv"}
+
+
+def causal_softmax(given: dict[str, Tensor], hidden: Tensor | None = None) -> Tensor:
+    """An eager program in the dtype of its inputs."""
+    q, k, v = (t.transpose(1, 2) for t in given.values())
+    length = q.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    mask = mask if hidden is None else mask | hidden
+    return ((q @ k.mT) * 32**-0.5).masked_fill(mask, -math.inf).softmax(-1).matmul(v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_programs_of_others_are_right(dtype: torch.dtype) -> None:
+    given = inputs(dtype)
+    q, k, v = (t.transpose(1, 2) for t in given.values())
+    results = {
+        "torch's": F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),
+        "eager": causal_softmax(given),
+        "ours": fa.attention(**given, band=fa.Band.causal()),
+    }
+    for name, out in results.items():
+        found = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
+        assert found.verdict == "right", f"{name}: {found}"
+        sums = "as exact as a kernel that sums in float32"
+        assert name == "eager" or found.grade == sums, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [16, 64])
+def test_keys_that_are_never_read(keys: int, dtype: torch.dtype) -> None:
+    given = inputs(dtype)
+    hidden = torch.zeros(S, S, dtype=torch.bool)
+    hidden[:, S - keys :] = True
+    hidden[:, 0] = False
+    out = causal_softmax({n: t.double() for n, t in given.items()}, hidden).to(dtype)
+    found = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
+    assert found.verdict == "wrong"
+    assert f"every row from {S - keys} on" in str(found) or dtype == torch.bfloat16, found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"), [(0.0, "zeros"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
+)
+def test_what_wrong_rows_look_like_is_said(spoil: float | None, says: str) -> None:
+    given = inputs(torch.float32, 100)
+    out = fa.attention(**given)
+    out[:, 60:64] = out[:, :1].clone() if spoil is None else spoil
+    for standard in ("error-bound", "cann-0.5%", "cann-double"):
+        found = fa.judge("attention", given, {"out": out}, backends=False, standard=standard)
+        assert found.verdict == "wrong", standard
+        assert says in str(found)
