@@ -10,8 +10,7 @@ from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 from fusion_attention.integrations import flash_attn as door
 from fusion_attention.integrations.flash_attn import bert_padding, rotary
-from fusion_attention.testing.compare import compare
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing import beside_plain
 
 Tensor = torch.Tensor
 CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
@@ -61,16 +60,19 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
     same_bits(stored, want)
 
-    def call() -> tuple[Tensor, Tensor]:
+    def call(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         found = []
         for b, length in enumerate(before):
             seen = slice(0 if pad is None else int(pad[b]), length + new)
             row = b if batch_idx is None else int(batch_idx[b])
-            sides = [t[row, seen].double() for t in want]
-            found.append(formula(q[b].double(), *sides, **of_sequence(how, b)))
+            sides = [t[row, seen].to(dtype) for t in want]
+            found.append(formula(q[b].to(dtype), *sides, **of_sequence(how, b)))
         return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
 
-    compare_with("(out, lse)", (out, lse), call)
+    for what, mine, golden, plain in zip(
+        ("out", "lse"), (out, lse), call(torch.float64), call(torch.float32), strict=True
+    ):
+        beside_plain(what, mine, golden, plain, 12)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -86,7 +88,7 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
     turned_q = by_complex_numbers(q, angles, lengths, interleaved, each=bool(how))
     want = door.flash_attn_with_kvcache(turned_q, *other, turned_k, v, cache_seqlens=lengths, **how)
     for a, b in ((one[0], other[0]), (one[1], other[1]), (out, want)):
-        compare("rotated", a, b.double(), b + b.abs() * 2.0**-22, 12)
+        beside_plain("rotated", a, b.double(), b + b.abs() * 2.0**-22, 12)
 
 
 def by_complex_numbers(x: Tensor, angles: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True) -> Tensor:
@@ -117,8 +119,9 @@ def test_packed_rows_over_pages(alibi: bool) -> None:
         q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
     )
     sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
-    wide = [t.double() for t in (q[:8], *sides)]
-    compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: packed_call(how, lengths)(*wide))
+    wants = [packed_call(how, lengths)(*(t.to(d) for t in (q[:8], *sides))) for d in (torch.float64, torch.float32)]
+    for name, mine, golden, plain in zip(("out", "lse"), (out[:8], lse[:, :8]), *wants, strict=True):
+        beside_plain(name, mine, golden, plain, 8)
     assert not out[8:].any()
     assert (lse[:, 8:] == -math.inf).all()
 
@@ -207,9 +210,9 @@ def test_rotary(interleaved: bool) -> None:
     cos, sin = angles.cos(), angles.sin()
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=starts)
     want = by_complex_numbers(x.detach(), angles, starts, interleaved)
-    compare("out", out.detach(), want.double(), want + want.abs() * 2.0**-22, 2)
+    beside_plain("out", out.detach(), want.double(), want + want.abs() * 2.0**-22, 2)
     back = rotary.apply_rotary(out, cos, sin, starts, interleaved=interleaved, conjugate=True)
-    compare("and back", back.detach(), x.detach().double(), x.detach() + x.detach().abs() * 2.0**-22, 2)
+    beside_plain("and back", back.detach(), x.detach().double(), x.detach() + x.detach().abs() * 2.0**-22, 2)
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
     flat = torch.cat((x.detach()[0], x.detach()[1, :3], x.detach()[1, :1]))
     packed = rotary.apply_rotary_emb(flat, cos, sin, interleaved, True, starts, ends([5, 3]), 5)

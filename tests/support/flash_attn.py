@@ -24,18 +24,22 @@ def formula(
     """(out [S1, N1, Dv], lse [N1, S1]) of one sequence [S, N, D], in its dtype."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    scores = torch.einsum("qnd,knd->nqk", q * (softmax_scale or q.shape[-1] ** -0.5), k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
     row, key = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * (row - key).abs()
     left, right = (int(n) for n in window_size)
     seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
     seen &= (key <= row) if causal else (key <= row + right) if right >= 0 else seen
     seen &= (key >= row - left) if left >= 0 else seen
-    scores = scores.masked_fill(~seen, -math.inf)
-    return attend(scores, v.transpose(0, 1)).transpose(0, 1), scores.logsumexp(-1)
+
+    def scores_of() -> Tensor:
+        scores = torch.einsum("qnd,knd->nqk", q * (softmax_scale or q.shape[-1] ** -0.5), k)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * (row - key).abs()
+        return scores.masked_fill(~seen, -math.inf)
+
+    scores = scores_of()
+    return attend(scores, v.transpose(0, 1), scores_of).transpose(0, 1), scores.logsumexp(-1)
 
 
 WORDS: dict[str, dict[str, Any]] = {

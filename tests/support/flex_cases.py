@@ -124,15 +124,20 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | 
     """(out, lse) in q's dtype, differentiable; what functions captured in float32 stays so."""
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    hidden = None if mask is None else ~create_mask(mask, *q.shape[:3], k.shape[2], device="cpu")
     if score_mod is not None:
         for axis in (3, 2, 1, 0):
             score_mod = torch.vmap(score_mod, in_dims=(0, *(0 if i == axis else None for i in range(4))))
-        with TransformGetItemToIndex():
-            scores = score_mod(scores, *map(torch.arange, scores.shape))
-    if mask is not None:
-        scores = scores.masked_fill(~create_mask(mask, *scores.shape, device="cpu"), -torch.inf)
-    return attend(scores, v), scores.logsumexp(-1)
+
+    def scores_of() -> Tensor:
+        scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
+        if score_mod is not None:
+            with TransformGetItemToIndex():
+                scores = score_mod(scores, *map(torch.arange, scores.shape))
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+    scores = scores_of()
+    return attend(scores, v, scores_of), scores.logsumexp(-1)
 
 
 def inputs(seed: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -105,32 +105,37 @@ def compare_with(name: str, ours: Structure, program: Callable[[], Structure], *
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
-        weights = torch._safe_softmax(scores, -1)
-        out = weights @ v
-        ctx.save_for_backward(weights, v, out)
+    def forward(ctx: Any, scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
+        out = torch._safe_softmax(scores, -1) @ v
+        lse = scores.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(v, out, lse.masked_fill(lse == -torch.inf, 0))
+        ctx.again = again
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-        weights, v, out = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+        v, out, lse = ctx.saved_tensors
+        weights = (ctx.again() - lse).exp()
         dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-        return dscores, (weights.mT @ dout).sum_to_size(v.shape)
+        return dscores, (weights.mT @ dout).sum_to_size(v.shape), None
 
 
-def attend(scores: Tensor, v: Tensor) -> Tensor:
-    """softmax(scores) @ v, with the gradient as kernels find it that keep no weights.
+def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
+    """softmax(scores) @ v, with gradients as kernels find them that keep no weights.
 
+        weights = exp(scores, computed again, - lse)
         dscores = weights * (dout @ v.T - sum over a row of (dout * out))
 
-    autograd takes sum(weights * (dout @ v.T)) for the last sum: the same number, and other roundings. Where a row sees
-    one key, its gradient is nothing but roundings.
+    autograd keeps the weights, and takes sum(weights * (dout @ v.T)) for the last sum: the same numbers, and other
+    roundings. Where a row sees one key, its gradients are nothing but roundings.
 
     Args:
         scores: [.., S1, S2]; rows without a number above -inf give 0.
         v: [.., S2, D].
+        again: computes the scores, as kernels do that keep none of them.
     """
-    return _Attend.apply(scores, v)
+    found: Tensor = _Attend.apply(scores, v, again)
+    return found
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
