@@ -19,6 +19,7 @@ from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
 Mod = Callable[..., Any]
+DRAWS = 12  # of calls as large as these; they take most of the time
 
 
 @pytest.fixture
@@ -48,12 +49,16 @@ def judged(
         return dict(zip(names, (out, lse, *grads), strict=True))
 
     ours = results(lambda *t: flex_attention(*t, score_mod, said, enable_gqa=True, return_lse=True), dtype)
-    compare_with("flex_attention", ours, lambda: results(lambda *t: formula(*t, score_mod, mask), torch.float64), draws=DRAWS)
+
+    def golden() -> Any:
+        return results(lambda *t: formula(*t, score_mod, mask), torch.float64)
+
+    compare_with("flex_attention", ours, golden, draws=DRAWS)
 
 
 def as_good(ours: Tensor, q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, mask: Mod | None) -> None:
     """An output alone, judged."""
-    compare_with("out", ours, lambda: formula(q.double(), k.double(), v.double(), score_mod, mask)[0])
+    compare_with("out", ours, lambda: formula(q.double(), k.double(), v.double(), score_mod, mask)[0], draws=DRAWS)
 
 
 # -------------------------------------------------------------------------------------------------------- the numbers
@@ -90,8 +95,9 @@ def test_torchs_own(eager: Any, name: str | None) -> None:
         got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
         wide = [t.double() for t in (q, k, v)]
         compare_with(
-            "(out, lse)", got + want, lambda wide=wide, mask=mask: formula(*wide, score_mod, MASKS[mask][0]) * 2
-        )
+            "(out, lse)", got + want, lambda wide=wide, mask=mask: formula(*wide, score_mod, MASKS[mask][0]) * 2,
+            draws=DRAWS,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,7 +108,7 @@ def test_low_dtypes_keep_what_is_added_in_float32(name: str, dtype: torch.dtype)
     out = flex_attention(q, k, v, score_mod, block_mask(causal), enable_gqa=True)
     assert out.dtype == dtype
     wide = [t.double() for t in (q, k, v)]
-    compare_with("out", out, lambda: formula(*wide, score_mod, causal)[0], dtype=torch.float32)
+    compare_with("out", out, lambda: formula(*wide, score_mod, causal)[0], dtype=torch.float32, draws=DRAWS)
 
 
 def test_float64_is_computed_in_it() -> None:
@@ -199,7 +205,7 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     k, v = k[:1].requires_grad_(), v[:1]
     out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
     wide = [t.detach().double().expand(ITEMS, -1, -1, -1) for t in (q, k, v)]
-    compare_with("out", out, lambda: formula(*wide, None, causal)[0])
+    compare_with("out", out, lambda: formula(*wide, None, causal)[0], draws=DRAWS)
     out.sum().backward()
     assert k.grad is not None
     assert k.grad.shape == k.shape

@@ -80,12 +80,6 @@ class Tally:
         self.strange += int(found.isinf().sum()) if math.isinf(largest) else 0
         self._magnitudes(ours.double(), value, wanted.plain)
 
-    def disorder(self, rows: Tensor, b: int, at: slice) -> None:
-        """Rows [rows] bool of head 0 whose numbers stand in an order that no rounding explains."""
-        if rows.any():
-            self.strange += int(rows.sum())
-            self.errors.peaks[b][0, at] = self.errors.peaks[b][0, at].masked_fill(rows, 1e30)
-
     def _magnitudes(self, mine: Tensor, value: Tensor, plain: Tensor | None) -> None:
         """Absolute errors, and what CANN's standards count."""
         odd = ~(value.isfinite() & mine.isfinite()) | (value.abs() >= FLT_MAX)
