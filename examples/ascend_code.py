@@ -16,7 +16,7 @@ npu.install()  # before the model file, which looks for torch_npu
 import torch  # noqa: E402
 from ascend.model import Config, Model  # noqa: E402
 
-from fusion_attention.testing import compare  # noqa: E402
+from fusion_attention.testing import beside_plain  # noqa: E402
 
 ROWS, RATE = 96, 1e-2
 
@@ -42,7 +42,7 @@ eager = stepped("cpu", torch.float32, config, tokens)
 exact = stepped("cpu", torch.float64, config, tokens)
 for name, value in fused.items():
     cancelled = math.log(config.top_k) if name == "index_loss" else 0.0  # it is a difference of two sums of logarithms
-    compare(name, value, exact[name], eager[name], kv_len=tokens.numel(), terms=cancelled)
+    beside_plain(name, value, exact[name], eager[name], kv_len=tokens.numel(), terms=cancelled)
 apart = max(((fused[name] - eager[name]).norm() / exact[name].norm()).item() for name in fused)
 print(f"fused on npu and eager on cpu: losses {fused['loss']:.6f} + {fused['index_loss']:.6f} and")
 print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {apart:.0e} apart")

@@ -240,11 +240,12 @@ def test_pieces_add_up_to_the_whole() -> None:
     parts = [errors.wanted(x, 0, rows, KERNEL) for rows in (slice(0, 3), slice(3, 7))]
     for kind in errors.TOTALS:
         for field in ("value", "variance"):
-            torch.testing.assert_close(sum(getattr(p[kind], field) for p in parts), getattr(whole[kind], field))
+            total = sum(getattr(p[kind], field) for p in parts)
+            torch.testing.assert_close(total, getattr(whole[kind], field), rtol=1e-12, atol=1e-30)
     for kind, dim in (("dq", 1), ("dweights", 1)):
         for field in ("value", "variance"):
             both = torch.cat([getattr(p[kind], field) for p in parts], dim)
-            torch.testing.assert_close(both, getattr(whole[kind], field))
+            torch.testing.assert_close(both, getattr(whole[kind], field), rtol=1e-12, atol=1e-30)
 
 
 # -------------------------------------------------------------------------------------------------------- right results
