@@ -259,7 +259,9 @@ class Setting:
             return None
         if p.bias in ("slopes", "slopes_sqrt"):
             assert o.slopes is not None
-            return bias.from_slopes(o.slopes[b, heads].to(WIDE), int(e.shift[b]), rows, keys, p.bias == "slopes_sqrt")
+            slopes, root = o.slopes[b, heads].to(WIDE), p.bias == "slopes_sqrt"
+            found = bias.from_slopes(slopes, int(e.shift[b]), rows, keys, root)
+            return p.scale * found if p.bias_scaled else found
         assert o.bias is not None
         if p.bias == "table":
             lengths = int(e.q_len[b]), int(e.kv_len[b])
