@@ -1,7 +1,7 @@
 """The native core's backward: every instruction-set variant that runs here, forced, against the float64 specification.
 
-Calls are support/native_dense.py's; what the forward saved is the input, so that only the backward is judged. The error
-allowed is measured on the same call computed plainly in float32, never set by hand.
+Calls are support/native_dense.py's. The forward's saved results are the input, so that only the backward is judged;
+the errors allowed are those that roundings make.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from support.bits import same_bits
 from support.native_dense import (
     CAPPED,
     VARIANTS,
-    capped,
     converted,
-    drawn,
+    draw_call,
+    gradient_sizes,
     gradients,
     native,
-    plain_keep,
-    plain_products,
-    plain_scores,
     spoil,
     unit_views,
     wanted,
@@ -35,8 +32,8 @@ from support.witness import Call, Results, make
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
-from fusion_attention.testing import beside_plain
-from fusion_attention.waist import bias
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing import compare
 from fusion_attention.waist.kv import MatrixView, RowView
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
@@ -45,88 +42,22 @@ from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")
 
 
-def plain(call: Call, saved: Results, b: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The gradients of a sequence by whole float32 matrices, P, dS and results rounded where the core may.
-
-    Beside each: the sums of the absolute terms behind it, since what cancels may be larger than what remains.
-    """
-    p, low = call.problem, call.problem.torch_dtype
-    own, group = torch.arange(p.heads_q) // p.group, (p.heads_kv, p.group)
-    q, k = ([t for t in (getattr(call, n), getattr(call, f"{n}_rope")) if t] for n in "qk")
-    q, k = (torch.cat([t[b].float() for t in parts], -1) for parts in (q, k))
-    k, v, dout = k[own], call.v[b].float()[own], call.dout[b].float()
-    out, peak, total = (saved[n][b].float() for n in ("out", "max", "sum"))
-    empty, kept = peak == -math.inf, plain_keep(call, b, q.shape[1], k.shape[1]) / p.keep_prob
-    weights = (plain_scores(call, b) - peak.masked_fill(empty, 0)).exp() / total.masked_fill(total == 0, 1)
-    weights = torch.where(empty, (total > 0) / total.clamp(min=1), weights)
-    terms = (dout @ v.mT) * kept, (dout * out).sum(-1, keepdim=True)
-    dscores = (weights * (terms[0] - terms[1])).masked_fill(empty, 0)
-    sizes = weights * ((dout.abs() @ v.abs().mT) * kept + (dout * out).abs().sum(-1, keepdim=True))
-    slopes = capped(p, plain_products(call, b))[1]
-
-    def narrow(x: torch.Tensor) -> torch.Tensor:
-        return x.bfloat16().float() if low == torch.bfloat16 else x
-
-    def products(p_kept: torch.Tensor, ds: torch.Tensor, *x: torch.Tensor) -> dict[str, torch.Tensor]:
-        dq, dk, dv = p.scale * (ds @ x[1]), p.scale * (ds.mT @ x[0]), p_kept.mT @ x[2]
-        dk, dv = (t.unflatten(0, group).sum(1) for t in (dk, dv))
-        found = {"dq": dq[..., : p.dim_qk], "dk": dk[..., : p.dim_qk], "dv": dv}
-        return found | ({"dq_rope": dq[..., p.dim_qk :], "dk_rope": dk[..., p.dim_qk :]} if p.dim_rope else {})
-
-    found = products(narrow(weights * (kept != 0)) / p.keep_prob, narrow(dscores * slopes), q, k, dout)
-    absolute = products(weights * kept, sizes, q.abs(), k.abs(), dout.abs())
-    pairs = {
-        name: (found[name].to(low), absolute[name] * (1 if name == "dv" else math.copysign(1, p.scale)))
-        for name in found
-    }
-    if call.bias:
-        pairs["dbias"] = (plain_dbias(call, b, dscores) + 1) - 1, plain_dbias(call, b, sizes) + 1
-    if call.sink is not None:
-        share = (call.sink.float()[:, None, None] - peak.masked_fill(empty, math.inf)).exp() / total
-        pairs["dsink"] = -(share * terms[1]).sum((1, 2)), (share * (dout * out).abs().sum(-1, keepdim=True)).sum((1, 2))
-    return pairs
-
-
-def plain_dbias(call: Call, b: int, dscores: torch.Tensor) -> torch.Tensor:
-    """Added up where the bias of a sequence was read."""
-    like = call.bias[b]
-    dscores = dscores * call.problem.scale if call.problem.bias_scaled else dscores
-    if call.problem.bias == "matrix":
-        return dscores.sum_to_size(like.shape)
-    row, key = (slice(0, n) for n in dscores.shape[1:])
-    at, column = bias.table_position(row.stop, row, key)
-    whole = torch.zeros(dscores.shape[0], 1024, key.stop)
-    places = at.expand_as(column) * key.stop + column.clamp(max=key.stop - 1)
-    whole.view(dscores.shape[0], -1).index_add_(1, places.flatten(), dscores.flatten(1))
-    return whole.sum_to_size(like.shape)
-
-
 def judge(call: Call, saved: Results, got: Results, want: Results, at: Any) -> None:
-    """All sequences together, since one number's error is luck."""
-    some = [b for b in range(len(call.extents)) if call.extents.q_len[b] and call.extents.kv_len[b]]
-    plainly = {b: plain(call, saved, b) for b in some}
+    """Every gradient by the errors that roundings make there; sequences of nothing have none."""
+    size = gradient_sizes(call, saved)
     for name in got:
-        for b in set(range(len(got[name]))) - set(some):
-            assert not got[name][b].any() or name == "dsink", (at, name, b)
-        if not some:
-            continue
-        if name == "dsink":
-            pairs = [plainly[b][name] for b in some]
-            ours, by_plain, right = got[name][0], sum(pair[0] for pair in pairs), want[name][0]
-            terms = float(sum(pair[1] for pair in pairs).max())
-        else:
-            width = got[name][0].shape[-1] if name != "dbias" else 1
+        for b, ours in enumerate(got[name]):
+            if name != "dsink" and not (call.extents.q_len[b] and call.extents.kv_len[b]):
+                assert not ours.any(), (at, name, b)
+                continue
             # A bias gets its gradient in its own dtype, as every input does.
-            own = [t.to(call.problem.torch_dtype) for t in got[name]]
-            values = own, {b: plainly[b][name][0].to(own[0].dtype) for b in some}, want[name]
-            ours, by_plain, right = (torch.cat([t[b].reshape(-1, width) for b in some]) for t in values)
-            terms = max(plainly[b][name][1].abs().max().item() for b in some)
-        beside_plain(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
+            own = ours.to(call.problem.torch_dtype) if name == "dbias" else ours
+            compare(f"{at} {name}", own, Expected(want[name][b], size[name][b]))
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])
 def test_random_calls_against_the_specification(seed: int, softcap: float) -> None:
-    call = with_cap(drawn(seed), softcap)
+    call = with_cap(draw_call(seed), softcap)
     saved = native(call)
     want = wanted(call, saved)
     for variant in VARIANTS:
@@ -136,7 +67,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 
 @pytest.mark.parametrize("seed", range(2000, 2040))
 def test_what_is_not_finite_reaches_exactly_the_gradients_that_see_it(seed: int) -> None:
-    call, rng = with_cap(drawn(seed), 0.0 if seed < 2030 else 0.9), random.Random(seed)
+    call, rng = with_cap(draw_call(seed), 0.0 if seed < 2030 else 0.9), random.Random(seed)
     spoil(call, seed)
     if (tensors := [t for t in call.dout if t.numel()]) and rng.random() < 0.5:
         tensor = rng.choice(tensors)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
-from support.native_dense import VARIANTS, converted, judge, native, plain_scores
+from support.native_dense import VARIANTS, converted, judge, native
 from support.witness import Call, forward, make
 
 from fusion_attention import attention
@@ -56,7 +56,7 @@ def test_rows_and_keys_of_different_lengths_a_sink_and_rope(dtype: str) -> None:
 
 def in_general(call: Call) -> Call:
     """The same with a mask that blocks nothing."""
-    blocked = [torch.zeros_like(plain_scores(call, b), dtype=torch.bool) for b in range(len(call.q))]
+    blocked = [torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool) for q, k in zip(call.q, call.k, strict=True)]
     return replace(call, problem=replace(call.problem, has_blocked=True), blocked=blocked)
 
 

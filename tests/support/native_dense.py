@@ -1,7 +1,6 @@
 """Dense calls of the native core: drawn at random, run by a forced variant, and the errors that they may have.
 
-Calls have every feature, dtype, band and length; the error allowed is measured on the same call computed plainly in
-float32, never set by hand.
+Calls have every feature, dtype, band and length; the errors allowed are those that roundings make.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.witness import INPUTS, Call, Results, backward, load, make, results
+from support.witness import INPUTS, Call, Results, backward, load, make, read, results
 from support.witness import run as specified
 
 from fusion_attention import _native
 from fusion_attention.backends import cpu
-from fusion_attention.testing import beside_plain
-from fusion_attention.waist import bias, dropout
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.expected_error import FLOAT32
+from fusion_attention.testing import compare
+from fusion_attention.testing.expected import sizes
 from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import INFINITE, Band, interval_matrix
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
+from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 DECODE_VARIANTS = _native.cpu_features()["runnable"]
 # The others are another one's with a decode of their own.
@@ -84,7 +85,7 @@ def with_cap(call: Call, softcap: float) -> Call:
 
 
 def converted(call: Call, dtype: torch.dtype) -> Call:
-    tensors = {name: [t.to(dtype) for t in getattr(call, name)] for name in (*INPUTS, "bias")}
+    tensors = {name: [t.to(dtype) for t in getattr(call, name)] for name in (*INPUTS, "bias", "dout")}
     slopes, sink = (None if t is None else t.float() for t in (call.slopes, call.sink))
     return replace(call, **tensors, slopes=slopes, sink=sink)
 
@@ -108,107 +109,20 @@ def native(call: Call, variant: str | None = None, packed: bool = True, threads:
     return results(call, operands)
 
 
-def plain_bias(call: Call, b: int, row: slice, key: slice) -> torch.Tensor | float:
-    if call.slopes is not None:
-        root = call.problem.bias == "slopes_sqrt"
-        return bias.from_slopes(call.slopes[b], int(call.extents.shift[b]), row, key, root)
-    if not call.bias:
-        return 0.0
-    stored = call.bias[b].float()
-    if call.problem.bias == "matrix":
-        return stored
-    at, column = bias.table_position(row.stop, row, key)
-    return stored.expand(-1, 1024, key.stop)[:, at, column.clamp(max=key.stop - 1)]
-
-
-def plain_keep(call: Call, b: int, row_count: int, key_count: int) -> torch.Tensor | float:
-    p, spans = call.problem, (slice(0, row_count), slice(0, key_count))
-    if p.dropout == "philox":
-        return dropout.keep_from_philox(call.seed, call.offset, p.keep_prob, b * p.heads_q, p.heads_q, *spans)
-    return call.keep[b] if call.keep else 1.0
-
-
-def capped(p: Problem, products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Scaled products beneath the cap, and their slope by what they were without it."""
-    scores = products * p.scale
-    if not p.softcap:
-        return scores, 1.0
-    part = (scores / p.softcap).tanh()
-    return p.softcap * part, 1 - part * part
-
-
-def plain_products(call: Call, b: int) -> torch.Tensor:
-    """By whole float32 matrices."""
-    own = torch.arange(call.problem.heads_q) // call.problem.group
-    products = call.q[b].float() @ call.k[b].float()[own].mT
-    if call.problem.dim_rope:
-        products += call.q_rope[b].float() @ call.k_rope[b].float()[own].mT
-    return products
-
-
-def plain_scores(call: Call, b: int) -> torch.Tensor:
-    """By whole float32 matrices, -inf where nothing is seen."""
-    p, scores = call.problem, plain_products(call, b)
-    added = plain_bias(call, b, slice(0, scores.shape[1]), slice(0, scores.shape[2]))
-    scores = capped(p, scores)[0] + (added * p.scale if p.bias_scaled else added)
-    edges = (int(getattr(call.extents, name)[b]) for name in ("lo", "hi", "prefix"))
-    seen = interval_matrix(scores.shape[1], scores.shape[2], *edges)
-    for blocked in (call.blocked, call.tiled):
-        seen = seen & ~blocked[b] if blocked else seen
-    return scores.masked_fill(~seen, -math.inf)
-
-
-def plain(call: Call, b: int, want: Results) -> dict[str, torch.Tensor]:
-    """The same by whole float32 matrices, P and out rounded where the core may; empty rows as specified."""
-    p = call.problem
-    q, k, v = call.q[b], call.k[b], call.v[b].float()[torch.arange(p.heads_q) // p.group]
-    scores = plain_scores(call, b)
-    if call.sink is not None:
-        scores = torch.cat((scores, call.sink[:, None, None].expand(-1, scores.shape[1], 1)), -1)
-    peak = scores.amax(-1, keepdim=True)
-    weights = (scores - peak).exp()
-    total = weights.sum(-1, keepdim=True)
-    weights = weights[..., : k.shape[1]] * plain_keep(call, b, q.shape[1], k.shape[1])
-    weights = weights.bfloat16().float() if p.dtype == "bfloat16" else weights
-    found = {"out": weights @ v / (total * p.keep_prob), "max": peak, "sum": total}
-    empty = want["max"][b] == -math.inf
-    found = {name: torch.where(empty, want[name][b].float(), value) for name, value in found.items()}
-    return found | {"out": found["out"].to(p.torch_dtype)}
-
-
-def product_size(call: Call) -> float:
-    """The largest sum of absolute products behind a score: what cancels in it may be larger than what remains."""
-    own = torch.arange(call.problem.heads_q) // call.problem.group
-    q, k = call.q, call.k
-    if call.problem.dim_rope:
-        q, k = (
-            [torch.cat(pair, -1) for pair in zip(*both, strict=True)] for both in ((q, call.q_rope), (k, call.k_rope))
-        )
-    sizes = [x.double().abs() @ y.double().abs()[own].mT for x, y in zip(q, k, strict=True) if x.numel() and y.numel()]
-    return abs(call.problem.scale) * max(float(size.max()) for size in sizes)
-
-
 def judge(call: Call, got: Results, want: Results, at: Any) -> None:
-    """Empty rows exactly; all other rows of all sequences together, since one number's error is luck."""
-    pieces: dict[str, list[tuple[torch.Tensor, ...]]] = {name: [] for name in got}
+    """Empty rows exactly; all other rows by the errors that roundings make there."""
+    operands = load(call, call.problem.torch_dtype, torch.float32)
+    found = sizes(call.problem, call.extents, operands)
+    views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
+    size = {name: read(views[name].over(found[name]), call.q) for name in got}
     for b in range(len(call.extents)):
         if call.extents.q_len[b] == 0 or call.extents.kv_len[b] == 0:
             for name in got:
                 assert torch.equal(got[name][b].double(), want[name][b]), (at, name, b)
             continue
-        plainly, empty = plain(call, b, want), want["max"][b] == -math.inf
-        assert torch.equal(got["max"][b] == -math.inf, empty), (at, b)
+        assert torch.equal(got["max"][b] == -math.inf, want["max"][b] == -math.inf), (at, b)
         for name, values in got.items():
-            triple = values[b], plainly[name], want[name][b]
-            pieces[name].append(tuple(t[~empty.expand_as(t)].view(-1, t.shape[-1]) for t in triple))
-            if name != "max" and empty.any():
-                nothing, by_plain, right = (t[empty.expand_as(t)] for t in triple)
-                beside_plain(f"{at} {name} of empty rows", nothing, right, by_plain, int(call.extents.kv_len[b]))
-    for name, triples in pieces.items():
-        if triples:
-            ours, by_plain, right = (torch.cat(t) for t in zip(*triples, strict=True))
-            terms = product_size(call) if name == "max" else 0.0
-            beside_plain(f"{at} {name}", ours, right, by_plain, int(call.extents.kv_len.max()), terms)
+            compare(f"{at} {name}", values[b], Expected(want[name][b], size[name][b]))
 
 
 def unit_views(problem: Problem, q_len: int, kv_len: int) -> tuple[Extents, Operands]:
@@ -225,11 +139,6 @@ def unit_views(problem: Problem, q_len: int, kv_len: int) -> tuple[Extents, Oper
     stats = Stats(*(view(torch.empty(p.heads_q, q_len, 1)) for _ in range(2)))
     out = view(torch.empty(p.heads_q, q_len, p.dim_v))
     return extents, Operands(view(q), view(k), view(v), out, stats)
-
-
-def drawn(seed: int) -> Call:
-    call = draw_call(seed)
-    return replace(call, dout=[t.to(call.problem.torch_dtype) for t in call.dout])
 
 
 def gradients(
@@ -252,3 +161,23 @@ def wanted(call: Call, saved: Results) -> Results:
     wide = {n: [t.double() for t in getattr(call, n)] for n in (*INPUTS, "bias", "dout")}
     single = {n: None if (t := getattr(call, n)) is None else t.double() for n in ("slopes", "sink")}
     return specified(replace(call, **wide, **single), {n: [t.double() for t in saved[n]] for n in saved})
+
+
+def gradient_sizes(call: Call, saved: Results) -> Results:
+    """The expected sizes of the errors of gradients(); a bias's were added to ones."""
+    p, e, found = call.problem, call.extents, Results()
+
+    def compute(operands: Operands, grads: Grads) -> None:
+        size = sizes(p, e, operands, grads)
+        for name in INPUTS:
+            if like := getattr(call, name):
+                found[f"d{name}"] = read(getattr(grads, f"d{name}").over(size[f"d{name}"]), like)
+        if (view := grads.dbias) is not None:
+            terms = int(e.q_len @ e.kv_len) * p.heads_q // max(sum(t.numel() for t in call.bias), 1)
+            added = (size["dpse"].square() + FLOAT32 * max(terms, 1)).sqrt()
+            found["dbias"] = [replace(view, keep=added).sequence(b, *t.shape) for b, t in enumerate(call.bias)]
+        if grads.dsink is not None:
+            found["dsink"] = [size["dsink"]]
+
+    backward(call, saved, compute)
+    return found

@@ -18,7 +18,7 @@ import torch
 from support import native_decode
 from support.bits import same_bits, same_where_not_finite
 from support.cases import BITS, CAUSAL, DRAWN, compute
-from support.native_dense import VARIANTS, converted, draw_call, drawn, gradients, judge, native, wanted
+from support.native_dense import VARIANTS, converted, draw_call, gradients, judge, native, wanted
 from support.witness import Call, Results, forward, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa
@@ -195,7 +195,7 @@ def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, 
 def biased(seed: int) -> Call:
     """A random call with a float mask anywhere, whose V, K, q and dout are not finite somewhere."""
     rng = random.Random(seed)
-    call = drawn(next(n for n in range(seed, seed + 999, 37) if draw_call(n).bias))
+    call = draw_call(next(n for n in range(seed, seed + 999, 37) if draw_call(n).bias))
     for bias in call.bias:
         bias[torch.rand(bias.shape) < 0.3] = -INF
         bias[..., rng.sample(range(bias.shape[2]), bias.shape[2] // 3)] = -INF
