@@ -1,0 +1,150 @@
+"""Long calls of every family, and the pieces of them that are judged: both ends, boundaries of tiles, and drawn ones.
+
+The whole of a call of 16384 tokens takes golden minutes; a piece takes as long as the keys that its rows meet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.judging.calls import Recorded, recorded
+from fusion_attention.judging.error_bound import Errors, ratios
+from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.outputs import Output, Unit, computed, of_heads, setting_of
+from fusion_attention.judging.setting import Setting
+from fusion_attention.ops import RECORDS
+from fusion_attention.testing.cases import Case, arguments
+from fusion_attention.testing.sparse import SparseCase
+from fusion_attention.testing.sparse import arguments as sparse_arguments
+
+TILE = 32  # rows of a look
+PAGE = 128
+
+
+@dataclass(eq=False)
+class Long:
+    """A call, and its results by a back end."""
+
+    call: Recorded
+    setting: Setting
+    outputs: list[Output]
+
+    def restored(self) -> Long:
+        """The same with results of its own."""
+        captured = {o.name: o.tensor.clone() for o in self.outputs}
+        return Long(self.call, *setting_of(self.call.lowered(), captured))
+
+    def length(self, o: Output, b: int) -> int:
+        return int((self.setting.extents.kv_len if o.by_keys else self.setting.extents.q_len)[b])
+
+    def unit(self, o: Output, b: int, head: int, first: int, count: int = TILE) -> Unit:
+        """Rows of the head (of a key head: all query heads that share it)."""
+        group = self.setting.group
+        heads = slice(head // group * group, head // group * group + group) if o.by_keys else slice(head, head + 1)
+        return Unit(b, heads, slice(first, min(first + count, self.length(o, b))), o.by_keys)
+
+
+def made(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
+    """A call of a record, computed."""
+    names = RECORDS[operator].by_name
+    inputs = {n: v for n, v in {**inputs, **(saved or {})}.items() if n in names and v is not None}
+    inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
+    call = recorded(operator, inputs, {"none yet": torch.zeros(1)})
+    results = call.lowered().results()
+    found = call.computed(backend, results)
+    assert not isinstance(found, str), found
+    call = replace(call, outputs={n: t for n, t in found.items() if t.numel()}, kept={})
+    return Long(call, *setting_of(call.lowered(), call.judgeable(call.lowered())))
+
+
+def dense(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
+    """Training attention."""
+    return made("npu_fusion_attention_v2", arguments(_case(dtype, q_len, kv_len, causal, **fields)), backend)
+
+
+def gradient(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
+    """Its backward, from what that back end saved."""
+    args = arguments(_case(dtype, q_len, kv_len, causal, **fields))
+    saved = made("npu_fusion_attention_v2", args, backend).call.outputs
+    names = {"attention_in": "attention_out", "softmax_max": "softmax_max", "softmax_sum": "softmax_sum"}
+    return made("npu_fusion_attention_grad_v2", args, backend, {n: saved[o] for n, o in names.items()})
+
+
+def _case(dtype: str, q_len: int, kv_len: int, causal: bool, **fields: Any) -> Case:
+    mask = {"sparse_mode": 3, "mask": "compressed"} if causal else {}
+    sizes = {"heads_q": 2, "heads_kv": 1, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
+    return Case(q_len=(q_len,), kv_len=(kv_len,), dtype=dtype, **(mask | sizes | fields))
+
+
+def decode(dtype: str, lengths: Sequence[int], *, backend: str = "cpu", seed: int = 5) -> Long:
+    """One new token of each sequence over pages in no order."""
+    make = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    pages = [-(-n // PAGE) for n in lengths]
+    pool = [torch.randn(sum(pages), PAGE, 2 * 64, generator=make).to(kind) for _ in range(2)]
+    order, table = torch.randperm(sum(pages), generator=make).int(), torch.zeros(len(lengths), max(pages)).int()
+    for b, taken in enumerate(order.split(pages)):
+        table[b, : len(taken)] = taken
+    q = torch.randn(len(lengths), 4, 1, 64, generator=make).to(kind)
+    inputs = {"query": q, "key": pool[0], "value": pool[1], "block_table": table, "num_heads": 4, "scale_value": 0.125,
+              "input_layout": "BNSD", "num_key_value_heads": 2, "block_size": PAGE, "softmax_lse_flag": True,
+              "actual_seq_lengths_kv": list(lengths)}  # fmt: skip
+    return made("npu_fused_infer_attention_score", inputs, backend)
+
+
+def sparse(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
+    """Sparse attention over lists of 512 keys."""
+    return made("npu_sparse_flash_attention", sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields)), backend)
+
+
+def sparse_gradient(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
+    """Its backward, from what that back end saved."""
+    args = sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields))
+    found = made("npu_sparse_flash_attention", args, backend).call.outputs
+    saved = {"attention_in" if n == "attention_out" else n: t for n, t in found.items()}
+    return made("npu_sparse_flash_attention_grad", args, backend, saved)
+
+
+def _sparse_case(dtype: str, q_len: int, kv_len: int, **fields: Any) -> SparseCase:
+    sizes = {"count": 512, "dim_qk": 64, "dim_v": 64, "scale": 0.125, "mode": 0}
+    return SparseCase("BSND", 0, dtype, (q_len,), (kv_len,), **(sizes | fields))
+
+
+def pieces(long: Long, seed: int, drawn: int = 4) -> Iterator[Unit]:
+    """Tiles of rows and keys: the first and the last, across boundaries of kernels' tiles, and drawn ones."""
+    rng = random.Random(seed)
+    seen = set()
+    for o in long.outputs:
+        if o.by_keys in seen or o.view is None:
+            continue
+        seen.add(o.by_keys)
+        for b in range(len(long.setting.extents)):
+            length = long.length(o, b)
+            last = max(length - TILE, 0)
+            cuts = [n - TILE for n in (64, 128, 256, 512, 1024, 4096) if n < last]
+            anywhere = [rng.randint(0, last) // TILE * TILE for _ in range(drawn)]
+            for first in {0, last, *rng.sample(cuts, min(2, len(cuts))), *anywhere}:
+                yield long.unit(o, b, rng.randrange(long.setting.problem.heads_q), first, 2 * TILE)
+
+
+def failing(long: Long, units: Sequence[Unit], grade: Grade = KERNEL) -> dict[str, Any]:
+    """The looks that are too large in these pieces, by output; limits are those of the whole call."""
+    found: dict[str, Errors] = {}
+    p, e = long.setting.problem, long.setting.extents
+    for unit in units:
+        wanted = computed(long.setting, unit, long.outputs, grade, exact=False)
+        heads = of_heads(long.setting, unit)
+        for o in long.outputs:
+            if o.name not in wanted or o.by_keys != unit.by_keys or o.view is None:
+                continue
+            if o.name not in found:
+                lengths, count = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
+                found[o.name] = Errors([int(n) for n in lengths], count, o.view.dim)
+            ours, right = o.rows(long.setting, unit.b, heads, unit.rows), wanted[o.name]
+            found[o.name].add(unit.b, heads, unit.rows, ratios(ours, right.value, right.variance.sqrt()))
+    return {name: look for name, errors in found.items() if (look := errors.fails(0))}
