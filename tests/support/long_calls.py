@@ -76,8 +76,8 @@ def gradient(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backen
 
 
 def _case(dtype: str, q_len: int, kv_len: int, causal: bool, **fields: Any) -> Case:
-    mask = {"sparse_mode": 3, "mask": "compressed"} if causal else {}
-    sizes = {"heads_q": 2, "heads_kv": 1, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
+    mask: dict[str, Any] = {"sparse_mode": 3, "mask": "compressed"} if causal else {}
+    sizes: dict[str, Any] = {"heads_q": 2, "heads_kv": 1, "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     return Case(q_len=(q_len,), kv_len=(kv_len,), dtype=dtype, **(mask | sizes | fields))
 
 
@@ -111,7 +111,7 @@ def sparse_gradient(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu"
 
 
 def _sparse_case(dtype: str, q_len: int, kv_len: int, **fields: Any) -> SparseCase:
-    sizes = {"count": 512, "dim_qk": 64, "dim_v": 64, "scale": 0.125, "mode": 0}
+    sizes: dict[str, Any] = {"count": 512, "dim_qk": 64, "dim_v": 64, "scale": 0.125, "mode": 0}
     return SparseCase("BSND", 0, dtype, (q_len,), (kv_len,), **(sizes | fields))
 
 
