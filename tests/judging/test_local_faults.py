@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from support.faults import planted
+from support.faults import VALUES, planted
 from support.long_calls import Long, decode, dense, failing, gradient, sparse, sparse_gradient
 
 from fusion_attention.judging.expected_error import PROGRAM
@@ -39,4 +39,5 @@ def test_a_local_fault_is_wrong(seed: int) -> None:
     long = right(rng.choice([*CALLS])).restored()
     fault = planted(long, rng)
     found = failing(long, fault.units, PROGRAM)
-    assert fault.effect < 2 or fault.output in found, fault
+    # What changes values themselves shows everywhere; keys of small weights may not.
+    assert fault.output in found or (fault.effect < 2 and fault.what not in VALUES), fault

@@ -48,7 +48,7 @@ def planted(long: Long, rng: random.Random) -> Planted:
     what = rng.choice([what for what in (*VALUES, *EDITS) if what != TENTH or length >= 64])
     right = computed(long.setting, unit, long.outputs, PROGRAM, exact=False)[o.name]
     rows = o.rows(long.setting, b, of_heads(long.setting, unit), unit.rows)
-    before = right.value.clone()
+    before = right.value
     if what in VALUES:
         after = VALUES[what](before, rng)
         changed = after != before
@@ -58,13 +58,14 @@ def planted(long: Long, rng: random.Random) -> Planted:
         after = computed(edited, unit, long.outputs, PROGRAM, exact=False)[o.name].value
         rows.copy_((rows.double() + (after - before)).to(rows.dtype))
     start, stop = first // TILE * TILE, min(-(-(first + count) // TILE) * TILE, length)
-    around = [replace(unit, rows=slice(start, stop))]
-    if stop == length and length > TILE:  # the last tile is the last 32 rows
-        around = [replace(unit, rows=slice(max(min(start, length - TILE), 0) // TILE * TILE, length))]
-    return Planted(what, o.name, around, _effect(long, o, around[0], unit, after - before, right.variance))
+    if stop == length:  # the last tile is the last 32 rows
+        start = max(min(start, length - TILE), 0) // TILE * TILE
+    return Planted(
+        what, o.name, [replace(unit, rows=slice(start, stop))], _effect(long, o, unit, after - before, right.variance)
+    )
 
 
-def _effect(long: Long, o: Output, around: Unit, unit: Unit, change: Tensor, variance: Tensor) -> float:
+def _effect(long: Long, o: Output, unit: Unit, change: Tensor, variance: Tensor) -> float:
     """Of the worst tile, also of 16 of its columns."""
     errors = Errors([long.length(o, unit.b)], of_heads(long.setting, unit).stop, change.shape[-1])
     found = ratios(change, torch.zeros_like(change), variance.sqrt())
@@ -128,10 +129,16 @@ def _doubled(block: Block, here: Tensor) -> Block:
 
 def _moved(block: Block, here: Tensor) -> Block:
     """Keys and values there are those of some other place."""
-    flat = here.expand(block.seen.shape[-2:]).any(0)
     k, v = block.k.clone(), block.v.clone()
-    k[:, flat], v[:, flat] = (t.roll(17, 1)[:, flat].flip(1) for t in (block.k, block.v))
+    k[:, here], v[:, here] = (t.roll(17, 1)[:, here].flip(1) for t in (block.k, block.v))
     return replace(block, k=k, v=v)
+
+
+def _wrong_page(long: Long, unit: Unit, rng: random.Random) -> Edit:
+    """128 keys that the rows meet; of gradients of keys, the unit's own keys."""
+    if unit.by_keys:
+        return lambda block: _moved(block, torch.ones(block.k.shape[1], dtype=torch.bool))
+    return _of_pairs(long, unit, lambda block, here: _moved(block, here[0]), rng, PAGE)
 
 
 def _no_diagonal(long: Long, unit: Unit, rng: random.Random) -> Edit:
@@ -149,7 +156,7 @@ EDITS: dict[str, Callable[[Long, Unit, random.Random], Edit]] = {
     "16 keys skipped": lambda long, unit, rng: _of_pairs(long, unit, _skipped, rng, 16),
     "a tile skipped": lambda long, unit, rng: _of_pairs(long, unit, _skipped, rng, 64),
     "a tile doubled": lambda long, unit, rng: _of_pairs(long, unit, _doubled, rng, 64),
-    "a page wrong": lambda long, unit, rng: _of_pairs(long, unit, _moved, rng, PAGE),
+    "a page wrong": _wrong_page,
     "the diagonal missing": _no_diagonal,
     "a head's scale": lambda long, unit, rng: lambda block: replace(block, scores_by=block.scores_by * 1.1),
 }
