@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusion_attention import npu
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 GENERATOR = torch.Generator().manual_seed(28)
 X, DY = torch.randn(2, 3, 6, 8, generator=GENERATOR)
@@ -42,8 +42,7 @@ FORMULAS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Te
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_function_is_its_formula(name: str) -> None:
     ours, formula, args = FORMULAS[name]
-    want = formula(*(t.double() for t in args))
-    beside_plain(name, ours(*args), want, formula(*args), 8)
+    compare_with(name, ours(*args), lambda: formula(*(t.double() for t in args)))
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
@@ -62,12 +61,11 @@ BACKWARDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.T
 def test_backward_functions_are_autograd_s(name: str) -> None:
     ours, formula, args, dy = BACKWARDS[name]
 
-    def gradients(dtype: torch.dtype) -> Any:
-        leaves = [t.to(dtype).requires_grad_() for t in args]
-        return torch.autograd.grad(formula(*leaves), leaves, dy.to(dtype))
+    def gradients() -> Any:
+        leaves = [t.double().requires_grad_() for t in args]
+        return torch.autograd.grad(formula(*leaves), leaves, dy.double())
 
-    for found, want, plain in zip(ours(dy, *args), gradients(torch.float64), gradients(torch.float32), strict=True):
-        beside_plain(name, found, want, plain, 8)
+    compare_with(name, tuple(ours(dy, *args)), gradients)
 
 
 @pytest.mark.parametrize("mode", ["PA_BNSD", "PA_NZ", "PA_BLK_BNSD", "PA_BLK_NZ"])

@@ -91,7 +91,7 @@ class Program:
         left = (scores - top).masked_fill(~seen, 0)
         each = left.exp() * (1 + self.noise((2 * left.square() + 8) * a + r * (left.square() + 4)))
         total = (each * c.times).sum(-1, keepdim=True) if c.own else c.total
-        n = seen.sum(-1, keepdim=True) if c.own else torch.zeros(1)
+        n = c.times.square().sum(-1, keepdim=True) if c.own else torch.zeros(1)
         shared = self.noise((a + r) * (2 + c.total.log().square()) + a * n / 3)
         return (each / total * (1 + shared)).masked_fill(~seen, 0)
 
@@ -112,14 +112,15 @@ class Program:
         dots, scores = self.scores()
         y, p = self.y(scores), self.p()
         dscores = c.times * (y - p)
-        kept, seen = dots.clamp(min=0), (c.times > 0).sum(-1, keepdim=True)
+        kept, often = dots.clamp(min=0), c.times.square()  # equal terms have equal roundings
+        seen = often.sum(-1, keepdim=True)
         live = (s.dots > 0) & (c.times > 0)
         spread = (s.weights * dscores[:, None]).masked_fill(~live, 0)
         spread = spread + self.noise((w + 2 * a) * spread.square())
         dq, dk = spread @ s.k, (spread.mT @ s.q).sum(1)
         rows, heads = len(c.times), len(s.q)
         dq = dq + self.noise(a * seen / 6 * (spread.square() @ s.k.square()))
-        dk = dk + self.noise(a * rows * heads / 6 * (spread.square().mT @ s.q.square()).sum(1))
+        dk = dk + self.noise(a * rows * heads / 6 * ((often * spread.square()).mT @ s.q.square()).sum(1))
         terms = dscores[:, None] * kept
         terms = terms + self.noise((2 * a + 2 * r + a * seen / 6) * terms.square())
         return {"loss": self.loss(y, p), "dq": dq, "dk": dk[:, None], "dweights": terms.sum(-1).mT[:, None]}
@@ -130,7 +131,7 @@ class Program:
         apart = 2 * (log_p - log_y).square()
         logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
         each = c.times * p * (log_p - log_y + self.noise(logs))
-        n = (c.times > 0).sum(-1)
+        n = c.times.square().sum(-1)
         total = self.summed(each, -1, n)
         total = total + self.noise((a * len(n) / 6 + r) * total.square())
         return total.sum(-1, keepdim=True)
@@ -157,7 +158,7 @@ def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -
     u = errors.uncertain(c.scored, dtype, grade)
     assert not u.open.any() or grade.r
     spread = errors.spread(c, u, dtype, grade)
-    found = errors.of_gradients(c.scored, u, seen, c.dscores, (spread, c.by_y, c.by_p), 7, dtype, grade)
+    found = errors.of_gradients(c.scored, u, c.times, c.dscores, (spread, c.by_y, c.by_p), 7, dtype, grade)
     found["loss"] = errors.of_loss(c, spread, 7, dtype, grade)
     golden = gradients(c.scored, c.dscores, seen) | {"loss": c.losses.sum().reshape(1)}
     program, squares = Program(c, grade, 1), {n: torch.zeros_like(v) for n, v in golden.items()}

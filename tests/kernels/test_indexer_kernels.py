@@ -9,20 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from support.bits import same_bits
-from support.selected import cloned, good_choice, operands, ordered
+from support.selected import cloned, operands, ordered
 
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import indexer_choice, launch_indexer, launch_key_sum, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.testing import beside_plain
-from fusion_attention.testing.sparse import (
-    IndexerCase,
-    chosen,
-    indexer_gradients,
-    lowered_indexer,
-    plain_indexer_gradients,
-    promoted,
-)
+from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.sparse import IndexerCase, chosen, in_float64, indexer_gradients, lowered_indexer
+from fusion_attention.torch_ops.eager import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
@@ -85,20 +80,16 @@ def test_lists_too_long_for_a_program_to_sort_are_in_order(case: IndexerCase, mo
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_what_is_chosen(case: IndexerCase) -> None:
-    args = operands(case)
-    good_choice(case, args, *chosen(lowered_indexer(args), "triton"), "triton")
+    call = lowered_indexer(operands(case))
+    check_index(call, {case.id: run(call, "triton")})
 
 
 @pytest.mark.parametrize("case", [c for c in (*EXACT[:2], *CASES) if not c.page], ids=lambda case: case.id)
 def test_gradients(case: IndexerCase) -> None:
     args = operands(case)
-    call, dy = lowered_indexer(args), args["dy"]
-    indices = chosen(promoted(call), "golden")[0]
-    got = indexer_gradients(call, dy, indices, "triton")
-    want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
-    measure = plain_indexer_gradients(case, args, indices)
-    for name, value in got.items():
-        beside_plain(f"{case.id}: {name}", value, want[name], measure[name], case.top_k)
+    call = lowered_indexer(args)
+    backward = IndexerBackward(call, args["dy"], chosen(in_float64(call), "golden")[0])
+    check_index(backward, {case.id: run(backward, "triton")})
 
 
 def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,14 +110,10 @@ def test_no_list_makes_the_gradient_read_outside() -> None:
     """Entries that nobody checked: those behind the band give nothing, the first negative one ends the list."""
     case = IndexerCase("TND", q_len=(3, 5), kv_len=(7, 20), top_k=9)
     args = operands(case)
-    call, dy = lowered_indexer(args), args["dy"]
     lists = torch.randint(0, 24, (8, 1, 9), generator=torch.Generator().manual_seed(0)).int()
     lists[0, 0, 1], lists[1, 0, 2], lists[4, 0, 3] = 2**31 - 1, -(2**31), 1 << 20
-    got = indexer_gradients(call, dy, lists, "triton")
-    want = indexer_gradients(promoted(call), dy.double(), lists, "golden")
-    measure = indexer_gradients(call, dy, lists, "cpu")
-    for name, value in got.items():
-        beside_plain(name, value, want[name], measure[name], 20)
+    call = IndexerBackward(lowered_indexer(args), args["dy"], lists)
+    check_index(call, {case.id: run(call, "triton")})
 
 
 def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
@@ -136,7 +123,7 @@ def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
     args["key"][3], args["key"][20] = math.nan, math.nan
     args["key"][5], args["weights"][2] = math.inf, -math.inf
     call = lowered_indexer(args)
-    (indices, values), (want, scores) = chosen(call, "triton"), chosen(promoted(call), "golden")
+    (indices, values), (want, scores) = chosen(call, "triton"), chosen(in_float64(call), "golden")
     assert want[0, 0, :3].tolist() == [3, 20, 5]
     assert (want[2] == -1).any()
     assert torch.equal(indices, want)

@@ -15,8 +15,10 @@ from support.selected import cloned, operands
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import launch_key_sum, launch_loss, launch_warm_up, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.testing import beside_plain
-from fusion_attention.testing.indexer_loss import LossCase, golden, in_float64, lowered, plain
+from fusion_attention.ops.indexer_loss.call import Loss
+from fusion_attention.testing.cases import Results
+from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.indexer_loss import LossCase, lowered
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, IndexerLossProblem
@@ -64,18 +66,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
-def judge(case: LossCase) -> None:
-    args = operands(case)
-    want, measure, got = golden(case, args), plain(case, args), run(lowered(case, args), "triton")
-    assert got.keys() == want.keys()
-    for name in want:
-        longest = sum(case.q_len) * max(case.kv_len) if name == "loss" else max(case.kv_len)
-        beside_plain(f"{case.id}: {name}", got[name], want[name].double(), measure[name], longest)
-
-
 @pytest.mark.parametrize("case", [*WARM, *SELECTED], ids=lambda case: case.id)
 def test_cases(case: LossCase) -> None:
-    judge(case)
+    judge(lowered(case, operands(case)))
+
+
+def judge(call: Loss) -> Results:
+    """The results, which differ from golden's by roundings."""
+    found = run(call, "triton")
+    check_index(call, {"triton": found})
+    return found
 
 
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
@@ -110,9 +110,7 @@ def test_no_list_makes_the_loss_read_outside() -> None:
     lists = args["sparse_indices"]
     lists.copy_(torch.randint(0, 24, lists.shape, generator=torch.Generator().manual_seed(0)))
     lists[0, :, 1], lists[1, :, 2], lists[4, :, 3], lists[2] = 2**31 - 1, -(2**31), 1 << 20, -1
-    got, want, measure = run(call, "triton"), run(in_float64(call), "golden"), run(call, "cpu")
-    for name, value in got.items():
-        beside_plain(name, value, want[name].double(), measure[name], sum(case.q_len) * 20)
+    judge(call)
 
 
 NARROW = LossCase(q_len=(6,), kv_len=(9,), heads=2, heads_q=2, count=0)
@@ -129,26 +127,16 @@ REST = [pytest.param(*item, marks=pytest.mark.slow) for item in STRANGE if item 
 @pytest.mark.parametrize(("case", "name", "fill"), [*EVERYDAY, *REST])
 def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: LossCase, name: str, fill: float) -> None:
     args = cloned(operands(case))
-    measure = plain(case, args)  # of what is not reached: plain itself multiplies by zero
     args[name][(0, 3, *(0,) * (args[name].dim() - 2))] = fill
-    call = lowered(case, args)
-    want, got = run(in_float64(call), "golden"), run(call, "triton")
-    assert any(not t.isfinite().all() for t in want.values())
-    for name, value in got.items():
-        beside_plain(name, value, want[name].double(), measure[name], 54)
+    assert any(not t.isfinite().all() for t in judge(lowered(case, args)).values())
 
 
 def test_an_infinite_key_whose_products_are_all_negative_scores_zero() -> None:
     """And no lane beyond the last head makes it NaN."""
     args = cloned(operands(CHOSEN))
     args["query_index"].abs_()
-    measure = plain(CHOSEN, args)
     args["key_index"][0, 3] = -math.inf
-    call = lowered(CHOSEN, args)
-    want, got = run(in_float64(call), "golden"), run(call, "triton")
-    for name, value in got.items():
-        assert value.isfinite().all(), name
-        beside_plain(name, value, want[name].double(), measure[name], 54)
+    assert all(value.isfinite().all() for value in judge(lowered(CHOSEN, args)).values())
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -157,11 +145,7 @@ def test_weights_that_float16_has_no_gradients_of(count: int) -> None:
     case = LossCase(q_len=(6,), kv_len=(9,), count=count, dtype="float16")
     args = cloned(operands(case))
     args["weights"] *= 1e-40
-    call = lowered(case, args)
-    want, got = run(in_float64(call), "golden"), run(call, "triton")
-    for name, value in got.items():
-        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        beside_plain(name, value, want[name].double(), run(call, "cpu")[name], 54, terms)
+    judge(lowered(case, args))
 
 
 def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
@@ -169,7 +153,4 @@ def test_float16_holds_differences_of_statistics_of_fewer_keys() -> None:
     case = LossCase(q_len=(6,), kv_len=(9,), count=0, dtype="float16", weights="float16")
     args = cloned(operands(case))
     args["softmax_sum_index"] /= 100
-    call = lowered(case, args)
-    want, got = run(in_float64(call), "golden"), run(call, "triton")
-    for name, value in got.items():
-        beside_plain(name, value, want[name].double(), run(call, "cpu")[name], 54)
+    judge(lowered(case, args))

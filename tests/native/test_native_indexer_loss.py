@@ -1,6 +1,6 @@
 """The native core's loss of the indexer, and the statistics that it reads: every variant, forced, against golden.
 
-The measure is a plain program, row by row from gathered keys. Keys that no row weighs and gaps between rows hold NaN;
+Keys that no row weighs and gaps between rows hold NaN;
 results lie in poison. What the attention saved is computed here too, and given to all in float32.
 """
 
@@ -14,23 +14,19 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
-from support.native_lowered import Args, Results, extents_of, hostile, run
+from support.native_lowered import Args, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
-from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, STATISTICS, Loss, Statistics
-from fusion_attention.testing import beside_plain
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
+from fusion_attention.testing.expected_index import check_index
 from fusion_attention.testing.indexer_loss import (
     LossCase,
     arguments,
-    each_row,
-    in_float64,
     lowered,
-    part,
     plain,
     statistics,
     tokens_of,
 )
-from fusion_attention.torch_ops.eager import run as run_on
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -46,12 +42,6 @@ def loss_of(case: LossCase, args: Args) -> Loss:
     call = lowered(case, args)
     given = {} if case.count else {name: args[name] for name in INDEX_STATISTICS}
     return Loss(call.extents, call.layout, {**call.tensors, **given}, call.problem)
-
-
-def compare_losses(case: LossCase, args: Args, *three: Results) -> None:
-    """A row's terms cancel, so its loss is known as well as its probabilities, which add up to 1 twice."""
-    alive = sum(1 for _ in each_row(case, args))
-    beside_plain(f"{case.id} loss", *(found["loss"] for found in three), max(case.kv_len), 2.0 * alive)
 
 
 def draw(seed: int, selected: bool) -> LossCase:
@@ -81,13 +71,7 @@ def draw(seed: int, selected: bool) -> LossCase:
 
 def check(case: LossCase, args: Args, seed: int = 0) -> None:
     call = loss_of(case, args)
-    wanted, measure = run_on(in_float64(call), "golden"), plain(case, args)
-    for variant in VARIANTS:
-        got = run(call, variant, 1 + seed % 3, apart=seed % 2 == 1)
-        assert got.keys() == wanted.keys()
-        compare_losses(case, args, got, wanted, measure)
-        for name in ("dquery_index", "dkey_index", "dweights"):
-            beside_plain(f"{variant} {case.id} {name}", got[name], wanted[name], measure[name], max(case.kv_len))
+    check_index(call, {variant: run(call, variant, 1 + seed % 3, apart=seed % 2 == 1) for variant in VARIANTS})
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -125,40 +109,18 @@ def test_rows_of_one_key_give_nothing(select_count: int) -> None:
             assert not any(tensor.any() for tensor in run(loss_of(case, args), variant).values())
 
 
-def lse(case: LossCase, args: Args, variant: str | None = None, threads: int = 2, apart: bool = False) -> Results:
+def lse(case: LossCase, args: Args) -> Statistics:
+    """The call that finds the statistics."""
     call, dtypes = lowered(case, args), (case.dtype, case.weights)
     problem = IndexerProblem(case.heads, case.dim, *dtypes, top_k=0)
-    tensors = {name: args[name] for name in DIFFERENTIABLE}
-    return run(Statistics(call.extents, call.layout, tensors, problem), variant, threads, apart)
-
-
-def score_size(case: LossCase, args: Args) -> float:
-    """The largest sum of absolute products behind a score of the indexer."""
-    sizes = []
-    for b in range(len(case.q_len)):
-        q, w = (part(case, args[name], "q", b).double().abs() for name in ("query_index", "weights"))
-        k = part(case, args["key_index"], "kv", b)[:, 0].double().abs().nan_to_num(nan=0.0)
-        sizes.append((w[..., None] * (q @ k.mT)).sum(1).flatten())
-    return float(torch.cat(sizes).amax())
+    return Statistics(call.extents, call.layout, {name: args[name] for name in DIFFERENTIABLE}, problem)
 
 
 @pytest.mark.parametrize("seed", range(60, 72))
 def test_statistics_against_the_formulas(seed: int) -> None:
     case = draw(seed, selected=False)
-    args = drawn(case)
-    wanted, measure = (
-        [statistics(case, args, dtype, dtype)[name] for name in INDEX_STATISTICS]
-        for dtype in (torch.float64, torch.float32)
-    )
-    for variant in VARIANTS:
-        three = [lse(case, args, variant, 1 + seed % 3)[name] for name in STATISTICS], wanted, measure
-        # max + log(sum) is known as well as the scores are.
-        both = (
-            ("max", [top for top, _ in three]),
-            ("lse", [top.double() + total.double().log() for top, total in three]),
-        )
-        for what, found in both:
-            beside_plain(f"{variant} {case.id} {what}", *found, max(case.kv_len), score_size(case, args))
+    call = lse(case, drawn(case))
+    check_index(call, {variant: run(call, variant, 1 + seed % 3) for variant in VARIANTS})
 
 
 @pytest.mark.parametrize("selected", [True, False])
@@ -167,11 +129,11 @@ def test_threads_change_no_bit(selected: bool) -> None:
     kv_len = (1200 if selected else 300, 5, 70)
     case = LossCase("TND", 0, "bfloat16", (160, 0, 33), kv_len, count=150 if selected else 0, **sizes)
     args = drawn(case)
-    want, statistic = run(loss_of(case, args), threads=1), lse(case, args, threads=1)
+    want, statistic = run(loss_of(case, args), threads=1), run(lse(case, args), threads=1)
     for threads in (2, 3, 5, 8, 16, 64):
         same_bits(run(loss_of(case, args), threads=threads), want)
         if not selected:
-            same_bits(lse(case, args, threads=threads), statistic)
+            same_bits(run(lse(case, args), threads=threads), statistic)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -199,13 +161,12 @@ def test_keys_of_minus_infinity_weigh_nothing() -> None:
     args["key_index"][1] = -math.inf  # a score of -inf, which the ReLU makes 0
     args |= statistics(case, args)
     call = loss_of(case, args)
-    wanted, measure = run_on(in_float64(call), "golden"), plain(case, args)
-    for variant in VARIANTS:
-        got = run(call, variant)
+    found = {variant: run(call, variant) for variant in VARIANTS}
+    check_index(call, found)
+    for got in found.values():
         assert got["dquery_index"].isfinite().all()
         assert got["dkey_index"].isfinite().all()
         assert (got["dkey_index"][1] == 0).all()
-        compare_losses(case, args, got, wanted, measure)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,23 +7,25 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.records import by_name
-from support.selected import Args, backends, close, good_choice, leaves_of, operands, ordered, shown
+from support.selected import Args, backends, close, leaves_of, operands, ordered, shown
 
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ops.indexer import own as own_indexer
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.testing import beside_plain
+from fusion_attention.ops.indexer.call import IndexerBackward
+from fusion_attention.testing.expected_index import check_index, golden_of
 from fusion_attention.testing.sparse import (
     IndexerCase,
     chosen,
+    in_float64,
     indexer_gradients,
     keys_of,
     lowered_indexer,
     part,
     plain_indexer_gradients,
-    promoted,
 )
+from fusion_attention.torch_ops.eager import run
 
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
@@ -69,9 +71,8 @@ def test_the_order_is_exact(case: IndexerCase) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_what_is_chosen(case: IndexerCase) -> None:
     """Distinct keys that the row sees, none of them worse than one left out, and their scores."""
-    args = operands(case)
-    for backend in backends(case):
-        good_choice(case, args, *chosen(lowered_indexer(args), backend), backend)
+    call = lowered_indexer(operands(case))
+    check_index(call, {backend: run(call, backend) for backend in backends(case)})
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -91,21 +92,17 @@ GRADIENTS = [case for case in (*CASES, *EXACT) if not case.page and max(case.kv_
 
 
 def lists_of(case: IndexerCase, args: Args) -> torch.Tensor:
-    return chosen(promoted(lowered_indexer(args)), "golden")[0]
+    return chosen(in_float64(lowered_indexer(args)), "golden")[0]
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
 def test_gradients(case: IndexerCase) -> None:
     args = operands(case)
     call, indices, dy = lowered_indexer(args), lists_of(case, args), args["dy"]
-    want = indexer_gradients(promoted(call), dy.double(), indices, "golden")
-    exact = plain_indexer_gradients(case, args, indices, torch.float64)
-    measure = plain_indexer_gradients(case, args, indices)
-    close(want, exact)
-    for backend in backends(case):
-        got = indexer_gradients(call, dy, indices, backend)
-        for name, value in got.items():
-            beside_plain(f"{backend}: {case.id}: {name}", value, want[name], measure[name], case.top_k)
+    want = indexer_gradients(in_float64(call), dy.double(), indices, "golden")
+    close(want, plain_indexer_gradients(case, args, indices, torch.float64))
+    backward = IndexerBackward(call, dy, indices)
+    check_index(backward, {backend: run(backward, backend) for backend in backends(case)})
 
 
 @pytest.mark.parametrize("case", GRADIENTS, ids=lambda case: case.id)
@@ -122,7 +119,7 @@ def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
             own = part(case, indices, "q", b)[:, 0].long()
             dy = part(case, args["dy"].double(), "q", b)[:, 0]
             total = total + (scores.gather(1, own.clamp(min=0)) * dy).masked_fill(own < 0, 0).sum()
-    got = indexer_gradients(promoted(lowered_indexer(args)), args["dy"].double(), indices, "golden")
+    got = indexer_gradients(in_float64(lowered_indexer(args)), args["dy"].double(), indices, "golden")
     nothing = [torch.zeros_like(t) for t in got.values()]
     want = torch.autograd.grad(total, list(leaves.values())) if total.requires_grad else nothing
     close(got, dict(zip(got, want, strict=True)))
@@ -131,7 +128,7 @@ def test_golden_gradients_against_autograd(case: IndexerCase) -> None:
 def test_homogeneity() -> None:
     """The score is linear in the weights and of degree 1 in q and in k: each gradient against its input is dI . I."""
     args = operands(replace(PACKED, top_k=5))
-    call = promoted(lowered_indexer(args))
+    call = in_float64(lowered_indexer(args))
     indices, values = chosen(call, "golden")
     dy = torch.randn(values.shape, dtype=torch.float64)
     got = indexer_gradients(call, dy, indices, "golden")
@@ -147,11 +144,10 @@ def test_lists_are_read_as_attention_reads_them() -> None:
     indices = torch.tensor([[[3, 0, 3, -1], [2, -1, 1, 1]]])
     args = {"query": q, "key": k, "weights": w, "dy": dy, "sparse_indices": indices, "layout": "BSND", "sparse_mode": 3}
     call = lowered_indexer({**args, "sparse_count": 4, "return_values": True})
-    exact, measure = (read_by_hand([t.to(d).requires_grad_() for t in (q, k, w)]) for d in (torch.float64, q.dtype))
-    for backend in backends(IndexerCase()):
-        got = indexer_gradients(call, dy, indices, backend)
-        for three in zip(got.values(), exact, measure, strict=True):
-            beside_plain(backend, *three, 4)
+    backward = IndexerBackward(call, dy, indices)
+    wide = [t.double().requires_grad_() for t in (q, k, w)]
+    close(golden_of(backward), dict(zip(("dquery", "dkey", "dweights"), read_by_hand(wide), strict=True)))
+    check_index(backward, {backend: run(backward, backend) for backend in backends(IndexerCase())})
 
 
 def read_by_hand(leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -9,8 +9,8 @@ import torch
 
 from fusion_attention.backends import cpu
 from fusion_attention.contract import Op
-from fusion_attention.testing import beside_plain, sparse
 from fusion_attention.testing import indexer_loss as loss
+from fusion_attention.testing import sparse
 from fusion_attention.testing.sparse import IndexerCase, Rows, SparseCase, part, scores_of
 
 Args = dict[str, Any]
@@ -78,25 +78,3 @@ def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.
             assert own[row, 0].tolist() == order.indices[:n].tolist() + [-1] * rest, (at, b, row)
             want = order.values[:n].to(values.dtype).tolist() + [-math.inf] * rest
             assert theirs[row, 0].tolist() == want, (at, b, row)
-
-
-def good_choice(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.Tensor, at: Any) -> None:
-    """Asserts distinct keys that the row sees, none of them worse than one left out, and their scores."""
-    best = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")[1]
-    for b, rows in enumerate(case.q_len):
-        scores, narrow = (scores_of(case, args, b, dtype) for dtype in (torch.float64, torch.float32))
-        own, theirs = (part(case, t, "q", b)[:, 0] for t in (indices.long(), best))
-        count = torch.tensor([min(case.seen(b, row), case.top_k) for row in range(rows)], dtype=torch.int64)
-        valid = torch.arange(case.top_k) < count[:, None]
-        assert torch.equal(own >= 0, valid)
-        for row in range(rows):
-            assert len(set(own[row, : count[row]].tolist())) == count[row]
-        if not scores.numel():
-            continue
-        found, plain = (
-            t.gather(1, own.clamp(min=0)).masked_fill(~valid, -math.inf).to(to)
-            for t, to in ((scores, scores.dtype), (narrow, values.dtype))
-        )
-        beside_plain(f"{at}: {case.id}: values", part(case, values, "q", b)[:, 0], found, plain, case.dim * case.heads)
-        slack = 1e-5 * scores.masked_fill(scores == -math.inf, 0).abs().amax()
-        assert (found[valid] >= theirs[valid] - slack).all(), at

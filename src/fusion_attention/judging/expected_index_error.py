@@ -140,8 +140,9 @@ def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Sprea
     of_y = u.scores + (2 * a + r) * left + 8 * a + 4 * r
     y_row = (a + r) * (2 + _clean(c.total.to(wide).log()).square())
     if c.own:
-        y_row = y_row + a * (c.times > 0).sum(-1, keepdim=True) / 3
+        y_row = y_row + a * c.times.square().sum(-1, keepdim=True).to(wide) / 3
     of_p, p_row = target(c.attended, dtype, grade, wide)
+    p_row = p_row.masked_fill(~(c.times > 0).any(-1, keepdim=True), 0)  # a sink may take all of a row without keys
     p = _clean(c.p.to(wide))
     return Spread(of_y, y_row, of_p, p_row, p, (c.times * c.y).to(wide) if c.own else None)
 
@@ -183,17 +184,20 @@ def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: G
     log_p, log_y = (t.to(wide) for t in c.logs)
     apart = 2 * (log_p - log_y).square()
     logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
-    n, total = (c.times > 0).sum(-1), losses.sum(-1).square()
+    n, total = c.times.square().sum(-1).to(wide), losses.sum(-1).square()
     variance = found.of_sums(by_y, by_p) + (_clean(c.p.to(wide)) * c.times.to(wide)).square().mul(logs).sum(-1)
     variance = variance + a * n * (total / 3 + losses.square().sum(-1) / 6) + (a * terms / 6 + r) * total
     return variance.double().sum().reshape(1)
 
 
 def of_gradients(
-    s: Scored, u: Uncertain, seen: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
-    dtype: torch.dtype, grade: Grade,
+    s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
+    dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Of gradients(), but for what their own sizes add; slopes: a Spread, dI by log y, dI by p; None: dI is given.
+
+    times: how often a row lists a key: equal terms of a sum have equal roundings, so their number counts squared.
+    squares: dI^2 entry by entry, added up: more than dI^2 where a key's entries cancel. None: keys are listed once.
 
     dI        Spread.of_pairs(): y^2 var(log y) + var(p), where what a row's keys share is not counted key by key
     dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n / 6) where S > 0; where its sign is open (w_h dI)^2 / 4
@@ -202,17 +206,19 @@ def of_gradients(
     dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n / 6 + 2 a + 2 r)
     """
     wide, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    keys = seen.sum(-1, keepdim=True).to(wide)
+    seen, often = times > 0, times.to(wide).square()
+    keys = often.sum(-1, keepdim=True)
     own = _clean(dscores.to(wide)).masked_fill(~seen, 0)
-    squares = own.square()
+    added = own.square() if squares is None else _clean(squares.to(wide)).masked_fill(~seen, 0)
+    squares = torch.maximum(own.square(), added)  # equal entries have equal roundings
     live = u.live & ~u.open & seen
     weights = _clean(s.weights.to(wide))
     rounds = weights.square() * squares * (w + 2 * a) + (quantum(dtype) if w else 0.0)
     rounds = rounds.masked_fill_(~live, 0)
-    rounds += ((weights * own).square() / 4).masked_fill_(~(u.open & seen), 0)
-    terms = (weights * own).square().masked_fill_(~live, 0) * (a / 6)
+    rounds += (weights.square() * own.square() / 4).masked_fill_(~(u.open & seen), 0)
+    terms = (weights.square() * added).masked_fill_(~live, 0) * (a / 6)
     k, q = _clean(s.k.to(wide)), _clean(s.q.to(wide))
-    dq, dk = (rounds + keys * terms) @ k.square(), (rounds + len(s.q) * rows * terms).mT @ q.square()
+    dq, dk = (rounds + keys * terms) @ k.square(), (rounds + len(s.q) * rows * often * terms).mT @ q.square()
     kept = _clean(s.kept.to(wide))
     each = (squares * u.products).masked_fill_(~(u.live & seen), 0)
     each += (squares * kept.square()) * (a * keys / 6 + 2 * a + 2 * r)
@@ -298,18 +304,18 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
     dtype, length = x.problem.torch_dtype, int(x.extents.q_len[b])
     variances, values = {}, {}
     if x.verb == "indexer_backward":
-        s, (dscores, seen), slopes = x.scored(b, rows, torch.float64), given(x, b, rows, torch.float64), None
+        s, (dscores, squares, times), slopes = x.scored(b, rows, torch.float64), given(x, b, rows, torch.float64), None
         u = uncertain(s, dtype, grade)
     else:
         c = compared(x, b, rows, torch.float64)
-        s, dscores, seen = c.scored, c.dscores, c.times > 0
+        s, dscores, times, squares = c.scored, c.dscores, c.times, c.dscores.square() / c.times.clamp(min=1)
         u = uncertain(s, dtype, grade)
         off = spread(c, u, dtype, grade)
         slopes = off, c.by_y, c.by_p
         values["loss"] = c.losses.sum().reshape(1)
         variances["loss"] = of_loss(c, off, int(x.extents.q_len.sum()), dtype, grade)
-    values |= gradients(s, dscores, seen)
-    variances |= of_gradients(s, u, seen, dscores, slopes, length, dtype, grade)
+    values |= gradients(s, dscores, times > 0)
+    variances |= of_gradients(s, u, times, dscores, slopes, length, dtype, grade, squares)
     return {kind: Wanted(value, variances[kind]) for kind, value in values.items()}
 
 

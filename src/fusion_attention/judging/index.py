@@ -28,7 +28,7 @@ from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, J
 Tensor = torch.Tensor
 PAIRS = 1 << 21
 _LEFT = 0.25
-_NAMES = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
+KINDS = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
           "dquery_index": "dq", "dkey_index": "dk", "dquery": "dq", "dkey": "dk", "dweights": "dweights",
           "loss": "loss"}  # fmt: skip
 _VERBS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
@@ -44,7 +44,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
     if lowered.verb not in _VERBS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
-    captured = {n: t for n, t in call.judgeable(lowered).items() if n in _NAMES}
+    captured = {n: t for n, t in call.judgeable(lowered).items() if n in KINDS}
     if not captured:
         raise JudgeError(f"{call.op.name}: no output to judge")
     theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
@@ -124,7 +124,7 @@ def pieces(
             rows = slice(first, min(first + step, q_len))
             found = wanted(x, b, rows, grade, dtypes)
             if plain:
-                found = _beside_plain(x, b, rows, found)
+                found = _with_plain(x, b, rows, found)
             for kind in kinds:
                 if kind in TOTALS:
                     (losses if kind == "loss" else keys).append(found[kind])
@@ -143,7 +143,7 @@ def _sum(parts: Sequence[Wanted]) -> Wanted:
     return Wanted(sum(p.value for p in parts), sum(p.variance for p in parts), plain)  # type: ignore[arg-type]
 
 
-def _beside_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
+def _with_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
     """The same with what a plain program gives, in float32."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.verb == "indexer_topk":
@@ -156,7 +156,8 @@ def _beside_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) ->
         c = compared(x, b, rows, narrow, dtype)
         plain = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}
     else:
-        plain = gradients(x.scored(b, rows, narrow), *given(x, b, rows, narrow))
+        dscores, _, times = given(x, b, rows, narrow)
+        plain = gradients(x.scored(b, rows, narrow), dscores, times > 0)
     rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in plain.items()}
     return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in found.items()}
 
@@ -171,18 +172,18 @@ def measured(
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
     """How near captured outputs, and other results beside them, are to golden's."""
-    kinds = {_NAMES[n]: n for n in captured}
+    kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
     tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in given_.items()}
-    views = {who: _views(lowered, t) for who, t in given_.items()}
+    views = {who: views_of(lowered, t) for who, t in given_.items()}
     for piece in pieces(x, [*kinds], grade, dtypes, plain=plain):
         name = kinds[piece.kind]
         for who, t in given_.items():
             if piece.kind == "loss":
                 ours, found = t[name].reshape(1, 1, 1), piece.wanted
             else:
-                ours, found = _judgeable(x, views[who][piece.kind], piece)
+                ours, found = judgeable(x, views[who][piece.kind], piece)
             tallies[who][name].add((piece.b, slice(0, ours.shape[0]), piece.rows), ours, found)
     own = tallies.pop("")
     maps = {n: Map(own[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
@@ -205,7 +206,7 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
     return Tally(dtype, Errors(lengths, x.heads if kind == "dq" else 1, columns), terms)
 
 
-def _views(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
+def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
     """Views of captured outputs, by kind."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
     if lowered.verb == "indexer_topk":
@@ -215,7 +216,7 @@ def _views(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights}
 
 
-def _judgeable(x: Index, view: Any, piece: Piece) -> tuple[Tensor, Wanted]:
+def judgeable(x: Index, view: Any, piece: Piece) -> tuple[Tensor, Wanted]:
     """(ours, wanted) of a piece; of a list of keys, what they score beside what golden's do."""
     heads, lengths = x.heads if piece.kind == "dq" else 1, x.extents.kv_len if piece.kind == "dk" else x.extents.q_len
     ours: Tensor = view.sequence(piece.b, heads, int(lengths[piece.b]))[:, piece.rows]

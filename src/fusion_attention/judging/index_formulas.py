@@ -224,14 +224,17 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
     return entries, within & (entries >= 0).cumprod(-1).bool()
 
 
-def given(x: Index, b: int, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(dI, whether a key was chosen), [rows, keys]: the gradients of values where the list has them."""
+def given(x: Index, b: int, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(dI, the squares behind it, how often a key was chosen), [rows, keys]: gradients of values, added up by lists."""
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
     kv_len = int(x.extents.kv_len[b])
     read = read & (entries < torch.from_numpy(end)[:, None]) & (entries < kv_len)
     dvalues = x.grads.dvalues.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].to(wide)
-    return added_up(dvalues, entries, read, kv_len)[0], added_up(read.to(wide), entries, read, kv_len)[0] > 0
+    dscores, squares, times = (
+        added_up(t, entries, read, kv_len)[0] for t in (dvalues, dvalues.square(), read.to(wide))
+    )
+    return dscores, squares, times
 
 
 def gradients(s: Scored, dscores: Tensor, seen: Tensor) -> dict[str, Tensor]:

@@ -19,7 +19,17 @@ from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, Loss
 from fusion_attention.ops.indexer_loss.lower import lower
 from fusion_attention.ops.sparse.call import grouped
 from fusion_attention.testing.cases import Results, Tensor, hostile
-from fusion_attention.testing.sparse import Maker, SparseCase, keys_of, layouts_of, lengths_of, lists_of, part, selected
+from fusion_attention.testing.sparse import (
+    Maker,
+    SparseCase,
+    in_float64,
+    keys_of,
+    layouts_of,
+    lengths_of,
+    lists_of,
+    part,
+    selected,
+)
 from fusion_attention.torch_ops.eager import run
 
 LEAST = 1e-8
@@ -157,12 +167,6 @@ def own(case: LossCase, args: Mapping[str, Any]) -> dict[str, Any]:
 def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
     """The results in float64 by golden; the loss is rounded to float32."""
     return run(in_float64(lowered(case, args)), "golden")
-
-
-def in_float64(call: Loss) -> Loss:
-    """The same call in float64."""
-    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
-    return replace(call, problem=replace(call.problem, dtype="float64", weights_dtype="float64"), tensors=tensors)
 
 
 def plain(case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:

@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
 from fusion_attention.torch_ops.eager import run
 
+Call = TypeVar("Call", bound=Any)
 WILD = 1 << 30  # a page that is not there
 
 
@@ -284,10 +285,11 @@ def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results
     return found if case.page else found | run(SparseBackward(call, dy, *results.values()), backend)
 
 
-def in_float64(call: Sparse) -> Sparse:
+def in_float64(call: Call) -> Call:
     """The same call in float64."""
+    dtypes = {name: "float64" for name in ("dtype", "weights_dtype") if hasattr(call.problem, name)}
     tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
-    return replace(call, problem=replace(call.problem, dtype="float64"), tensors=tensors)
+    return replace(call, problem=replace(call.problem, **dtypes), tensors=tensors)
 
 
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
@@ -311,11 +313,7 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
     return run(IndexerBackward(call, dy, indices), backend)
 
 
-def promoted(call: Indexer) -> Indexer:
-    """The same call in float64."""
-    problem = replace(call.problem, dtype="float64", weights_dtype="float64")
-    tensors = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in call.tensors.items()}
-    return replace(call, problem=problem, tensors=tensors)
+promoted = in_float64
 
 
 # --------------------------------------------------------------------------------------------- what rows see, and plain
