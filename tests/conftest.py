@@ -14,9 +14,21 @@ import pytest
 import torch
 
 from fusion_attention import memory
+from fusion_attention.testing import cases
 
 # The device "npu" is compiled once for a checkout, by whichever process asks first; the others wait for it.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build" / "torch_extensions"))
+
+
+FRESH = "FUSION_FRESH_SEED"  # draws every test and case anew; the environment reaches the processes of xdist too
+
+
+def _seed_of(name: str) -> int:
+    return zlib.crc32(f"{name}{os.environ.get(FRESH, '')}".encode())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cases.fresh(int(os.environ.get(FRESH, "0")))
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +42,13 @@ def one_thread() -> Iterator[None]:
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """What a module draws while it is imported depends on no other module."""
     if isinstance(collector, pytest.Module):
-        torch.manual_seed(zlib.crc32(collector.nodeid.encode()))
+        torch.manual_seed(_seed_of(collector.nodeid))
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
     """A test draws the same alone, after others and in every run; another test draws something else."""
-    seed = zlib.crc32(request.node.nodeid.encode())
+    seed = _seed_of(request.node.nodeid)
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - whoever draws from numpy's global state
 

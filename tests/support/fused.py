@@ -4,7 +4,6 @@ Nothing here knows the lowering or a back end.
 """
 
 import math
-import zlib
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -128,7 +127,7 @@ class FusedCase(Named):
 @cache
 def logical(case: FusedCase) -> Args:
     """The numbers of a case, by item: q [N1, rows, D]; k and v [N2, prefix + keys, D] as stored; scales; masks."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+    generator = case.generator()
     dtype, low = getattr(torch, case.dtype), -8 if case.bits == 4 else -128
 
     def draw(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from fusion_attention.testing.beside_plain import beside_plain
 from fusion_attention.testing.cases import Case, arguments, hostile, in_band, part, poisoned, seen, stats_part
 from fusion_attention.testing.compare import check, compare
-from fusion_attention.testing.expected import expected
+from fusion_attention.testing.expected import expected, expected_of
 from fusion_attention.testing.faces import call_face, golden, lowered, pythonic, run
 from fusion_attention.testing.plain import plain
 from fusion_attention.testing.tiles import cut_tiles
@@ -26,6 +26,7 @@ __all__ = [
     "compare",
     "cut_tiles",
     "expected",
+    "expected_of",
     "golden",
     "hostile",
     "in_band",

@@ -30,6 +30,19 @@ class Named:
         changed = (f"{name}={str(value).replace(' ', '')}" for name, value, default in values if value != default)
         return ",".join(changed) or "default"
 
+    def generator(self) -> torch.Generator:
+        """What the case's tensors are drawn from: the same in every run, unless fresh() was asked for."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{_fresh or ''}".encode()))
+
+
+_fresh = 0
+
+
+def fresh(seed: int) -> None:
+    """Draws the tensors of every case anew, as the seed says; 0: as ever."""
+    global _fresh
+    _fresh = seed
+
 
 @dataclass(frozen=True)
 class Case(Named):
@@ -166,7 +179,7 @@ def rows_shape(case: Case, side: str, heads: int, dim: int) -> tuple[int, ...]:
 
 def arguments(case: Case) -> dict[str, Any]:
     """The call's arguments by canonical name, with dy: every tensor a strided view, NaN wherever no sequence lies."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+    generator = case.generator()
     dtype: torch.dtype = getattr(torch, case.dtype)
 
     def draw(*shape: int) -> Tensor:

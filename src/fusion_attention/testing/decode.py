@@ -4,7 +4,6 @@ Nothing here knows the lowering or a back end.
 """
 
 import math
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -69,7 +68,7 @@ class DecodeCase(Named):
 @cache
 def logical(case: DecodeCase) -> dict[str, Any]:
     """The numbers of a case: q [B, N1, rows, D]; k and v per item [N2, len, D] as stored; scales; masks."""
-    generator = torch.Generator().manual_seed(zlib.crc32(case.id.encode()))
+    generator = case.generator()
     dtype = getattr(torch, case.dtype)
 
     def draw(*shape: int) -> Tensor:

@@ -5,16 +5,19 @@ The values are the golden back end's, the sizes those of judging.expected_error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, Grade
-from fusion_attention.judging.outputs import Output, computed, of_heads, totals, units
+from fusion_attention.judging.outputs import TOTALS, Output, computed, of_heads, setting_of, totals, units
 from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.training.call import DenseCall, fresh, grads_of, operands_of
+from fusion_attention.ops.training.run import DenseForward
 from fusion_attention.ops.training.statistics import LANES, from_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor
 from fusion_attention.testing.faces import golden, lowered
@@ -64,6 +67,48 @@ def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
     else:
         views = {kind: view for kind in _ROWS if (view := getattr(grads, kind)) is not None and view.keep[0].numel()}
     return [Output(kind, kind, view.keep[0], view) for kind, view in views.items()]
+
+
+def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Grade = KERNEL) -> dict[str, Expected]:
+    """What a lowered call should give, by its formulas, with the sizes of a right program's errors.
+
+    Args:
+        call: lowered, of attention over a sequence, a cache or lists, or of their gradients; as it is computed, in its
+            own dtype.
+        golden: values in place of the formulas', by name; of integers the formulas' stay, which are not rounded.
+        grade: of the programs whose errors are expected.
+
+    Returns:
+        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0.
+    """
+    known: dict[str, Tensor] = call.results()
+    lanes = {name for name in known if isinstance(call, DenseForward) and name.startswith("softmax_")}
+    shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in known.items()}
+    # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
+    places = {name: torch.arange(math.prod(shape)).double().view(shape) for name, shape in shapes.items()}
+    setting, outputs = setting_of(call, {name: t.expand(known[name].shape) for name, t in places.items()})
+    outputs = [replace(o, tensor=known[o.name]) for o in outputs]
+    values, found = ({o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs} for _ in "vs")
+    for unit in units(setting, [o for o in outputs if o.view is not None]):
+        here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
+        wanted = computed(setting, unit, here, grade)
+        for o in here:
+            at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
+            values[o.name][at] = wanted[o.name].value
+            found[o.name][at] = wanted[o.name].variance.sqrt()
+    for o in outputs:
+        if o.kind in TOTALS:
+            total = totals(setting, o, grade)
+            values[o.name], found[o.name] = total.value.reshape(-1), total.variance.sqrt().reshape(-1)
+    if golden is not None:
+        given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
+        values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
+    return {
+        o.name: Expected(
+            *(t[o.name].view(shapes[o.name]).expand(known[o.name].shape) for t in (values, found))
+        )
+        for o in outputs
+    }
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
