@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ import fusion_attention as fa
 from fusion_attention.judging.error_bound import Errors, Expected, limit, ratios
 from fusion_attention.judging.expected_error import rounding, stored
 from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
+from fusion_attention.testing.drawn import drawn
 
 Tensor = torch.Tensor
 Change = Callable[[dict[str, Tensor]], None]
@@ -137,6 +139,20 @@ def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) ->
     ratio = (spread / wanted.size[0, :, 0].square()).sqrt()
     assert float(ratio.mean()) == pytest.approx(1.0, rel=0.03)
     assert float((ratio - 1).abs().amax()) < 0.1
+
+
+def test_errors_of_dropped_keys_move_what_is_kept() -> None:
+    """Large scores, whose errors are in the divisor whether or not their keys are kept, beside drawn roundings."""
+    case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, scale=8.0, keep_prob=0.7, dropout="bits")
+    args = arguments(case)
+    bits = np.unpackbits(args["drop_mask"].numpy(), count=24 * 7, bitorder="little")
+    q, k, v = (args[n].double()[:, :, 0][0] for n in ("query", "key", "value"))
+    kept = torch.from_numpy(bits).view(24, 7) / 0.7
+
+    by_draws = drawn(lambda: (case.scale * (q @ k.mT)).softmax(-1) * kept @ v, torch.float32, draws=200)
+    ratio = by_draws.size / expected(case, args)["out"].size[0, :, 0].where(by_draws.size > 0, 1.0)
+    assert 0.4 < float(ratio.square().mean().sqrt()) < 1.5
+    assert float(ratio.amax()) < 3
 
 
 # ------------------------------------------------------------------------------------------------------- local faults

@@ -162,6 +162,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
+          beneath dropout v / keep_prob, and besides out^2 sum P^2 e of the keys that are dropped: they are in the divisor
           + a n (out^2 / 2 + sum P^2 v^2 / 6)                      the sums of values and of weights
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
@@ -177,20 +178,22 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
     stores = rounding(dtype) if p.kv_dtype else 0.0
     w = w + stores
-    kept = soft
-    if x.keep is not None:
-        kept = (soft * x.keep_factor**2).masked_fill(~live, 0)
+    kept = soft if x.keep is None else soft.masked_fill(~live, 0)
+    factor = 1.0 if x.keep is None else x.keep_factor
     each = kept * (e + (w + a * n / 6))
     if x.weight_scale is not None:
-        each = each + _flips(x, s, e, divisor, wide) * x.keep_factor**2
+        each = each + _flips(x, s, e, divisor, wide)
     mean = out.to(wide).nan_to_num(0.0, 0.0, 0.0)
     if isinstance(e, float):
-        variance = each @ values.square()
+        variance = factor**2 * (each @ values.square())
     else:
         centre = values.mean(1, keepdim=True) if values.shape[1] else values.new_zeros(1, 1, 1)
-        values, off = values - centre, mean - centre
-        variance = each @ values.square() - 2 * off * (each @ values) + off.square() * each.sum(-1, keepdim=True)
-        variance = variance.clamp(min=0) + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        values, off = values - centre, mean - factor * centre
+        variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
+        variance = (variance + off.square() * each.sum(-1, keepdim=True)).clamp(min=0)
+        variance = variance + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        if x.keep is not None:
+            variance = variance + mean.square() * ((soft - kept) * e).sum(-1, keepdim=True)
         values = values + centre
     variance = variance + a * n / 2 * mean.square()
     if quantum(dtype) > 1e-30 and (w or grade.low):  # weights of float16 that are subnormal
