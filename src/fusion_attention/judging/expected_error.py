@@ -162,7 +162,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
-          beneath dropout v / keep_prob, and besides out^2 sum P^2 e of the keys that are dropped: they are in the divisor
+          beneath dropout v / keep_prob, and besides out^2 sum P^2 e of keys that are dropped: the divisor has them
           + a n (out^2 / 2 + sum P^2 v^2 / 6)                      the sums of values and of weights
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)

@@ -115,12 +115,12 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
     """Golden's results of a training call, as run() names them, with the sizes of their errors.
 
     Args:
-        call: as it is computed, in its own dtype. results: golden's, in float64. dy: the gradient of out; None: a
-            forward alone.
+        call: as it is computed, in its own dtype. results: golden's, in float64, "lse" where it is wanted. dy: the
+            gradient of out; None: a forward alone.
     """
     found = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
     lanes = {name: found[name].unsqueeze(-1).expand(*found[name].shape, LANES) for name in ("max", "sum")}
-    found = {"out": found["out"], **lanes}
+    found |= lanes
     if dy is not None:
         q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
         given = (call.q, call.k, call.v, q_rope, k_rope, bias if "dpse" in results else None, sink)
