@@ -93,6 +93,8 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
         wanted = computed(setting, unit, here, grade)
         for o in here:
+            if o.name not in wanted:  # keys that no row meets have no gradient
+                continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
             values[o.name][at] = wanted[o.name].value
             found[o.name][at] = wanted[o.name].variance.sqrt()
@@ -103,12 +105,12 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     if golden is not None:
         given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
         values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
-    return {
-        o.name: Expected(
-            *(t[o.name].view(shapes[o.name]).expand(known[o.name].shape) for t in (values, found))
-        )
+    judged = {
+        o.name: Expected(*(t[o.name].view(shapes[o.name]).expand(known[o.name].shape) for t in (values, found)))
         for o in outputs
     }
+    empty = {name: Expected(t.double(), t.double()) for name, t in known.items() if not t.numel()}
+    return {name: (judged | empty)[name] for name in known if name in judged or name in empty}
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
