@@ -122,6 +122,15 @@ def test_a_stored_number_is_off_by_its_rounding(dtype: torch.dtype) -> None:
     assert float((error / x.square()).mean()) == pytest.approx(rounding(dtype), rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_number_below_the_normal_ones_may_be_zero(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).smallest_normal
+    lost = torch.rand(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * least
+    assert float((lost.square() / stored(lost, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
+    held = torch.finfo(torch.float16).smallest_normal / 2  # programs hold float16's
+    assert float(stored(torch.tensor(held), torch.float16).sqrt()) < held / 1000
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) -> None:
     """Weights and results that are rounded at random: the spread of each number is the size that is expected of it."""
