@@ -27,8 +27,8 @@ Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
-# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and vector
-# exponentials do: an error of up to 2^-126 either way.
+# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and the
+# native core do: an error of up to 2^-126 either way.
 _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
