@@ -79,16 +79,17 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         grade: of the programs whose errors are expected.
 
     Returns:
-        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0.
+        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0, their lse infinity.
     """
     known: dict[str, Tensor] = call.results()
     lanes = {name for name in known if isinstance(call, DenseForward) and name.startswith("softmax_")}
     shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in known.items()}
     # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
-    places = {name: torch.arange(math.prod(shape)).double().view(shape) for name, shape in shapes.items()}
+    places = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
     setting, outputs = setting_of(call, {name: t.expand(known[name].shape) for name, t in places.items()})
     outputs = [replace(o, tensor=known[o.name]) for o in outputs]
-    values, found = ({o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs} for _ in "vs")
+    found = {o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs}
+    values = {o.name: torch.full_like(found[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
         here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
         wanted = computed(setting, unit, here, grade)
