@@ -293,8 +293,12 @@ class Roundings(TorchDispatchMode):
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
     def _held(self, found: Tensor) -> Tensor:
-        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is infinite."""
-        return found.to(torch.float32 if self.dtype == torch.float64 else self.dtype) == found
+        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all of them.
+
+        float64's least number, with which models fill their masks, is -inf with an error.
+        """
+        held = found.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
+        return (held == found) | held.isinf()
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
