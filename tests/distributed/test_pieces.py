@@ -121,7 +121,9 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
     return found, lots
 
 
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 114)) for seed in range(100, 160)]
+)
 def test_partial_results_merge_to_the_whole(seed: int) -> None:
     """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
