@@ -151,9 +151,10 @@ def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) ->
 
 
 def test_errors_of_dropped_keys_move_what_is_kept() -> None:
-    """Large scores, whose errors are in the divisor whether or not their keys are kept, beside drawn roundings."""
-    case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, scale=8.0, keep_prob=0.7, dropout="bits")
+    """Errors of large scores are in the divisor whether or not their keys are kept: beside drawn roundings."""
+    case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, keep_prob=0.7, dropout="bits")
     args = arguments(case)
+    args["query"][..., 0], args["key"][..., 0] = 7.3, 31.7  # every score of a row is larger by the same
     bits = np.unpackbits(args["drop_mask"].numpy(), count=24 * 7, bitorder="little")
     q, k, v = (args[n].double()[:, :, 0][0] for n in ("query", "key", "value"))
     kept = torch.from_numpy(bits).view(24, 7) / 0.7
