@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fused import FusedCase
+from support.fused import arguments as fused_arguments
 
 import fusion_attention as fa
+from fusion_attention.contract import bind
 from fusion_attention.judging.error_bound import Errors, Expected, limit, ratios
-from fusion_attention.judging.expected_error import rounding, stored
+from fusion_attention.judging.expected_error import _flips, rounding, stored
+from fusion_attention.judging.formulas import softmax
+from fusion_attention.judging.outputs import setting_of
+from fusion_attention.ops import RECORDS
 from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
 from fusion_attention.testing.drawn import drawn
 
@@ -163,6 +169,25 @@ def test_errors_of_dropped_keys_move_what_is_kept() -> None:
     ratio = by_draws.size / expected(case, args)["out"].size[0, :, 0].where(by_draws.size > 0, 1.0)
     assert 0.4 < float(ratio.square().mean().sqrt()) < 1.5
     assert float(ratio.amax()) < 3
+
+
+def test_weights_of_integers_flip_by_one() -> None:
+    """Those that errors of their size can turn to the other side of a middle, and no others; the maximum's never."""
+    case = FusedCase(q_len=(200,), kv_len=(40,), dim=32, dim_v=32, full=True)
+    op = RECORDS["npu_fused_infer_attention_score"]
+    assert op.lower is not None
+    call = op.lower(bind(op, fused_arguments(case)))
+    setting, _ = setting_of(call, call.results())
+    s = softmax(setting.block(0, slice(0, 4), slice(0, 200)))
+    c, e = torch.tensor([127.0]).double(), 1e-8
+    flipped, found = torch.zeros_like(s.shown, dtype=torch.bool), _flips(c, s, e, 0.0, torch.float64) > 0
+    generator, own = torch.Generator().manual_seed(5), c * (s.shown - s.top).exp()
+    for _ in range(200):
+        noise = torch.randn(own.shape, dtype=torch.float64, generator=generator) * math.sqrt(e)
+        flipped |= (own * (1 + noise * (s.shown != s.top))).round() != own.round()
+    assert flipped.any()
+    assert not (flipped & ~found).any()
+    assert found.sum() < 5 * flipped.sum() + 5
 
 
 # ------------------------------------------------------------------------------------------------------- local faults
