@@ -106,10 +106,8 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     if golden is not None:
         given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
         values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
-    judged = {
-        o.name: Expected(*(t[o.name].view(shapes[o.name]).expand(known[o.name].shape) for t in (values, found)))
-        for o in outputs
-    }
+    value, size = ({n: t.view(shapes[n]).expand(known[n].shape) for n, t in kind.items()} for kind in (values, found))
+    judged = {o.name: Expected(value[o.name], size[o.name]) for o in outputs}
     empty = {name: Expected(t.double(), t.double()) for name, t in known.items() if not t.numel()}
     return {name: (judged | empty)[name] for name in known if name in judged or name in empty}
 
