@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from support.plain_layers import HEADS, LATENT, plain
 
 import fusion_attention as fa
 from fusion_attention import nn, npu
 from fusion_attention.backends import triton as backend
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem, Problem
 
 DIM, LENGTH = 32, 12
 SIZES: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 5}
-LATENT: dict[str, Any] = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
 Results = dict[str, torch.Tensor]
 
 
 def layer_of(form: str, stage: str) -> nn.SparseAttention:
     torch.manual_seed(0)
     layer: nn.SparseAttention = (
-        nn.SparseLatentAttention(DIM, 2, **LATENT, **SIZES)
+        nn.SparseLatentAttention(DIM, HEADS, **LATENT, **SIZES)
         if form == "latent"
         else nn.SparseSelfAttention(DIM, 2, kv_heads=1, **SIZES)
     )
@@ -31,25 +31,25 @@ def layer_of(form: str, stage: str) -> nn.SparseAttention:
     return layer
 
 
-def results(layer: nn.SparseAttention, x: torch.Tensor, name: str) -> Results:
-    """Output, loss and gradients of a layer on one back end."""
-    rope = nn.rope_table(torch.arange(LENGTH), 6 if isinstance(layer, nn.SparseLatentAttention) else 8)
-    with fa.use_backend(name):
-        out, loss = layer(x, rope=rope)
-        (out.square().mean() + loss).backward()
-    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return {"out": out.detach(), "loss": loss.detach(), **found}
+def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) -> Results:
+    """Output, loss and gradients of a layer."""
+    layer.zero_grad()
+    (out.square().mean() + loss).backward()
+    return {"out": out, "loss": loss} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("form", "stage"), [("grouped", "sparse"), ("latent", "sparse"), ("latent", "warmup")])
 def test_layers(form: str, stage: str) -> None:
     layer = layer_of(form, stage)
-    x = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1))
-    exact = results(copy.deepcopy(layer).double(), x.double(), "golden")
-    measure = results(copy.deepcopy(layer), x, "cpu")
-    for name, mine in results(layer, x, "triton").items():
-        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        beside_plain(f"{form} {stage}: {name}", mine, exact[name], measure[name], LENGTH, terms)
+    x, wide = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1)), copy.deepcopy(layer).double()
+    with fa.use_backend("triton"):
+        got = trained(layer, *layer(x, rope=nn.rope_table(torch.arange(LENGTH), 6 if form == "latent" else 8)))
+
+    def program() -> Results:
+        out, loss = plain(wide, x[0].double())
+        return trained(wide, out[None], loss / LENGTH)
+
+    compare_with(f"{form} {stage}", got, program, draws=16)
 
 
 def rows(*shape: int, seed: int) -> torch.Tensor:
