@@ -1,4 +1,4 @@
-"""Cases of sparse attention and of the indexer: hostile operands, golden's answer, and a plain program's.
+"""Cases of sparse attention and of the indexer: hostile operands, golden's answer, and a witness of it.
 
 The lists of rows are read here once more, entry by entry, from CANN's page: nothing knows the lowering or a back end.
 """
@@ -28,6 +28,7 @@ from fusion_attention.torch_ops.eager import run
 
 Call = TypeVar("Call", bound=Any)
 WILD = 1 << 30  # a page that is not there
+WIDE = torch.float64
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ def indexer_gradients(call: Indexer, dy: Tensor, indices: Tensor, backend: str) 
 promoted = in_float64
 
 
-# --------------------------------------------------------------------------------------------- what rows see, and plain
+# ------------------------------------------------------------------------------------- what rows see, and the witnesses
 
 
 def selected(case: SparseCase, entries: list[int], b: int, row: int) -> list[int]:
@@ -365,45 +366,35 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
                 yield b, head, row, tokens
 
 
-def _nothing(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype) -> Results:
+def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
     """Results of rows that select nothing: zeros, but for the statistics of a sink."""
     stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
-    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=wide)}
-    found |= {name: torch.zeros(*stats, case.heads_q, dtype=wide) for name in ("max", "sum")}
+    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
+    found |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
     if not case.page:
         given = {f"d{name}": args[name] for name in DIFFERENTIABLE}
-        found |= {name: torch.zeros(t.shape, dtype=wide) for name, t in given.items() if t is not None}
+        found |= {name: torch.zeros(t.shape, dtype=WIDE) for name, t in given.items() if t is not None}
     if case.sink:
         for b, rows in enumerate(case.q_len):
             if case.kv_len[b] and rows:
-                part(case, found["max"], "q", b)[:] = args["sinks"].to(wide)
+                part(case, found["max"], "q", b)[:] = args["sinks"].to(WIDE)
                 part(case, found["sum"], "q", b)[:] = 1
     return found
 
 
-def plain(case: SparseCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
-    """The formulas row by row, with gathers: what a straightforward program in `wide` would give.
-
-    With wide=float32 it is the measure of error: P and dS are rounded once for bfloat16, results once.
-    """
-    own: torch.dtype = getattr(torch, case.dtype)
-    low = own if wide == torch.float32 else wide
-    found = _nothing(case, args, wide)
+def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
+    """The formulas row by row, with gathers, in float64: a witness of golden."""
+    found = _nothing(case, args)
     for place in _each_row(case, args):
-        _plain_row(case, args, place, wide, low, found)
+        _plain_row(case, args, place, found)
     for name in ("max", "sum"):
         grouped = found[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
         found[name] = grouped.movedim(-2, 0 if case.packed else 1)
-    return {n: t if n in ("max", "sum", "dsinks") else t.to(low) for n, t in found.items()}
+    return found
 
 
 def _plain_row(
-    case: SparseCase,
-    args: Mapping[str, Any],
-    place: tuple[int, int, int, list[int]],
-    wide: torch.dtype,
-    low: torch.dtype,
-    found: Results,
+    case: SparseCase, args: Mapping[str, Any], place: tuple[int, int, int, list[int]], found: Results
 ) -> None:
     """One row and the query heads of one key head: forward, and its share of every gradient."""
     b, head, row, tokens = place
@@ -411,13 +402,10 @@ def _plain_row(
     heads = slice(head * group, (head + 1) * group)
 
     def row_of(name: str) -> Tensor:
-        return part(case, args[name], "q", b)[row, heads].to(wide)
+        return part(case, args[name], "q", b)[row, heads].to(WIDE)
 
     def gathered(name: str) -> Tensor:
-        return keys_of(case, args, name, b)[tokens, head].to(wide)
-
-    def narrow(weights: Tensor) -> Tensor:
-        return weights.to(low).to(wide) if low == torch.bfloat16 else weights
+        return keys_of(case, args, name, b)[tokens, head].to(WIDE)
 
     def store(name: str, value: Tensor) -> None:
         part(case, found[name], "q", b)[row, heads] = value
@@ -431,11 +419,11 @@ def _plain_row(
     if case.dim_rope:
         q, k = torch.cat((q, row_of("query_rope")), -1), torch.cat((k, gathered("key_rope")), -1)
     scores = case.scale * (q @ k.mT)
-    sink = args["sinks"].to(wide)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
+    sink = args["sinks"].to(WIDE)[heads, None] if case.sink else scores.new_full((group, 1), -math.inf)
     top = torch.maximum(scores.amax(-1, keepdim=True), sink)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True) + (sink - top).exp()
-    out = ((narrow(weights) @ v) / total).to(low).to(wide)
+    out = (weights @ v) / total
     for name, value in (("out", out), ("max", top[:, 0]), ("sum", total[:, 0])):
         store(name, value)
     if case.page:
@@ -443,10 +431,10 @@ def _plain_row(
     p = weights / total
     delta = (dy * out).sum(-1, keepdim=True)
     ds = p * (dy @ v.mT - delta)
-    dq, dk = case.scale * (narrow(ds) @ k), case.scale * (narrow(ds).mT @ q)
+    dq, dk = case.scale * (ds @ k), case.scale * (ds.mT @ q)
     store("dquery", dq[:, : case.dim_qk])
     add("dkey", dk[:, : case.dim_qk])
-    add("dkey" if case.shares_kv else "dvalue", narrow(p).mT @ dy)
+    add("dkey" if case.shares_kv else "dvalue", p.mT @ dy)
     if case.dim_rope:
         store("dquery_rope", dq[:, case.dim_qk :])
         add("dkey_rope", dk[:, case.dim_qk :])
@@ -464,13 +452,9 @@ def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dt
     return scores.masked_fill(key >= ends[:, None], -math.inf)
 
 
-def plain_indexer_gradients(
-    case: IndexerCase, args: Mapping[str, Any], indices: Tensor, wide: torch.dtype = torch.float32
-) -> Results:
-    """The indexer's gradients row by row, with gathers."""
-    own: torch.dtype = getattr(torch, case.dtype)
-    low = own if wide == torch.float32 else wide
-    found = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in ("query", "key", "weights")}
+def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices: Tensor) -> Results:
+    """The indexer's gradients row by row, with gathers, in float64."""
+    found = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             entries = part(case, indices, "q", b)[row].flatten().tolist()
@@ -478,14 +462,12 @@ def plain_indexer_gradients(
             used = next((n for n, e in enumerate(entries) if e == -1 or n >= seen), len(entries))
             slots = [n for n in range(used) if entries[n] < seen]
             at = torch.tensor([entries[n] for n in slots], dtype=torch.int64)
-            q, w = (part(case, args[name], "q", b)[row].to(wide) for name in ("query", "weights"))
-            k = keys_of(case, args, "key", b)[at, 0].to(wide)
-            dy = part(case, args["dy"], "q", b)[row].flatten()[slots].to(wide)
+            q, w = (part(case, args[name], "q", b)[row].to(WIDE) for name in ("query", "weights"))
+            k = keys_of(case, args, "key", b)[at, 0].to(WIDE)
+            dy = part(case, args["dy"], "q", b)[row].flatten()[slots].to(WIDE)
             dots = q @ k.mT
             ds = dy * w[:, None] * (dots > 0)
-            ds = ds.to(low).to(wide) if low == torch.bfloat16 else ds
             part(case, found["dweights"], "q", b)[row] = (dy * dots.relu()).sum(-1)
             part(case, found["dquery"], "q", b)[row] = ds @ k
             part(case, found["dkey"], "kv", b)[:, 0].index_add_(0, at, ds.mT @ q)
-    weights = getattr(torch, case.weights) if wide == torch.float32 else wide
-    return {name: t.to(weights if name == "dweights" else low) for name, t in found.items()}
+    return found
