@@ -17,8 +17,11 @@ from fusion_attention.backends.triton import launch_loss, shapes_loss, shapes_sp
 from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import beside_plain, indexer_loss, sparse
+from fusion_attention.testing import check, indexer_loss, sparse
+from fusion_attention.testing.expected_index import check_index
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
@@ -41,32 +44,39 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
-def attention(case: SparseCase, args: Args) -> tuple[Results, Results, Results]:
-    """(ours, golden, the CPU's), from golden's output and statistics, rounded once."""
+def backward(args: Args) -> tuple[SparseBackward, dict[str, Expected]]:
+    """The call of golden's output and statistics, rounded once, and what it should give."""
     call = sparse.lowered(args)
-    double = sparse.in_float64(call)
-    out, *stats = run(double, "golden").values()
-    out, stats = out.to(call.problem.torch_dtype), [t.float() for t in stats]
-    step = SparseBackward(call, args["dy"], out, *stats)
-    want = SparseBackward(double, args["dy"].double(), out.double(), *(t.double() for t in stats))
-    return run(step, "triton"), run(want, "golden"), run(step, "cpu")
+    want = sparse.expected(call, args["dy"])
+    out, top, total = (want.pop(name).value for name in ("out", "max", "sum"))
+    return SparseBackward(call, args["dy"], out.to(call.problem.torch_dtype), top.float(), total.float()), want
 
 
-def values(case: IndexerCase, args: Args) -> tuple[Results, Results, Results]:
+def attention(case: SparseCase, args: Args) -> Results:
+    """Ours, which differ from golden's by roundings."""
+    step, want = backward(args)
+    found = run(step, "triton")
+    check(case.id, found, want)
+    return found
+
+
+def values(case: IndexerCase, args: Args) -> Results:
     """As attention()."""
-    call, dy, lists = sparse.lowered_indexer(args), args["dy"], args["lists"]
-    want = sparse.indexer_gradients(sparse.promoted(call), dy.double(), lists, "golden")
-    got, measure = (sparse.indexer_gradients(call, dy, lists, name) for name in ("triton", "cpu"))
-    return got, want, measure
+    step = IndexerBackward(sparse.lowered_indexer(args), args["dy"], args["lists"])
+    found = run(step, "triton")
+    check_index(step, {case.id: found})
+    return found
 
 
-def loss(case: LossCase, args: Args) -> tuple[Results, Results, Results]:
+def loss(case: LossCase, args: Args) -> Results:
     """As attention()."""
     call = indexer_loss.lowered(case, args)
-    return run(call, "triton"), run(indexer_loss.in_float64(call), "golden"), run(call, "cpu")
+    found = run(call, "triton")
+    check_index(call, {case.id: found})
+    return found
 
 
-Family = Callable[[Any, Args], tuple[Results, Results, Results]]
+Family = Callable[[Any, Args], Results]
 OF_ATTENTION = ("query", "key", "value", "query_rope", "key_rope", "dy", "sinks")
 OF_VALUES = ("query", "key", "weights", "dy")
 OF_LOSS = ("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
@@ -104,15 +114,6 @@ def places(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
         yield tuple(min(1, n - 1) for n in tensor.shape[:-1])
 
 
-def judge(family: Family, case: Any, args: Args) -> Results:
-    got, want, measure = family(case, args)
-    for name, mine in got.items():
-        # Where the measure itself is not finite it multiplied by zero.
-        plain = torch.where(measure[name].isfinite(), measure[name], want[name].to(mine.dtype))
-        beside_plain(f"{case.id}: {name}", mine, want[name].double(), plain, max(case.kv_len) * 9)
-    return got
-
-
 EVERYDAY = [
     (CASES[0], "key", (1, 0), -math.inf),
     (CASES[3], "query", (1, 1, 1), -math.inf),
@@ -128,7 +129,7 @@ def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tupl
     family, case, _ = what
     args = made(family, case, positive=True)
     args[name][at] = fill
-    judge(family, case, args)
+    family(case, args)
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positiv
             for fill in FILLS:
                 args = cloned(whole)
                 args[name][at] = fill
-                judge(family, case, args)
+                family(case, args)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -153,10 +154,7 @@ def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
     args["key"][0, 11, 0, 0] = 300.0
     args["key"][0, 3, 0, 0] = -math.inf
     args["dy"][0, 2, 1, 1] = -math.inf
-    found, want, _ = attention(case, args)
-    for name, mine in found.items():
-        assert torch.equal(mine.isnan(), want[name].isnan()), name
-        assert torch.equal(mine.isinf(), want[name].isinf()), name
+    found = attention(case, args)
     assert found["dvalue"][0, 3].isfinite().all()
     assert found["dvalue"][0, :, 0, 1].isinf().sum() > 9
 
@@ -167,5 +165,5 @@ def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() ->
     args = made(values, case, positive=False)
     args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
     args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
-    found = judge(values, case, args)
+    found = values(case, args)
     assert all(t.isfinite().all() for t in found.values())

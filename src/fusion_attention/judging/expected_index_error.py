@@ -144,7 +144,7 @@ def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Sprea
     of_p, p_row = target(c.attended, dtype, grade, wide)
     p_row = p_row.masked_fill(~(c.times > 0).any(-1, keepdim=True), 0)  # a sink may take all of a row without keys
     p = _clean(c.p.to(wide))
-    return Spread(of_y, y_row, of_p, p_row, p, (c.times * c.y).to(wide) if c.own else None)
+    return Spread(of_y, y_row, of_p, p_row, p, _clean((c.times * c.y).to(wide)) if c.own else None)
 
 
 def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:

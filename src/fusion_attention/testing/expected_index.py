@@ -6,6 +6,7 @@ The values are the golden back end's, the sizes of errors those of judging.expec
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,11 +31,25 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
     Raises:
         AssertionError: naming who found it, the output, what fails, the coordinates and the values.
     """
+    lists = {who: found for who, found in results.items() if any(KINDS[name] == "indices" for name in found)}
+    wanted = expected_index(call, lists)
+    for who, found in results.items():
+        judged = {name: t for name, t in found.items() if KINDS[name] != "indices"}
+        check(who, judged, wanted)
+
+
+def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
+    """What a call should give beside the keys that it chooses: golden's results, and the sizes of errors.
+
+    Args:
+        call: as check_index() takes it. chosen: results whose keys are judged meanwhile, by what they score.
+    """
     x, golden = setting_of(call), golden_of(call)
+    golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
     sizes = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in golden.items()}
-    views, names = views_of(call, sizes), {KINDS[name]: name for name in golden}
-    lists = {who: views_of(call, found) for who, found in results.items() if "indices" in names}
-    for piece in pieces(x, [*names], KERNEL):
+    views, kinds = views_of(call, sizes), [KINDS[name] for name in golden]
+    lists = {who: views_of(call, found) for who, found in chosen.items()}
+    for piece in pieces(x, kinds, KERNEL):
         if piece.kind == "indices":
             for who, shown in lists.items():
                 scores, wanted = judgeable(x, shown[piece.kind], piece)
@@ -44,10 +59,7 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
             golden["loss"], sizes["loss"] = piece.wanted.value.reshape(1), piece.wanted.variance.sqrt().reshape(1)
         else:
             judgeable(x, views[piece.kind], piece)[0].copy_(piece.wanted.variance.sqrt())
-    for who, found in results.items():
-        assert found.keys() == golden.keys(), f"{who}: {[*found]}, {[*golden]}"
-        judged = {name: t for name, t in found.items() if KINDS[name] != "indices"}
-        check(who, judged, {name: Expected(golden[name], sizes[name]) for name in judged})
+    return {name: Expected(t, sizes[name]) for name, t in golden.items() if KINDS[name] != "indices"}
 
 
 def golden_of(call: Any) -> Results:
