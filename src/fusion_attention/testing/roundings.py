@@ -287,7 +287,8 @@ class Roundings(TorchDispatchMode):
             return total
         size = total.square().div_(3).add_(squares, alpha=1 / 6).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
-        exact = self._held(total)
+        # One term among zeros, or whole numbers of one sign; where terms cancel, a total that is held was not found so.
+        exact = self._held(total) & (total.square() >= squares * (1 - 1e-12))
         if not products:
             exact |= torch.as_tensor(terms <= 1)
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
