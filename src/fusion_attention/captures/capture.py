@@ -23,6 +23,7 @@ from fusion_attention.api import attention
 from fusion_attention.captures.files import FORMAT, OUTPUT, VERSION, packed_bits
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
 from fusion_attention.captures.replay import CaptureError, Replay, replay
+from fusion_attention.captures.results import BACKWARD, FORWARD, OWN, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
@@ -32,29 +33,10 @@ from fusion_attention.waist.dropout import draw_seed
 
 __all__ = ["CaptureError", "Replay", "capture", "replay"]
 
-FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
-BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-OWN = ("out", "max", "sum")
-# What torch_npu's functions return, by how they are called there.
-_RETURNS: dict[str, tuple[str, ...]] = {
-    "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
-    "_grad_v2": ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink"),
-    "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
-    "npu_incre_flash_attention": ("attention_out",),
-}
 _FACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
-
-
-def returned(op: Op) -> tuple[str, ...]:
-    """What a function of torch_npu, or of ours, returns, by the record's names."""
-    return op.results or (OWN if op.name == "attention" else _RETURNS.get(_kind(op.name), FORWARD))
-
-
-def _kind(name: str) -> str:
-    return name.removeprefix("npu_fusion_attention")
 
 
 class capture(Counted):

@@ -15,6 +15,7 @@ import torch
 from fusion_attention.backends import load
 from fusion_attention.captures.files import Recording
 from fusion_attention.captures.gradients import backward_of
+from fusion_attention.captures.results import returned
 from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
@@ -82,8 +83,6 @@ class Recorded:
         Raises:
             JudgeError: one has another shape or kind than the call's, or another name than the operator's.
         """
-        from fusion_attention.captures.capture import returned
-
         known = lowered.results()
         unknown = sorted(self.outputs.keys() - known.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]

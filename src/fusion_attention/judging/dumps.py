@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fusion_attention.captures.files import FORMAT, CaptureError, read
+from fusion_attention.captures.results import returned
 from fusion_attention.contract import Op
 from fusion_attention.judging.calls import JudgeError, Recorded, from_recording, recorded
 from fusion_attention.judging.msprobe import DumpedCall, calls_of
@@ -207,8 +208,6 @@ def _record(operator: str) -> Op:
 
 
 def _results(op: Op) -> tuple[str, ...]:
-    from fusion_attention.captures.capture import returned
-
     return tuple(dict.fromkeys((*returned(op), *(p.name for p in op.tensors(output=True)))))
 
 

@@ -1,0 +1,25 @@
+"""What the functions return that a capture records, by the names of their records."""
+
+from __future__ import annotations
+
+from fusion_attention.contract import Op
+
+FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
+BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
+OWN = ("out", "max", "sum")
+# What torch_npu's functions return, by how they are called there.
+_RETURNS: dict[str, tuple[str, ...]] = {
+    "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
+    "_grad_v2": ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink"),
+    "_grad_v3": ("dq", "dk", "dv", "dpse", "dsink"),
+    "npu_incre_flash_attention": ("attention_out",),
+}
+
+
+def returned(op: Op) -> tuple[str, ...]:
+    """What a function of torch_npu, or of ours, returns, by the record's names."""
+    return op.results or (OWN if op.name == "attention" else _RETURNS.get(_kind(op.name), FORWARD))
+
+
+def _kind(name: str) -> str:
+    return name.removeprefix("npu_fusion_attention")
