@@ -7,8 +7,6 @@ Both are run here from the same weights, and plain torch again in float64, which
     fusion-attention npu --coverage examples/ascend    # which names of torch_npu such files use, and what is missing
 """
 
-import math
-
 from fusion_attention import npu
 
 npu.install()  # before the model file, which looks for torch_npu
@@ -16,7 +14,7 @@ npu.install()  # before the model file, which looks for torch_npu
 import torch  # noqa: E402
 from ascend.model import Config, Model  # noqa: E402
 
-from fusion_attention.testing import beside_plain  # noqa: E402
+from fusion_attention.testing.drawn import compare_with  # noqa: E402
 
 ROWS, RATE = 96, 1e-2
 
@@ -36,14 +34,12 @@ def stepped(device: str, dtype: torch.dtype, config: Config, tokens: torch.Tenso
 
 
 tokens = torch.randint(256, (2, ROWS + 1), generator=torch.Generator().manual_seed(1))
-config = Config(top_k=32)
+config = Config(width=64, latent=128, top_k=32)  # smaller than the chip's, for steps in float64
 fused = stepped("npu", torch.float32, config, tokens)
 eager = stepped("cpu", torch.float32, config, tokens)
-exact = stepped("cpu", torch.float64, config, tokens)
-for name, value in fused.items():
-    cancelled = math.log(config.top_k) if name == "index_loss" else 0.0  # it is a difference of two sums of logarithms
-    beside_plain(name, value, exact[name], eager[name], kv_len=tokens.numel(), terms=cancelled)
-apart = max(((fused[name] - eager[name]).norm() / exact[name].norm()).item() for name in fused)
+# Every number beside float64's; how large its error may be is found by steps in float64 with errors at every rounding.
+compare_with("fused", fused, lambda: stepped("cpu", torch.float64, config, tokens), draws=8)
+apart = max(((fused[name] - eager[name]).norm() / eager[name].norm()).item() for name in fused)
 print(f"fused on npu and eager on cpu: losses {fused['loss']:.6f} + {fused['index_loss']:.6f} and")
 print(f"{eager['loss']:.6f} + {eager['index_loss']:.6f}; {len(fused)} tensors of a step at most {apart:.0e} apart")
 

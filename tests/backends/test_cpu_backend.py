@@ -18,7 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import fusion_attention as fa
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import means
-from fusion_attention.testing import beside_plain
+from fusion_attention.contract import bind
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.ops.training import own
+from fusion_attention.ops.training.run import PlainForward
+from fusion_attention.testing import compare, expected_of
+from fusion_attention.testing.drawn import compare_with
 from fusion_attention.waist.kv import RowView
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
@@ -77,11 +82,10 @@ def test_threads_share_short_sequences(heads: int) -> None:
         found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
     same_bits(found[1:], [found[0]] * 2)
 
-    def by_torch(dtype: torch.dtype) -> torch.Tensor:
-        each = zip(*(t.to(dtype).transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
-        return torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
-
-    beside_plain("out", found[0], by_torch(torch.float64), by_torch(torch.float32), max(lengths))
+    each = zip(*(t.double().transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
+    by_torch = torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
+    call = own.dense_call(bind(own.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths}))
+    compare("out", found[0], Expected(by_torch, expected_of(PlainForward(call))["out"].size))
 
 
 def test_threads_do_not_matter() -> None:
@@ -180,5 +184,5 @@ def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
     order = torch.randperm(256)
     found, turned = means._kept_sum(kept, values), means._kept_sum(kept[:, :, order], values[:, order])
     assert torch.equal(found, turned)
-    added = torch.where(kept[..., None], values[:, None], 0.0)
-    beside_plain("sums", found, added.double().sum(2), added.sum(2), 256)
+    added = torch.where(kept[..., None], values[:, None], 0.0).double()
+    compare_with("sums", found, lambda: added.sum(2), draws=16)

@@ -11,7 +11,7 @@ from support.two_phase import V2, Args, done, handles_of, outputs_of
 from fusion_attention import ContractError, acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
 from fusion_attention.ops import RECORDS
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 pytestmark = pytest.mark.usefixtures("runtime")
 BLANKS = {"empty": torch.zeros(0, dtype=torch.int64), "without dimensions": torch.tensor(3)}
@@ -221,15 +221,15 @@ def test_the_other_start_index_is_zero(pse_type: int, given: str, layout: str) -
     start = {given: 9, other: 0}
     rows, keys = torch.arange(6)[:, None] + start["q_start_idx"], torch.arange(6) + start["kv_start_idx"]
 
-    def formula(dtype: torch.dtype) -> torch.Tensor:
-        q, k, v = (args[n].reshape(2, 6, -1, 8).to(dtype) for n in ("query", "key", "value"))
+    def formula() -> torch.Tensor:
+        q, k, v = (args[n].reshape(2, 6, -1, 8).double() for n in ("query", "key", "value"))
         k, v = (t.repeat_interleave(2, 2) for t in (k, v))
-        distance = (keys - rows).abs().to(dtype)
-        bias = -args["pse"].to(dtype)[:, None, None] * (distance if pse_type == 2 else distance.sqrt())
+        distance = (keys - rows).abs().double()
+        bias = -args["pse"].double()[:, None, None] * (distance if pse_type == 2 else distance.sqrt())
         p = (0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k) + bias).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", p, v).reshape(out["attention_out"].shape)
 
-    beside_plain(name, out["attention_out"], formula(torch.float64), formula(torch.float32), 6)
+    compare_with(name, out["attention_out"], formula)
     back = RECORDS[name.replace("VarLenScore", "UnpaddingScoreGrad").replace("AttentionScore", "AttentionScoreGrad")]
     saved = {"softmax_max": out["softmax_max"], "softmax_sum": out["softmax_sum"], "attention_in": out["attention_out"]}
     gradients = done(back, sample(back, **{**lengths, "dy": (True, "float32")}) | saved)

@@ -1,4 +1,4 @@
-"""distributed.attention() on worlds of one to four beside one process: bits, or the house rule against golden."""
+"""distributed.attention() on worlds of one to four beside one process: bits, or golden by the error bound."""
 
 import inspect
 import weakref
@@ -32,7 +32,7 @@ def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, 
         for what, ours in found.items():
             assert ours.dtype == one(name)[what].dtype
             assert (world > 1 and is_summed(name, what)) or same(ours, one(name)[what]), f"{name}: {what}"
-            judge(name, found)
+        judge(name, found)
 
 
 def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> None:

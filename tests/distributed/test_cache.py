@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from support.worlds import Worlds
 
 import fusion_attention as fa
 import fusion_attention.distributed as far
-from fusion_attention.testing import beside_plain
+from fusion_attention.contract import bind
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.ops.inference import own as record
+from fusion_attention.testing import compare
+from fusion_attention.testing.expected import expected_of, sizes
 
 SIZE, HEADS, DIM = 4, 2, 16
 
@@ -128,20 +133,12 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         how["bias"] = torch.randn(4, 1, slots)
         how["bias"][1, 0, 3::5] = -torch.inf
     got = fa.decode_attention(q, both.shared, return_lse=True, **how)
-    one = fa.decode_attention(q, both.whole, return_lse=True, **how)
-    # Golden reads the rows that the caches give back: stored integers as they were rounded.
-    wide = fa.PagedKVCache(both.heads, DIM, 40, page_size=SIZE, dtype=torch.float64, dim_v=make.get("dim_v"),
-                           shares_kv=both.alone)  # fmt: skip
-    for sequence in sequences:
-        k, v = both.whole.rows(sequence)
-        wide.append([wide.allocate()], k[None].double(), None if both.alone else v[None].double())
-    exact = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in how.items()}
-    golden = fa.decode_attention(q.double(), wide, return_lse=True, backend="golden", **exact)
-    for what, ours, want, plain in zip(("out", "lse"), got, golden, one, strict=True):
-        beside_plain(f"{name}: {what}", ours, want, plain, 30)
+    wanted = expected({"q": q, **how, **both.whole.arguments(sequences)})
+    for what, ours, want in zip(("out", "lse"), got, wanted, strict=True):
+        compare(f"{name}: {what}", ours, want)
     alone = fa.decode_attention(q[1:2], both.shared, sequences=[sequences[1]], return_lse=True, **_of_one(how))
-    for what, ours, want in zip(("out", "lse"), alone, got, strict=True):
-        beside_plain(f"{name}: {what} of one sequence", ours, want[1:2].double(), ours, 30)
+    for what, ours, want in zip(("out", "lse"), alone, wanted, strict=True):
+        compare(f"{name}: {what} of one sequence", ours, want[1:2])
     if 4 % both.world == 0:
         axis = 1 if how.get("layout") == "BNSD" else 2
         own = [t.chunk(both.world, at)[dist.get_rank(group)] for t, at in ((q, axis), (got[0], axis), (got[1], 1))]
@@ -149,6 +146,17 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
             far.decode_attention(own[0], both.shared, own_heads=True, return_lse=True, **how), tuple(own[1:]), name
         )
     return got
+
+
+def expected(args: dict[str, Any]) -> tuple[Expected, Expected]:
+    """(out, lse) of decode_attention's arguments by canonical name."""
+    call = replace(record.lower(bind(record.RECORD, args)), names=record.RESULTS)
+    found = expected_of(call)
+    filled = call.fill(call.results())
+    filled.begin()
+    size = sizes(call.problem, call.extents, filled.operands[0])["lse"]
+    value = found["max"].value + found["sum"].value.log()
+    return found["out"], Expected(value, size.view(value.shape))
 
 
 def _of_one(how: dict[str, Any]) -> dict[str, Any]:

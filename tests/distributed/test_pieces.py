@@ -14,13 +14,13 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.native_dense import VARIANTS
-from support.pieces import Call, draw, each, place, run, subset
+from support.pieces import Call, draw, each, expected, place, run, subset
 
 import fusion_attention.plan as plans
 from fusion_attention.backends import cpu
 from fusion_attention.distributed import pieces
 from fusion_attention.distributed.pieces import Gradients
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing import compare
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 from fusion_attention.waist.problem import CUT
@@ -95,15 +95,15 @@ def test_golden_knows_parts(seed: int) -> None:
     """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
-    exact, one, whole, cuts = run(call, "golden"), run(call), call.whole(), cuts_of(rng)
+    whole, cuts = call.whole(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
     found = pieces.forward(whole, rows, keys, backend="golden", partial=True)
     if whole.sink is not None:
         join_sink(found, whole.sink)
+    wanted = expected(call)["out"].map(call.tokens)
     for piece in each(call.pieces("q")):
         b, at = place(piece)
-        want, plain = (call.tokens(t["out"])[b, at] for t in (exact, one))
-        beside_plain("out", found.out[b, at].to(call.dout.dtype), want, plain, max(call.args["kv_len"]))
+        compare("out", found.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
@@ -121,12 +121,13 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
     return found, lots
 
 
-@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 114)) for seed in range(100, 160)]
+)
 def test_partial_results_merge_to_the_whole(seed: int) -> None:
-    """Against golden no further off than one process is; statistics of the whole serve gradients of any keys."""
+    """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
-    whole, longest = call.whole(), max(call.args["kv_len"])
-    one, golden = run(call), run(call, "golden")
+    whole, wanted = call.whole(), expected(call)
     found, lots = merged(call, rng)
     covered = call.pieces("q")
     ours = {"out": found.out.to(call.dout.dtype)}
@@ -134,21 +135,18 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
     saved = pieces.Saved(call.tokens(call.dout), ours["out"], found.max, found.sum)
     added: dict[str, Any] = {}
     for lot in lots:
-        g = pieces.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in golden)
+        g = pieces.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
         for name, t in vars(g).items():
             if t is not None:
                 assert t.dtype == torch.float32 or (name == "dbias" and whole.owns_bias)
                 added[name] = added[name] + t if name in added else t
-    ours |= {name: t.to(one[name].dtype) for name, t in added.items()}
-    judged = one.keys() - {"max", "sum", "dsink"}  # one number for thousands of rows, and the others' business
-    assert ours.keys() == judged
-    for name in judged:
+    dtypes = {"dbias": call.args["bias"].dtype} if "dbias" in wanted else {}
+    ours |= {name: t.to(dtypes.get(name, call.dout.dtype)) for name, t in added.items()}
+    assert ours.keys() == wanted.keys() - {"max", "sum", "lse", "dsink"}  # statistics are below, a sink's is no piece's
+    for name in ours:
         of_rows = name in ("out", *ROW_GRADIENTS, *KEY_GRADIENTS)
-        want, plain = (call.tokens(t[name]) if of_rows else t[name] for t in (golden, one))
-        beside_plain(name, ours[name], want, plain, longest)
+        compare(name, ours[name], wanted[name].map(call.tokens) if of_rows else wanted[name])
+    lse = wanted["lse"].map(call.tokens)
     for piece in each(covered):
         b, at = place(piece)
-        stats = [call.tokens(t)[b, at] for t in (golden["max"], golden["sum"].log(), one["max"], one["sum"].log())]
-        terms = float(sum(t.abs().nan_to_num(posinf=0).amax() for t in stats[:2]))
-        lse = (found.max + found.sum.log())[b, at]
-        beside_plain("lse", lse, stats[0] + stats[1], stats[2] + stats[3], longest, terms)
+        compare("lse", (found.max + found.sum.log())[b, at], lse[b, at])

@@ -10,7 +10,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 N1, N2, D, DV, SLOTS = 4, 2, 16, 8, 16
 ROWS, KEYS = torch.tensor([2, 0, 5, 3]), torch.tensor([20, 0, 31, 16])
@@ -21,6 +21,7 @@ Q, K = torch.randn(T, N1, D, generator=GENERATOR), torch.randn(T, N2, D, generat
 V = torch.randn(T, N2, DV, generator=GENERATOR)
 PAGES, VALUES = (torch.randn(8, SLOTS, N2, n, generator=GENERATOR) for n in (D, DV))
 SCALE = 0.3
+DRAWS = 12
 Seen = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
 
 
@@ -35,17 +36,14 @@ def causal(rows: torch.Tensor) -> Seen:
 def loop(
     q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], rows: torch.Tensor, seen: Seen
 ) -> torch.Tensor:
-    """Attention row by row and head by head, in the dtype of q."""
+    """Attention row by row, in the dtype of q."""
     out, start = [], 0
     for b, count in enumerate(rows.tolist()):
-        k, v = keys[b].to(q.dtype), values[b].to(q.dtype)
+        shared = q.shape[1] // keys[b].shape[1]
+        k, v = (t[b].to(q.dtype).repeat_interleave(shared, 1).transpose(0, 1) for t in (keys, values))
         for i in range(count):
-            heads = []
-            for h in range(q.shape[1]):
-                group = h * k.shape[1] // q.shape[1]
-                scores = (k[:, group] @ q[start + i, h]) * SCALE
-                heads.append(scores.masked_fill(~seen(b, i, len(k)), -math.inf).softmax(0) @ v[:, group])
-            out.append(torch.stack(heads))
+            scores = (k @ q[start + i].unsqueeze(2)).mT * SCALE
+            out.append((scores.masked_fill(~seen(b, i, k.shape[1]), -math.inf).softmax(2) @ v).squeeze(1))
         start += count
     return torch.stack(out)
 
@@ -59,8 +57,7 @@ def packed(rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, seen: Seen, q: torch.Tensor = Q) -> None:
-    want = loop(q.double(), keys, values, rows, seen)
-    beside_plain("out", out, want, loop(q, keys, values, rows, seen).to(out.dtype), 64)
+    compare_with("out", out, lambda: loop(q.double(), keys, values, rows, seen), draws=DRAWS)
 
 
 def room(rows: int = T, dim: int = DV) -> torch.Tensor:
@@ -171,17 +168,17 @@ def test_rows_are_stored_in_pieces_of_another_dtype() -> None:
 @pytest.mark.parametrize("neox", [False, True])
 def test_positions_turn_rows(neox: bool) -> None:
     angles = torch.rand(40, D // 2, generator=GENERATOR)
-    table, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 40, (T,), generator=GENERATOR)
+    cos, sin, positions = angles.cos(), angles.sin(), torch.randint(0, 40, (T,), generator=GENERATOR)
     query, key = Q.flatten(1).clone(), K.clone()
-    npu._npu_rotary_embedding(positions, query, key, D, table, neox)
-    for found, rows in ((query.view(T, N1, D), Q), (key, K)):
+    npu._npu_rotary_embedding(positions, query, key, D, torch.cat((cos, sin), -1), neox)
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
         pairs = rows.double().unflatten(-1, (2, -1)).mT if neox else rows.double().unflatten(-1, (-1, 2))
-        turned = torch.view_as_real(
-            torch.view_as_complex(pairs.contiguous())
-            * torch.polar(torch.ones(T, 1, 8).double(), angles.double()[positions][:, None])
-        )
-        want = (turned.mT if neox else turned).flatten(-2)
-        beside_plain("rows", found, want, want.float(), 4)
+        turns = torch.complex(cos.double(), sin.double())[positions].unsqueeze(1)
+        found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+        return (found.mT if neox else found).flatten(-2)
+
+    compare_with("[query, key]", [query.view(T, N1, D), key], lambda: [turned(Q), turned(K)])
 
 
 def call(name: str, **changes: Any) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 X = torch.randn(6, 7, generator=torch.Generator().manual_seed(5))
 Y = torch.tensor([0, 3, -100, 6, 2, 2])
+DRAWS = 16
 WEIGHT = torch.linspace(0.1, 1, 7)
 
 
@@ -28,19 +29,21 @@ def test_a_loss_and_its_gradient_are_torchs(
         return F.cross_entropy(x, y, w, ignore_index=ignored, reduction=reduction, label_smoothing=smoothing)
 
     y = Y.where(Y != -100, ignored)
-    x, wide = X.clone().requires_grad_(), X.double().requires_grad_()
+    x = X.clone().requires_grad_()
     loss, log_prob, zloss, lse = npu.npu_cross_entropy_loss(x, y, weight, reduction, ignored, smoothing)
-    want = golden(wide)
     assert loss.shape == ((6,) if reduction == "none" else (1,))
     assert (zloss.numel(), lse.numel(), log_prob.requires_grad) == (0, 0, False)
-    beside_plain("loss", loss.detach(), want.detach().reshape(loss.shape), golden(X).reshape(loss.shape), 7 * 6)
-    beside_plain("log_prob", log_prob, X.double().log_softmax(1), X.log_softmax(1), 7)
     dy = torch.linspace(1, 2, loss.numel()).reshape(loss.shape)
     (dx,) = torch.autograd.grad(loss, x, dy)
-    (dwide,) = torch.autograd.grad(want, wide, dy.double().reshape(want.shape))
-    beside_plain("gradient", dx, dwide, dwide.float(), 7 * 6)
     again = npu.npu_cross_entropy_loss_backward(dy, log_prob, y, weight, None, None, reduction, ignored, smoothing)
-    beside_plain("backward", again, dwide, dwide.float(), 7 * 6)
+
+    def program() -> list[torch.Tensor]:
+        wide = X.double().requires_grad_()
+        want = golden(wide).reshape(loss.shape)
+        (dwide,) = torch.autograd.grad(want, wide, dy.double())
+        return [want, wide.log_softmax(1), dwide, dwide]
+
+    compare_with("[loss, log_prob, gradient, backward]", [loss, log_prob, dx, again], program, draws=DRAWS)
 
 
 def test_half_precision_is_rounded_once() -> None:

@@ -7,16 +7,10 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 T, K, E, H = 7, 2, 5, 4
-TERMS = 8
-
-
-def close(ours: torch.Tensor, want: torch.Tensor) -> None:
-    """Against what float64 makes of the same numbers; a few terms are summed."""
-    golden = want.detach().double()
-    beside_plain("result", ours.detach(), golden, golden.float(), TERMS)
+DRAWS = 16
 
 
 def routes() -> torch.Tensor:
@@ -42,14 +36,19 @@ def test_permute_and_back(kept: int | None, dtype: torch.dtype) -> None:
     probs = torch.rand(T, K, dtype=torch.float64).float().requires_grad_()
     out = npu.npu_moe_token_unpermute(rows, places, probs)
     there = torch.tensor([[place < len(wanted) for place in row] for row in places.view(T, K).tolist()])
-    want = tokens.detach().double() * (probs.double() * there).sum(1, keepdim=True)
-    close(out, want.float())
     dy = torch.randn_like(out)
     dtokens, dprobs = torch.autograd.grad(out, (tokens, probs), dy, retain_graph=True)
-    close(dprobs, (dy * tokens).sum(1, keepdim=True) * there)
     drows, again = npu.npu_moe_token_unpermute_grad(rows.detach(), dy, places, probs.detach())
-    close(again, dprobs)
-    close(npu.npu_moe_token_permute_grad(tokens, drows, ids, places), dtokens)
+    other = npu.npu_moe_token_permute_grad(tokens, drows, ids, places)
+
+    def golden() -> list[torch.Tensor]:
+        leaves = x, p = [t.detach().double().requires_grad_() for t in (tokens, probs)]
+        want = (x.unsqueeze(1) * (p * there).unsqueeze(2)).sum(1)
+        dx, dp = torch.autograd.grad(want, leaves, dy.double())
+        return [want, dx, dp, dx, dp]
+
+    names = "[out, dtokens, dprobs, dtokens again, dprobs again]"
+    compare_with(names, [out, dtokens, dprobs, other, again], golden, draws=DRAWS)
 
 
 def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
@@ -88,12 +87,15 @@ def test_with_a_map(pads: bool) -> None:
     back = npu.npu_moe_token_unpermute_with_routing_map(
         rows, places, [T, H], probs=probs, routing_map=where, drop_and_pad=pads
     )
-    total = torch.zeros(T, dtype=torch.float64)
-    for e, t in pairs:
-        total[t] += probs[t, e].item()
-    close(back, (tokens.double() * total.unsqueeze(1)).float())
+
+    def golden() -> torch.Tensor:
+        x, p = tokens.detach().double(), probs.detach().double()
+        zero = torch.zeros(H, dtype=torch.float64)
+        return torch.stack([sum((x[t] * p[t, e] for e, u in pairs if u == t), zero) for t in range(T)])
+
+    compare_with("back", back, golden, draws=DRAWS)
     (dtokens,) = torch.autograd.grad(rows.sum(), tokens)
-    close(dtokens[:, 0], torch.tensor([sum(t == u for _, u in pairs) for t in range(T)]).float())
+    assert dtokens[:, 0].tolist() == [sum(t == u for _, u in pairs) for t in range(T)]
 
 
 def test_gating_by_groups() -> None:
@@ -101,22 +103,28 @@ def test_gating_by_groups() -> None:
     y, expert, out = npu.npu_moe_gating_top_k(
         x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5
     )
+    chosen = []
     for t in range(T):
         scores = (1 / (1 + (-x[t].double()).exp())).tolist()
         biased = [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
         groups = sorted(range(4), key=lambda g: -(biased[2 * g] + biased[2 * g + 1]))[:2]
         best = sorted((e for e in range(8) if e // 2 in groups), key=lambda e: -biased[e])[:3]
         assert expert[t].tolist() == best
-        chosen = torch.tensor([scores[e] for e in best], dtype=torch.float64)
-        close(y[t], (2.5 * chosen / chosen.sum()).float())
-    close(out, x.sigmoid())
+        chosen.append(best)
+
+    def golden() -> tuple[torch.Tensor, torch.Tensor]:
+        scores = x.double().sigmoid()
+        picked = scores.gather(1, torch.tensor(chosen))
+        return 2.5 * picked / picked.sum(1, keepdim=True), scores
+
+    compare_with("(y, out)", (y, out), golden, draws=DRAWS)
 
 
 def test_gating_by_softmax_marks_finished_tokens() -> None:
     x, finished = torch.randn(2, T, E), torch.rand(2, T) < 0.5
     y, expert, row = npu.npu_moe_gating_top_k_softmax(x, finished, 2)
-    values, index = x.double().softmax(-1).topk(2)
-    close(y, values.float())
+    index = x.topk(2).indices
+    compare_with("y", y, lambda: x.double().softmax(-1).gather(-1, index), draws=DRAWS)
     assert torch.equal(expert, torch.where(finished.unsqueeze(-1), E, index).int())
     assert row.reshape(-1, 2)[:, 1].tolist() == list(range(2 * T, 4 * T))
 
@@ -142,11 +150,13 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
     given = {2: places, 0: places.view(T, K).T.flatten()}
     for mode, found in given.items():
         out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, found, ids, mode)
-        want = skip.double().clone()
-        for i in range(T * K):
-            row = x[i // K] if i in order else torch.zeros(H)
-            want[i // K] += scales.flatten()[i].double() * (row.double() + bias[ids.flatten()[i]].double())
-        close(out, want.float())
+
+        def golden() -> torch.Tensor:
+            there = torch.tensor([i in order for i in range(T * K)]).view(T, K, 1)
+            given = x.double().unsqueeze(1) * there + bias.double()[ids.long()]
+            return skip.double() + (scales.double().unsqueeze(2) * given).sum(1)
+
+        compare_with("out", out, golden, draws=DRAWS)
 
 
 def test_init_routing_quantises_rows() -> None:

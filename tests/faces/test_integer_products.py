@@ -8,16 +8,10 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.npu.companions.products import ACTIVATIONS
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 M, K, N, E = 9, 16, 6, 3
-TERMS = 64
-
-
-def close(ours: torch.Tensor, want: torch.Tensor) -> None:
-    """Against what float64 makes of the same numbers; a few terms are summed."""
-    golden = want.detach().double()
-    beside_plain("result", ours.detach(), golden, golden.float(), TERMS)
+DRAWS = 16
 
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
@@ -71,15 +65,17 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
     given = torch.tensor(ends if kind == 0 else [4, 0, 3])
     call: dict[str, Any] = {"group_list": given, "group_list_type": kind, "group_type": 0}
     (y,) = npu.npu_grouped_matmul([x], [weight], **call, split_item=2)
-    want = torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(of_groups(ends))] + [torch.zeros(2, N)])
-    close(y, want)
     dy = torch.randn_like(y)
-    found = (torch.autograd.grad(out, (x, weight), dy) for out in (y, want))
-    for got, wanted in zip(*found, strict=True):
-        close(got, wanted)
     parts = npu.npu_grouped_matmul([x], list(weight.unbind()), **call)
-    for part, (a, b) in zip(parts, of_groups(ends), strict=True):
-        close(part, want[a:b])
+
+    def golden() -> list[Any]:
+        wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+        want = [wide[0][a:b] @ wide[1][i] for i, (a, b) in enumerate(of_groups(ends))]
+        whole = torch.cat([*want, torch.zeros(2, N).double()])
+        return [whole, *torch.autograd.grad(whole, wide, dy.double()), want]
+
+    ours = [y, *torch.autograd.grad(y, (x, weight), dy), parts]
+    compare_with("[y, dx, dweight, parts]", ours, golden, draws=DRAWS)
     listed = npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2)
     same_bits(listed[0], y)
 
@@ -87,10 +83,15 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
 def test_groups_of_sums_and_lists() -> None:
     x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
     (found,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
-    close(found, torch.stack([x[a:b].T @ dy[a:b] for a, b in of_groups(ends)]))
+    wide, dwide = x.double(), dy.double()
+    compare_with(
+        "sums", found, lambda: torch.stack([wide[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
+    )
     xs, weights = [torch.randn(2, 3, K), torch.randn(1, 5, 4)], [torch.randn(K, N), torch.randn(4, 2)]
-    for got, a, b in zip(npu.npu_grouped_matmul(xs, weights, group_type=-1), xs, weights, strict=True):
-        close(got, a @ b)
+    listed = npu.npu_grouped_matmul(xs, weights, group_type=-1)
+    compare_with(
+        "list", listed, lambda: [a.double() @ b.double() for a, b in zip(xs, weights, strict=True)], draws=DRAWS
+    )
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -101,9 +102,14 @@ def test_integers_in_groups(act: int) -> None:
     call: dict[str, Any] = {"group_list": torch.tensor(ends), "group_type": 0, "split_item": 3, "act_type": act}
     x = torch.randn(M, K)
     (y,) = npu.npu_grouped_matmul([x], [weight], bias=[bias], antiquant_scale=[scale], antiquant_offset=[shift], **call)
-    wide = (weight.double() + shift.unsqueeze(1)) * scale.unsqueeze(1)
-    want = torch.cat([x[a:b].double() @ wide[i] + bias[i] for i, (a, b) in enumerate(of_groups(ends))])
-    close(y, ACTIVATIONS[act](want).float())
+
+    def golden() -> torch.Tensor:
+        wide = (weight.double() + shift.double().unsqueeze(1)) * scale.double().unsqueeze(1)
+        rows = [x[a:b].double() @ wide[i] + bias[i].double() for i, (a, b) in enumerate(of_groups(ends))]
+        found: torch.Tensor = ACTIVATIONS[act](torch.cat(rows))
+        return found
+
+    compare_with("y", y, golden, draws=DRAWS)
     rows, per_token = torch.randint(-127, 128, (M, K)).to(torch.int8), torch.rand(M)
     (y,) = npu.npu_grouped_matmul(
         [rows], [weight], scale=[scale], per_token_scale=[per_token], output_dtype=torch.bfloat16, **call
@@ -119,7 +125,14 @@ def test_a_trace_meets_all_matrices() -> None:
         return npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0]
 
     compiled = torch.compile(grouped, backend="aot_eager", fullgraph=True)
-    close(compiled(x, weight, ends), grouped(x, weight, ends))
+    first, last = x[:4].double(), x[4:7].double()
+    wide = weight.double()
+    compare_with(
+        "(compiled, eager)",
+        (compiled(x, weight, ends), grouped(x, weight, ends)),
+        lambda: (torch.cat((first @ wide[0], last @ wide[2], torch.zeros(2, N).double())),) * 2,
+        draws=DRAWS,
+    )
 
 
 @pytest.mark.parametrize(

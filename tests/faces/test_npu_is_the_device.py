@@ -10,7 +10,7 @@ import torch
 from support.surroundings import there
 
 from fusion_attention import npu
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 # Expressions of programs for the chip; x is a tensor there, y one on the CPU, m a module there, d its device.
 YES = (
@@ -99,8 +99,7 @@ def test_a_program_takes_its_branch_for_the_chip(names: dict[str, Any]) -> None:
     q = torch.randn(1, 2, 4, 16)
     (way, out), (other, want) = attend(q.npu()), attend(q)
     assert (way, other, out.device.type) == ("fused", "eager", "npu")
-    exact = attend(q.double())[1]
-    beside_plain("out", out.cpu(), exact, want, 4)
+    compare_with("(fused, eager)", (out.cpu(), want), lambda: (attend(q.double())[1],) * 2)
 
 
 def test_installed_for_the_host_it_keeps_the_hosts_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.on_gpu import copied
+from support.plain_layers import plain
 
 import fusion_attention as fa
 from fusion_attention import nn
 from fusion_attention.backends.triton import launch_sparse_backward
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import beside_plain, indexer_loss, sparse
+from fusion_attention.testing import check, indexer_loss, sparse
+from fusion_attention.testing.drawn import compare_with
+from fusion_attention.testing.expected_index import check_index
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
@@ -57,9 +61,8 @@ def compute(case: SparseCase, args: dict[str, Any]) -> Results:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_lists(case: SparseCase) -> None:
     args = sparse.arguments(case)
-    want, measure = sparse.golden(case, args), sparse.plain(case, args)
-    for name, mine in compute(case, args).items():
-        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(max(case.kv_len) * 2, case.dim_v))
+    want = sparse.expected(sparse.lowered(args), None if case.page else args["dy"])
+    check(case.id, compute(case, args), want)
 
 
 def test_gradients_have_the_same_bits_in_every_run_and_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +101,9 @@ def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
 def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(replace(case, exact=False))
     call, dy = sparse.lowered_indexer(args), args["dy"]
-    wide = sparse.promoted(call)
-    indices, _ = sparse.chosen(wide, "golden")
-    want = sparse.indexer_gradients(wide, dy.double(), indices, "golden")
-    measure = sparse.plain_indexer_gradients(case, args, indices)
+    indices, _ = sparse.chosen(sparse.promoted(call), "golden")
     found = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
-    for name, mine in found.items():
-        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+    check_index(IndexerBackward(call, dy, indices), {case.id: found})
 
 
 LOSSES = [
@@ -117,32 +116,32 @@ LOSSES = [
 
 @pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
 def test_losses(case: LossCase) -> None:
-    args = indexer_loss.arguments(case)
-    want, measure = indexer_loss.golden(case, args), indexer_loss.plain(case, args)
-    found = home(run(on_gpu(indexer_loss.lowered(case, args)), "triton"))
-    for name, mine in found.items():
-        beside_plain(
-            f"{case.id}: {name}", mine, want[name], measure[name], sum(case.q_len), 2.0 if name == "loss" else 0.0
-        )
+    call = indexer_loss.lowered(case, indexer_loss.arguments(case))
+    check_index(call, {case.id: home(run(on_gpu(call), "triton"))})
+
+
+def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) -> Results:
+    """Output and gradients of a layer."""
+    layer.zero_grad()
+    (out.square().mean() + loss).backward()
+    return {"out": out.detach()} | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("stage", ["warmup", "sparse"])
-def test_a_layer_captured_by_no_graph_learns_as_on_the_cpu(stage: str) -> None:
+def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) -> None:
     torch.manual_seed(0)
     layer = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64)
     nn.set_stage(layer, stage)
-    x, rope = torch.randn(1, 200, 256), nn.rope_table(torch.arange(200), 16)
-    found: dict[str, Results] = {}
-    for device, name in (("cpu", "golden"), ("cpu", "cpu"), ("cuda", "triton")):
-        one = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64).to(device)
-        one.load_state_dict(layer.state_dict())
-        nn.set_stage(one, stage)
-        with fa.use_backend(name):
-            out, loss = one(x.to(device), rope=tuple(t.to(device) for t in rope))
-            (out.square().mean() + loss).backward()
-        found[name] = home({n: p.grad for n, p in one.named_parameters() if p.grad is not None}) | {"out": out.cpu()}
-    for name, mine in found["triton"].items():
-        beside_plain(name, mine.detach(), found["golden"][name].double().detach(), found["cpu"][name].detach(), 200)
+    x, rope, wide = torch.randn(1, 200, 256), nn.rope_table(torch.arange(200), 16), copy.deepcopy(layer).double()
+    layer.cuda()
+    with fa.use_backend("triton"):
+        got = home(trained(layer, *layer(x.cuda(), rope=tuple(t.cuda() for t in rope))))
+
+    def program() -> Results:
+        out, loss = plain(wide, x[0].double(), 16)
+        return trained(wide, out[None], loss / 200)
+
+    compare_with(stage, got, program, draws=16)
 
 
 def test_a_run_does_not_wait_for_the_gpu() -> None:

@@ -15,7 +15,7 @@ from fusion_attention.ops.fused import records as fused
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.plan import compute
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing import check, expected_of
 from fusion_attention.torch_ops import dispatch
 
 HOST = torch.device("cpu")
@@ -64,14 +64,10 @@ def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
 def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
     call = lowered(case)
     assert cpu.reasons_against(call.problem, HOST) == []
-    got, want, plain = run(call, "cpu"), run(wide(call), "golden"), answer(case, torch.float32)
-    assert got[0].dtype == (torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype))
-    keys = case.prefix + max(case.kv_len)
-    for name, ours, golden, measure in zip(("out", "lse"), got, want, plain, strict=True):
-        if name == "out" and case.out:
-            assert (ours.double() - golden.double()).abs().max() <= 1
-        else:
-            beside_plain(f"{case.id}: {name}", ours, golden.double(), measure.to(ours.dtype), keys)
+    got, want = (dict(zip(call.results(), run(*one), strict=True)) for one in ((call, "cpu"), (wide(call), "golden")))
+    dtype = torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype)
+    assert got["attention_out"].dtype == dtype
+    check(case.id, got, expected_of(call, want))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -131,9 +127,9 @@ def test_packed_rows_without_heads(case: FusedCase) -> None:
     args = words(case, fused.TORCH_PFA)
     assert args is not None
     call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
-    want, plain = (answer(case, dtype)[0] for dtype in (torch.float64, torch.float32))
+    want, _ = answer(case)
     torch.testing.assert_close(run(wide(call), "golden")[0], want, rtol=1e-12, atol=1e-12)
-    beside_plain(case.id, run(call, "cpu")[0], want, plain.to(call.q.dtype), max(case.kv_len))
+    check(case.id, {"attention_out": run(call, "cpu")[0]}, expected_of(call, {"attention_out": want}))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -1,5 +1,6 @@
 """The calls of fused inference attention that serving programs make, verbatim but for their sizes, against golden."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ from support.bits import same_bits
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.testing import beside_plain
+from fusion_attention.contract import bind
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.ops import RECORDS
+from fusion_attention.testing import compare, expected_of
 
 Tensor = torch.Tensor
 Call = tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]
@@ -196,13 +200,13 @@ CALLS = [
 ]
 
 
-def widened(value: Any) -> Any:
-    """The same numbers with room for what golden makes of them; of pieces, twice as many."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    if value.dim() == 5:
-        value = value.unflatten(-1, (2, -1)).movedim(-2, 3).flatten(2, 3)
-    return value.float()
+def expected(function: Callable[..., Any], *given: Any, **named: Any) -> list[Expected]:
+    """What a call should give, in its results' order."""
+    op = RECORDS[function.__name__]
+    said = inspect.signature(function).bind(*given, **named).arguments
+    args = {p.name: said[p.shown] for p in op.params if p.shown in said}
+    assert op.lower is not None
+    return [*expected_of(op.lower(bind(op, args))).values()]
 
 
 @pytest.mark.filterwarnings("error::fusion_attention.ContractWarning")
@@ -210,12 +214,10 @@ def widened(value: Any) -> Any:
 def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
     function, given, named = made()
     found = function(*given, **named)
-    with fa.use_backend("golden"):
-        wanted = function(*map(widened, given), **{name: widened(value) for name, value in named.items()})
-    pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
-    for ours, golden in pairs:
+    results = found if isinstance(found, tuple) else (found,)
+    for ours, wanted in zip(results, expected(function, *given, **named), strict=True):
         assert ours.dtype in (torch.bfloat16, torch.float32)
-        beside_plain(made.__name__, ours, golden.double(), golden.to(ours.dtype), 128)
+        compare(made.__name__, ours, wanted)
 
 
 @pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
@@ -270,10 +272,7 @@ def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None
     )
     floats = laid(stored["query"] * q_scale[..., None]), latent * k_scale
     ropes = {"query_rope": laid(q_rope), "key_rope": laid(k_rope)}
-    plain, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
-    with fa.use_backend("golden"):
-        golden, _ = FIA_V2(floats[0], floats[1], floats[1], **ropes, **given)
-    beside_plain(layout, ours, golden.double(), plain, 512)
+    compare(layout, ours, expected(FIA_V2, floats[0], floats[1], floats[1], **ropes, **given)[0])
 
 
 def test_scales_that_do_not_fit_a_rope_part() -> None:

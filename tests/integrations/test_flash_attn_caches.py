@@ -10,9 +10,10 @@ from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 from fusion_attention.integrations import flash_attn as door
 from fusion_attention.integrations.flash_attn import bert_padding, rotary
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
+DRAWS = 12
 CACHES = ("rows", "pages", "cache_batch_idx", "cache_leftpad")
 
 
@@ -60,19 +61,16 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
     same_bits(stored, want)
 
-    def call(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def golden() -> tuple[Tensor, Tensor]:
         found = []
         for b, length in enumerate(before):
             seen = slice(0 if pad is None else int(pad[b]), length + new)
             row = b if batch_idx is None else int(batch_idx[b])
-            sides = [t[row, seen].to(dtype) for t in want]
-            found.append(formula(q[b].to(dtype), *sides, **of_sequence(how, b)))
+            sides = [t[row, seen].double() for t in want]
+            found.append(formula(q[b].double(), *sides, **of_sequence(how, b)))
         return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
 
-    for what, mine, golden, plain in zip(
-        ("out", "lse"), (out, lse), call(torch.float64), call(torch.float32), strict=True
-    ):
-        beside_plain(what, mine, golden, plain, 12)
+    compare_with("(out, lse)", (out, lse), golden, draws=DRAWS)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -82,27 +80,34 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
     caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
     angles = torch.rand(12, 4) * 6
     cos, sin, lengths = angles.cos(), angles.sin(), torch.tensor([5, 2], dtype=torch.int32)
-    one, other = [t.clone() for t in caches], [t.clone() for t in caches]
-    out = door.flash_attn_with_kvcache(q, *one, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how)
-    turned_k = by_complex_numbers(k, angles, lengths, interleaved)
-    turned_q = by_complex_numbers(q, angles, lengths, interleaved, each=bool(how))
-    want = door.flash_attn_with_kvcache(turned_q, *other, turned_k, v, cache_seqlens=lengths, **how)
-    for a, b in ((one[0], other[0]), (one[1], other[1]), (out, want)):
-        beside_plain("rotated", a, b.double(), b + b.abs() * 2.0**-22, 12)
+    held = [t.clone() for t in caches]
+    out = door.flash_attn_with_kvcache(q, *caches, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how)
+
+    def golden() -> tuple[Tensor, Tensor, Tensor]:
+        turned_q = by_complex_numbers(q.double(), cos, sin, lengths, interleaved, each=bool(how))
+        turned_k = by_complex_numbers(k.double(), cos, sin, lengths, interleaved)
+        keys, values = (t.double() for t in held)
+        found = []
+        for b, n in enumerate(lengths.tolist()):
+            keys[b, n : n + 3], values[b, n : n + 3] = turned_k[b], v[b].double()
+            found.append(formula(turned_q[b], keys[b, : n + 3], values[b, : n + 3], **how)[0])
+        return torch.stack(found), keys, values
+
+    compare_with("(out, keys, values)", (out, *caches), golden, draws=DRAWS)
 
 
-def by_complex_numbers(x: Tensor, angles: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True) -> Tensor:
+def by_complex_numbers(
+    x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, interleaved: bool, *, each: bool = True
+) -> Tensor:
     """A rotation written another way: pairs of elements as complex numbers, in float64."""
-    size = 2 * angles.shape[1]
+    size = 2 * cos.shape[1]
     steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.long)
-    turn = torch.polar(torch.ones((), dtype=torch.float64), angles.double())[
-        (starts[:, None] + steps).long()
-    ].unsqueeze(2)
-    part = x[..., :size].double()
+    turn = torch.complex(cos.double(), sin.double())[(starts[:, None] + steps).long()].unsqueeze(2)
+    part = x[..., :size]
     pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-    return torch.cat((turned.to(x.dtype), x[..., size:]), -1)
+    return torch.cat((turned, x[..., size:]), -1)
 
 
 @pytest.mark.parametrize("alibi", [False, True])
@@ -119,9 +124,8 @@ def test_packed_rows_over_pages(alibi: bool) -> None:
         q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
     )
     sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
-    wants = [packed_call(how, lengths)(*(t.to(d) for t in (q[:8], *sides))) for d in (torch.float64, torch.float32)]
-    for name, mine, golden, plain in zip(("out", "lse"), (out[:8], lse[:, :8]), *wants, strict=True):
-        beside_plain(name, mine, golden, plain, 8)
+    call = packed_call(how, lengths)
+    compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: call(*(t.double() for t in (q[:8], *sides))), draws=DRAWS)
     assert not out[8:].any()
     assert (lse[:, 8:] == -math.inf).all()
 
@@ -209,10 +213,13 @@ def test_rotary(interleaved: bool) -> None:
     x, angles, starts = torch.randn(2, 5, 3, 16, requires_grad=True), torch.rand(9, 6) * 6, torch.tensor([4, 1])
     cos, sin = angles.cos(), angles.sin()
     out = rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=starts)
-    want = by_complex_numbers(x.detach(), angles, starts, interleaved)
-    beside_plain("out", out.detach(), want.double(), want + want.abs() * 2.0**-22, 2)
     back = rotary.apply_rotary(out, cos, sin, starts, interleaved=interleaved, conjugate=True)
-    beside_plain("and back", back.detach(), x.detach().double(), x.detach() + x.detach().abs() * 2.0**-22, 2)
+
+    def golden() -> tuple[Tensor, Tensor]:
+        turned = by_complex_numbers(x.detach().double(), cos, sin, starts, interleaved)
+        return turned, by_complex_numbers(turned, cos, -sin, starts, interleaved)
+
+    compare_with("(out, back)", (out, back), golden)
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
     flat = torch.cat((x.detach()[0], x.detach()[1, :3], x.detach()[1, :1]))
     packed = rotary.apply_rotary_emb(flat, cos, sin, interleaved, True, starts, ends([5, 3]), 5)

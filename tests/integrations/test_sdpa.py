@@ -1,7 +1,6 @@
-"""The door of torch's SDPA: torch's own in float64 is what is right, torch's own in the same dtype
-measures how near.
-"""
+"""The door of torch's SDPA: its formula in float64 is what is right, for this library and for torch's own alike."""
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +20,11 @@ from support.door_tables import table, write, written
 from fusion_attention import npu
 from fusion_attention.api import attention as api
 from fusion_attention.integrations import sdpa
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import attend, compare_with
 
 PAGE = "with_sdpa.md"
 TORCHS = F.scaled_dot_product_attention
+DRAWS = 16
 Shape = tuple[int, ...]
 
 
@@ -132,6 +132,32 @@ def test_the_page_has_the_table() -> None:
     assert written(PAGE) == lines(), "python tests/integrations/test_sdpa.py writes it"
 
 
+def formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What torch's documentation says."""
+    if enable_gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1 if is_causal else k.shape[-2])
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = ~attn_mask
+    factor = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
+
+    def scores_of() -> torch.Tensor:
+        scores = q @ k.mT * factor
+        if attn_mask is not None and attn_mask.is_floating_point():
+            scores = scores + attn_mask
+        return scores.masked_fill(hidden, -torch.inf)
+
+    return attend(scores_of(), v, scores_of)
+
+
 def results(function: Any, inputs: list[torch.Tensor], mask: Any, how: dict[str, Any], dout: torch.Tensor) -> list[Any]:
     """[out, gradients of inputs and of a float mask]."""
     inputs = [t.detach().to(dout.dtype).requires_grad_() for t in inputs]
@@ -153,11 +179,13 @@ def test_rows(name: str, calls: list[Any]) -> None:
     dout = torch.randn(shape).to(row.dtype)
     ours = results(sdpa.scaled_dot_product_attention, inputs, mask, row.how, dout)
     assert bool(calls) == row.ours
-    plain = results(TORCHS, inputs, mask, row.how, dout)
-    golden = results(TORCHS, inputs, mask, row.how, dout.double())
-    for what, mine, right, measure in zip(("out", "dq", "dk", "dv", "dmask"), ours, golden, plain, strict=False):
-        assert mine.dtype == row.dtype
-        beside_plain(f"{name}: {what}", mine, right, measure, row.k[-2])
+    assert {t.dtype for t in ours} == {row.dtype}
+    theirs = results(TORCHS, inputs, mask, row.how, dout)
+
+    def golden() -> list[Any]:
+        return [results(formula, inputs, mask, row.how, dout.double())] * 2
+
+    compare_with(f"{name}, [ours, torch's][out, dq, dk, dv, dmask]", [ours, theirs], golden, draws=DRAWS)
     with sdpa.patched():
         same_bits(F.scaled_dot_product_attention(*inputs, attn_mask=mask, **row.how), ours[0])
 
@@ -258,22 +286,19 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, call
     assert len(calls) == 1
     assert out.shape == x.transpose(1, 2).shape
     dout = torch.randn_like(out.values())
-    got = [out.values().transpose(0, 1), *(g.values() for g in torch.autograd.grad(out.values(), (x, y), dout))]
+    got = [out.values(), *(g.values() for g in torch.autograd.grad(out.values(), (x, y), dout))]
     ends = [torch.tensor([0, *n]).cumsum(0).tolist() for n in lengths]
 
-    def apart(dtype: torch.dtype) -> list[torch.Tensor]:
-        q, k = (t.values().detach().to(dtype).requires_grad_() for t in (x, y))
+    def apart() -> list[torch.Tensor]:
+        q, k = (t.values().detach().double().requires_grad_() for t in (x, y))
         parts = []
         for i in range(len(lengths[0])):
             one, other = q[ends[0][i] : ends[0][i + 1]].transpose(0, 1), k[ends[1][i] : ends[1][i + 1]].transpose(0, 1)
-            parts.append(TORCHS(one, other, other, is_causal=causal))
+            parts.append(formula(one, other, other, is_causal=causal))
         whole = torch.cat(parts, 1)
-        return [whole.detach().transpose(0, 1), *torch.autograd.grad(whole, (q, k), dout.to(dtype))]
+        return [whole, *torch.autograd.grad(whole, (q, k), dout.double())]
 
-    for what, mine, right, measure in zip(
-        ("out", "dq", "dk"), got, apart(torch.float64), apart(torch.float32), strict=True
-    ):
-        beside_plain(what, mine.detach(), right, measure, max(lengths[1]))
+    compare_with("[out, dq, dk]", got, apart, draws=DRAWS)
 
 
 def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:
@@ -341,9 +366,7 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
     """In training they ask for scaled_dot_product_attention; in inference some are one function of torch's own."""
     layer, run = layers()[name]
     x = torch.randn(2, 6, 32)
-    plain = run(layer, x)
-    golden = run(layer.double(), x.double()) if "causal" not in name else None
-    layer.float()
+    wide = copy.deepcopy(layer).double()
     with sdpa.patched():
         ours = run(layer, x)
         assert calls
@@ -351,9 +374,7 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
         layer.eval()
         with torch.no_grad():
             inference = run(layer, x)
-    if golden is not None:
-        beside_plain(name, ours.detach(), golden.detach(), plain.detach(), 32)
-        beside_plain(name, inference, golden.detach(), plain.detach(), 32)
+    compare_with(f"{name}, (training, inference)", (ours, inference), lambda: (run(wide, x.double()),) * 2, draws=DRAWS)
     assert all(g is None or g.isfinite().all() for g in gradients)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -12,17 +13,19 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.hf_models import FAMILIES, VOCABULARY
+from support.hf_drawn import check, expected_together, wide
+from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family
 from transformers import DynamicCache, EncoderDecoderCache
 
 from fusion_attention.integrations import transformers as door
 from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 BY_NAME = {family.name: family for family in FAMILIES}
 DECODERS = "Llama", "Gemma 2", "GPT-OSS", "DeepSeek-V3.2", "T5", "Whisper"  # others: test_transformers.py
 WINDOWED = ["Mistral", "Gemma 3", "GPT-OSS"]
 LENGTHS = 13, 6, 9
+DRAWS = 8
 Models = Callable[[str], Any]
 
 
@@ -60,17 +63,25 @@ def paged(model: Any, **options: Any) -> PagedCache:
     return PagedCache(model.config, **{"page_size": 4} | options)
 
 
-def near(found: Sequence[Tensor], want: Sequence[Tensor], other: Sequence[Tensor]) -> None:
-    """Logits over pages beside those of transformers' cache; the measure: another attention on that cache."""
-    for mine, theirs, plain in zip(found, want, other, strict=True):
-        beside_plain("logits", mine, theirs.double(), plain, max(LENGTHS))
+@contextlib.contextmanager
+def exact(model: Any, family: Family) -> Iterator[Any]:
+    """The model in float64, with eager attention, which is to be called with transformers' cache."""
+    twin = copy.deepcopy(model).double()
+    twin.set_attn_implementation("eager")
+    with wide(family):
+        yield twin
 
 
-def both(model: Any) -> list[tuple[Any, str]]:
-    """Caches and attentions: pages, transformers' cache, and the measure."""
-    config = model.config
-    others = [(DynamicCache(config=config), name) for name in ("fusion_attention", "eager")]
-    return [(paged(model), "fusion_attention"), *others]
+def near(found: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any, int], Tensor]) -> None:
+    """Logits beside those of float64; run(model, copies): with transformers' cache, [copies, ..]."""
+    with exact(model, family) as twin:
+        expected = expected_together(lambda count: {"": run(twin, count)}, torch.float32)
+    for logits in found.values():
+        check({"": logits}, expected)
+
+
+def many(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    return {key: t.repeat(count, *[1] * (t.dim() - 1)) for key, t in batch.items()}
 
 
 def own(cache: PagedCache) -> list[PagedLayer]:
@@ -101,12 +112,16 @@ def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) 
     model, batch = models(name), prompts()
     if name == "GPT-OSS" and attention == "sdpa":
         attention = "eager"  # sdpa knows no sinks
-    model.set_attn_implementation("eager" if attention != "eager" else "fusion_attention")
-    other = generated(model, batch, output_logits=True)
     model.set_attn_implementation(attention)
     found, want = (generated(model, batch, cache, output_logits=True) for cache in (paged(model), None))
     assert torch.equal(found.sequences, want.sequences)
-    near(found.logits, want.logits, other.logits)
+    logits = {"pages": torch.stack(found.logits), "rows": torch.stack(want.logits)}
+
+    def run(model: Any, count: int) -> Tensor:
+        rows = torch.stack(generated(model, many(batch, count), output_logits=True).logits)
+        return rows.unflatten(1, (count, -1)).transpose(0, 1)
+
+    near(logits, model, BY_NAME[name], run)
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
@@ -223,9 +238,8 @@ def test_a_copy_and_a_reset_begin_where_they_should(models: Models) -> None:
 
 def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
     model, batch = models("Llama"), prompts(left_padded=False)
-    logits = []
-    for cache, attention in both(model):
-        model.set_attn_implementation(attention)
+
+    def call(model: Any, cache: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             model(**batch, past_key_values=cache)
             mask = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
@@ -235,15 +249,18 @@ def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
             mask = torch.nn.functional.pad(mask, (0, 2), value=1)
             mask[1, -1] = 0  # a new token that is padding
             step = {"input_ids": torch.full((3, 2), 9), "attention_mask": mask}
-            logits.append((first, model(**step, past_key_values=cache).logits[:, 0]))
-    near(*logits)
+            return first, model(**step, past_key_values=cache).logits[:, 0]
+
+    found = call(model, paged(model)), call(model, DynamicCache(config=model.config))
+    with exact(model, BY_NAME["Llama"]) as twin:
+        compare_with("(pages, rows)", found, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS)
 
 
 @pytest.mark.parametrize("change", ["select", "repeat"])
 def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
-    model, batch, logits = models("Mistral"), prompts(), []
-    for cache, attention in both(model):
-        model.set_attn_implementation(attention)
+    model, batch = models("Mistral"), prompts()
+
+    def call(model: Any, cache: Any) -> Tensor:
         with torch.no_grad():
             model(**batch, past_key_values=cache)
             order = torch.tensor([2, 0]) if change == "select" else torch.arange(3).repeat_interleave(2)
@@ -253,8 +270,12 @@ def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
                 cache.batch_repeat_interleave(2)
             mask = torch.nn.functional.pad(batch["attention_mask"][order], (0, 1), value=1)
             ids = torch.arange(len(order))[:, None] + 5
-            logits.append([model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits])
-    near(*logits)
+            logits: Tensor = model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+            return logits
+
+    found = call(model, paged(model)), call(model, DynamicCache(config=model.config))
+    with exact(model, BY_NAME["Mistral"]) as twin:
+        compare_with("(pages, rows)", found, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS)
 
 
 def test_what_pages_cannot_do_is_said(models: Models) -> None:
@@ -290,27 +311,27 @@ def test_a_window_counts_padding_between_turns(name: str, models: Models) -> Non
     model, ids = models(name), torch.randint(3, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, 6:9] = 0  # a first turn that ended earlier
-    found, want = (in_parts(model, cache, ids, mask, 9) for cache in (PagedCache(model.config), DynamicCache()))
-    model.set_attn_implementation("eager")
-    eager = in_parts(model, DynamicCache(), ids, mask, 9)
-    rounding = torch.finfo(want.dtype).eps * want.abs().max()
-    assert (found - want).abs().max() <= (want - eager).abs().max() * 10 + rounding
+    parts_are_near(model, BY_NAME[name], ids, mask, 9)
+
+
+def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first: int) -> None:
+    """Tokens one by one, over pages and over transformers' rows."""
+    caches = {"pages": PagedCache(model.config), "rows": DynamicCache()}
+
+    def run(model: Any, count: int) -> Tensor:
+        logits = in_parts(model, DynamicCache(), ids.repeat(count, 1), mask.repeat(count, 1), first)
+        return logits.unflatten(0, (count, -1))
+
+    near({who: in_parts(model, cache, ids, mask, first) for who, cache in caches.items()}, model, family, run)
 
 
 def test_values_that_a_model_changes_are_the_ones_that_count() -> None:
-    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = DiffLlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
+    family = Family("DiffLlama", "diffllama.DiffLlamaForCausalLM", "DiffLlamaConfig", GROUPED | {"hidden_size": 64})
+    model = family.make()
     door.register()
-    model = DiffLlamaForCausalLM._from_config(config, attn_implementation="fusion_attention").eval()
+    model.set_attn_implementation("fusion_attention")
     ids = torch.randint(3, VOCABULARY, (2, 12))
-    mask = torch.ones_like(ids)
-    found, want = (in_parts(model, cache, ids, mask, 8) for cache in (PagedCache(config), DynamicCache()))
-    assert (found - want).abs().max() <= 64 * torch.finfo(want.dtype).eps * want.abs().max()
+    parts_are_near(model, family, ids, torch.ones_like(ids), 8)
 
 
 def test_generating_under_autocast(models: Models) -> None:

@@ -4,14 +4,22 @@ import math
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fused import FusedCase
+from support.fused import arguments as fused_arguments
 
 import fusion_attention as fa
+from fusion_attention.contract import bind
 from fusion_attention.judging.error_bound import Errors, Expected, limit, ratios
-from fusion_attention.judging.expected_error import rounding, stored
+from fusion_attention.judging.expected_error import _flips, rounding, stored
+from fusion_attention.judging.formulas import softmax
+from fusion_attention.judging.outputs import setting_of
+from fusion_attention.ops import RECORDS
 from fusion_attention.testing import Case, arguments, check, compare, expected, lowered, run
+from fusion_attention.testing.drawn import drawn
 
 Tensor = torch.Tensor
 Change = Callable[[dict[str, Tensor]], None]
@@ -132,6 +140,15 @@ def test_a_stored_number_is_off_by_its_rounding(dtype: torch.dtype) -> None:
     assert float((error / x.square()).mean()) == pytest.approx(rounding(dtype), rel=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_number_below_the_normal_ones_may_be_zero(dtype: torch.dtype) -> None:
+    least = torch.finfo(dtype).smallest_normal
+    lost = torch.rand(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * least
+    assert float((lost.square() / stored(lost, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
+    held = torch.finfo(torch.float16).smallest_normal / 2  # programs hold float16's
+    assert float(stored(torch.tensor(held), torch.float16).sqrt()) < held / 1000
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) -> None:
     """Weights and results that are rounded at random: the spread of each number is the size that is expected of it."""
@@ -149,6 +166,40 @@ def test_the_size_of_an_output_is_that_of_drawn_roundings(dtype: torch.dtype) ->
     ratio = (spread / wanted.size[0, :, 0].square()).sqrt()
     assert float(ratio.mean()) == pytest.approx(1.0, rel=0.03)
     assert float((ratio - 1).abs().amax()) < 0.1
+
+
+def test_errors_of_dropped_keys_move_what_is_kept() -> None:
+    """Errors of large scores are in the divisor whether or not their keys are kept: beside drawn roundings."""
+    case = Case(q_len=(24,), kv_len=(7,), heads_q=1, heads_kv=1, keep_prob=0.7, dropout="bits")
+    args = arguments(case)
+    args["query"][..., 0], args["key"][..., 0] = 7.3, 31.7  # every score of a row is larger by the same
+    bits = np.unpackbits(args["drop_mask"].numpy(), count=24 * 7, bitorder="little")
+    q, k, v = (args[n].double()[:, :, 0][0] for n in ("query", "key", "value"))
+    kept = torch.from_numpy(bits).view(24, 7) / 0.7
+
+    by_draws = drawn(lambda: (case.scale * (q @ k.mT)).softmax(-1) * kept @ v, torch.float32, draws=200)
+    ratio = by_draws.size / expected(case, args)["out"].size[0, :, 0].where(by_draws.size > 0, 1.0)
+    assert 0.4 < float(ratio.square().mean().sqrt()) < 1.5
+    assert float(ratio.amax()) < 3
+
+
+def test_weights_of_integers_flip_by_one() -> None:
+    """Those that errors of their size can turn to the other side of a middle, and no others; the maximum's never."""
+    case = FusedCase(q_len=(200,), kv_len=(40,), dim=32, dim_v=32, full=True)
+    op = RECORDS["npu_fused_infer_attention_score"]
+    assert op.lower is not None
+    call = op.lower(bind(op, fused_arguments(case)))
+    setting, _ = setting_of(call, call.results())
+    s = softmax(setting.block(0, slice(0, 4), slice(0, 200)))
+    c, e = torch.tensor([127.0]).double(), 1e-8
+    flipped, found = torch.zeros_like(s.shown, dtype=torch.bool), _flips(c, s, e, 0.0, torch.float64) > 0
+    generator, own = torch.Generator().manual_seed(5), c * (s.shown - s.top).exp()
+    for _ in range(200):
+        noise = torch.randn(own.shape, dtype=torch.float64, generator=generator) * math.sqrt(e)
+        flipped |= (own * (1 + noise * (s.shown != s.top))).round() != own.round()
+    assert flipped.any()
+    assert not (flipped & ~found).any()
+    assert found.sum() < 5 * flipped.sum() + 5
 
 
 # ------------------------------------------------------------------------------------------------------- local faults

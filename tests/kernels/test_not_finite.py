@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from support import caches
 from support.bits import same_bits
 from support.caches import Cache, answer, made, results
-from support.caches import plain as plain_of_cache
 from support.cases import BITS, CAUSAL, DRAWN
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.testing import Case, arguments, beside_plain, check, expected, golden, lowered, part, run
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, part, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 
@@ -146,7 +147,7 @@ def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: floa
 def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
     """The last key of each sequence, which the last row alone sees."""
     p, e, operands = cache.problem, cache.extents(), made(cache, "cpu")
-    measure = plain_of_cache(cache, operands, e)
+    calm = caches.expected(cache, operands, e)
     wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
     if cache.dequant == "channel":
         wild.keep[0][0, 1] = fill  # type: ignore[union-attr]
@@ -156,8 +157,9 @@ def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
             wild.pool[page, (n - 1) % wild.page_size, 0, 0] = fill  # type: ignore[union-attr]
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
     assert operands.out.keep[0].isfinite().any()
-    for got, want, other in zip(results(operands), answer(cache, operands, e), measure, strict=True):
-        beside_plain(cache.id, got, want, other, max(cache.kv_len))
+    want = dict(zip(caches.NAMES, answer(cache, operands, e), strict=True))
+    wanted = {name: Expected(want[name], one.size) for name, one in calm.items()}
+    check(cache.id, dict(zip(caches.NAMES, results(operands), strict=True)), wanted)
 
 
 def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

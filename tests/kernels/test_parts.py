@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.pieces import Call, run
+from support.pieces import Call, expected
 
 from fusion_attention.distributed import pieces
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing import compare
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.merge import empty_partial, join_sink, merge
 
@@ -35,7 +35,7 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
         del call.args["sink"]
-    whole, golden, plain = call.whole(), run(call, "golden"), run(call, "cpu")
+    whole, wanted = call.whole(), expected(call)
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
     found = empty_partial(rows.q, rows.q.shape[:3], 16)
@@ -47,12 +47,12 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     if whole.sink is not None:
         join_sink(found, whole.sink)
     out = found.out.to(dtype)
-    beside_plain("out", out, golden["out"][None], plain["out"][None], 75)
+    compare("out", out[0], wanted["out"])
     saved = pieces.Saved(call.tokens(call.dout), out, found.max, found.sum)
     parts = [pieces.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
         total = sum(getattr(part, name) for part in parts).to(dtype)
-        beside_plain(name, total, golden[name][None], plain[name][None], 90)
+        compare(name, total[0], wanted[name])
 
 
 def halves(count: int, rng: random.Random) -> list[np.ndarray]:
@@ -61,8 +61,7 @@ def halves(count: int, rng: random.Random) -> list[np.ndarray]:
 
 def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
-    whole, together = call.whole(), run(call, "triton")
     everything = call.keys(call.pieces("kv"))
     rows = call.pieces("q", lambda length: list(range(64, length, 64)))
-    found = pieces.forward(whole, call.rows(rows), everything, backend="triton")
-    beside_plain("out", found.out[0], run(call, "golden")["out"], together["out"], 75)
+    found = pieces.forward(call.whole(), call.rows(rows), everything, backend="triton")
+    compare("out", found.out[0], expected(call)["out"])

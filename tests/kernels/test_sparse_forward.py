@@ -12,9 +12,9 @@ from support.bits import same_bits
 
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import launch_decode, launch_sparse, launching, shapes, shapes_sparse
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing import check
 from fusion_attention.testing.cases import Results
-from fusion_attention.testing.sparse import SparseCase, arguments, golden, in_float64, lowered, plain
+from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered
 from fusion_attention.torch_ops.eager import run
 from fusion_attention.waist.problem import Problem
 
@@ -38,9 +38,7 @@ def forward(args: dict[str, Any], backend: str = "triton") -> Results:
 
 def judge(case: SparseCase, args: dict[str, Any] | None = None) -> None:
     args = arguments(case) if args is None else args
-    want, measure = golden(case, args), plain(case, args)
-    for name, mine in forward(args).items():
-        beside_plain(f"{case.id}: {name}", mine, want[name], measure[name], max(case.kv_len))
+    check(case.id, forward(args), expected(lowered(args)))
 
 
 CASES = [
@@ -131,16 +129,12 @@ def test_no_list_makes_a_row_read_outside(block: int) -> None:
     """Entries that nobody checked: those beyond the last block name nothing, the first negative one ends the list."""
     case = SparseCase("TND", q_len=(3, 5), kv_len=(7, 20), count=18, block=block, mode=0, heads_kv=2, sink=True)
     args = arguments(case)
-    call, wide = lowered(args), in_float64(lowered(args))
-    lists = args["sparse_indices"]
+    call, lists = lowered(args), args["sparse_indices"]
     lists.copy_(torch.randint(0, 20 // block + 3, lists.shape, generator=torch.Generator().manual_seed(block)))
     lists[0, :, 1], lists[2] = 2**31 - 1, -1
     lists[1, :, 2] = min((2**32 + 2) // block, 2**31 - 1)  # times 3 it is 2 where 32 bits hold no more
     lists[3, 1, :4] = torch.tensor([1 << 30, 0, -(2**31), 0], dtype=torch.int32)
-    found, want = (list(run(one, name).values()) for one, name in ((call, "triton"), (wide, "golden")))
-    measure = plain(case, {**args, "sparse_indices": lists.clamp(min=-1)})
-    for name, mine, right in zip(RESULTS, found, want, strict=True):
-        beside_plain(name, mine, right, measure[name], max(case.kv_len))
+    check(case.id, dict(zip(RESULTS, run(call, "triton").values(), strict=True)), expected(call))
 
 
 def test_no_page_table_makes_a_row_read_outside() -> None:
@@ -189,12 +183,10 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
         request.getfixturevalue("cut")
     case = SparseCase("TND", dtype="bfloat16", heads_q=3, count=20, q_len=(6,), kv_len=(64,), mode=0, **WIDE)
     args = arguments(case)
-    measure = plain(case, args)
     args[name][int(args["sparse_indices"][3, 0, 0]) if name != "query" else 3, 0, 5] = fill
-    want, found = golden(case, args), forward(args)
-    assert not want["out"].isfinite().all()
-    for each in RESULTS:
-        beside_plain(f"{case.id}: {each}", found[each], want[each], measure[each], max(case.kv_len))
+    want = expected(lowered(args))
+    assert not want["out"].value.isfinite().all()
+    check(case.id, forward(args), want)
 
 
 @pytest.mark.parametrize("paged", [False, True])

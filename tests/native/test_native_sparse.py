@@ -1,7 +1,7 @@
 """The native core's attention to selected keys: every variant, forced, against golden.
 
 Memory is hostile: keys that no list names, gaps, and pages that no table names hold NaN; lists lie between numbers that
-would read far outside; results lie in poison. Errors are judged by those of a plain program (testing/compare.py).
+would read far outside; results lie in poison.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from support.native_lowered import Args, Results, extents_of, far, hostile, in_p
 
 from fusion_attention.backends import cpu
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import beside_plain
-from fusion_attention.testing.sparse import SparseCase, arguments, in_float64, lowered, part, plain, selected
-from fusion_attention.torch_ops.eager import run as run_on
+from fusion_attention.testing import check
+from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, part, selected
 from fusion_attention.waist.problem import Problem
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -47,40 +46,15 @@ def backward(args: Args, saved: Results, *how: Any, **more: Any) -> Results:
 
 
 class Judge:
-    """Golden's answer to a call, and the measure of errors; gradients are of golden's results as they are stored."""
+    """Golden's answer to a call, and the sizes of errors; gradients are of golden's results as they are stored."""
 
     def __init__(self, case: SparseCase, args: Args) -> None:
-        self.case, self.args, self.measure = case, args, plain(case, args)
-        wide = in_float64(lowered(args))
-        out, *stats = run_on(wide, "golden").values()
-        self.saved = dict(zip(RESULTS, (out.to(args["dy"].dtype), *(t.float() for t in stats)), strict=True))
-        exact = run_on(SparseBackward(wide, args["dy"].double(), *(t.double() for t in self.saved.values())), "golden")
-        self.want = {"out": out, "max": stats[0], "sum": stats[1], **exact}
+        self.name, self.want = case.id, expected(lowered(args), args["dy"])
+        dtypes = (args["dy"].dtype, torch.float32, torch.float32)
+        self.saved = {name: self.want[name].value.to(dtype) for name, dtype in zip(RESULTS, dtypes, strict=True)}
 
     def __call__(self, got: Results) -> None:
-        case = self.case
-        count = max(max(case.kv_len) * 2, case.dim_v)  # dP adds up over a value's elements
-        for name, tensor in got.items():
-            terms = self.cancelling(name) if name[:3] in ("dqu", "dke") else 0.0
-            beside_plain(f"{case.id} {name}", tensor, self.want[name], self.measure[name], count, terms)
-
-    def cancelling(self, name: str) -> float:
-        """The absolute terms behind a number of dq or dk, at most: dP - D of rows that see one key is nothing."""
-        case, found = self.case, [0.0]
-        group, by_row = case.heads_q // case.heads_kv, name.startswith("dquery")
-        factor = ("key" if by_row else "query") + name.removeprefix("dquery" if by_row else "dkey")
-        for b, rows in enumerate(case.q_len):
-
-            def size(name: str, side: str, b: int = b) -> torch.Tensor:
-                return part(case, self.args[name], side, b).double().nan_to_num(nan=0.0).abs()
-
-            v = size("key", "kv")[..., : case.dim_v] if case.shares_kv else size("value", "kv")
-            products = torch.einsum("ihd,jhd->hij", size("dy", "q"), v.repeat_interleave(group, 1))
-            factors = size(factor, "kv" if by_row else "q")
-            if products.numel() and factors.numel():
-                added = 1 if by_row else rows * group  # a key's gradient adds up rows
-                found.append(float(abs(case.scale) * products.amax() * factors.amax() * added))
-        return max(found)
+        check(self.name, got, {name: self.want[name] for name in got})
 
 
 def draw(seed: int) -> SparseCase:

@@ -9,7 +9,7 @@ from support.bits import same_bits
 from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.settings import strict
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 B, S1, N1, D, SLOTS = 2, 5, 4, 16, 16
 ROWS, KEYS = [5, 3], [20, 31]
@@ -105,15 +105,15 @@ def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
     common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "sparse_mode": 0}
     out = npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
-    def formula(wide: torch.dtype) -> torch.Tensor:
-        keys, rows = of(meant, 0)[:, 0].to(wide), []
+    def formula() -> torch.Tensor:
+        keys, rows = of(meant, 0)[:, 0], []
         for i in range(S1):
             picked = [j for j in chosen[0, i, 0].tolist() if j >= 0]
-            weights = (0.2 * q[0, i].to(wide) @ keys[picked].T).softmax(-1)
+            weights = (0.2 * q[0, i].double() @ keys[picked].T).softmax(-1)
             rows.append(weights @ keys[picked][:, :LATENT])
         return torch.stack(rows)[None]
 
-    beside_plain("out", out, formula(torch.float64), formula(torch.float32).to(dtype), 64)
+    compare_with("out", out, formula, dtype=torch.float32)  # and rounded once
     with strict(), pytest.raises(ContractError, match=r"query: expected D == 576, got D=40"):
         npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 

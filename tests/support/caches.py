@@ -8,17 +8,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.backends import golden
-from fusion_attention.testing import beside_plain
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing import check
+from fusion_attention.testing.expected import sizes
 from fusion_attention.waist.kv import Dequant, PagedView, RowView
 from fusion_attention.waist.mask import INFINITE
 from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 UNUSED = 1 << 30
+NAMES = ("out", "max", "sum")
+DENSE: dict[str, Any] = {"page_size": 0, "dequant_k": "none", "dequant_v": "none"}  # of gathered() operands
 
 
 @dataclass(frozen=True)
@@ -140,9 +145,9 @@ def made(cache: Cache, device: str, capacity: int = 0) -> Operands:
     )
 
 
-def gathered(cache: Cache, o: Operands, e: Extents, rounded: bool) -> Operands:
-    """The call with rows in place of pages, dequantised in float64 (or rounded to the problem's dtype), on the CPU."""
-    p, count = cache.problem, len(cache.kv_len)
+def gathered(cache: Cache, o: Operands, e: Extents) -> Operands:
+    """The call with rows in place of pages, dequantised in float64, on the CPU."""
+    count = len(cache.kv_len)
     longest = max(1, int(e.kv_len.max()))
 
     def dense(view: RowView | PagedView | None, dequant: Dequant | None) -> RowView | None:
@@ -158,7 +163,6 @@ def gathered(cache: Cache, o: Operands, e: Extents, rounded: bool) -> Operands:
                         for v in (dequant.scale, dequant.offset)
                     )
                     part = (part + offset) * scale
-                    part = part.to(p.torch_dtype).double() if rounded else part
                 values[b, :n] = part.transpose(0, 1)
         return rows(values)
 
@@ -175,43 +179,17 @@ def gathered(cache: Cache, o: Operands, e: Extents, rounded: bool) -> Operands:
 
 def answer(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
     """(out, max, sum) of golden."""
-    whole = {"page_size": 0, "kv_dtype": "", "dequant_k": "none", "dequant_v": "none", "dtype": "float64"}
-    operands = gathered(cache, o, e, rounded=False)
-    golden.attention_forward(dataclasses.replace(cache.problem, **whole), e, None, operands)  # type: ignore[arg-type]
+    operands = gathered(cache, o, e)
+    golden.attention_forward(
+        dataclasses.replace(cache.problem, **DENSE, kv_dtype="", dtype="float64"), e, None, operands
+    )
     return results(operands)
 
 
-def plain(cache: Cache, o: Operands, e: Extents) -> list[torch.Tensor]:
-    """(out, max, sum) of a straightforward program in float32, which rounds weights and results to the dtype."""
-    p, low = cache.problem, cache.problem.torch_dtype
-    g = gathered(cache, o, e, rounded=True)
-    shape = (len(cache.kv_len), cache.q_len, cache.heads_q)
-    found = [torch.zeros(*shape, dim, dtype=of) for dim, of in ((p.dim_v, low), (1, torch.float32), (1, torch.float32))]
-    for b, n in enumerate(e.kv_len.tolist()):
-
-        def part(view: RowView | PagedView | None, heads: int, length: int, b: int = b) -> torch.Tensor:
-            assert view is not None
-            return view.sequence(b, heads, length).float().repeat_interleave(p.heads_q // heads, 0)
-
-        s = part(g.q, p.heads_q, cache.q_len) @ part(g.k, p.heads_kv, n).mT
-        if p.dim_rope:
-            s = s + part(g.q_rope, p.heads_q, cache.q_len) @ part(g.k_rope, p.heads_kv, n).mT
-        s = s * p.scale
-        s = p.softcap * (s / p.softcap).tanh() if p.softcap else s
-        row, key = torch.arange(cache.q_len)[:, None] + n - cache.q_len, torch.arange(n)
-        if p.bias == "slopes":
-            assert g.slopes is not None
-            s = s - g.slopes[b].float()[:, None, None] * (key - row + 2 * (n - cache.q_len)).abs()
-        s = s.masked_fill(key > row, -math.inf)
-        sink = g.sink.float() if p.has_sink and g.sink is not None else torch.full((p.heads_q,), -math.inf)
-        s = torch.cat((s, sink[:, None, None].expand(-1, cache.q_len, 1)), -1)
-        top = s.amax(-1, keepdim=True)
-        weights = (s - top.masked_fill(top == -math.inf, 0)).exp()
-        total = weights.sum(-1, keepdim=True)
-        out = weights[..., :n].to(low).float() @ part(g.v, p.heads_kv, n) / total.masked_fill(total == 0, 1)
-        for to, value in zip(found, (out, top, total), strict=True):
-            to[b] = value.transpose(0, 1).to(to.dtype)
-    return found
+def expected(cache: Cache, o: Operands, e: Extents) -> dict[str, Expected]:
+    """out, max and sum of golden, and how far a well-made kernel's may be from them."""
+    size = sizes(dataclasses.replace(cache.problem, **DENSE), e, gathered(cache, o, e))
+    return {n: Expected(value, size[n]) for n, value in zip(NAMES, answer(cache, o, e), strict=True)}
 
 
 def results(o: Operands) -> list[torch.Tensor]:
@@ -220,7 +198,5 @@ def results(o: Operands) -> list[torch.Tensor]:
 
 
 def judge(cache: Cache, o: Operands, e: Extents) -> None:
-    """The house's rule (testing/compare.py) for out, max and sum."""
-    found = zip(("out", "max", "sum"), results(o), answer(cache, o, e), plain(cache, o, e), strict=True)
-    for name, got, value, measure in found:
-        beside_plain(f"{cache.id}: {name}", got, value, measure, max(cache.kv_len))
+    """Asserts that out, max and sum are golden's but for roundings."""
+    check(cache.id, dict(zip(NAMES, results(o), strict=True)), expected(cache, o, e))

@@ -387,32 +387,30 @@ def seen(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
     return visible, band.any(-1)
 
 
-def item(case: FusedCase, b: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def item(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
     """(out [N1, rows, dim_v], lse [N1, rows]) of an item."""
     n, group = logical(case), case.heads_q // case.heads_kv
-    q, k, v = n["q"][b].to(wide), *(_meaning(case, n, side, b, wide) for side in "kv")
-    if case.keys and wide == torch.float32:
-        q = _digits(case, n, q, b)
+    q, k, v = n["q"][b].double(), *(_meaning(case, n, side, b) for side in "kv")
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.mT
     if case.full:
-        scores = scores * torch.tensor(0.002).to(wide)
+        scores = scores * torch.tensor(0.002).double()
     if case.latent:
         rope = n["q_rope"][b].float() / (n["row_scale"][b][..., None] * 0.05)
-        rope = rope.to(getattr(torch, case.dtype)).to(wide)
-        scores = scores + rope @ n["k_rope"][b].to(wide).repeat_interleave(group, 0).mT
-        scores = scores * (n["row_scale"][b] * torch.tensor(0.05)).to(wide)[..., None]
+        rope = rope.to(getattr(torch, case.dtype)).double()
+        scores = scores + rope @ n["k_rope"][b].double().repeat_interleave(group, 0).mT
+        scores = scores * (n["row_scale"][b] * torch.tensor(0.05)).double()[..., None]
     elif case.rope:
-        scores = scores + n["q_rope"][b].to(wide) @ n["k_rope"][b].to(wide).repeat_interleave(group, 0).mT
+        scores = scores + n["q_rope"][b].double() @ n["k_rope"][b].double().repeat_interleave(group, 0).mT
     scores = 0.3 * scores
     rows, keys = scores.shape[1:]
     if case.pse:
         first = 0 if case.pse == "row" else max(case.q_first[b], 0)
         pse = n["pse"][b if case.pse == "batch" else 0][:, first:][:, :rows, max(case.kv_first[b], 0) :][..., :keys]
-        scores = scores + pse.to(wide)
+        scores = scores + pse.double()
     visible, in_band = seen(case, b)
     scores = scores.masked_fill(~visible, -math.inf)
-    sink = n["sink"].to(wide)[:, None, None].expand(-1, rows, 1) if case.sink else scores[..., :0]
+    sink = n["sink"].double()[:, None, None].expand(-1, rows, 1) if case.sink else scores[..., :0]
     joined = torch.cat((scores, sink), -1)
     empty = ~visible.any(-1) if keys else torch.ones(rows, dtype=torch.bool)
     peak = joined.amax(-1, keepdim=True) if joined.shape[-1] else torch.full((case.heads_q, rows, 1), -math.inf)
@@ -429,50 +427,36 @@ def item(case: FusedCase, b: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return _narrow(case, n, out) if case.out else out, lse
 
 
-def _digits(case: FusedCase, n: Args, q: Tensor, b: int) -> Tensor:
-    """What a plain program may make of query rows beside integers: times the scales of channels, they have 16 bits.
-
-    The chip too takes two digits of 8 bits each.
-    """
-    scale = torch.ones(1, 1, 1)
-    if MODES[case.keys] in (0, 2):
-        heads = case.heads_q // n["k_scale"][b].shape[0]
-        scale = n["k_scale"][b].float().repeat_interleave(heads, 0)
-    rows = q * scale
-    step = rows.abs().amax(-1, keepdim=True) / 32639
-    return (rows / step).round() * step / scale
-
-
-def _meaning(case: FusedCase, n: Args, side: str, b: int, wide: torch.dtype) -> Tensor:
-    stored: Tensor = n[side][b].to(wide)
+def _meaning(case: FusedCase, n: Args, side: str, b: int) -> Tensor:
+    stored: Tensor = n[side][b].double()
     if case.full:
-        return stored if side == "k" else stored * torch.tensor(0.0004).to(wide)
+        return stored if side == "k" else stored * torch.tensor(0.0004).double()
     if case.latent:
-        return stored if side == "k" else stored * torch.tensor(0.03).to(wide)
+        return stored if side == "k" else stored * torch.tensor(0.03).double()
     if not case.keys:
         return stored
-    offset = n[f"{side}_offset"][b].to(wide) if case.offsets else 0
-    return (stored + offset) * n[f"{side}_scale"][b].to(wide)
+    offset = n[f"{side}_offset"][b].double() if case.offsets else 0
+    return (stored + offset) * n[f"{side}_scale"][b].double()
 
 
 def _narrow(case: FusedCase, n: Args, out: Tensor) -> Tensor:
     def channels(t: Tensor | None) -> Any:
         if t is None:
             return 0
-        return t.to(out.dtype).view(case.heads_q, 1, -1) if case.out == "channel" else t.to(out.dtype)
+        return t.double().view(case.heads_q, 1, -1) if case.out == "channel" else t.double()
 
     value = out * channels(n["out_scale"]) + channels(n["out_offset"])
     whole = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
     return whole.clamp(-128, 127)
 
 
-def answer(case: FusedCase, wide: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def answer(case: FusedCase) -> tuple[Tensor, Tensor]:
     """(attention_out, softmax_lse) in their layouts; rows of no item are 0 and +inf."""
-    found = [item(case, b, wide) for b in range(len(case.q_len))]
+    found = [item(case, b) for b in range(len(case.q_len))]
     packed = len(AXES[case.outside]) == 3
     lead = (case.heads_q,) if packed else (len(found), case.heads_q)
-    out = torch.zeros(*lead, case.row_slots, case.dim_v, dtype=wide)
-    lse = torch.full((*lead, case.row_slots), math.inf, dtype=wide)
+    out = torch.zeros(*lead, case.row_slots, case.dim_v, dtype=torch.float64)
+    lse = torch.full((*lead, case.row_slots), math.inf, dtype=torch.float64)
     start = 0
     for b, (rows, logarithm) in enumerate(found):
         first = start if packed else case.q_first[b]

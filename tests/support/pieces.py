@@ -12,8 +12,11 @@ import torch
 
 from fusion_attention.contract import bind
 from fusion_attention.distributed.pieces import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.training import own
 from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
+from fusion_attention.ops.training.statistics import to_lanes
+from fusion_attention.testing.expected import dense
 from fusion_attention.torch_ops import dense_eager
 from fusion_attention.waist.mask import Band
 from fusion_attention.waist.problem import CUT
@@ -31,6 +34,7 @@ class Call:
 
     args: dict[str, Any]
     dout: Tensor
+    seed: int = SEED
 
     @property
     def packed(self) -> bool:
@@ -43,7 +47,7 @@ class Call:
             made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
             args = args | made
         # Without a memo: no plan of another variant is found again.
-        return replace(own.dense_call(bind(own.RECORD, args), seed=SEED))
+        return replace(own.dense_call(bind(own.RECORD, args), seed=self.seed))
 
     def saved(self, of: dict[str, Tensor]) -> Saved:
         """What a backward has of all rows."""
@@ -61,7 +65,8 @@ class Call:
         slopes, heads = given["slopes"], call.problem.heads_q
         if slopes is not None:
             slopes = slopes.reshape(-1, heads).expand(len(call.extents), heads)
-        return Whole(call.problem, call.extents, heads, 0, slopes, given["sink"], SEED, call.offset, owns_bias(call))
+        sink = given["sink"]
+        return Whole(call.problem, call.extents, heads, 0, slopes, sink, self.seed, call.offset, owns_bias(call))
 
     def rows(self, pieces: Pieces) -> Rows:
         q_rope = self.args.get("q_rope")
@@ -112,6 +117,17 @@ def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
     gradients = dense_eager.attention_backward(lowered, dout, out, (max_, sum_), dbias=True, backend=backend)
     found = {"out": out, "max": max_, "sum": sum_, **dict(zip(GRADIENTS, gradients, strict=True))}
     return {name: t for name, t in found.items() if t.numel()}
+
+
+def expected(call: Call) -> dict[str, Expected]:
+    """What run() should find, and lse: golden's values with the sizes of a right program's errors."""
+    golden, lowered = run(call, "golden"), call.lowered()
+    lse = golden["max"] + golden["sum"].log()
+    lanes = dict(zip(("max", "sum"), to_lanes(lowered, golden["max"], golden["sum"]), strict=True))
+    given = {"dpse" if name == "dbias" else name: t for name, t in golden.items()}
+    found = dense(lowered, given | lanes | {"lse": lse}, call.dout)
+    found |= {name: Expected(golden[name], found[name].size[..., 0]) for name in lanes}
+    return {"dbias" if name == "dpse" else name: e for name, e in found.items()}
 
 
 def draw(seed: int) -> Call:

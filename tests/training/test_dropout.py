@@ -11,7 +11,7 @@ from support.bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 from fusion_attention.waist import dropout
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
@@ -111,14 +111,14 @@ def test_the_way_of_torch_npus_own_programs() -> None:
     mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
     kept = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
 
-    def by_hand(dtype: torch.dtype) -> torch.Tensor:
-        keys, values = (t.to(dtype).transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
-        weights = torch.softmax(q.to(dtype).transpose(1, 2) @ keys.mT * 0.25, -1)
+    def by_hand() -> torch.Tensor:
+        keys, values = (t.double().transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
+        weights = torch.softmax(q.double().transpose(1, 2) @ keys.mT * 0.25, -1)
         return (weights * kept / 0.8 @ values).transpose(1, 2)
 
     for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
         got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
-        beside_plain("out", got, by_hand(torch.float64), by_hand(got.dtype), 13)
+        compare_with("out", got, by_hand, draws=16)
 
 
 @pytest.mark.parametrize(

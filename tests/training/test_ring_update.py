@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
+from support.pieces import Call, expected
 
-import fusion_attention as fa
 from fusion_attention import ContractError, npu
-from fusion_attention.testing import beside_plain
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.expected_error import stored
+from fusion_attention.testing import compare
+from fusion_attention.testing.drawn import compare_with
 from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 
 Tensor = torch.Tensor
@@ -58,11 +61,11 @@ class Ring:
         seen = keys if step is None else keys[self.steps[step]]
         return {"atten_mask": seen[None] > torch.arange(7)[:, None], "sparse_mode": 1}
 
-    def widened(self) -> "Ring":
-        """The same values in float32, for golden."""
-        other = Ring(self.layout, self.order, torch.float32, self.causal)
-        other.q, other.k, other.v, other.dy = (t.float() for t in (self.q, self.k, self.v, self.dy))
-        return other
+    def ordered(self, stats: Tensor) -> Tensor:
+        """Statistics [tokens, heads] as this ring's lie: packed, those of a sequence head by head, or so."""
+        if self.layout != "TND" or self.order == "TND":
+            return stats
+        return torch.cat([of_one.mT.reshape(-1, HEADS) for of_one in stats.split(Q_LEN)])
 
     def keys(self, step: int | None) -> tuple[Tensor, Tensor]:
         return (self.k, self.v) if step is None else (self.k[self.steps[step]], self.v[self.steps[step]])
@@ -91,14 +94,10 @@ RINGS = [("SBH", "", True), ("SBH", "", False), ("TND", "", False), ("TND", "TND
 def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: torch.dtype) -> None:
     """Results, statistics, and gradients of each step's keys from merged statistics, or from their logarithm alone."""
     ring = Ring(layout, order, dtype, causal)
-    whole, merged = ring.forward(None), ring.merged()
-    with fa.use_backend("golden"):
-        exact = ring.widened().forward(None)
-        gradients = ring.widened().backward(None, *exact)
-    for name, ours, want, one in zip(LANES, merged, exact, whole, strict=True):
-        assert ours.dtype == one.dtype
-        beside_plain(name, ours, want.double(), one, max(KV_LEN))
-    plain = ring.backward(None, *whole)
+    merged, wanted = ring.merged(), of_two_steps(ring)
+    for name, ours in zip(LANES, merged, strict=True):
+        assert ours.dtype == (dtype if name == "attention_out" else torch.float32)
+        compare(name, ours, wanted[name])
     for saved in (merged, lse_alone(*merged)):
         found = [ring.backward(step, *saved) for step in (0, 1)]
         ours = [
@@ -108,8 +107,32 @@ def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: t
         ]
         for keys, (_, *of_keys) in zip(ring.steps, found, strict=True):
             ours[1][keys], ours[2][keys] = of_keys
-        for name, got, want, one in zip(("dq", "dk", "dv"), ours, gradients, plain, strict=True):
-            beside_plain(name, got, want.double(), one, max(KV_LEN), terms=float(want.abs().amax()))
+        for name, got in zip(("dq", "dk", "dv"), ours, strict=True):
+            compare(name, got, wanted[name])
+
+
+def of_two_steps(ring: Ring) -> dict[str, Expected]:
+    """What the whole call should give, where each step's results are stored in the dtype before they are merged."""
+    args: dict[str, Any] = {"q": ring.q, "k": ring.k, "v": ring.v, "layout": ring.layout, "scale": DIM**-0.5}
+    if ring.layout == "TND":
+        args |= {"q_len": Q_LEN, "kv_len": KV_LEN}
+    else:
+        args |= {"heads": HEADS, "blocked": ring.mask(None).get("atten_mask")}
+    found = expected(Call(args, ring.dy))
+    by_token = Ring(ring.layout, "TND", ring.q.dtype, ring.causal)
+    variances = {name: found[name].size.square() for name in ("out", "dq")}
+    merged = by_token.merged()
+    for step in (0, 1):
+        out, max_, sum_ = by_token.forward(step)
+        share = (max_[..., 0] + sum_[..., 0].log()).double() - found["lse"].value
+        share = (share if ring.layout == "TND" else share.movedim(-1, 0)).exp().repeat_interleave(DIM, -1)
+        variances["out"] += share.view(out.shape).square() * stored(out, out.dtype)
+        dq = by_token.backward(step, *merged)[0]
+        variances["dq"] += stored(dq, dq.dtype)
+    for name, variance in variances.items():
+        found[name] = Expected(found[name].value, variance.sqrt())
+    lanes = {name: found[name].map(lambda t: ring.ordered(t)[..., None].expand(*t.shape, 8)) for name in ("max", "sum")}
+    return found | {"attention_out": found["out"]} | {f"softmax_{name}": e for name, e in lanes.items()}
 
 
 def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,13 +223,14 @@ def test_a_list_of_ranks_is_the_softmax_of_their_sums() -> None:
     lse = 3 * torch.randn(3, 11, generator=generator)
     outs = torch.randn(3, 11, 16, generator=generator)
     lse[1, 2], lse[2, 2], lse[:, 5] = INF, -INF, -INF  # CANN's two words for a row that saw no key
-    weights = lse.double().masked_fill(lse == INF, -INF).softmax(0).nan_to_num()
-    want = (weights[..., None] * outs.double()).sum(0)
+    seen = lse.double().masked_fill(lse == INF, -INF)
+
+    def formula() -> tuple[Tensor, Tensor]:
+        weights = seen.softmax(0).nan_to_num()
+        return (weights[..., None] * outs.double()).sum(0), seen.logsumexp(0)
+
     out, total = npu.npu_attention_update(list(lse), list(outs), 1)
-    assert total is not None
-    beside_plain("out", out, want, (weights[..., None].float() * outs).sum(0), 3)
-    exact = lse.double().masked_fill(lse == INF, -INF).logsumexp(0)
-    beside_plain("lse", total, exact, exact.float(), 3, terms=float(lse.masked_fill(lse.isinf(), 0).abs().amax()))
+    compare_with("(out, lse)", (out, total), formula, draws=16)
     alone, nothing = npu.npu_attention_update(list(lse), list(outs.bfloat16()), 0)
     assert nothing is None
     assert alone.dtype == torch.bfloat16

@@ -2,7 +2,7 @@
 that know neither it nor the lowering.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attent
 from fusion_attention.ops.training import records as training
 from fusion_attention.testing import (
     Case,
-    beside_plain,
     call_face,
     check,
+    compare,
     expected,
     golden,
     hostile,
@@ -29,6 +29,7 @@ from fusion_attention.testing import (
     seen,
     stats_part,
 )
+from fusion_attention.testing.drawn import compare_with
 
 BACKENDS = ("cpu",)
 FLT_MAX = torch.finfo(torch.float32).max
@@ -46,7 +47,7 @@ def truth(case: Case) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_and_the_lowering_against_the_formulas(case: Case) -> None:
-    want = plain(case, operands(case), torch.float64)
+    want = plain(case, operands(case))
     assert want.keys() == truth(case).keys()
     for name, value in truth(case).items():
         size = value.masked_fill(value.abs() >= FLT_MAX, 0).abs().amax().clamp(min=1.0).item() if value.numel() else 1.0
@@ -134,7 +135,6 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
     args = operands(case)
     by_item = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
     by_token = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
-    wide, plainly = (scores_of(args, dtype) for dtype in (torch.float64, torch.float32))
     for one, other, name in zip(by_item, by_token, ("max", "sum"), strict=True):
         assert one.shape == other.shape == (9, 4, 8)
         assert one.is_contiguous()
@@ -145,18 +145,14 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
             for n in range(4):
                 for i in range(rows):
                     assert flat[(4 * first + n * rows + i) * 8] == other[first + i, n, 0]
-            exact, measure = (statistic(scores[:, first : first + rows, keys], name) for scores in (wide, plainly))
-            beside_plain(name, other[first : first + rows, :, 0], exact, measure, 5)
+            at = slice(first, first + rows)
+            compare_with(name, other[at, :, 0], partial(statistic, args, at, keys, name), draws=16)
 
 
-def scores_of(args: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """[heads, all rows, all keys]."""
-    q, k = (args[name].transpose(0, 1).to(dtype) for name in ("query", "key"))
-    return 0.3 * q @ k.repeat_interleave(2, 0).mT
-
-
-def statistic(scores: torch.Tensor, name: str) -> torch.Tensor:
-    """[rows, heads]: of each row of [heads, rows, keys]."""
+def statistic(args: dict[str, Any], rows: slice, keys: slice, name: str) -> torch.Tensor:
+    """[rows, heads], in float64."""
+    q, k = (args[of].double().transpose(0, 1)[:, tokens] for of, tokens in (("query", rows), ("key", keys)))
+    scores = 0.3 * q @ k.repeat_interleave(2, 0).mT
     top = scores.amax(-1, keepdim=True)
     return (top[..., 0] if name == "max" else (scores - top).exp().sum(-1)).mT
 
@@ -187,9 +183,9 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
         assert (stats_part(case, total, b)[empty] == torch.tensor(expected[1])).all()
         rows = part(case, out, "q", case.heads_q, b)[empty]
         if mean:
-            v = part(case, args["value"], "kv", case.heads_kv, b).repeat_interleave(2, 0)
-            means = [t.mean(1, keepdim=True).expand(-1, case.q_len[b], -1)[empty] for t in (v.double(), v)]
-            beside_plain("mean", rows, *means, max(case.kv_len))
+            v = part(case, args["value"], "kv", case.heads_kv, b).double().repeat_interleave(2, 0)
+            shape = -1, case.q_len[b], -1
+            compare_with("mean", rows, lambda v=v, s=shape, e=empty: v.mean(1, keepdim=True).expand(s)[e], draws=16)
         else:
             assert not rows.any()
         assert not part(case, grads["dq"], "q", case.heads_q, b)[empty].any()
@@ -231,24 +227,24 @@ def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str,
 def test_the_comparison_finds_what_it_should(dtype: str) -> None:
     case = Case(dtype=dtype, mask="matrix", blank=True)
     args = operands(case)
-    ours, measure = run(lowered(case, args), args["dy"], "cpu"), plain(case, args)
+    ours, wanted = run(lowered(case, args), args["dy"], "cpu"), expected(case, args, truth(case))
     low = getattr(torch, dtype)
 
     def refused(name: str, value: torch.Tensor, message: str) -> None:
         with pytest.raises(AssertionError, match=message):
-            beside_plain(name, value, truth(case)[name], measure[name], 7)
+            compare(name, value, wanted[name])
 
     for name in ("out", "dq", "dk", "dv"):
         wrong = ours[name].clone()
         wrong[1, 2, 1, 3] = torch.nan
-        refused(name, wrong, rf"{name}\[1, 2, 1, 3\]: a value that is not finite, .*: ours nan, golden .*, plain")
+        refused(name, wrong, rf"{name}: the error of a .* most at \[1, 2, 1, 3\]: ours nan, golden")
         wrong[1, 2, 1, 3] = truth(case)[name].abs().amax().to(low) * 1.5
-        refused(name, wrong, rf"{name}\[1, 2, 1, 3\]: .* error")
+        refused(name, wrong, rf"{name}: the error of a .* most at \[1, 2, 1, 3\]: ours ")
         refused(name, ours[name] * (1 + 16 * torch.finfo(low).eps), "error")
-        beside_plain(name, truth(case)[name].to(low), truth(case)[name], measure[name], 7)
+        compare(name, truth(case)[name].to(low), wanted[name])
     wrong = ours["max"].clone()
     wrong[wrong == -FLT_MAX] = -torch.inf
-    refused("max", wrong, r"max\[.*\]: a value that is not finite")
+    refused("max", wrong, r"max: expected 3.40282e\+38, or minus that, where a row has no keys")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,7 +1,7 @@
 """Whether what is installed computes what it should: small calls of every family, beside the model in float64.
 
-Judged as this library's own tests judge (testing.compare): by the error of a plain program, with no tolerance. Refuses
-to know any kernel.
+Judged as this library's own tests judge (testing.compare): errors are as large as roundings make them, with no
+tolerance. Refuses to know any kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from fusion_attention.testing import Case, arguments, beside_plain, check, expected, lowered, run
+from fusion_attention.testing import Case, arguments, check, expected, expected_of, lowered, run
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,6 @@ def _judge_dense(case: Case, backend: str) -> None:
 
 
 def _judge_decoding(backend: str) -> None:
-    import torch
-
     from fusion_attention.contract import bind
     from fusion_attention.ops import RECORDS
     from fusion_attention.plan import compute
@@ -169,9 +167,7 @@ def _judge_decoding(backend: str) -> None:
         call = op.lower(bind(op, decode.arguments(case)))
         found = call.results()
         compute(call, found, backend)
-        got, wide = found["attention_out"], decode.query_of(case, decode.answer(case))
-        narrow = decode.query_of(case, decode.answer(case, torch.float32)).to(got.dtype)
-        beside_plain("attention_out", got, wide.double(), narrow, max(case.kv_len))
+        check(case.id, found, expected_of(call, {"attention_out": decode.query_of(case, decode.answer(case))}))
 
 
 def _judge_sparse(backend: str) -> None:
@@ -179,10 +175,9 @@ def _judge_sparse(backend: str) -> None:
 
     case = sparse.SparseCase(dtype="float32", q_len=(9, 7), kv_len=(12, 9))
     args = sparse.arguments(case)
-    got = sparse.compute(case, sparse.lowered(args), args["dy"], backend)
-    want, measure = sparse.golden(case, args), sparse.plain(case, args)
-    for name in want:
-        beside_plain(name, got[name], want[name], measure[name], max(case.kv_len))
+    call = sparse.lowered(args)
+    got = sparse.compute(case, call, args["dy"], backend)
+    check(case.id, got, sparse.expected(call, args["dy"]))
 
 
 def _judge_indexer(backend: str) -> None:

@@ -6,7 +6,7 @@ Refuses to know files.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from fusion_attention.plan import compute
 
 Tensor = torch.Tensor
 BACKENDS = ("cpu", "triton", "golden")
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 # A golden run that would take more than this is left to the formulas, piece by piece.
 ROOM = 1 << 29
 
@@ -76,23 +77,35 @@ class Recorded:
         return backward
 
     def judgeable(self, lowered: Any) -> dict[str, Tensor]:
-        """The outputs that the call has; one in a coarser dtype than the call's is judged as if it were in the call's.
+        """The outputs that the call has, each in the dtype in which the call has it.
 
         Raises:
-            JudgeError: one has another shape or kind than the call's.
+            JudgeError: one has another shape or kind than the call's, or another name than the operator's.
         """
+        from fusion_attention.captures.capture import returned
+
         known = lowered.results()
-        found = {name: t for name, t in self.outputs.items() if name in known}
+        unknown = sorted(self.outputs.keys() - known.keys() - {p.name for p in self.op.tensors(output=True)})
+        unknown = [name for name in unknown if name not in returned(self.op)]
+        if unknown:
+            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(known)})")
+        found = {n: t for n, t in self.outputs.items() if n in known and (t.numel() or known[n].numel())}
         if not found:
             raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(known)})")
         for name, t in found.items():
             want = known[name]
-            if t.shape != want.shape or t.is_floating_point() != want.is_floating_point():
+            if t.shape != want.shape or _kind(t) != _kind(want):
                 expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
+                got = got if t.numel() else f"nothing ({got})"
                 raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
-            if t.is_floating_point() and torch.finfo(t.dtype).eps > torch.finfo(want.dtype).eps:
+            if t.is_floating_point():
                 found[name] = t.to(want.dtype)
         return found
+
+    def unjudged(self, names: Collection[str]) -> dict[str, str]:
+        """Why outputs beside these are not judged, by name."""
+        others = [name for name, t in self.outputs.items() if name not in names and t.numel()]
+        return dict.fromkeys(others, "the judge has no formula for it, or the call does not ask for it")
 
     def doubts(self) -> tuple[str, ...]:
         """What the record says of the call beside what is needed to compute it: limits of the chip, and contents."""
@@ -127,7 +140,7 @@ class Recorded:
 
 def from_recording(found: Recording, source: str = "") -> Recorded:
     """What a capture holds."""
-    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items()}
+    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items() if t.numel()}
     return Recorded(found.op, found.args, outputs, found.seed, source, (), found.saved, found.upstream)
 
 
@@ -143,6 +156,9 @@ def recorded(
     if op is None:
         near = ", ".join(n for n in RECORDS if operator.lower() in n.lower() or n.lower() in operator.lower())
         raise JudgeError(f"operator {operator!r} has no record here" + (f" (did you mean {near}?)" if near else ""))
+    for what, given in (("inputs", inputs), ("outputs", outputs)):
+        if not isinstance(given, Mapping):
+            raise JudgeError(f"{operator}: {what}: expected tensors by name, got {type(given).__name__}")
     shown = {p.shown: p.name for p in op.params} | {p.name: p.name for p in op.params}
     unknown = sorted(set(inputs) - shown.keys())
     if unknown:
@@ -150,8 +166,9 @@ def recorded(
             f"{operator} has no parameter {', '.join(unknown)} (it has {', '.join(p.shown for p in op.params)})"
         )
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
-    found = {name: t.detach().cpu().contiguous() for name, t in outputs.items() if isinstance(t, Tensor) and t.numel()}
-    if not found:
+    results = {name: torch.empty(0) if t is None else t for name, t in outputs.items()}
+    found = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
+    if not any(t.numel() for t in found.values()):
         raise JudgeError(f"{operator}: no output to judge")
     missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
     if missing:
@@ -169,6 +186,25 @@ def _value(op: Op, name: str, value: Any) -> Any:
     p = op.by_name[name]
     if isinstance(p, Array):
         return [int(n) for n in (value.tolist() if hasattr(value, "tolist") else value)]
+    who = f"{op.name}: {p.shown}"
     if isinstance(p, Tensors) and isinstance(value, (list, tuple)):
-        return [t.detach().cpu() for t in value]
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+        return [_in_memory(who, t) for t in value]
+    return _in_memory(who, value) if isinstance(value, Tensor) else value
+
+
+def _in_memory(who: str, value: Any) -> Tensor:
+    """A tensor whose numbers can be read here."""
+    if not isinstance(value, Tensor):
+        raise JudgeError(f"{who}: expected a tensor, got {type(value).__name__}")
+    if value.is_meta or value.is_quantized or value.is_nested or value.layout != torch.strided:
+        what = "on device meta" if value.is_meta else "that is nested" if value.is_nested else f"of {value.layout}"
+        what = f"of {value.dtype}" if value.is_quantized else what
+        raise JudgeError(f"{who}: expected a dense tensor that holds its numbers, got one {what}")
+    return value.detach().cpu()
+
+
+def _kind(t: Tensor) -> str:
+    """Numbers of which kind it holds."""
+    if t.is_floating_point():
+        return "floating"
+    return "integer" if t.dtype in _INTEGERS else str(t.dtype)

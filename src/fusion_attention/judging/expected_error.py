@@ -22,12 +22,15 @@ import torch
 
 from fusion_attention.judging.formulas import Scored, Softmax, at_sink
 from fusion_attention.judging.setting import Block
+from fusion_attention.waist.problem import Problem
 
 Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
-_QUANTA = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
+# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and the
+# native core do: an error of up to 2^-126 either way.
+_QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
 _SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
@@ -48,7 +51,7 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """The variance of rounding a number to the dtype's subnormals."""
+    """The variance of rounding a number to the dtype's subnormals, or of leaving them out where programs do."""
     return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
 
 
@@ -127,14 +130,14 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     """
     p, dtype = x.problem, x.problem.torch_dtype
     a, r = grade.sums(dtype), grade.step(dtype)
-    stores = rounding(dtype) if p.kv_dtype else 0.0  # keys that are made of integers are rounded once
-    n = p.dim_qk + p.dim_rope
+    stores = _remade(p)
+    n = 0 if p.has_weight_scale else p.dim_qk + p.dim_rope  # sums of products of int8 are integers that float32 holds
     by = torch.as_tensor(x.scores_by, dtype=wide)
     q, k = (_norm(t, wide) for t in (x.q, x.k))
     if x.q_rope is not None and x.k_rope is not None:
         q, k = q + _norm(x.q_rope, wide), k + _norm(x.k_rope, wide)
     top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0)
-    bound = (by.square() * q).amax() * k.amax() / n if k.numel() and q.numel() else torch.zeros(())
+    bound = (by.square() * q).amax() * k.amax() / max(n, 1) if k.numel() and q.numel() else torch.zeros(())
     added = x.bias is not None or bool(x.softcap)
     if not (exact or added or p.has_weight_scale):
         most = n * bound  # |x| <= |q| |k|, and so are s and max
@@ -162,7 +165,10 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
+          beneath dropout v / keep_prob, and besides out^2 sum P^2 e of keys that are dropped: the divisor has them
           + a n (out^2 / 2 + sum P^2 v^2 / 6)                      the sums of values and of weights
+          of weights W = round(c exp(s - max)), c = weight_scale, in place of the first two lines
+          sum_j v^2 / sum^2 of W near a middle + out^2 sum P^2 e   a flip of a weight by one; the divisor
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
     """
@@ -175,25 +181,28 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     n = s.live.sum(-1, keepdim=True).to(wide)
     e = scores(x, s, grade, wide)
     values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
-    stores = rounding(dtype) if p.kv_dtype else 0.0
-    w = w + stores
-    kept = soft
-    if x.keep is not None:
-        kept = (soft * x.keep_factor**2).masked_fill(~live, 0)
+    w = w + _remade(p)
+    kept = soft if x.keep is None else soft.masked_fill(~live, 0)
+    factor = 1.0 if x.keep is None else x.keep_factor
     each = kept * (e + (w + a * n / 6))
-    if x.weight_scale is not None:
-        each = each + _flips(x, s, e, divisor, wide) * x.keep_factor**2
     mean = out.to(wide).nan_to_num(0.0, 0.0, 0.0)
-    if isinstance(e, float):
-        variance = each @ values.square()
+    if x.weight_scale is not None:
+        soft = _shares(s, wide)
+        flips = _flips(x.weight_scale, s, e, grade.step(dtype), wide) + kept * a * n / 6
+        variance = flips @ values.square() + mean.square() * (soft * e).sum(-1, keepdim=True)
+    elif isinstance(e, float):
+        variance = factor**2 * (each @ values.square())
     else:
         centre = values.mean(1, keepdim=True) if values.shape[1] else values.new_zeros(1, 1, 1)
-        values, off = values - centre, mean - centre
-        variance = each @ values.square() - 2 * off * (each @ values) + off.square() * each.sum(-1, keepdim=True)
-        variance = variance.clamp(min=0) + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        values, off = values - centre, mean - factor * centre
+        variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
+        variance = (variance + off.square() * each.sum(-1, keepdim=True)).clamp(min=0)
+        variance = variance + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        if x.keep is not None:
+            variance = variance + mean.square() * ((soft - kept) * e).sum(-1, keepdim=True)
         values = values + centre
     variance = variance + a * n / 2 * mean.square()
-    if quantum(dtype) > 1e-30 and (w or grade.low):  # weights of float16 that are subnormal
+    if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
     found = {"out": variance.double()}
@@ -222,11 +231,26 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
     }
 
 
-def _flips(x: Block, s: Softmax, e: Tensor | float, divisor: Tensor, wide: torch.dtype) -> Tensor:
-    """Weights that are rounded to integers: an error d of one turns into a whole step with probability |d|."""
-    assert x.weight_scale is not None
-    steps = s.weights.to(wide).abs() * torch.as_tensor(e, dtype=wide).sqrt()
-    return (steps / divisor.to(wide).square()).masked_fill(~s.live, 0)
+def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, wide: torch.dtype) -> Tensor:
+    """Of weights round(c exp(s - max)): those so near the middle of two integers that an error leads to the other one.
+
+    That of the maximum, exp(0), has no error.
+    """
+    own = c.to(wide) * (s.shown - s.top).exp().to(wide)
+    least = 7 * own.abs() * torch.as_tensor(e + 2 * step, dtype=wide).sqrt()  # 7: as far as one of a million goes
+    near = ((own - own.floor() - 0.5).abs() < least) & s.softmax & (s.shown != s.top)
+    return near / s.total.where(s.total != 0, 1.0).to(wide).square()
+
+
+def _shares(s: Softmax, wide: torch.dtype) -> Tensor:
+    """P^2, of weights that are no integers yet."""
+    soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
+    return soft.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
+
+
+def _remade(p: Problem) -> float:
+    """The variance of rounding keys and values that are made of integers; integers are multiplied as they are."""
+    return rounding(p.torch_dtype) if p.kv_dtype and not p.has_weight_scale else 0.0
 
 
 def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
@@ -254,8 +278,9 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total
 
 
-def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(variance of dS but for delta's, P beneath the cap's slope), [heads, rows, keys]."""
+def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, ...]:
+    """(variance of dS but for delta's and the divisor's, dS, P beneath the cap's slope), [heads, rows, keys]; (that of
+    the divisor, relative), [heads, rows, 1]."""
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     dscores = g.dscores.to(wide).nan_to_num(0.0, 0.0, 0.0)
@@ -263,11 +288,17 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
     products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
     products += a * dim / 6 * factor**2 * products_of_squares(x.saved[0], x.v, wide)
     slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
-    soft = (s.weights.to(wide) * slope).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
-    each = (dscores * slope).square() * (e + (w + 2 * r + a * max(x.kv_len, 1) / 6)) + soft.square() * products
+    soft = s.weights.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
+    # Of the saved divisor, and of the one that a program finds itself.
+    divisor = 2 * (soft.square() * e).sum(-1, keepdim=True)
+    soft, sloped = soft * slope, dscores * slope
+    each = sloped.square() * (e + (w + 2 * r)) + soft.square() * products
     if isinstance(slope, Tensor):
         each += 4 * (a + r) * dscores.square()
-    return each, soft
+    if grade.low and quantum(dtype) > 1e-30:  # probabilities of float16 that are subnormal
+        left = (g.upstream - g.delta).to(wide).nan_to_num(0.0, 0.0, 0.0) * slope
+        each += quantum(dtype) * left.square().masked_fill(~s.softmax, 0)
+    return each, sloped, soft, divisor
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
@@ -275,8 +306,9 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     wide = torch.float64
     e = scores(x, g.softmax, grade, wide)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
-    each, soft = _of_scores(x, before, e, grade, wide)
-    return each + soft.square() * of_delta
+    each, dscores, soft, divisor = _of_scores(x, before, e, grade, wide)
+    n = grade.sums(x.problem.torch_dtype) * max(x.kv_len, 1) / 6
+    return each + dscores.square() * (divisor + n) + soft.square() * of_delta
 
 
 def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, Tensor]:
@@ -284,21 +316,25 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
 
         dS   dS^2 (e + w + a n / 6) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim / 6)
              beneath a cap, whose slope 1 - t^2 cancels, besides 4 a (P (dP - delta))^2
-        dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2)
-        dk   scale^2 sum_i (var(dS) + P^2 var(delta)) q^2;   dv   sum_i P^2 (e + w + a n / 6) dout^2
-        dsink   sum_i P_sink^2 (var(delta) + delta^2 e_sink)
+        d    2 sum_j P^2 e, relative, of all of a row's P: its divisor, the saved one and a program's own
+        dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2 + d (sum_j dS k)^2)
+        dk   scale^2 sum_i (var(dS) + P^2 var(delta) + d dS^2) q^2;   dv   sum_i P^2 (e + d + w + a n / 6) dout^2
+        dsink   sum_i P_sink^2 (var(delta) + delta^2 (e_sink + d))
 
-    A sum of n terms adds summed() when it is complete.
+    n is the number of terms: keys of a row, rows of a key and its heads. A sum adds summed() when it is complete.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
     wide = _wide(g.dscores.numel())
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     e = scores(x, s, grade, wide)
-    each, soft = _of_scores(x, g, e, grade, wide)
+    each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
     factor = x.keep_factor if x.keep is not None else 1.0
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
-    by_rows = scale.square() * (each + soft.square() * of_delta.to(wide))
-    kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + (w + r + a * max(x.kv_len, 1) / 6))
+    of_row, of_key = (a * max(n, 1) / 6 for n in (x.kv_len, x.q_len * x.problem.group))
+    squared = dscores.square()
+    by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(wide))
+    each = each + squared * of_row
+    kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
     least = quantum(dtype) if w else 0.0
     dout = _squares(x.saved[0], wide)
     found = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
@@ -306,15 +342,15 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
         if q is None or k is None:
             continue
         wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
-        mean = (soft @ wild).square() * of_delta.to(wide)
-        dq = scale.square() * (each @ wild.square() + mean + least * (s.softmax.to(wide) @ wild.square()))
+        shared = (soft @ wild).square() * of_delta.to(wide) + (dscores @ wild).square() * divisor
+        dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(wide) @ wild.square()))
         found[f"dq{name}"] = dq
         squares = _squares(q, wide)
         found[f"dk{name}"] = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
     if x.sink is not None:
         share, total = at_sink(x, s), (x.saved[0] * x.saved[1]).sum(-1, keepdim=True)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
-        own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r
+        own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
         found["dsink"] = (share.square() * (of_delta + total.square() * own)).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
 

@@ -20,7 +20,7 @@ from fusion_attention.judging.expected_index_error import TOTALS, at_keys, compl
 from fusion_attention.judging.index_formulas import Index, chosen, compared, given, gradients, softmax
 from fusion_attention.judging.index_mistakes import INDEX_MISTAKES
 from fusion_attention.judging.outputs import Wanted
-from fusion_attention.judging.places import Map
+from fusion_attention.judging.places import Map, looks_like
 from fusion_attention.judging.standards import Tally
 from fusion_attention.judging.trials import Result
 from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
@@ -63,20 +63,44 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
     if search and not found.passes:
         mistakes = _explained(x, lowered, captured, found)
         noisy = not mistakes and measured(x, lowered, captured, POOR).passes
-    opinions = {n: opinion(n, tally, grades[n], standard, found.maps.get(n)) for n, tally in found.tallies.items()}
+    views = views_of(lowered, captured)
+    opinions = {
+        n: opinion(
+            n, tally, grades[n], standard, found.maps.get(n), [] if tally.passes else _looks(x, KINDS[n], tally, views)
+        )
+        for n, tally in found.tallies.items()
+    }
     right = all(o.passes for o in opinions.values())
     return Judgement(
         call.op.name,
         call.source,
         RIGHT if right else NOISY if noisy and not found.passes else WRONG,
         opinions,
-        dict.fromkeys(call.outputs.keys() - captured.keys(), "the judge has no formula for it"),
+        call.unjudged(captured),
         theirs | {who: {n: t.z for n, t in tallies.items()} for who, tallies in base.beside.items()},
         mistakes,
         search,
         (*call.notes, *call.doubts()),
         standard,
     )
+
+
+def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an output looks like."""
+    if kind in ("loss", "max", "sum"):
+        return looks_like(tally, "number")
+    if kind == "indices":  # judgeable() marks them by NaN
+        said = looks_like(tally, "list")
+        return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in said if "NaN" in s]
+    heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
+    word = "key" if kind == "dk" else "row"
+    return looks_like(tally, word, lambda b: views[kind].sequence(b, heads, int(lengths[b])))
+
+
+_LISTS = tuple(
+    f"{has} a key that is not there, not seen, listed before, or of two that score the same not the first"
+    for has in ("has", "have")
+)
 
 
 def setting_of(lowered: Any) -> Index:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from fusion_attention.judging import index
-from fusion_attention.judging.calls import BACKENDS, Recorded, recorded
+from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
-from fusion_attention.judging.places import resembles
+from fusion_attention.judging.places import looks_like, most
 from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.standards import STANDARDS, Tally
 from fusion_attention.judging.trials import Result, measured
 from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
 
@@ -80,12 +81,14 @@ def diagnose(
 
 def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str = "error-bound") -> Judgement:
     """A recorded call."""
+    if standard not in STANDARDS:
+        raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     lowered = call.lowered()
     captured = call.judgeable(lowered)
     if index.serves(lowered):
         return index.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)
-    unjudged = dict.fromkeys(call.outputs.keys() - {o.name for o in outputs}, "the judge has no formula for it")
+    unjudged = call.unjudged({o.name for o in outputs})
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
     plain = standard == "cann-double"
     base = measured(setting, outputs, units(setting, outputs), whole=True, plain=plain, beside=theirs)
@@ -99,7 +102,7 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     opinions = {}
     for o in outputs:
         tally, map_ = found.tallies[o.name], found.maps.get(o.name)
-        like = resembles(setting, o, tally) if not tally.passes else ()
+        like = [] if tally.passes else _looks(setting, o, tally)
         opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like)
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
@@ -132,6 +135,19 @@ def _beside(
         else:
             results[backend] = setting_of(lowered, found)[1]
     return results, reasons
+
+
+def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
+    """What is wrong with an output looks like."""
+    if o.view is None:
+        return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
+    p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"
+    heads, lengths = (p.heads_kv, e.kv_len) if o.by_keys else (p.heads_q, e.q_len)
+    several = tally.errors.columns > 1
+    return looks_like(
+        tally, word if several else "number",
+        (lambda b: o.rows(setting, b, slice(0, heads), slice(0, int(lengths[b])))) if several else None,
+    )  # fmt: skip
 
 
 def _searched(

@@ -5,13 +5,11 @@ Knows which places are wrong, not why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fusion_attention.judging.error_bound import LEAST
-from fusion_attention.judging.outputs import Output
-from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import Tally
 
 Tensor = torch.Tensor
@@ -75,44 +73,60 @@ class Map:
         return torch.nn.functional.adaptive_max_pool2d(finite, size)[0, 0]
 
 
-def resembles(setting: Setting, o: Output, tally: Tally) -> list[str]:
-    """What rows that are wrong look like: zeros, NaN, or copies of other rows."""
-    if o.view is None:
+def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
+    """What rows that are wrong look like: zeros, NaN, infinities, or copies of other rows.
+
+    Args:
+        word: for a row. rows: of a sequence, [heads, rows, elements]; None: copies are no matter.
+    """
+    wrong = tally.errors.wrong()
+    total = sum(int(w.sum()) for w in wrong)
+    if not total or not tally.marks:
         return []
-    count, lengths = (
-        (setting.problem.heads_kv, setting.extents.kv_len)
-        if o.by_keys
-        else (setting.problem.heads_q, setting.extents.q_len)
-    )
-    word = "keys" if o.by_keys else "rows"
-    found = dict.fromkeys(("zeros", "NaN", "copies"), 0)
-    total, first = 0, ""
-    for b, wrong in enumerate(tally.errors.wrong()):
-        if not wrong.any():
-            continue
-        rows = o.view.sequence(b, count, int(lengths[b]))
-        bad = rows[wrong]
-        total += len(bad)
-        found["zeros"] += int((bad == 0).all(-1).sum())
-        found["NaN"] += int(bad.isnan().any(-1).sum())
-        if not first and rows.shape[-1] > 1:
-            first = _copied(rows, wrong, b)
-    said = [f"{n} of the {total} wrong {word} are {what}" for what, n in found.items() if n]
-    return said + ([first] if first else [])
+    said = []
+    for mark, one, many in _LOOKS:
+        count = sum(int((getattr(m, mark) & w).sum()) for m, w in zip(tally.marks, wrong, strict=True))
+        if count:
+            who = (
+                f"the wrong {word}"
+                if total == 1
+                else f"{f'{count} of' if count < total else 'all'} {total} wrong {word}s"
+            )
+            said.append(f"{who} {one if count == 1 else many}")
+    for b, (bad, marks) in enumerate(zip(wrong, tally.marks, strict=True)):
+        found = _copied(rows(b), bad, marks.golden) if rows is not None and bad.any() else None
+        if found is not None:
+            head, row, other, of = found
+            return [*said, f"{word} {row} of head {head}, sequence {b}, is a copy of {word} {of} of head {other}"]
+    return said
 
 
-def _copied(rows: Tensor, wrong: Tensor, b: int) -> str:
-    """The first of some wrong rows that another row equals bit for bit."""
+_LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),
+          ("infinite", "holds infinities", "hold infinities"))  # fmt: skip
+
+
+def most(tally: Tally, shape: Sequence[int]) -> list[str]:
+    """Where an output that has no rows is wrong."""
+    if tally.worst is None:
+        return []
+    count = sum(int(w.sum()) for w in tally.errors.wrong())
+    words = "rows" if tally.errors.columns > 1 else "numbers"
+    at = torch.unravel_index(torch.tensor(tally.worst[2] * tally.errors.columns + tally.worst[3]), tuple(shape))
+    place, (ours, golden) = [int(n) for n in at], tally.worst[4:6]
+    return [f"{count} of its {tally.errors.count} {words}; most at {place}: {ours:.4g}, should be {golden:.4g}"]
+
+
+def _copied(rows: Tensor, wrong: Tensor, golden: Tensor) -> tuple[int, int, int, int] | None:
+    """(head, row, other head, other row): the first of some wrong rows that equals another, which golden's does not."""
     for head, row in wrong.nonzero()[:8].tolist():
-        mine = rows[head, row]
+        mine, right = rows[head, row], golden[head, row]
         if not (mine == mine[0]).all():
-            same = (rows == mine).all(-1)
-            same[head, row] = False
+            apart = (golden - right).abs() > 1e-3 * (golden.abs() + right.abs())
+            same = (rows == mine).all(-1) & apart
             if same.any():
                 other, of = (int(n) for n in same.nonzero()[0])
-                place = f"row {row} of head {head}, sequence {b}"
-                return f"{place}, is a copy of row {of} of head {other}"
-    return ""
+                return head, row, other, of
+    return None
 
 
 def _ranges(numbers: Sequence[int]) -> str:

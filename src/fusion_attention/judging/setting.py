@@ -30,7 +30,7 @@ class Block:
         heads, rows, keys: what they are of the sequence b.
         scores_by: the factor on q . k, a number or [heads, rows, 1].
         seen: bool [heads or 1, rows, keys]; times: how often each key is weighed, or None.
-        in_band: [rows] bool; kv_len: keys of the sequence.
+        in_band: [rows] bool; kv_len, q_len: keys and query rows of the sequence.
         keep: bool, or None; keep_factor: on kept probabilities.
         normalised: the divisor; False: sums what dropout leaves.
         saved: of a backward, (dout, out, max, sum) of these rows.
@@ -63,6 +63,7 @@ class Block:
     no_delta: bool = False
     gradient_scale: float | None = None
     saved: tuple[Tensor, ...] = ()
+    q_len: int = 0
 
     @property
     def positions(self) -> Tensor:
@@ -166,6 +167,7 @@ class Setting:
             weight_scale=o.weight_scale.to(WIDE) if p.has_weight_scale and o.weight_scale is not None else None,
             out_scale=self._out_scale(heads),
             saved=self._saved(b, heads, rows),
+            q_len=int(e.q_len[b]),
         )
         for edit in self.edits:
             found = edit(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,18 @@ class Judged:
     reason: str = ""
 
 
+class Marks(NamedTuple):
+    """Of a sequence [heads, rows]."""
+
+    nan: Tensor
+    infinite: Tensor
+    zero: Tensor
+    golden: Tensor
+
+
+_MARKS = (torch.bool, torch.bool, torch.bool, torch.float64)
+
+
 @dataclass(eq=False)
 class Tally:
     """The errors of an output against golden, gathered piece by piece.
@@ -40,6 +53,8 @@ class Tally:
         errors: their ratios to the expected sizes. worst: sequence, head, row, element, ours, golden and expected
             error where the ratio is largest.
         strange: numbers that are not finite where golden's are, or the other way round.
+        marks: of each row, whether it holds NaN, infinities or nothing but zeros where golden does not, and a number
+            by which golden's rows are told apart.
     """
 
     dtype: torch.dtype
@@ -57,6 +72,7 @@ class Tally:
     small: list[int] = field(default_factory=lambda: [0, 0])
     worst: tuple[int, int, int, int, float, float, float] | None = None
     peak: float = 0.0
+    marks: list[Marks] = field(default_factory=list)
     measured: bool = False  # beside a plain program
 
     def add(self, place: tuple[int, slice, slice] | None, ours: Tensor, wanted: Wanted) -> None:
@@ -70,6 +86,7 @@ class Tally:
             self.errors.append(found)
         else:
             self.errors.add(*place, found)
+            self._mark(*place, ours.double(), value)
         largest = float(found.amax())
         if largest > self.peak:
             at = torch.unravel_index(found.argmax(), found.shape)
@@ -79,6 +96,19 @@ class Tally:
             self.peak, self.worst = largest, (b, head + first, row + start, element, mine, golden, least)
         self.strange += int(found.isinf().sum()) if math.isinf(largest) else 0
         self._magnitudes(ours.double(), value, wanted.plain)
+
+    def _mark(self, b: int, heads: slice, rows: slice, mine: Tensor, value: Tensor) -> None:
+        if not self.marks:
+            self.marks = [Marks(*(torch.zeros(p.shape, dtype=d) for d in _MARKS)) for p in self.errors.peaks]
+        far = torch.arange(value.shape[-1], dtype=torch.float64).cos()
+        found = (
+            (mine.isnan() & ~value.isnan()).any(-1),
+            (mine.isinf() & (mine != value)).any(-1),
+            (mine == 0).all(-1) & (value != 0).any(-1),
+            value.nan_to_num(0.0, 0.0, 0.0) @ far,
+        )
+        for kept, new in zip(self.marks[b], found, strict=True):
+            kept[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, plain: Tensor | None) -> None:
         """Absolute errors, and what CANN's standards count."""

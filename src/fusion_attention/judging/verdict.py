@@ -144,6 +144,7 @@ class Judgement:
         bad = self.failing()
         worst = max(self.outputs.values(), key=lambda o: (not o.passes, o.z), default=None)
         each = ", ".join(f"{o.name} {times(o.z)}" for o in self.outputs.values()) or "none"
+        left = f"; not judged: {', '.join(sorted(self.unjudged))}" if self.unjudged else ""
         head = f"{self.source}: {self.operator}" if self.source else self.operator
         where = "; ".join(worst.where) if worst is not None and worst.where else "nowhere" if not bad else "throughout"
         why = "not looked for (fusion_attention.diagnose)" if bad and not self.searched else "nothing to explain"
@@ -155,7 +156,7 @@ class Judgement:
         return [
             head,
             f"verdict  {self.verdict}{by}{said}",
-            f"error    {each} (RMS, in expected sizes)",
+            f"error    {each} (RMS, in expected sizes){left}",
             f"where    {where}",
             f"why      {why}",
         ]

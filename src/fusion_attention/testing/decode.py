@@ -182,19 +182,19 @@ def arguments(case: DecodeCase) -> Args:
     return args
 
 
-def answer(case: DecodeCase, wide: torch.dtype = torch.float64) -> Tensor:
-    """The output, [B, N1, rows, D], by dense formulas; with another dtype the measure of error."""
+def answer(case: DecodeCase) -> Tensor:
+    """The output, [B, N1, rows, D], by dense formulas in float64."""
     n = logical(case)
-    out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=wide)
+    out = torch.zeros(len(case.kv_len), case.heads_q, case.rows, case.dim, dtype=torch.float64)
     for item, length in enumerate(case.kv_len):
         first = case.first[item]
         if not length or first < 0:
             continue
-        k, v = (_meaning(case, n, side, item, wide).repeat_interleave(case.group, 0) for side in (0, 1))
-        scores = case.dim**-0.5 * (n["q"][item].to(wide) @ k.mT)
+        k, v = (_meaning(case, n, side, item).repeat_interleave(case.group, 0) for side in (0, 1))
+        scores = case.dim**-0.5 * (n["q"][item].double() @ k.mT)
         columns = slice(first, first + length)
         if case.pse:
-            scores = scores + n["pse"][item if case.pse == "batch" else 0][..., columns].to(wide)
+            scores = scores + n["pse"][item if case.pse == "batch" else 0][..., columns].double()
         if case.mask or case.blank:
             scores = scores.masked_fill(n["mask"][item, columns], -math.inf)
         late = torch.arange(length) > torch.arange(case.rows)[:, None] + length - case.rows
@@ -206,19 +206,19 @@ def answer(case: DecodeCase, wide: torch.dtype = torch.float64) -> Tensor:
     return _narrow(case, n, out) if case.out else out
 
 
-def _meaning(case: DecodeCase, n: Args, side: int, item: int, wide: torch.dtype) -> Tensor:
-    rows: Tensor = n["kv"[side]][item].to(wide)
+def _meaning(case: DecodeCase, n: Args, side: int, item: int) -> Tensor:
+    rows: Tensor = n["kv"[side]][item].double()
     if not case.integers:
         return rows
-    scale = n["scale"][side].to(wide)
-    offset = n["offset"][side].to(wide) if case.offsets else torch.zeros_like(scale)
+    scale = n["scale"][side].double()
+    offset = n["offset"][side].double() if case.offsets else torch.zeros_like(scale)
     if case.integers == "channel":
         scale, offset = scale[:, None], offset[:, None]
     return (rows + offset) * scale
 
 
 def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
-    scale, offset = n["out_scale"].to(out.dtype), n["out_offset"].to(out.dtype) if case.offsets else torch.zeros(1)
+    scale, offset = n["out_scale"].double(), n["out_offset"].double() if case.offsets else torch.zeros(1)
     if case.out == "channel":
         scale = scale.view(case.heads_q, 1, case.dim)
         offset = offset.view(case.heads_q, 1, case.dim) if case.offsets else offset

@@ -79,20 +79,23 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         grade: of the programs whose errors are expected.
 
     Returns:
-        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0.
+        By the names and in the shapes of call.results(). Rows of no sequence are exactly 0, their lse infinity.
     """
     known: dict[str, Tensor] = call.results()
     lanes = {name for name in known if isinstance(call, DenseForward) and name.startswith("softmax_")}
     shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in known.items()}
     # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
-    places = {name: torch.arange(math.prod(shape)).double().view(shape) for name, shape in shapes.items()}
+    places = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
     setting, outputs = setting_of(call, {name: t.expand(known[name].shape) for name, t in places.items()})
     outputs = [replace(o, tensor=known[o.name]) for o in outputs]
-    values, found = ({o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs} for _ in "vs")
+    found = {o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs}
+    values = {o.name: torch.full_like(found[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
         here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
         wanted = computed(setting, unit, here, grade)
         for o in here:
+            if o.name not in wanted:  # keys that no row meets have no gradient
+                continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
             values[o.name][at] = wanted[o.name].value
             found[o.name][at] = wanted[o.name].variance.sqrt()
@@ -103,24 +106,22 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     if golden is not None:
         given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
         values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
-    return {
-        o.name: Expected(
-            *(t[o.name].view(shapes[o.name]).expand(known[o.name].shape) for t in (values, found))
-        )
-        for o in outputs
-    }
+    value, size = ({n: t.view(shapes[n]).expand(known[n].shape) for n, t in kind.items()} for kind in (values, found))
+    judged = {o.name: Expected(value[o.name], size[o.name]) for o in outputs}
+    empty = {name: Expected(t.double(), t.double()) for name, t in known.items() if not t.numel()}
+    return {name: (judged | empty)[name] for name in known if name in judged or name in empty}
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:
     """Golden's results of a training call, as run() names them, with the sizes of their errors.
 
     Args:
-        call: as it is computed, in its own dtype. results: golden's, in float64. dy: the gradient of out; None: a
-            forward alone.
+        call: as it is computed, in its own dtype. results: golden's, in float64, "lse" where it is wanted. dy: the
+            gradient of out; None: a forward alone.
     """
     found = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
     lanes = {name: found[name].unsqueeze(-1).expand(*found[name].shape, LANES) for name in ("max", "sum")}
-    found = {"out": found["out"], **lanes}
+    found |= lanes
     if dy is not None:
         q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
         given = (call.q, call.k, call.v, q_rope, k_rope, bias if "dpse" in results else None, sink)

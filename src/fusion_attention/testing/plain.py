@@ -1,4 +1,4 @@
-"""The formulas a second time, from the case alone, by dense matrices: the measure of error, and a witness of golden.
+"""The formulas a second time, from the case alone, by dense matrices in float64: a witness of golden.
 
 Knows neither the lowering nor any back end.
 """
@@ -47,19 +47,19 @@ def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
     return places[:, :rows].expand(heads, rows, -1)[..., :keys]
 
 
-def _bias(case: Case, args: Mapping[str, Any], b: int, wide: torch.dtype) -> Tensor | float:
+def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
     """What pse adds to the scores of sequence b."""
     pse = args["pse"]
     if pse is None:
         return 0.0
     if case.pse_type in (0, 1):
-        value = pse.reshape(-1)[_pse_places(case, pse, b)].to(wide)
+        value = pse.reshape(-1)[_pse_places(case, pse, b)].double()
         return value * case.scale if case.pse_type == 1 else value
-    slope = (pse[b if pse.shape[0] > 1 else 0] if pse.dim() == 2 else pse).to(wide)[:, None, None]
+    slope = (pse[b if pse.shape[0] > 1 else 0] if pse.dim() == 2 else pse).double()[:, None, None]
     first = next((s for s, length in enumerate(case.q_len) if length), 0)
     start = (0, 0) if case.starts is None or (case.sparse_mode == 8 and b != first) else case.starts
     row, key = torch.arange(case.q_len[b])[:, None] + start[0], torch.arange(case.kv_len[b]) + start[1]
-    distance = (key - row).abs().to(wide)
+    distance = (key - row).abs().double()
     return -slope * (distance if case.pse_type == 2 else distance.sqrt())
 
 
@@ -107,45 +107,34 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
     return weights[..., :keys], top, total, ~empty
 
 
-def _results(case: Case, args: Mapping[str, Any], wide: torch.dtype, low: torch.dtype) -> Results:
-    """Zeros of every output's shape; what sequences add up in is kept wide."""
+def _results(case: Case, args: Mapping[str, Any]) -> Results:
+    """Zeros of every output's shape."""
     stats = (len(case.q_len), case.heads_q, case.tokens("q"), 8)
     stats = (case.tokens("q"), case.heads_q, 8) if case.packed else stats  # type: ignore[assignment]
     like = {"out": "dy", "dq": "query", "dk": "key", "dv": "value", "dq_rope": "query_rope", "dk_rope": "key_rope"}
-    results = {name: torch.zeros(args[of].shape, dtype=low) for name, of in like.items() if args[of] is not None}
-    results |= {name: torch.zeros(stats, dtype=wide) for name in ("max", "sum")}
+    shapes = {name: args[of].shape for name, of in like.items() if args[of] is not None} | {"max": stats, "sum": stats}
     if case.pse_type in (0, 1) and args["pse"] is not None:
-        results["dpse"] = torch.zeros(args["pse"].shape, dtype=wide)
-    return results | ({"dsink": torch.zeros(case.heads_q, dtype=wide)} if case.sink else {})
+        shapes["dpse"] = args["pse"].shape
+    shapes |= {"dsink": (case.heads_q,)} if case.sink else {}
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def plain(case: Case, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
-    """The formulas by dense matrices, sequence by sequence: what a straightforward program in `wide` would give.
-
-    With wide=float32 it is the measure of error: P and dS are rounded once for bfloat16, results once. With float64
-    nothing is rounded, and it is a witness of golden and of the lowering.
-    """
-    own_dtype: torch.dtype = getattr(torch, case.dtype)
-    low = own_dtype if wide == torch.float32 else wide
-    results = _results(case, args, wide, low)
+def plain(case: Case, args: Mapping[str, Any]) -> Results:
+    """The formulas by dense matrices, sequence by sequence, in float64."""
+    results = _results(case, args)
     for b in range(len(case.q_len)):
-        _plain_sequence(case, args, b, wide, low, results)
-    return results | {"dpse": results["dpse"].to(low)} if "dpse" in results else results
+        _plain_sequence(case, args, b, results)
+    return results
 
 
-def _plain_sequence(
-    case: Case, args: Mapping[str, Any], b: int, wide: torch.dtype, low: torch.dtype, results: Results
-) -> None:
+def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Results) -> None:
     group, scale = case.heads_q // case.heads_kv, case.scale
 
     def rows(name: str) -> Tensor:
-        return part(case, args[name], "q", case.heads_q, b).to(wide)
+        return part(case, args[name], "q", case.heads_q, b).double()
 
     def keys(name: str) -> Tensor:
-        return part(case, args[name], "kv", case.heads_kv, b).to(wide).repeat_interleave(group, 0)
-
-    def narrow(weights: Tensor) -> Tensor:
-        return weights.to(low).to(wide) if low == torch.bfloat16 else weights
+        return part(case, args[name], "kv", case.heads_kv, b).double().repeat_interleave(group, 0)
 
     def store_keys(name: str, by_head: Tensor) -> None:
         total = by_head.unflatten(0, (case.heads_kv, group)).sum(1)
@@ -156,23 +145,23 @@ def _plain_sequence(
         q, k = torch.cat((q, rows("query_rope")), -1), torch.cat((k, keys("key_rope")), -1)
     kept = _kept(case, args, b)
     scores, slope = _capped(case, scale * (q @ k.mT))
-    weights, top, total, alive = _softmax(case, args, b, scores + _bias(case, args, b, wide))
+    weights, top, total, alive = _softmax(case, args, b, scores + _bias(case, args, b))
     divisor = total.masked_fill(total == 0, 1)
-    out = ((narrow(weights * kept) @ v) / case.keep_prob / divisor).to(low)
+    out = (weights * kept) @ v / case.keep_prob / divisor
     part(case, results["out"], "q", case.heads_q, b).copy_(out)
     for name, value in (("max", top), ("sum", total)):
         stats_part(case, results[name], b).copy_(value)
 
     p = weights / divisor
-    delta = (dy * out.to(wide)).sum(-1, keepdim=True)
+    delta = (dy * out).sum(-1, keepdim=True)
     ds = (p * ((dy @ v.mT) * kept / case.keep_prob - delta)).masked_fill(~alive, 0)
-    dx = narrow(ds * slope)
+    dx = ds * slope
     dq, dk = scale * (dx @ k), scale * (dx.mT @ q)
     for name, tail, side in (("dq", slice(0, case.dim_qk), "q"), ("dq_rope", slice(case.dim_qk, None), "q")):
         if name in results:
             part(case, results[name], side, case.heads_q, b).copy_(dq[..., tail])
     store_keys("dk", dk[..., : case.dim_qk])
-    store_keys("dv", narrow(p * kept).mT @ dy / case.keep_prob)
+    store_keys("dv", (p * kept).mT @ dy / case.keep_prob)
     if case.dim_rope:
         store_keys("dk_rope", dk[..., case.dim_qk :])
     if "dpse" in results:
@@ -180,4 +169,4 @@ def _plain_sequence(
         added = ds * scale if case.pse_type == 1 else ds
         results["dpse"].view(-1).index_add_(0, places.reshape(-1), added.reshape(-1))
     if case.sink and case.kv_len[b]:
-        results["dsink"] -= (delta * (args["sink"].to(wide)[:, None, None] - top).exp() / total).sum((1, 2))
+        results["dsink"] -= (delta * (args["sink"].double()[:, None, None] - top).exp() / total).sum((1, 2))

@@ -11,6 +11,7 @@ products with a power of two, and results that the dtype holds as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -247,7 +248,9 @@ class Roundings(TorchDispatchMode):
             return added if several else added[0]
         with Roundings(self.inner, self.generator, self.noise):
             overload = getattr(func, "default", func)
-            if overload in decomposition_table:
+            if overload == torch.ops.prims.var.default:
+                found = _variance(*args, **kwargs)
+            elif overload in decomposition_table:
                 found = decomposition_table[overload](*args, **kwargs)
             else:
                 found = overload.decompose(*args, **kwargs)
@@ -290,8 +293,18 @@ class Roundings(TorchDispatchMode):
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
     def _held(self, found: Tensor) -> Tensor:
-        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is infinite."""
-        return found.to(torch.float32 if self.dtype == torch.float64 else self.dtype) == found
+        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all of them.
+
+        float64's least number, with which models fill their masks, is -inf with an error.
+        """
+        held = found.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
+        return (held == found) | held.isinf()
+
+
+def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
+    """What torch's decompositions of norms end in."""
+    squares = (x - x.mean(dims, keepdim=True)).square()
+    return squares.sum(dims) / (math.prod(x.shape[d] for d in dims) - correction)
 
 
 def quantum(dtype: torch.dtype) -> float:

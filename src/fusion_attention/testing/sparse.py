@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
+from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
@@ -22,6 +23,7 @@ from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing.cases import Named, Results, Tensor, hostile, poisoned
+from fusion_attention.testing.expected import expected_of
 from fusion_attention.torch_ops.eager import run
 
 Call = TypeVar("Call", bound=Any)
@@ -294,6 +296,22 @@ def in_float64(call: Call) -> Call:
 def golden(case: SparseCase, args: Mapping[str, Any]) -> Results:
     """compute() in float64 by golden."""
     return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
+
+
+def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
+    """What compute() should give of a lowered call: golden's results, and how far a right program's may be from them.
+
+    Args:
+        call: in its own dtype.
+        dy: the gradient of out; None: a forward alone.
+    """
+    wide = in_float64(call)
+    results = run(wide, "golden")
+    found = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
+    if dy is None:
+        return found
+    gradients = run(SparseBackward(wide, dy.double(), *results.values()), "golden")
+    return found | expected_of(SparseBackward(call, dy, *results.values()), gradients)
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:

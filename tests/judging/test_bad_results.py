@@ -1,0 +1,289 @@
+"""Results that are no results: of another shape or dtype, NaN, zeros, another row's; of every family of operators.
+
+Each is refused or called wrong in one sentence that says what and where, and never passes for right.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.small_calls import FAMILIES, small
+
+import fusion_attention as fa
+from fusion_attention.judging.standards import STANDARDS
+
+Tensor = torch.Tensor
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+everywhere = pytest.mark.parametrize("family", FAMILIES)
+
+
+def said(operator: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[str, str]:
+    """(verdict with what fails, where)."""
+    found = fa.judge(operator, inputs, outputs, backends=False)
+    lines = str(found).splitlines()
+    assert len(lines) == 5
+    return lines[1].removeprefix("verdict").strip(), lines[3].removeprefix("where").strip()
+
+
+def refused(operator: str, inputs: Any, outputs: Any, *what: str) -> None:
+    with pytest.raises(fa.JudgeError) as caught:
+        fa.judge(operator, inputs, outputs, backends=False)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (operator, *what):
+        assert word in message, message
+
+
+# ------------------------------------------------------------------------------------------------- what is no result
+
+
+def longest(t: Tensor) -> int:
+    return max(range(t.dim()), key=lambda axis: t.shape[axis])
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "one row fewer": (lambda t: t.narrow(longest(t), 0, t.shape[longest(t)] - 1) if t.numel() > 1 else t[None], "got"),
+    "one axis more": (lambda t: t[None], "got"),
+    "transposed": (lambda t: t.mT if t.dim() > 1 and t.shape[-1] != t.shape[-2] else t[None], "got"),
+    "a number": (lambda t: t.reshape(-1)[0], "got"),
+    "no number": (lambda t: t.reshape(-1)[:0], "got nothing"),
+    "none": (lambda t: None, "got nothing"),
+    "bool": (lambda t: t != 0, "bool"),
+    "complex": (lambda t: t.to(torch.complex64), "complex64"),
+    "another kind": (lambda t: t.int() if t.is_floating_point() else t.float(), "expected"),
+    "on no device": (lambda t: t.to("meta"), "on device meta"),
+    "sparse": (lambda t: t.to_sparse(), "torch.sparse_coo"),
+    "a list": (lambda t: t.tolist(), "expected a tensor, got list"),
+    "of numpy": (lambda t: np.asarray(t.double()), "expected a tensor, got ndarray"),
+}
+
+
+@everywhere
+def test_what_is_no_result_is_refused(family: str) -> None:
+    operator, inputs, outputs = small(family)
+    for change, what in REFUSED.values():
+        for name, t in outputs.items():
+            sentence = "no output to judge" if len(outputs) == 1 and "nothing" in what else what
+            refused(operator, inputs, outputs | {name: change(t)}, sentence)
+    refused(operator, inputs, outputs | {"colour": torch.ones(1)}, "has no output colour (it has", *outputs)
+    refused(operator, inputs, {}, "no output to judge")
+    refused(operator, inputs, [*outputs.values()], "outputs: expected tensors by name, got list")
+    refused(operator, [*inputs.values()], outputs, "inputs: expected tensors by name, got list")
+
+
+def test_a_standard_that_is_none() -> None:
+    with pytest.raises(fa.JudgeError, match=f"'cann' is not known: one of {', '.join(STANDARDS)}"):
+        fa.judge(*small("own float32"), standard="cann")
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.ones(1, 21, 4, 16, device="meta"), "q: expected a dense tensor that holds its numbers, got one on dev"),
+        (torch.ones(1, 21, 4, 16).to_sparse(), "q: expected a dense tensor that holds its numbers, got one of torch.s"),
+        (torch.ones(1, 21, 4, 16).numpy(), "q: expected a tensor, got numpy"),
+        ([[1.0]], "q: expected a tensor, got"),
+        (torch.ones(1, 21, 4, 16, dtype=torch.complex64), "q: expected float16 or bfloat16"),
+        (None, "the call lacks q"),
+    ],
+)
+def test_an_argument_that_is_none(value: Any, what: str) -> None:
+    operator, inputs, outputs = small("own float32")
+    refused(operator, inputs | {"q": value}, outputs, what)
+
+
+def test_results_that_a_call_does_not_have_are_named() -> None:
+    operator, inputs, outputs = small("dense")
+    found = fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(3)}, backends=False)
+    assert found.verdict == "right"
+    assert "not judged: softmax_out" in str(found)
+    assert fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(0)}, backends=False).unjudged == {}
+
+
+# ----------------------------------------------------------------------------------------- what is the same in memory
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "in a wider dtype": lambda t: t.double() if t.is_floating_point() else t.long(),
+    "in float32": lambda t: t.float() if t.is_floating_point() else t,
+    "of autograd": lambda t: t.clone().requires_grad_() if t.is_floating_point() else t,
+    "in another order": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "every second number": lambda t: torch.stack((t, t), -1)[..., 0],
+    "of other zeros": lambda t: torch.where(t == 0, -0.0, t) if t.is_floating_point() else t,
+}
+
+
+@everywhere
+def test_what_is_the_same_is_right(family: str) -> None:
+    operator, inputs, outputs = small(family)
+    for what, change in SAME.items():
+        verdict, where = said(operator, inputs, {n: change(t) for n, t in outputs.items()})
+        assert verdict == "right: as exact as a kernel that sums in float32", what
+        assert where == "nowhere"
+
+
+# --------------------------------------------------------------------------------------------- what is wrong throughout
+
+
+def one(t: Tensor, value: float) -> Tensor:
+    t.view(-1)[t.numel() // 2] = value
+    return t
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "NaN": (lambda t: torch.full_like(t, math.nan), "hold NaN"),
+    "infinite": (lambda t: torch.full_like(t, math.inf), "hold infinities"),
+    "one NaN": (lambda t: one(t, math.nan), "holds NaN"),
+    "one infinity": (lambda t: one(t, -math.inf), "holds "),
+    "zeros": (torch.zeros_like, "are zero"),
+    "the largest": (lambda t: torch.full_like(t, torch.finfo(t.dtype).max), ""),
+    "another sign": (lambda t: -t, ""),
+    "other rows": (lambda t: t.roll(1, longest(t)) if t.numel() > 1 else 2 * t, ""),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_said(what: str, family: str) -> None:
+    operator, inputs, outputs = small(family)
+    change, sentence = WRONG[what]
+    names = [n for n, t in outputs.items() if t.is_floating_point()]
+    if not names:
+        return
+    name = names[zlib.crc32(f"{what}{family}".encode()) % len(names)]  # another one for every family
+    verdict, where = said(operator, inputs, outputs | {name: change(outputs[name])})
+    assert verdict == f"wrong ({name})"
+    single = sentence.replace("hold ", "holds ").replace("are ", "is ")
+    assert sentence in where or single in where
+    assert where != "throughout" or not sentence
+
+
+def test_integers_that_are_wrong() -> None:
+    operator, inputs, outputs = small("int8 output")
+    (name,) = outputs
+    for change in (torch.zeros_like, lambda t: -t, lambda t: t.roll(1, -1), lambda t: t.to(torch.uint8)):
+        assert said(operator, inputs, {name: change(outputs[name])})[0] == f"wrong ({name})"
+    assert "are zero" in said(operator, inputs, {name: torch.zeros_like(outputs[name])})[1]
+    assert said(operator, inputs, {name: outputs[name] + 2})[0] == f"wrong ({name})"
+
+
+def test_lists_that_are_wrong() -> None:
+    operator, inputs, outputs = small("indexer")
+    chosen = outputs["sparse_indices_out"]
+    twice, behind, swapped = chosen.clone(), chosen.clone(), chosen.clone()
+    twice[0, 3, 0, 1] = twice[0, 3, 0, 0]
+    behind[0, 3, 0, 5] = 39  # row 3 of 12 sees the first 32 of 40 keys
+    swapped[1, 5, 0, :2] = chosen[1, 5, 0, :2].flip(0)
+    for bad in (twice, behind, chosen * 0, chosen + 1000, chosen.clamp(max=-1)):
+        verdict, where = said(operator, inputs, outputs | {"sparse_indices_out": bad})
+        assert verdict == "wrong (sparse_indices_out)"
+        assert "a key that is not there, not seen, listed before" in where or "NaN" not in where
+    assert said(operator, inputs, outputs | {"sparse_indices_out": swapped})[0] == "wrong (sparse_indices_out)"
+    assert said(operator, inputs, outputs | {"sparse_values_out": chosen.float()})[0] == "wrong (sparse_values_out)"
+
+
+def test_a_copy_is_said_where_golden_has_none() -> None:
+    """A row that is another's by right is no news, wrong as it may be."""
+    q, k = torch.randn(2, 1, 40, 2, 8)
+    q[:, 7] = q[:, 3]
+    out = fa.attention(q, k, k)
+    out[:, 20] = out[:, 30]
+    assert "row 20 of head 0, sequence 0, is a copy of row 30 of head 0" in str(
+        fa.judge("attention", {"q": q, "k": k, "v": k}, {"out": out}, backends=False)
+    )
+    out = fa.attention(q, k, k)
+    out[:, 3] *= 2
+    out[:, 7] = out[:, 3]
+    assert "copy" not in str(fa.judge("attention", {"q": q, "k": k, "v": k}, {"out": out}, backends=False))
+
+
+# ----------------------------------------------------------------------------------- what golden cannot or must be
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_is_right_where_golden_has_it_and_nowhere_else(dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 30, 2, 8, generator=make).to(dtype) for _ in range(3))
+    v[0, 7, 0, 3] = math.nan
+    inputs = {"q": q, "k": k, "v": v}
+    out = fa.attention(**inputs)
+    assert said("attention", inputs, {"out": out})[0].startswith("right")
+    for bad in (out.nan_to_num(0.0), out.roll(1, -1), torch.full_like(out, math.nan)):
+        assert said("attention", inputs, {"out": bad})[0] == "wrong (out)"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_overflows(dtype: torch.dtype) -> None:
+    """Beyond the dtype infinity and the largest number are right; as near to it as roundings go, infinity is."""
+    make, most = torch.Generator().manual_seed(2), torch.finfo(dtype).max
+    q, k = (torch.randn(1, n, 2, 8, generator=make).to(dtype) for n in (40, 100))
+    inputs = {"q": q, "k": k, "v": torch.full_like(k, most)}
+    for right in (fa.attention(**inputs), torch.full_like(q, most), torch.full_like(q, math.inf)):
+        assert said("attention", inputs, {"out": right})[0].startswith("right")
+    for value in (-math.inf, math.nan, 0.97 * most, 0.0):
+        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
+    inputs["v"] = torch.full_like(k, 0.8 * most)
+    assert said("attention", inputs, {"out": torch.full_like(q, math.inf)})[0] == "wrong (out)"
+    bits = torch.ones(2 * 40 * 100 // 8, dtype=torch.uint8) * 255
+    inputs |= {"keep_prob": 0.5, "drop_bits": bits}  # golden: 1.6 times the largest
+    for value in (most, math.inf):
+        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0].startswith("right")
+    for value in (-most, -math.inf, math.nan, 0.9 * most):
+        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_exact(dtype: torch.dtype) -> None:
+    """Rows of one key return its value, rows of none zeros; what is off by more than roundings is seen there."""
+    make = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 40, 2, 16, generator=make).to(dtype) for _ in range(3))
+    inputs = {"q": q, "k": k, "v": v, "band": fa.Band.window(0, 0)}
+    units = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    assert said("attention", inputs, {"out": v})[0] == "right: as exact as a kernel that sums in float32"
+    assert said("attention", inputs, {"out": (v.view(units) + 3).view(dtype)})[0] == "wrong (out)"
+    out = v.clone()
+    out[0, 9, 1] = (v.view(units) + 8).view(dtype)[0, 9, 1]
+    assert "head 1 of 2; row 9 of 40" in said("attention", inputs, {"out": out})[1]
+    empty = {"q": q, "k": k, "v": v, "blocked": torch.eye(40) == 0}
+    empty["blocked"][5] = True
+    out = v.clone()
+    out[:, 5] = 0.0
+    for right in (out, torch.where(out == 0, -0.0, out)):
+        assert said("attention", empty, {"out": right})[0].startswith("right")
+    for value in (1e-4, math.nan, -math.inf):
+        out[:, 5] = value
+        assert "all 2 heads; row 5 of 40" in said("attention", empty, {"out": out})[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_has_no_rows_or_no_keys(dtype: torch.dtype) -> None:
+    make = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(2, 6, 2, 8, generator=make).to(dtype) for _ in range(2))
+    for rows, keys in ((q[:, :0], k), (q[:0], k[:0])):
+        refused("attention", {"q": rows, "k": keys, "v": keys}, {"out": rows}, "no output to judge")
+    none = {"q": q, "k": k[:, :0], "v": k[:, :0]}
+    assert said("attention", none, {"out": torch.zeros_like(q)})[0].startswith("right")
+    assert said("attention", none, {"out": one(torch.zeros_like(q), 1e-3)})[0] == "wrong (out)"
+    # One of two packed sequences has no keys, the other no rows.
+    packed = {"q": q[0], "k": k[0], "v": k[0], "layout": "TND", "q_len": [6, 0], "kv_len": [0, 6]}
+    assert said("attention", packed, {"out": torch.zeros_like(q[0])})[0].startswith("right")
+    assert said("attention", packed, {"out": q[0]})[0] == "wrong (out)"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 700, 2), (70, 1, 2, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_numbers_and_many_heads(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A number alone is wrong from five expected errors on."""
+    make = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
+    inputs = {"q": q, "k": k, "v": v}
+    out = fa.attention(**inputs)
+    assert said("attention", inputs, {"out": out})[0].startswith("right")
+    out.view(-1)[-1] *= 1.1
+    assert said("attention", inputs, {"out": out})[0] == "wrong (out)"
