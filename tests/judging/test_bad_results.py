@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.small_calls import FAMILIES, small
+from support.small_calls import FAMILIES, gradient_of, small
 
 import fusion_attention as fa
 from fusion_attention.judging.standards import STANDARDS
+from fusion_attention.testing.cases import Case, arguments
 
 Tensor = torch.Tensor
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -287,3 +289,31 @@ def test_few_numbers_and_many_heads(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert said("attention", inputs, {"out": out})[0].startswith("right")
     out.view(-1)[-1] *= 1.1
     assert said("attention", inputs, {"out": out})[0] == "wrong (out)"
+
+
+@pytest.mark.parametrize("by", [1e-25, 1e-19, 1e19, 1e25])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_numbers_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: float) -> None:
+    """Of calls that are so long that variances are computed in float32 elsewhere."""
+    make = torch.Generator().manual_seed(6)
+    q, k, v = (torch.randn(1, 600, 1, 8, generator=make).to(dtype) for _ in range(3))
+    inputs = {"q": q, "k": k, "v": (v * by).to(dtype)}
+    out = fa.attention(**inputs)
+    assert said("attention", inputs, {"out": out})[0] == "right: as exact as a kernel that sums in float32"
+    out[:, 64:128] *= 1.3
+    verdict, where = said("attention", inputs, {"out": out})
+    assert verdict == "wrong (out)"
+    assert "row" in where
+
+
+@pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e25])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: float) -> None:
+    case = Case(q_len=(600,), kv_len=(600,), heads_q=1, heads_kv=1, dim_qk=8, dim_v=8, scale=0.35)
+    args = arguments(replace(case, dtype=str(dtype).removeprefix("torch.")))
+    operator, inputs, outputs = gradient_of(args | {"dy": (args["dy"] * by).to(dtype)})
+    assert said(operator, inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
+    for name in ("dq", "dk", "dv"):
+        bad = outputs[name].clone()
+        bad[:, 64:128] *= 1.3
+        assert said(operator, inputs, outputs | {name: bad})[0] == f"wrong ({name})"

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import fusion_attention as fa
 from fusion_attention.nn import SparseLatentAttention, set_stage
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing import check, compare
+from fusion_attention.testing.drawn import compare_with, expected_of
 
 deepseek = pytest.importorskip("transformers.models.deepseek_v32.modeling_deepseek_v32")
 
 TOP_K = 6
+DRAWS = 16
 SIZES = {
     "hidden_size": 48,
     "num_attention_heads": 4,
@@ -97,15 +99,20 @@ class Wide:
 
 @pytest.fixture
 def golden(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Calls a copy of their module in float64."""
+    """Programs that call a copy of their module in float64."""
 
-    def call(theirs: Any, run: Callable[..., Any] = lambda module, **given: module(**given), **given: Any) -> Any:
+    def program(theirs: Any, run: Callable[..., Any] = lambda module, **given: module(**given)[0], **given: Any) -> Any:
+        own = copy.deepcopy(theirs).double()
         wide = {name: torch.utils._pytree.tree_map(doubled, value) for name, value in given.items()}
-        with monkeypatch.context() as patched:
-            patched.setattr(deepseek, "torch", Wide())
-            return run(copy.deepcopy(theirs).double(), **wide)
 
-    return call
+        def call() -> Any:
+            with monkeypatch.context() as patched:
+                patched.setattr(deepseek, "torch", Wide())
+                return run(own, **wide)
+
+        return call
+
+    return program
 
 
 def doubled(value: Any) -> Any:
@@ -122,15 +129,16 @@ def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
 
 def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None:
     """Layer by layer on the inputs that the model really gives it: the same keys, the same output."""
-    calls: list[tuple[dict[str, Any], Tensor]] = []
-    for layer in model.layers:
-        layer.self_attn.register_forward_hook(
-            lambda module, args, given, out: calls.append((given, out[0])), with_kwargs=True
-        )
+    calls: list[dict[str, Any]] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, args, given, out: calls.append(given), with_kwargs=True)
+        for layer in model.layers
+    ]
     with torch.no_grad():
         model(torch.randint(50, (2, 31)))
-    assert len(calls) == len(model.layers)
-    for layer, (given, expected) in zip(model.layers, list(calls), strict=True):
+    for hook in hooks:
+        hook.remove()
+    for layer, given in zip(model.layers, calls, strict=True):
         own = Ours(layer.self_attn).attention
         hidden, rope = given["hidden_states"], halves(given["position_embeddings"])
         latent = own.q_a_layernorm(own.q_a_proj(hidden))
@@ -142,8 +150,8 @@ def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None
                 assert mine[:seen].tolist() == other[:seen].tolist()
                 assert (mine[seen:] == -1).all()
         with torch.no_grad():
-            exact = golden(layer.self_attn, **given | {"past_key_values": None})[0]
-        beside_plain("attention", own(hidden, rope=rope)[0], exact, expected, hidden.shape[1])
+            program = golden(layer.self_attn, **given | {"past_key_values": None})
+            compare_with("attention", own(hidden, rope=rope)[0], program, draws=DRAWS)
 
 
 def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
@@ -156,35 +164,28 @@ def test_the_whole_model(model: Any, golden: Callable[..., Any]) -> None:
         out = model(tokens, use_cache=False).last_hidden_state
         (out * weights).sum().backward()
         grads = {name.replace("attention.", ""): p.grad for name, p in model.named_parameters()}
-        return {"out": out} | {name: grad.clone() for name, grad in grads.items() if grad is not None}
+        return {"out": out.detach()} | {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
-    expected, exact = run(model), golden(model, run)
+    program = golden(model, run)
     for layer in model.layers:
         layer.self_attn = Ours(layer.self_attn).eval()
     got = run(model)
-    assert got.keys() == expected.keys() == exact.keys()
     assert not any("indexer" in name for name in got)
-    for name, tensor in got.items():
-        beside_plain(name, tensor, exact[name], expected[name], tokens.numel())
+    want = expected_of(program, got, DRAWS)
+    check("", got, want)
     set_stage(model, "dense")
-    with pytest.raises(AssertionError, match=r"out.*: mean error"):  # the choice of keys matters here
-        beside_plain("out", run(model)["out"], exact["out"], expected["out"], tokens.numel())
+    with pytest.raises(AssertionError, match=r"out: the error of"):  # the choice of keys matters here
+        compare("out", run(model)["out"], want["out"])
 
 
 def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
     """The same without our modules: lightning_indexer and sparse_attention on their rows, kv_b absorbed by hand."""
     attention, given = model.layers[0].self_attn, {}
-    results: list[Tensor] = []
-
-    def keep(module: Any, args: Any, inputs: dict[str, Any], out: Any) -> None:
-        given.update(inputs)
-        results.append(out[0])
-
-    hook = attention.register_forward_hook(keep, with_kwargs=True)
+    hook = attention.register_forward_hook(lambda module, args, inputs, out: given.update(inputs), with_kwargs=True)
     with torch.no_grad():
         model(torch.randint(50, (1, 31)))
         hook.remove()
-        exact = golden(attention, **given | {"past_key_values": None})[0]
+        program = golden(attention, **given | {"past_key_values": None})
         hidden, (cos, sin) = given["hidden_states"], given["position_embeddings"]
         nope, rope, v_dim = SIZES["qk_nope_head_dim"], SIZES["qk_rope_head_dim"], SIZES["v_head_dim"]
         latent_q = attention.q_a_layernorm(attention.q_a_proj(hidden))
@@ -207,4 +208,4 @@ def test_bare_operators(model: Any, golden: Callable[..., Any]) -> None:
             absorbed, attention.kv_a_layernorm(latent), None, indices, scale=(nope + rope) ** -0.5, **ropes
         )
         out = attention.o_proj(torch.einsum("bshr,hdr->bshd", mixed, up_v).flatten(2))
-    beside_plain("attention", out, exact, results[0], hidden.shape[1])
+        compare_with("attention", out, program, draws=DRAWS)

@@ -32,8 +32,8 @@ def computed(operator: str, inputs: dict[str, Any], backend: str = "cpu") -> Cal
     return operator, inputs, {n: t.clone() for n, t in found.items() if t.numel()}
 
 
-def gradient(case: Case, backend: str = "cpu") -> Call:
-    args = arguments(case)
+def gradient_of(args: dict[str, Any], backend: str = "cpu") -> Call:
+    """The backward of a call by its arguments, from what that back end saved."""
     saved = computed("npu_fusion_attention_v2", args, backend)[2]
     given = {"attention_in": "attention_out", "softmax_max": "softmax_max", "softmax_sum": "softmax_sum"}
     args |= {"scale_value": args.get("scale"), **{n: saved[o] for n, o in given.items()}}
@@ -67,7 +67,7 @@ FAMILIES: dict[str, Callable[[], Call]] = {
     "own float32": lambda: own(torch.float32),
     "own float16": lambda: own(torch.float16),
     "dense": lambda: computed("npu_fusion_attention_v2", arguments(replace(CASE, dtype="bfloat16"))),
-    "gradient": lambda: gradient(replace(CASE, dtype="bfloat16", pse="full", sink=True)),
+    "gradient": lambda: gradient_of(arguments(replace(CASE, dtype="bfloat16", pse="full", sink=True))),
     "pages": lambda: _planted(paged("", torch.float16, "npu_fused_infer_attention_score", 1)),
     "int8 cache": lambda: _planted(stored("", torch.bfloat16, True, 2)),
     "int8 output": lambda: computed("npu_incre_flash_attention", decode.arguments(decode.DecodeCase(out="channel"))),

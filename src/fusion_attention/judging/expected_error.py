@@ -157,8 +157,16 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     return found + (2 * a * top.square() + 8 * a + 4 * r)
 
 
-def _wide(pairs: int) -> torch.dtype:
-    return torch.float64 if pairs <= _FEW else torch.float32
+def _wide(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
+    """In what many pairs' variances are computed: float32, if squares of products of its operands fit in."""
+    if pairs <= _FEW:
+        return torch.float64
+    q, k, v, *others = (
+        float(t.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if t.numel() else 1.0 for t in (x.q, x.k, x.v, *more)
+    )
+    products = [v, *(v * d * other for d in others for other in (1.0, k, q)), *others]
+    fits = q * k < 2.0**50 and all(2.0**-16 <= p <= 2.0**50 for p in products)
+    return torch.float32 if fits else torch.float64
 
 
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
@@ -173,7 +181,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
     """
     dtype, p = x.problem.torch_dtype, x.problem
-    wide = _wide(s.weights.numel())
+    wide = _wide(s.weights.numel(), x)
     a, w = grade.sums(dtype), grade.weight(dtype)
     divisor = s.total.where(s.total != 0, 1.0)
     live = s.live if x.keep is None else s.live & x.keep
@@ -269,7 +277,7 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     if g is None:
         from_weights = w * squares
     else:
-        wide = _wide(g.dscores.numel())
+        wide = _wide(g.dscores.numel(), x, x.saved[0])
         share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
         each = scores(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
         from_weights = (share * each).sum(-1, keepdim=True).double()
@@ -324,7 +332,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     n is the number of terms: keys of a row, rows of a key and its heads. A sum adds summed() when it is complete.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
-    wide = _wide(g.dscores.numel())
+    wide = _wide(g.dscores.numel(), x, x.saved[0])
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     e = scores(x, s, grade, wide)
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
