@@ -19,6 +19,7 @@ from mutations_of_forward import FORWARD
 from mutations_of_gpus import GPUS
 from mutations_of_indexer import INDEXER
 from mutations_of_lists import LISTS
+from mutations_of_long_calls import LONG_CALLS
 from mutations_of_npu_kernels import NPU_KERNELS
 from mutations_of_ranks import PIECES, RANKS
 from mutations_of_runtime import RUNTIME
@@ -470,5 +471,5 @@ MUTANTS = (
     *(*ATTENTION, *BANDS, *DROPOUT, *LOWERING, *DECODING, *INFERENCE, *SPARSE, *FACES, *CALLERS, *TRITON, *NATIVE),
     *(*TRANSFORMERS, *FLEX, *PAGES, *PIECES, *RANKS, *EXPLORER, *JUDGING, *TOOLS),
     *(*C_FACE, *ENTRY, *RUNTIME, *EXPERTS, *ATB, *COMPANIONS, *SURFACE, *DEVICE, *FORWARD, *BACKWARD, *GPUS),
-    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS),
+    *(*LISTS, *SPARSE_BACKWARD, *INDEXER, *NPU_KERNELS, *LONG_CALLS),
 )

@@ -69,6 +69,18 @@ def test_a_fault_is_seen_where_it_is(heads: slice, rows: slice, columns: slice, 
     assert errors.wrong()[0][heads, rows].any()
 
 
+@pytest.mark.parametrize("rows", [2048, 9001, 40_000])
+def test_a_fault_of_one_tile_is_seen_however_long_the_rest_is(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    right = torch.randn(1, rows, 16, generator=generator).square()
+    for first in (0, 992, rows // 64 * 32, (rows - 64) // 32 * 32):
+        found = right.clone()
+        found[0, first : first + 32] *= 12
+        errors = Errors([rows], 1, 16)
+        errors.add(0, slice(0, 1), slice(0, rows), found)
+        assert "tile" in {look.kind for _, look in errors.fails()}, first
+
+
 def test_pieces_are_the_whole() -> None:
     found = torch.rand(2, 100, 20)
     whole, pieces = Errors([100], 2, 20), Errors([100], 2, 20)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from support.long_calls import decode, dense, failing, gradient, pieces, sparse
+from support.long_calls import decode, dense, failing, gradient, pieces, sparse, sparse_gradient
+
+from fusion_attention import memory
+from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer
+from fusion_attention.torch_ops.eager import run
 
 HERE = {"causal": False, "backend": "triton", "heads_q": 1}
 
 
-@pytest.mark.parametrize(("q_len", "kv_len"), [(16, 4096), (4096, 16)])
+@pytest.fixture(autouse=True)
+def small_tiles() -> None:
+    """In place of the folder's: tiles as high as on a GPU, or a long call would take minutes."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of NaN, a number: rows with NaN are formed anew, so that one which no tile writes would be right."""
+    ready = memory._ready
+    monkeypatch.setattr(memory, "_ready", lambda fresh: ready(fresh).fill_(100.0 if fresh.is_floating_point() else -99))
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(16, 2048), (2048, 16)])
 def test_training_attention_and_its_gradients(q_len: int, kv_len: int) -> None:
     for long in dense("bfloat16", q_len, kv_len, **HERE), gradient("float16", q_len, kv_len, **HERE):
         assert not failing(long, [*pieces(long, seed=3)])
@@ -17,3 +34,14 @@ def test_training_attention_and_its_gradients(q_len: int, kv_len: int) -> None:
 def test_lists_of_far_keys_and_long_caches() -> None:
     for long in sparse("bfloat16", 4, 16384, backend="triton"), decode("bfloat16", (4097,), backend="triton"):
         assert not failing(long, [*pieces(long, seed=3)])
+
+
+def test_gradients_of_lists_of_far_keys() -> None:
+    long = sparse_gradient("bfloat16", 1, 1200, backend="triton", count=64, heads_q=2)
+    assert not failing(long, [*pieces(long, seed=3)])
+
+
+def test_what_is_chosen_of_many_keys() -> None:
+    case = IndexerCase(q_len=(1,), kv_len=(2500,), heads=8, dim=16, top_k=20, dtype="bfloat16", weights="bfloat16")
+    call = lowered_indexer(indexer_arguments(case))
+    check_index(call, {case.id: run(call, "triton")})
