@@ -28,6 +28,9 @@ FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
 _QUANTA = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149, torch.float64: 0.0}
+_SMALLEST = 2.0**-126  # normal number of float32 and of bfloat16
+# A weight below it may be 0: from there on its products with what counts beside 1 in float32 are subnormal.
+LEAST_WEIGHT = 2.0**-102
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
 _SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
@@ -48,8 +51,20 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantum(dtype: torch.dtype) -> float:
-    """The variance of rounding a number to the dtype's subnormals."""
-    return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
+    """The variance of rounding a number to the dtype's subnormals, or to nothing where instructions do so."""
+    return max(_QUANTA[dtype] ** 2 / 12, lost(dtype)) if dtype in _QUANTA else 0.0
+
+
+def lost(dtype: torch.dtype) -> float:
+    """The variance of taking a number below the smallest normal one for 0, as instructions of bfloat16 do that know no
+    subnormal operand, product or result; other dtypes' do."""
+    return _SMALLEST**2 / 3 if dtype == torch.bfloat16 else 0.0
+
+
+def underflow(n: float | Tensor, dtype: torch.dtype) -> Any:
+    """The variance that subnormal numbers give a sum of n products: each is rounded to one, or (of bfloat16, and all to
+    the same side) taken for 0."""
+    return n**2 * lost(dtype) if lost(dtype) else n * quantum(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -154,6 +169,12 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     return found + (2 * a * top.square() + 8 * a + 4 * r)
 
 
+def _of_weights(x: Block, s: Softmax, grade: Grade, wide: torch.dtype) -> Tensor | float:
+    """e, and 1 more where the weight is so small that it may be 0."""
+    e, tiny = scores(x, s, grade, wide), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
+    return e + tiny.to(wide) if bool(tiny.any()) else e
+
+
 def _wide(pairs: int) -> torch.dtype:
     return torch.float64 if pairs <= _FEW else torch.float32
 
@@ -173,7 +194,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     live = s.live if x.keep is None else s.live & x.keep
     soft = (s.weights / divisor).to(wide).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
     n = s.live.sum(-1, keepdim=True).to(wide)
-    e = scores(x, s, grade, wide)
+    e = _of_weights(x, s, grade, wide)
     values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
     stores = rounding(dtype) if p.kv_dtype else 0.0
     w = w + stores
@@ -187,7 +208,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     if isinstance(e, float):
         variance = each @ values.square()
     else:
-        centre = values.mean(1, keepdim=True) if values.shape[1] else values.new_zeros(1, 1, 1)
+        # What all values share cancels below; a mean would follow the largest, and leave no digit of the others.
+        centre = values.median(1, keepdim=True).values if values.shape[1] else values.new_zeros(1, 1, 1)
         values, off = values - centre, mean - centre
         variance = each @ values.square() - 2 * off * (each @ values) + off.square() * each.sum(-1, keepdim=True)
         variance = variance.clamp(min=0) + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
@@ -196,6 +218,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     if quantum(dtype) > 1e-30 and (w or grade.low):  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
+    whole = divisor.to(wide).clamp(max=1.0) if grade.low else divisor.to(wide)  # divided before or after it is summed
+    variance = variance + underflow(n, dtype) * (x.keep_factor / whole).square()
     found = {"out": variance.double()}
     if x.out_scale is not None:
         scale = x.out_scale[0]
@@ -247,11 +271,16 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     else:
         wide = _wide(g.dscores.numel())
         share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
-        each = scores(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
+        each = _of_weights(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
         from_weights = (share * each).sum(-1, keepdim=True).double()
     n = dout.shape[-1]
     of_out = rounding(dtype) + r + a * x.kv_len / 2
-    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total
+    of_sum: Any = underflow(max(x.kv_len, 1), dtype)  # out's, before it was divided
+    if g is not None and g.dscores.shape[-1]:
+        of_sum = of_sum * g.softmax.weights.double().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).square()
+    subnormal = (quantum(dtype) + of_sum) * dout.nan_to_num(0.0, 0.0, 0.0).square().sum(-1, keepdim=True)
+    subnormal = subnormal + underflow(n, dtype)
+    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total + subnormal
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -263,6 +292,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
     products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
     products += a * dim / 6 * factor**2 * products_of_squares(x.saved[0], x.v, wide)
     slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
+    products += underflow(dim, dtype) * factor**2
     soft = (s.weights.to(wide) * slope).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
     each = (dscores * slope).square() * (e + (w + 2 * r + a * max(x.kv_len, 1) / 6)) + soft.square() * products
     if isinstance(slope, Tensor):
@@ -273,7 +303,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     """[heads, rows, keys]: variance of the gradient of scores, where a bias was added to them."""
     wide = torch.float64
-    e = scores(x, g.softmax, grade, wide)
+    e = _of_weights(x, g.softmax, grade, wide)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
     each, soft = _of_scores(x, before, e, grade, wide)
     return each + soft.square() * of_delta
@@ -293,29 +323,33 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     dtype, s = x.problem.torch_dtype, g.softmax
     wide = _wide(g.dscores.numel())
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    e = scores(x, s, grade, wide)
+    e = _of_weights(x, s, grade, wide)
     each, soft = _of_scores(x, g, e, grade, wide)
     factor = x.keep_factor if x.keep is not None else 1.0
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
     by_rows = scale.square() * (each + soft.square() * of_delta.to(wide))
     kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + (w + r + a * max(x.kv_len, 1) / 6))
-    least = quantum(dtype) if w else 0.0
+    least = quantum(dtype)
     dout = _squares(x.saved[0], wide)
     found = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
+    found["dv"] += underflow(s.live.to(wide).sum(-2)[..., None], dtype) * factor**2
+    pairs = s.softmax.to(wide).sum(-1, keepdim=True), s.softmax.to(wide).sum(-2)[..., None]
+    of_dq, of_dk = (underflow(n, dtype) * scale.square().amax() for n in pairs)
     for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
         if q is None or k is None:
             continue
         wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
         mean = (soft @ wild).square() * of_delta.to(wide)
         dq = scale.square() * (each @ wild.square() + mean + least * (s.softmax.to(wide) @ wild.square()))
-        found[f"dq{name}"] = dq
+        found[f"dq{name}"] = dq + of_dq
         squares = _squares(q, wide)
-        found[f"dk{name}"] = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+        dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+        found[f"dk{name}"] = dk + of_dk
     if x.sink is not None:
         share, total = at_sink(x, s), (x.saved[0] * x.saved[1]).sum(-1, keepdim=True)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
         own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r
-        found["dsink"] = (share.square() * (of_delta + total.square() * own)).sum((1, 2))
+        found["dsink"] = (share.square() * (of_delta + total.square() * own) + quantum(torch.float32)).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
 
 
