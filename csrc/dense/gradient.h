@@ -14,6 +14,7 @@
 #include "dense/gradient_bias.h"
 #include "simd/kept.h"
 #include "simd/masks.h"
+#include "simd/statistics.h"
 
 namespace fusion {
 namespace {
@@ -65,9 +66,8 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     Floats weight = load<Floats>(scores + at);
-                    // The product is rounded as the saved maximum was, so that their difference is exact.
                     const auto exact = [&] {
-                        return exp2((rounded(weight * natural) - r.peak[e]) * log2_e) * r.share[e];
+                        return exp2(below_peak(weight * natural, all(r.peak[e])) * log2_e) * r.share[e];
                     };
                     if constexpr (Format::fused) {
                         weight = SmallPeaks || r.small_peak[e] ? Format::power(weight * factor - r.shift[e]) : exact();

@@ -329,8 +329,8 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Launches the three kernels of the backward, and those that mend.
 
-    Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by 1 / keep_prob
-    before they are added up, dP * M - D would overflow.
+    Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by M = 1 /
+    keep_prob before they are added up, dP * M - D would overflow.
     """
     p, by = problem, keep_rest(problem)
     if by == 1:
