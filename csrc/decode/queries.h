@@ -235,7 +235,7 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     // Digits that signed bytes hold (of 24 bits by more than rounding adds), and a sum that 32 bits hold.
     const float whole = digits == 3 ? 8355584.0f : least(32639.0f, 2147000000.0f / static_cast<float>(F::largest * n));
     const float step = largest_of(top) / whole, inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of denormals is a row of zeros
+    const float share = inverse - inverse == 0.0f ? inverse : 0.0f;  // a row of less than 1e-31 is a row of zeros
     const float times = (scales_queries(w.p) ? static_cast<float>(w.p.scale) : 1.0f) * w.row_scale(row);
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dense/short.h"
+#include "simd/kept.h"
 #include "simd/masks.h"
 #include "simd/statistics.h"
 
@@ -279,6 +280,7 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
     float *total = max ? row_of<float>(w.o.sum, w.tile.seq, w.head, w.tile.row0) : nullptr;
     const std::int64_t out_stride = w.o.out.stride_token, max_stride = w.o.max.stride_token,
                        sum_stride = w.o.sum.stride_token;
+    const double rest = keep_rest(w.p);
     std::int64_t empty = 0;
     for (std::int64_t first = 0; first < rows; first += lanes) {
         const std::int64_t here = least<std::int64_t>(lanes, rows - first);
@@ -298,13 +300,18 @@ template <class Format, class Out> std::int64_t store_rows(const Work<Format> &w
             peak[i] = top, sum[i] = joined;
         }
         mark_nan(peak, sum);
-        const Floats factor = share / (sum * static_cast<float>(w.p.keep_prob));
+        const Floats factor = share / (sum * keep_of(w.p));
         alignas(64) float peaks[lanes], sums[lanes], factors[lanes];
         store(peaks, peak), store(sums, sum), store(factors, factor);
         for (std::int64_t i = 0; i < here; ++i, out += out_stride) {
             const bool none = peaks[i] == -infinity;                        // not even a sink: an empty row
             const bool zeros = highest[i] == -infinity && seen[i] == 0.0f;  // perhaps it never met a key
-            const float *from = w.s.out + (first + i) * w.sizes.value_columns;
+            float *from = w.s.out + (first + i) * w.sizes.value_columns;
+            if (rest > 1.0) {
+                for (std::int64_t d = 0; d < dim; ++d) from[d] *= factors[i];
+                enlarge(from, dim, rest);
+                factors[i] = 1.0f;
+            }
             if (zeros) std::memset(out, 0, dim * sizeof *out);
             else store_scaled(out, from, dim, factors[i]);
             empty += none;

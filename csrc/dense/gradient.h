@@ -2,6 +2,7 @@
 //
 //   S = q k^T, dP = dout v^T      by blocks of `block_rows` rows, as the forward does, so that scores have its bits
 //   P = exp(S - max) / sum, dS = P * (dP * M - D)                                M = keep / keep_prob
+//   where keep_prob is tiny, all of them divided by keep_rest() until they are stored
 //   beneath a cap, dq and dk take dS * (1 - tanh^2) for dS
 //   dq += dS k                    block by block
 //   dv^T += dout^T (P * M), dk^T += q^T dS            for all rows of the tile at once, one panel of keys at a time
@@ -11,7 +12,9 @@
 #pragma once
 
 #include "dense/gradient_bias.h"
+#include "simd/kept.h"
 #include "simd/masks.h"
+#include "simd/statistics.h"
 
 namespace fusion {
 namespace {
@@ -49,7 +52,7 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     constexpr int depth = Format::depth;
     // Copies: for all the compiler knows, a store may change what w refers to.
     const KeyPart<Format> k = w.k;
-    const float natural = w.natural, factor = natural * log2_e, kept_factor = static_cast<float>(1.0 / w.p.keep_prob);
+    const float natural = w.natural, factor = natural * log2_e, kept_factor = keep_factor(w.p);
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
     for (std::int64_t i = 0; i < b.rows; i += depth) {
@@ -63,9 +66,8 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
                 FUSION_UNROLL for (int u = 0; u < 2; ++u) {
                     const std::int64_t at = e * keys + c + u * lanes;
                     Floats weight = load<Floats>(scores + at);
-                    // The product is rounded as the saved maximum was, so that their difference is exact.
                     const auto exact = [&] {
-                        return exp2((rounded(weight * natural) - r.peak[e]) * log2_e) * r.share[e];
+                        return exp2(below_peak(weight * natural, all(r.peak[e])) * log2_e) * r.share[e];
                     };
                     if constexpr (Format::fused) {
                         weight = SmallPeaks || r.small_peak[e] ? Format::power(weight * factor - r.shift[e]) : exact();
@@ -281,6 +283,9 @@ template <class Format, class T> bool accumulate_block(const GradientWork<Format
     }
     if (w.p.dropout != Dropout::none) mark_kept(w.k.keep, block, w.p, w.o, w.seq);
     choose_softmax_gradient(w, b);
+    if (const double rest = keep_rest(w.p); rest > 1.0 && w.g.dbias.base) {
+        for (std::int64_t i = 0; i < b.rows; ++i) enlarge(w.k.scores + i * w.k.keys, b.count, rest);
+    }
     if (!wait_for_turn(w, b)) return false;
     if (w.g.dbias.base && !w.g.owns_dbias) add_dbias(w, b);
     add_dq(w, b);
@@ -338,6 +343,7 @@ template <class Format, class Out> void store_dq_as(const Job &job, const RowTil
     const RowPart<Format> part(sizes, tile.row1 - tile.row0, tile.memory);
     const float scale = static_cast<float>(p.scale);
     if (tile.fresh) std::memset(part.dq, 0, part.padded * sizes.columns * sizeof *part.dq);
+    enlarge(part.dq, (tile.row1 - tile.row0) * sizes.columns, keep_rest(p));
     for (std::int64_t row = tile.row0; row < tile.row1; ++row) {
         const float *dq = part.dq + (row - tile.row0) * sizes.columns;
         store_row(row_of<Out>(job.gradients->dq, tile.seq, tile.head, row), dq, p.dim_qk, scale, job.streamed);
@@ -417,14 +423,17 @@ template <class Format, class Out> void store_dk_dv_as(const Job &job, const Key
     const Sizes<Format> sizes(p);
     const KeyPart<Format> part(p, sizes, tile.memory);
     const float scale = static_cast<float>(p.scale);
-    begin_panels(sizes, part, 0, static_cast<int>((tile.key1 - tile.key0 + panel - 1) / panel));
+    const std::int64_t panels = (tile.key1 - tile.key0 + panel - 1) / panel;
+    begin_panels(sizes, part, 0, static_cast<int>(panels));
+    enlarge(part.dk, panels * panel * sizes.columns, keep_rest(p));
+    enlarge(part.dv, panels * panel * sizes.value_columns, keep_rest(p));
     store_keys<Format, Out>(job.gradients->dk, tile, part.dk, sizes.columns, p.dim_qk, scale, job.streamed);
     if (p.dim_rope) {
         const float *rope = part.dk + sizes.main_columns * panel;
         store_keys<Format, Out>(job.gradients->dk_rope, tile, rope, sizes.columns, p.dim_rope, scale, job.streamed);
     }
-    store_keys<Format, Out>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v,
-                            static_cast<float>(1.0 / p.keep_prob), job.streamed);
+    store_keys<Format, Out>(job.gradients->dv, tile, part.dv, sizes.value_columns, p.dim_v, keep_factor(p),
+                            job.streamed);
 }
 
 template <class Format, class T> void store_dk_dv(const Job &job, const KeyTile &tile) {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "dense/pack.h"
+#include "simd/kept.h"
 
 namespace fusion {
 namespace {
@@ -29,7 +30,7 @@ template <class Format> struct RowPart {
     std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                                     // [padded][columns], before scale
-    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, dout . out
+    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, dout . out / keep_rest()
     float *shift;                                  // where Format::fused: peak * log2_e + log2(sum)
     std::uint8_t *empty, *nonfinite, *large_peak;  // large_peak: the maximum is too large for a shift
     std::size_t bytes;
@@ -233,10 +234,14 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
     const auto empty = peaks == all(-infinity);
     const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;
     delta = empty ? Floats{} : delta;
+    Floats reduced = delta;
+    if (const double rest = keep_rest(*job.problem); rest > 1.0) {
+        for (int e = 0; e < lanes; ++e) reduced[e] = static_cast<float>(delta[e] / rest);
+    }
     const Words nonfinite = not_finite(bits_of(peak)) | not_finite(bits_of(share)) | not_finite(bits_of(delta));
     store(part.peak + i, peak);
     store(part.share + i, share);
-    store(part.delta + i, delta);
+    store(part.delta + i, reduced);
     store(part.empty + i, __builtin_convertvector((Words)empty & 1, Bytes));
     store(part.nonfinite + i, __builtin_convertvector(nonfinite & nonfinite_statistics, Bytes));
     if constexpr (Format::fused) {

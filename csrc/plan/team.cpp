@@ -1,6 +1,5 @@
 #include "plan/team.h"
 
-#include "plan/denormals.h"
 #include "plan/threads.h"
 
 #include <algorithm>
@@ -120,7 +119,6 @@ void run_team(int size, Alone alone, void (*work)(const void *context, const Tea
     Team::Run run;
     Alone own;  // time of this thread's work, without waits
     on_threads(size, [&](int thread, int members) {
-        const FlushDenormals flushed;
         const Team team{thread, members, run};
         if (thread == 0) {
             const Clock::time_point at = Clock::now();

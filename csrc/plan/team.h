@@ -87,7 +87,7 @@ private:
 constexpr Alone never_alone = Alone::max();
 
 // Calls work(team) on `size` threads, or as many as there may be, this one among them; on this one alone where threads
-// came so late to teams before that they cost more time than they saved. Denormals count as zero meanwhile. work throws
+// came so late to teams before that they cost more time than they saved. work throws
 // nothing.
 void run_team(int size, Alone alone, void (*work)(const void *context, const Team &), const void *context);
 

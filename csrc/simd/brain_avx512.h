@@ -7,7 +7,7 @@
 namespace fusion {
 namespace {
 
-// sum + a's low half times b's + the same of the high halves. Denormal numbers are zero.
+// sum + a's low half times b's + the same of the high halves. Subnormal numbers are zero, also as results.
 FUSION_INLINE Floats dot_brains(Floats sum, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
 }
@@ -42,9 +42,6 @@ FUSION_INLINE Floats mantissa_of(Floats x, Floats &exponent) {
 FUSION_INLINE Floats fraction_of(Floats x) {
     return (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
-
-// p * 2^floor(x), for x <= 127; 0 below the normal numbers.
-FUSION_INLINE Floats scaled_by_power(Floats p, Floats x) { return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x); }
 
 }  // namespace
 }  // namespace fusion

@@ -44,7 +44,7 @@ FUSION_INLINE Floats fraction_of(Floats x) { return x - (Floats)vrndmq_f32((floa
 FUSION_INLINE Floats scaled_by_power(Floats p, Floats x) {
     const Floats whole = (Floats)vrndmq_f32((float32x4_t)larger(all(-127.0f), x));
     const Ints n = __builtin_convertvector(whole, Ints);
-    return x < all(-126.0f) ? Floats{} : p * (Floats)((n + 127) << 23);
+    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ FUSION_INLINE Floats tanh(Floats x) {
 // Products become scores of the problem. slopes, where not null: 1 - tanh^2, what is left of their gradient.
 __attribute__((noinline)) inline void cap_scores(const Problem &p, float *scores, std::int64_t count, float *slopes) {
     constexpr double most = 3.4e38;  // of float32: 0 times an infinity would be NaN
-    constexpr double least = 1e-30;  // below it a factor may be denormal, which counts as 0: the cap divides apart
+    constexpr double least = 1e-30;  // below it a factor may be subnormal, which has few bits: the cap divides apart
     const double share = p.scale / p.softcap;
     const bool small = -least < share && share < least;
     const auto factor = static_cast<float>(small ? p.scale : share > most ? most : share < -most ? -most : share);

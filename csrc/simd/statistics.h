@@ -17,6 +17,13 @@ FUSION_INLINE float join_sink(float sink, float &peak, float &sum) {
     return fade;
 }
 
+// A score less its row's saved maximum: rounded as that was, so that their difference is exact. A maximum that others
+// computed may lie bits below, of which one of a huge score is worth more than a weight can hold.
+FUSION_INLINE Floats below_peak(Floats score, Floats peak) {
+    const Floats apart = rounded(score) - peak;
+    return apart > Floats{} ? Floats{} : apart;
+}
+
 // A NaN among the scores makes both NaN, a peak of +inf the sum alone. Of one row, or a vector of them.
 template <class V> FUSION_INLINE void mark_nan(V &peak, V &sum) {
     const V nan = V{} + __builtin_nanf("");

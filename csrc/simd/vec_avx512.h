@@ -36,7 +36,13 @@ FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
 
 FUSION_INLINE Floats root(Floats x) { return (Floats)_mm512_sqrt_ps((__m512)x); }
 
-// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below the normal numbers, NaN where x is.
+// p * 2^floor(x), for x <= 127; 0 below 2^least_power, NaN where x is.
+FUSION_INLINE Floats scaled_by_power(Floats p, Floats x) {
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least_power), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(some, (__m512)p, (__m512)x);
+}
+
+// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
 template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
     // Minimax polynomials of the relative error that are exact at 0, the first also just below 1: the weight of a row's
     // only key is 1. There are instructions for x - floor(x) and for p * 2^floor(x), also right for -inf.
@@ -46,7 +52,7 @@ template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
         {1.0f, 6.931470e-1f, 2.4022952e-1f, 5.5484153e-2f, 9.678064e-3f, 1.2440877e-3f, 2.1715024e-4f}};
     Floats p = all(c[degree - 5][degree]);
     FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
-    return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+    return scaled_by_power(p, x);
 }
 
 FUSION_INLINE Words widen(Halves x) { return (Words)_mm512_cvtepu16_epi32((__m256i)x); }

@@ -1,5 +1,4 @@
 // SSE, AVX2 and NEON: the same functions as vec_avx512.h, in vector types alone but for an instruction here and there.
-// NEON takes and rounds denormal float16 whatever FZ says (plan/denormals.h), as F16C does.
 
 #pragma once
 
@@ -77,7 +76,7 @@ FUSION_INLINE Floats root(Floats x) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below the normal numbers, NaN where x is.
+// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
 template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
     // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest whole
     // number.
@@ -91,7 +90,7 @@ template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
     Floats p = all(c[degree - 5][degree]);
     FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
     const Ints n = (Ints)shifted - (Ints)magic;
-    return x < all(-126.5f) ? Floats{} : p * (Floats)((n + 127) << 23);
+    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
 }
 
 FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }

@@ -12,6 +12,7 @@
 
 #pragma once
 
+#include "simd/statistics.h"
 #include "sparse/notes.h"
 #include "sparse/stream.h"
 
@@ -146,9 +147,8 @@ struct SoftmaxWeights {
 
     FUSION_INLINE void operator()(std::int64_t key, std::int64_t h, Floats &prob, Floats &dscore) const {
         const Floats shares = load<Floats>(share + h);
-        // The product is rounded as the saved maximum was, so that their difference is exact.
-        const Floats score = rounded(load<Floats>(scores + key * pitch + h) * natural);
-        const Floats weight = exp2((score - load<Floats>(peak + h)) * log2_e) * shares;
+        const Floats score = load<Floats>(scores + key * pitch + h) * natural;
+        const Floats weight = exp2(below_peak(score, load<Floats>(peak + h)) * log2_e) * shares;
         prob = shares == Floats{} ? Floats{} : weight;
         const Floats found = weight * (load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h));
         dscore = shares == Floats{} ? Floats{} : found;

@@ -28,9 +28,11 @@ Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a
 _UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24, torch.float64: 2.0**-53}
 _BINADE = 3 / (8 * math.log(2))  # mean of (2^floor(log2 x) / x)^2, the logarithm of x evenly distributed
-# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and the
-# native core do: an error of up to 2^-126 either way.
+# Spacing of the smallest numbers. Those of float32's range below the normal ones may be flushed to 0, as GPUs and
+# instructions of bfloat16 do: an error of up to 2^-126 either way.
 _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.0**-125, torch.float64: 0.0}
+# A weight below it may be 0: from there on its products with what counts beside 1 in float32 are subnormal.
+LEAST_WEIGHT = 2.0**-102
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
 _SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
@@ -53,6 +55,11 @@ def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
 def quantum(dtype: torch.dtype) -> float:
     """The variance of rounding a number to the dtype's subnormals, or of leaving them out where programs do."""
     return _QUANTA[dtype] ** 2 / 12 if dtype in _QUANTA else 0.0
+
+
+def underflow(n: float | Tensor) -> Any:
+    """The variance of a sum of n products that are taken for 0 because they are subnormal, all to the same side."""
+    return n**2 * quantum(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,12 @@ def _wide(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
     return torch.float32 if fits else torch.float64
 
 
+def _of_weights(x: Block, s: Softmax, grade: Grade, wide: torch.dtype) -> Tensor | float:
+    """e, and 1 more where the weight is so small that it may be 0."""
+    e, tiny = scores(x, s, grade, wide), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
+    return e + tiny.to(wide) if bool(tiny.any()) else e
+
+
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
     """Variances of out [heads, rows, dim_v] before it is stored, and of max, sum and lse [heads, rows, 1].
 
@@ -187,7 +200,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     live = s.live if x.keep is None else s.live & x.keep
     soft = (s.weights / divisor).to(wide).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
     n = s.live.sum(-1, keepdim=True).to(wide)
-    e = scores(x, s, grade, wide)
+    e = _of_weights(x, s, grade, wide)
     values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
     w = w + _remade(p)
     kept = soft if x.keep is None else soft.masked_fill(~live, 0)
@@ -201,7 +214,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     elif isinstance(e, float):
         variance = factor**2 * (each @ values.square())
     else:
-        centre = values.mean(1, keepdim=True) if values.shape[1] else values.new_zeros(1, 1, 1)
+        # What all values share cancels below; a mean would follow the largest, and leave no digit of the others.
+        centre = values.median(1, keepdim=True).values if values.shape[1] else values.new_zeros(1, 1, 1)
         values, off = values - centre, mean - factor * centre
         variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
         variance = (variance + off.square() * each.sum(-1, keepdim=True)).clamp(min=0)
@@ -213,6 +227,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
+    whole = divisor.to(wide).clamp(max=1.0) if grade.low else divisor.to(wide)  # divided before or after it is summed
+    variance = variance + underflow(n) * (x.keep_factor / whole).square()
     found = {"out": variance.double()}
     if x.out_scale is not None:
         scale = x.out_scale[0]
@@ -279,11 +295,16 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     else:
         wide = _wide(g.dscores.numel(), x, x.saved[0])
         share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
-        each = scores(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
+        each = _of_weights(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
         from_weights = (share * each).sum(-1, keepdim=True).double()
     n = dout.shape[-1]
     of_out = rounding(dtype) + r + a * x.kv_len / 2
-    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total
+    of_sum: Any = underflow(max(x.kv_len, 1))  # out's, before it was divided
+    if g is not None and g.dscores.shape[-1]:
+        of_sum = of_sum * g.softmax.weights.double().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).square()
+    subnormal = (quantum(dtype) + of_sum) * dout.nan_to_num(0.0, 0.0, 0.0).square().sum(-1, keepdim=True)
+    subnormal = subnormal + underflow(n)
+    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total + subnormal
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, ...]:
@@ -296,6 +317,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
     products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
     products += a * dim / 6 * factor**2 * products_of_squares(x.saved[0], x.v, wide)
     slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
+    products += underflow(dim) * factor**2
     soft = s.weights.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
     # Of the saved divisor, and of the one that a program finds itself.
     divisor = 2 * (soft.square() * e).sum(-1, keepdim=True)
@@ -312,7 +334,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     """[heads, rows, keys]: variance of the gradient of scores, where a bias was added to them."""
     wide = torch.float64
-    e = scores(x, g.softmax, grade, wide)
+    e = _of_weights(x, g.softmax, grade, wide)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
     each, dscores, soft, divisor = _of_scores(x, before, e, grade, wide)
     n = grade.sums(x.problem.torch_dtype) * max(x.kv_len, 1) / 6
@@ -334,7 +356,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     dtype, s = x.problem.torch_dtype, g.softmax
     wide = _wide(g.dscores.numel(), x, x.saved[0])
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    e = scores(x, s, grade, wide)
+    e = _of_weights(x, s, grade, wide)
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
     factor = x.keep_factor if x.keep is not None else 1.0
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
@@ -343,23 +365,27 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(wide))
     each = each + squared * of_row
     kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
-    least = quantum(dtype) if w else 0.0
+    least = quantum(dtype)
     dout = _squares(x.saved[0], wide)
     found = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
+    found["dv"] += underflow(s.live.to(wide).sum(-2)[..., None]) * factor**2
+    pairs = s.softmax.to(wide).sum(-1, keepdim=True), s.softmax.to(wide).sum(-2)[..., None]
+    of_dq, of_dk = (underflow(n) * scale.square().amax() for n in pairs)
     for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
         if q is None or k is None:
             continue
         wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
         shared = (soft @ wild).square() * of_delta.to(wide) + (dscores @ wild).square() * divisor
         dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(wide) @ wild.square()))
-        found[f"dq{name}"] = dq
+        found[f"dq{name}"] = dq + of_dq
         squares = _squares(q, wide)
-        found[f"dk{name}"] = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+        dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+        found[f"dk{name}"] = dk + of_dk
     if x.sink is not None:
         share, total = at_sink(x, s), (x.saved[0] * x.saved[1]).sum(-1, keepdim=True)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
         own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
-        found["dsink"] = (share.square() * (of_delta + total.square() * own)).sum((1, 2))
+        found["dsink"] = (share.square() * (of_delta + total.square() * own) + quantum(torch.float32)).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
 
 

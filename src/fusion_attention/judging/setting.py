@@ -162,7 +162,7 @@ class Setting:
             in_band=torch.from_numpy(end > first),
             times=times,
             keep=self._keep(b, heads, rows, keys),
-            keep_factor=1.0 / p.keep_prob if p.dropout != "none" else 1.0,
+            keep_factor=1.0 / max(p.keep_prob, 1e-100) if p.dropout != "none" else 1.0,
             sink=o.sink[heads].to(WIDE) if p.has_sink and o.sink is not None else None,
             weight_scale=o.weight_scale.to(WIDE) if p.has_weight_scale and o.weight_scale is not None else None,
             out_scale=self._out_scale(heads),

@@ -42,7 +42,7 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         mean = mean[:, rows.start - tile.start : rows.stop - tile.start]
         if problem.has_weight_scale and operands.weight_scale is not None:
             mean *= operands.weight_scale.round().clamp(-128, 127)
-        mean = stored.rounded(problem, operands, mean / (kv_len * problem.keep_prob))
+        mean = stored.rounded(problem, operands, (mean.double() / (kv_len * problem.keep_prob)).float())
         for view, value in ((operands.out, mean), (operands.stats.sum, float(kv_len))):
             target = view.sequence(b, heads, rows.stop)[:, rows]
             target.copy_(torch.where(empty, value, target.float()))
@@ -63,7 +63,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
             if not mean.any():
                 continue
             dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
-            share = torch.where(mean, dout / (total * p.keep_prob), 0.0)
+            share = torch.where(mean, dout / (total.double() * p.keep_prob), 0.0).float()
             if given is None:
                 given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
             for tile, keys in _cut(first, kv_len, whole, _KEYS):

@@ -106,7 +106,8 @@ def _keep(
         seed, offset = operands.seed, operands.offset
         stream, rows, keys = extents.drawn(b, heads)
         keep = keep_from_philox(seed, offset, problem.keep_prob, stream, heads, rows, keys)
-    return keep.to(device), 1.0 / problem.keep_prob
+    # From 1e-200 on nothing is left that float32 holds, and what float64 multiplies stays a number.
+    return keep.to(device), 1.0 / max(problem.keep_prob, 1e-200)
 
 
 def _stored(problem: Problem, view: RowView | PagedView, b: int, length: int) -> torch.Tensor:

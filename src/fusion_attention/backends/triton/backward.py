@@ -44,6 +44,7 @@ from fusion_attention.backends.triton.common import (
 )
 
 LARGE, SHRINK = tl.constexpr(256.0), tl.constexpr(1 / 256)
+HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 
 
 @triton.jit
@@ -86,6 +87,8 @@ def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count
     lse = peak * LOG2E + tl.log2(total)
     # inf says that a row is empty: statistics that are infinite say nothing.
     lse = tl.where(tl.abs(lse) == float("inf"), float("nan"), lse)
+    # Where a score's last bit is worth more than float32 can hold as a weight, none may be above its lse.
+    lse = tl.where(tl.abs(lse) > HUGE, lse + tl.abs(lse) * HUGE_BITS, lse)
     lse, delta = tl.where(empty, float("inf"), lse), tl.where(empty, 0.0, delta)
     if SINK:
         given = delta * tl.exp2(tl.load(sink + h) * LOG2E - lse)

@@ -6,6 +6,7 @@ The constants made here are also what the tests compile ahead of time, so that w
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ ABSENT: dict[str, Any] = dict.fromkeys(
      "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
+LEAST_KEEP = 2.0**-60  # of keep_prob, as kernels take it; what is left is multiplied by later
 # What kernels call views that have another name in the table of places.
 ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
 
@@ -215,7 +217,7 @@ def numbers(problem: Problem) -> dict[str, Any]:
         "exponent": unit * common.LOG2E.value,
         "scale": p.scale,
         "factor": p.scale if p.bias_scaled else 1.0,
-        "keep_prob": p.keep_prob,
+        "keep_prob": max(p.keep_prob, LEAST_KEEP),
         "threshold": dropout.threshold(p.keep_prob),
     }
 
@@ -253,6 +255,33 @@ def launch_mend(
     return [FAMILY.launch(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
 
 
+def keep_rest(problem: Problem) -> float:
+    """What kept weights are to be multiplied by besides 1 / max(keep_prob, LEAST_KEEP)."""
+    return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
+
+
+def enlarge(tensor: torch.Tensor, by: float) -> None:
+    """Multiplies by a factor of at least 1, in steps that float32 holds: 0 stays 0."""
+    while by > 1:
+        step = min(by, 2.0**120)
+        tensor.mul_(step)
+        by /= step
+
+
+def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
+    """enlarge() of the rows of a view."""
+    for b, length in enumerate(lengths.tolist() if view is not None else ()):
+        assert view is not None
+        enlarge(view.sequence(b, heads, length), by)
+
+
+def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
+    """A float32 copy of rows, divided."""
+    rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
+    sizes = heads * lengths * view.dim
+    return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
+
+
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
     """Launches the forward kernel, and the one that mends."""
     views = views_of(problem, o)
@@ -261,6 +290,7 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
         memory.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
     )
     ready.run(given | draws(o))
+    enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
 
 
 def ready_forward(
@@ -297,7 +327,33 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the three kernels of the backward, and those that mend."""
+    """Launches the three kernels of the backward, and those that mend.
+
+    Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by M = 1 /
+    keep_prob before they are added up, dP * M - D would overflow.
+    """
+    p, by = problem, keep_rest(problem)
+    if by == 1:
+        launch_backward(p, extents, schedule, o, g)
+        return
+    out = reduced(o.out, p.heads_q, extents.q_len, by)
+    before = None if g.dbias is None else g.dbias.keep.clone()
+    if g.dbias is not None:
+        g.dbias.keep.zero_()
+    launch_backward(p, extents, schedule, replace(o, out=out), g)
+    for view in (g.dq, g.dq_rope):
+        enlarge_rows(view, p.heads_q, extents.q_len, by)
+    for view in (g.dk, g.dv, g.dk_rope):
+        enlarge_rows(view, p.heads_kv, extents.kv_len, by)
+    if g.dsink is not None:
+        enlarge(g.dsink, by)
+    if g.dbias is not None and before is not None:
+        enlarge(g.dbias.keep, by)
+        g.dbias.keep.add_(before)
+
+
+def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """What run_backward() launches."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,

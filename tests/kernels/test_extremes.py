@@ -1,0 +1,52 @@
+"""Triton's kernels with operands as small and as large as their dtype holds, and every keep_prob."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.extremes import CASES, FACTORS, OPERANDS, TINY, judge_kept, scaled
+
+import fusion_attention as fa
+from fusion_attention.testing import Case, check, expected, lowered, run
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that nothing was written to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.id)
+def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
+    for factor in FACTORS[::3]:
+        args = scaled(case, operand, factor)
+        if args is not None:
+            got = run(lowered(case, args), args["dy"], "triton")
+            check(f"{operand} times {factor}", got, expected(case, args))
+
+
+def test_huge_scores_have_finite_gradients() -> None:
+    args = scaled(CASES[0], "query", 1e20)
+    assert args is not None
+    check("query times 1e20", run(lowered(CASES[0], args), args["dy"], "triton"), expected(CASES[0], args))
+
+
+@pytest.mark.parametrize("keep_prob", TINY)
+def test_what_a_tiny_keep_prob_keeps(keep_prob: float) -> None:
+    judge_kept("float32", keep_prob, "triton")
+
+
+@pytest.mark.parametrize("keep_prob", TINY[::2])
+def test_a_tiny_keep_prob_keeps_nothing(keep_prob: float) -> None:
+    x = torch.randn(1, 20, 2, 16, requires_grad=True)
+    out = fa.attention(x, x, x, keep_prob=keep_prob, seed=1, backend="triton")
+    assert not out.any()
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert not gradient.any()

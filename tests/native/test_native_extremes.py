@@ -1,0 +1,101 @@
+"""Operands as small and as large as their dtype holds, and every keep_prob, by every variant of the native core."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.extremes import CASES, FACTORS, OPERANDS, TINY, judge_kept, scaled
+from support.native_dense import VARIANTS
+
+import fusion_attention as fa
+import fusion_attention.plan as plans
+from fusion_attention import npu
+from fusion_attention.backends import cpu
+from fusion_attention.testing import Case, check, expected, lowered, run
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that nothing was written to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plans are of one variant of the core."""
+    monkeypatch.setattr(cpu, "schedule", partial(cpu.schedule, variant=request.param))
+    monkeypatch.setattr(plans, "_PLANS", OrderedDict())
+    return str(request.param)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.usefixtures("variant")
+def test_tiny_and_huge_operands(case: Case, operand: str) -> None:
+    for factor in FACTORS:
+        args = scaled(case, operand, factor)
+        if args is not None:
+            got = run(lowered(case, args), args["dy"], "cpu")
+            check(f"{operand} times {factor}", got, expected(case, args))
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.usefixtures("variant")
+def test_subnormal_values_of_float32_keep_their_bits(rows: int) -> None:
+    """The judge lets programs flush them to zero; the core does not. Every partial sum is rounded to 2^-149."""
+    keys, power = 300, 2.0**-130
+    q, k, v = torch.randn(1, rows, 2, 32), torch.randn(1, keys, 2, 32), torch.randn(1, keys, 2, 32)
+    normal = fa.attention(q, k, (v * power / power), backend="cpu").double() * power
+    tiny = fa.attention(q, k, v * power, backend="cpu").double()
+    assert tiny.any()
+    assert (tiny - normal).abs().max() <= 2 * keys * 2.0**-149
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("keep_prob", TINY)
+@pytest.mark.usefixtures("variant")
+def test_what_a_tiny_keep_prob_keeps(keep_prob: float, dtype: str) -> None:
+    judge_kept(dtype, keep_prob, "cpu")
+
+
+@pytest.mark.parametrize("keep_prob", TINY)
+@pytest.mark.usefixtures("variant")
+def test_a_tiny_keep_prob_keeps_nothing(keep_prob: float) -> None:
+    x = torch.randn(1, 40, 2, 16, requires_grad=True)
+    for out in (
+        fa.attention(x, x, x, keep_prob=keep_prob, seed=1, backend="cpu"),
+        npu.npu_fusion_attention(x, x, x, 2, "BSND", keep_prob=keep_prob)[0],
+    ):
+        assert not out.any()
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert not gradient.any()
+
+
+def tiny_calls(dtype: torch.dtype, factor: float) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Calls of other families, whose values are tiny or huge."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int, by: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator).double() * by).to(dtype)
+
+    few = {"q": draw(2, 1, 4, 32), "k": draw(2, 300, 2, 32), "v": draw(2, 300, 2, 32, by=factor)}
+    return {"decode": ("attention", few), "many rows": ("attention", few | {"q": draw(2, 70, 4, 32)})}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("variant")
+def test_few_rows_and_many_keys(dtype: torch.dtype) -> None:
+    for factor in FACTORS:
+        for name, (op, given) in tiny_calls(dtype, factor).items():
+            out = fa.attention(**given, backend="cpu")
+            found = fa.judge(op, given, {"out": out}, backends=False)
+            assert found.verdict == "right", (name, factor, str(found))

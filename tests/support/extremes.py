@@ -1,0 +1,59 @@
+"""Cases whose operands are as small, or as large, as their dtype holds, and cases of a tiny keep_prob."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.testing import Case, arguments, check, expected, lowered, run
+
+_SMALL: dict[str, Any] = {"q_len": (20,), "kv_len": (30,), "heads_q": 2, "heads_kv": 1, "dim_qk": 24, "dim_v": 16}
+CASES = [
+    replace(case, dtype=dtype)
+    for case in (
+        Case(**_SMALL),
+        Case(**_SMALL, sink=True, pse="full"),
+        Case(**_SMALL, dropout="bits", keep_prob=0.7, softcap=2.0),
+        Case(**_SMALL, mask="matrix", blank=True, inner_precise=2, sink=True),
+    )
+    for dtype in ("float32", "bfloat16", "float16")
+]
+# 1e-39 is subnormal in float32 and bfloat16, 1e-6 in float16, of which the others leave zeros and infinities.
+FACTORS = [1e-40, 1e-38, 1e-30, 1e-20, 1e-6, 1e20, 1e30]
+OPERANDS = ["query", "key", "value", "dy", "pse", "sink"]
+# Of which float32 holds the last normally, the next as subnormals, the first not at all.
+TINY = [5e-324, 1e-160, 1e-46, 1e-40, 1e-38, 1.2e-38]
+KEPT = Case(**_SMALL, dropout="bits", keep_prob=1e-38, pse="full")
+
+
+def scaled(case: Case, operand: str, factor: float) -> dict[str, Any] | None:
+    """The arguments of a case, one of them multiplied; None where it has none, or the dtype holds nothing of it."""
+    args = arguments(case)
+    if args[operand] is None:
+        return None
+    args[operand] = (args[operand].double() * factor).to(args[operand].dtype)
+    left = args[operand][args[operand].isfinite()]
+    return args if left.numel() and bool((left != 0).any()) else None
+
+
+def kept(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
+    """A case some of whose weights are kept, though few should be; what 1 / keep_prob multiplies makes up for it."""
+    case = replace(KEPT, dtype=dtype, keep_prob=keep_prob)
+    args = arguments(case)
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 256, args["drop_mask"].shape, generator=generator, dtype=torch.uint8)
+    args["drop_mask"] = bits & torch.randint(0, 256, bits.shape, generator=generator, dtype=torch.uint8)
+    smaller = max(keep_prob, 1e-40) ** 0.5 if dtype != "float16" else 1e-3
+    for name in ("value", "dy"):
+        args[name] = (args[name].double() * smaller).to(args[name].dtype)
+    return case, args
+
+
+def judge_kept(dtype: str, keep_prob: float, backend: str) -> None:
+    """All results of kept(); where out is infinite, as it is saved for gradients, those that do not read it."""
+    case, args = kept(dtype, keep_prob)
+    got, want = run(lowered(case, args), args["dy"], backend), expected(case, args)
+    some = [*want] if bool(got["out"].isfinite().all()) else ["out", "max", "sum", "dv"]
+    check(case.id, {name: got[name] for name in some}, {name: want[name] for name in some})
