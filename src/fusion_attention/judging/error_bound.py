@@ -99,7 +99,8 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
     value, mine = value.double(), ours.double()
     if ours.is_floating_point() and bool(mine.isinf().any()):
         last = torch.finfo(ours.dtype).max
-        mine = mine.clamp(-last, last).where((value.abs() >= last / 2) & value.isfinite(), mine)
+        near = (value.abs() >= last / 2) & value.isfinite() & (value.sign() == mine.sign())
+        mine = mine.clamp(-last, last).where(near, mine)
     error = (mine - value).abs()
     if not ours.is_floating_point():
         error = (error - 0.5).clamp(min=0)
