@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from website import ascend, charts, house, masks, pictures, reference
+from website import accuracy, ascend, charts, house, masks, pictures, reference
 from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
@@ -16,6 +16,8 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "beside_sdpa_tall": partial(charts.beside_sdpa, tall=True),
     "beside_masks": charts.beside_masks,
     "beside_masks_tall": partial(charts.beside_masks, tall=True),
+    "accuracy": accuracy.tiles,
+    "accuracy_tall": partial(accuracy.tiles, tall=True),
     "ascend_calls": ascend.calls,
     "ascend_calls_tall": partial(ascend.calls, tall=True),
     "bands": masks.bands,
@@ -31,5 +33,5 @@ def generated() -> dict[str, str]:
     """Text by name inside docs/."""
     found = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
     found["assets/pictures.css"] = site_stylesheet()
-    found[ascend.PAGE] = ascend.page()
+    found[ascend.PAGE], found[accuracy.PAGE] = ascend.page(), accuracy.page()
     return found | reference.generated()

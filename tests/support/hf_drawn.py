@@ -67,9 +67,9 @@ def check(ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
 
 
 def parameters_together(model: Any, count: int) -> dict[str, Tensor]:
-    """A copy of every parameter for each of many models."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        return {n: p.detach().expand(count, *p.shape).clone().requires_grad_() for n, p in model.named_parameters()}
+    """A copy of every parameter that is trained for each of many models."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.detach().expand(count, *p.shape).clone().requires_grad_() for name, p in trained.items()}
 
 
 def together(

@@ -258,7 +258,7 @@ class Roundings(TorchDispatchMode):
             raise NotImplementedError(f"drawn: expected operations whose roundings are known, got {func}")
         if self.inner == self.dtype:  # its last operation was rounded to it
             return found
-        return type(found)(map(self._rounded, found)) if isinstance(found, tuple | list) else self._rounded(found)
+        return tuple(map(self._rounded, found)) if isinstance(found, tuple | list) else self._rounded(found)
 
     def _error(self, size: Tensor) -> Tensor:
         """size * uniform(-1, 1), in place."""

@@ -1,0 +1,217 @@
+"""How exact this library and other programs are, in expected errors, for docs/accuracy.md.
+
+    .venv/bin/python -m benchmarks.accuracy --output docs/figures/accuracy.json    # minutes; then: make docs
+
+Every program computes the same calls. What a call should give, and how large the error of a right program is at every
+number, is the judge's; z is the root mean square of error / expected size, over the whole and of the worst tile of 32
+rows. Eager programs are measured as programs in the dtype, as are SDPA's gradients, whose running sums are in it; all
+others as kernels that sum in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import accuracy_programs as programs
+from benchmarks.accuracy_calls import CAUSAL, FAMILIES, backward, forward
+from fusion_attention import _native
+from fusion_attention.backends import cpu
+from fusion_attention.bench.report import Report
+from fusion_attention.contract import BackendError
+from fusion_attention.judging import index, trials
+from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
+from fusion_attention.judging.outputs import setting_of, units
+from fusion_attention.judging.setting import Edit
+from fusion_attention.torch_ops.eager import run
+from fusion_attention.waist.lowered import Lowered
+
+Tensor = torch.Tensor
+Results = dict[str, Tensor]
+DTYPES = ("bfloat16", "float16", "float32")
+# Instruction sets that run here, but those that are another one's with a decode of their own.
+VARIANTS = [n for n in _native.cpu_features()["runnable"] if n not in ("v4+avx512vnni", "asimddp")]
+LENGTH, SHORT, LONG = 256, 64, 2048  # keys; of the Triton kernels, which an interpreter runs; of the picture
+BINS, LOW, HIGH = 16, 0.1, 1000.0  # of a factor of ten; what is drawn
+
+
+FAULTS = ("the last 64 keys never read", "one token of dv not written", "10 % more on 64 tokens of dk")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The z of an output, over the whole and of its worst tile; call: which one of the family's."""
+
+    family: str
+    call: int
+    dtype: str
+    program: str
+    output: str
+    z: float
+    tile: float
+
+
+def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
+    """Computes a call by the native core's variant."""
+    filled = call.fill(outputs)
+    if filled.first is not None:
+        core(*filled.first, variant)
+    with torch.no_grad():
+        filled.begin()
+        plan = cpu.schedule(call.problem, call.extents, call.verb, variant)
+        getattr(cpu, call.verb)(call.problem, call.extents, plan, *filled.operands)
+        filled.finish()
+
+
+def ours(call: Lowered, triton: bool) -> Iterator[tuple[str, Results]]:
+    """(program, results) of this library's."""
+    if triton:
+        with suppress(BackendError):  # some calls are refused
+            yield "Triton", run(call, "triton")
+        return
+    for variant in VARIANTS:
+        outputs = call.results()
+        core(call, outputs, variant)
+        yield f"core {variant}", outputs
+    yield "golden", run(call, "golden")
+
+
+def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Errors]]:
+    """(program, output, errors) of all that can compute a call."""
+    found: dict[str, Results] = dict(ours(call, triton))
+    if not triton:
+        found |= {who: made for who in programs.NAMES if (made := programs.results(who, call))}
+    low = ("eager", "SDPA") if call.verb.endswith("backward") else ("eager",)
+    rounded = {who: found.pop(who) for who in low if who in found}
+    for grade, theirs in ((KERNEL, found), (PROGRAM, rounded)):
+        if theirs:
+            yield from measured(call, theirs, grade)
+
+
+def measured(call: Any, found: Mapping[str, Results], grade: Grade) -> Iterator[tuple[str, str, Errors]]:
+    """(program, output, errors) of results of a call, which may lack some of its outputs."""
+    asked = {name for results in found.values() for name in results}
+    given = {name: t for name, t in call.results().items() if name in asked}
+    if index.serves(call):
+        result = index.measured(index.setting_of(call), call, given, grade, beside=found)
+    else:
+        setting, outputs = setting_of(call, given)
+        held = {who: setting_of(call, results)[1] for who, results in found.items()}
+        result = trials.measured(setting, outputs, units(setting, outputs), grade=grade, whole=True, beside=held)
+    for who, theirs in result.beside.items():
+        yield from ((who, name, tally.errors) for name, tally in theirs.items() if tally.count)
+
+
+def rows(
+    length: int, triton: bool = False, families: tuple[str, ...] = tuple(FAMILIES), dtypes: tuple[str, ...] = DTYPES
+) -> Iterator[Row]:
+    """The z of every family, dtype and program."""
+    for family in families:
+        for dtype in dtypes:
+            for place, make in enumerate(FAMILIES[family]):
+                for who, name, errors in every(make(dtype, length), triton):
+                    yield Row(family, place, dtype, who, name, round(errors.z, 4), round(errors.z_tile, 4))
+
+
+def of_triton(length: int) -> list[Row]:
+    """Rows of the Triton kernels, by their interpreter, which wants a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.accuracy", "--triton", "--length", str(length)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [Row(**row) for row in json.loads(done.stdout)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+
+def right_and_wrong(length: int) -> dict[str, Any]:
+    """How many tiles have which z: of right results, and of wrong ones with a fault in one place; bfloat16."""
+    sizes = {**CAUSAL, "heads_q": 2, "heads_kv": 1}
+    call, gradients = forward("bfloat16", length, **sizes), backward("bfloat16", length, **sizes)
+    attended, found = run(call, "cpu"), run(gradients, "cpu")
+    unwritten, larger = found["dv"].clone(), found["dk"].clone()
+    unwritten[:, length // 2] = 0
+    larger[:, length // 2 : length // 2 + 64] *= 1.1
+    outs = {who: programs.results(who, call) for who in ("SDPA", "tiles")}
+    outs |= {"core": {"out": attended["out"]}, FAULTS[0]: programs.results("tiles", call, blind(length))}
+    grads = {"core": found, "tiles": programs.results("tiles", gradients)}
+    grads |= {FAULTS[1]: {"dv": unwritten}, FAULTS[2]: {"dk": larger}}
+    tiles: dict[str, list[float]] = {}
+    wrong, largest = {}, 0.0
+    for who, _, errors in (*measured(call, outs, KERNEL), *measured(gradients, grads, KERNEL)):
+        tiles.setdefault(who, []).extend(_tiles(errors))
+        if who in FAULTS:
+            most = next(look.limit for _, look in errors.worst() if look.kind == "tile")
+            wrong[who] = {"z": errors.z, "tile": errors.z_tile, "limit": most}
+        else:
+            largest = max(largest, errors.z_tile)
+    counts = {who: _counts(each) for who, each in tiles.items()}
+    return {"length": length, "bins": BINS, "low": LOW, "wrong": wrong, "largest": largest, "counts": counts}
+
+
+def blind(length: int) -> Edit:
+    """A kernel's last 64 keys are never read, but by rows that would see none."""
+    return lambda x: replace(x, seen=x.seen & ((x.positions < length - 64) | (x.positions == 0)))
+
+
+def _tiles(errors: Errors) -> list[float]:
+    """The z of every tile of 32 rows."""
+    return [float(z) for found in errors.of_rows for z in found.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
+
+
+def _counts(tiles: list[float]) -> list[int]:
+    """How many lie in each bin of a logarithmic axis."""
+    decades = torch.log10(torch.tensor([HIGH / LOW])).item()
+    places = ((torch.tensor(tiles) / LOW).log10() * BINS).floor().clamp(0, BINS * decades - 1).long()
+    return torch.bincount(places, minlength=round(BINS * decades)).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+COLUMNS = {"dtype": -9, "program": -10, "output": -20, "z": 7, "worst tile": 10}
+
+
+def main(
+    length: Annotated[int, typer.Option(help="Keys of most calls.")] = LENGTH,
+    short: Annotated[int, typer.Option(help="Of those that the Triton kernels compute.")] = SHORT,
+    long: Annotated[int, typer.Option(help="Of the picture's.")] = LONG,
+    output: Annotated[Path | None, typer.Option(help="Write all figures as JSON.")] = None,
+    triton: Annotated[bool, typer.Option(help="The Triton kernels alone, as JSON; for TRITON_INTERPRET=1.")] = False,
+) -> None:
+    """Measures every family, dtype and program."""
+    warnings.simplefilter("ignore")
+    if triton:
+        from tests.support import interpreter  # its bfloat16 is none
+
+        interpreter.repair()
+        print(json.dumps([asdict(row) for row in rows(length, triton=True)]))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    report = Report(console, "Errors in expected errors, over the whole and of the worst tile of 32 rows", COLUMNS)
+    found = []
+    for row in [*rows(length), *of_triton(short)]:
+        found.append(row)
+        report.add(row.dtype, row.program, row.output, f"{row.z:.3f}", f"{row.tile:.3f}", section=row.family)
+    if output:
+        facts = {"torch": torch.__version__, "variants": VARIANTS, "length": length, "short": short}
+        head = json.dumps({**facts, "picture": right_and_wrong(long)})
+        lines = ",\n".join(json.dumps(asdict(row)) for row in found)
+        output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

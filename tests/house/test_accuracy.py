@@ -1,0 +1,61 @@
+"""What docs/accuracy.md publishes is measured: every family is in its table, and a tiny run finds what it says."""
+
+import re
+
+import pytest
+from support.sources import ROOT
+
+from benchmarks import accuracy as measuring
+from benchmarks.accuracy_calls import FAMILIES
+from website import accuracy
+
+DTYPES = accuracy.DTYPES
+OURS = ("core", "Triton")
+
+
+def test_the_table_has_every_family() -> None:
+    page = (ROOT / "docs" / accuracy.PAGE).read_text(encoding="utf-8")
+    table = page.partition(accuracy.START)[2].partition(accuracy.END)[0]
+    assert re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)[1:] == [*FAMILIES]
+    rows = accuracy.figures()["rows"]
+    for family in FAMILIES:
+        for dtype in DTYPES:
+            assert accuracy.worst(rows, family, dtype, "golden") is not None, (family, dtype)
+            tiles = {who: accuracy.worst(rows, family, dtype, who) for who in OURS}
+            assert tiles["core"] is not None, (family, dtype)
+            assert all(tile <= 3 for tile in tiles.values() if tile is not None), (family, dtype, tiles)
+
+
+def test_the_picture_tells_right_from_wrong() -> None:
+    found = accuracy.figures()["picture"]
+    assert {*accuracy.RIGHT} | {*measuring.FAULTS} == {*found["counts"]}
+    for fault in found["wrong"].values():
+        assert found["largest"] < fault["limit"] < fault["tile"]
+        assert fault["z"] < fault["tile"]
+
+
+@pytest.mark.parametrize(
+    ("family", "others"),
+    [
+        ("attention", {"SDPA", "tiles", "eager"}),
+        ("gradients", {"SDPA", "tiles", "eager"}),
+        ("decode, int8 cache", {"SDPA", "tiles", "eager"}),
+        ("decode, int8 results", set()),
+        ("sparse gradients", {"SDPA", "tiles", "eager"}),
+        ("indexer", {"eager"}),
+        ("indexer gradients", {"eager"}),
+        ("indexer loss, chosen keys", set()),
+    ],
+)
+def test_a_tiny_run(family: str, others: set[str]) -> None:
+    found = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
+    own = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
+    assert {row.program for row in found} == own | others
+    assert all(0 <= row.z <= 3 and 0 <= row.tile < 5 for row in found), found
+
+
+def test_a_tiny_picture() -> None:
+    found = measuring.right_and_wrong(256)
+    assert all(fault["tile"] > fault["limit"] for fault in found["wrong"].values()), found["wrong"]
+    assert sum(found["counts"]["SDPA"]) == 2 * 256 // 32
+    assert sum(found["counts"]["core"]) == (2 + 2 + 1 + 1) * 256 // 32
