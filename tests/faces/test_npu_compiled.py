@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from support.bits import same_bits
 
 from fusion_attention import npu
 from fusion_attention.npu.device import compiled
-from fusion_attention.testing import beside_plain
+from fusion_attention.testing.drawn import compare_with
 
 pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
 
@@ -83,18 +84,12 @@ def test_a_layer_trains_under_inductor() -> None:
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     x = torch.randn(2, 5, 16)
-    results = []
-    for dtype, device, run in (
-        (torch.float32, "npu", torch.compile),
-        (torch.float64, "cpu", lambda layer: layer),
-        (torch.float32, "cpu", lambda layer: layer),
-    ):
-        here = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-        here.load_state_dict(layer.state_dict())
-        here = here.to(device, dtype)
+
+    def results(device: str, dtype: torch.dtype, run: Callable[[Any], Any]) -> list[torch.Tensor]:
+        here = copy.deepcopy(layer).to(device, dtype)
         out = run(here)(x.to(device, dtype))
         assert out.device.type == device
-        out.square().sum().backward()
-        results.append([out, *(p.grad for p in here.parameters())])
-    for i, (ours, golden, plain) in enumerate(zip(*results, strict=True)):
-        beside_plain(f"{i}", ours.detach().cpu(), golden.detach(), plain.detach(), 160)
+        return [t.cpu() for t in (out, *torch.autograd.grad(out.square().sum(), [*here.parameters()]))]
+
+    ours = results("npu", torch.float32, torch.compile)
+    compare_with("[out, *gradients]", ours, lambda: results("cpu", torch.float64, lambda layer: layer))

@@ -81,7 +81,7 @@ def exactly(case: LossCase, args: Args, more: float = 1.0) -> Results:
 def test_golden_is_the_formula(case: LossCase) -> None:
     """plain() in float64 goes slot by slot; golden counts how often a key is listed."""
     args = operands(case)
-    close(golden(case, args), plain(case, args, torch.float64))
+    close(golden(case, args), plain(case, args))
 
 
 def witness(case: LossCase, args: Args) -> Results:

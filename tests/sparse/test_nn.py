@@ -4,7 +4,9 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,18 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.eager_loss import chosen_keys, one_sequence
+from support.plain_layers import HEADS, LATENT, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import nn as dsa
-from fusion_attention.testing import beside_plain
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing import check
+from fusion_attention.testing.drawn import compare_with, expected_of
 
-DIM, HEADS, TOP_K, LENGTHS = 32, 4, 5, [19, 12]
+DIM, TOP_K, LENGTHS = 32, 5, [19, 12]
+DRAWS = 16
 INDEX = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
-LATENT = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
 
 
 def make(form: str, stage: str = "sparse") -> dsa.SparseAttention:
@@ -34,56 +38,6 @@ def make(form: str, stage: str = "sparse") -> dsa.SparseAttention:
     return layer
 
 
-def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False) -> Tensor:
-    """Rotary embedding by complex numbers, in float32 at least: [S, heads, D]."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    pairs = rows[..., :width].to(wide).unflatten(-1, (-1, 2) if neighbours else (2, -1))
-    pairs = pairs if neighbours else pairs.transpose(-1, -2)
-    rate = torch.tensor([10000.0 ** (-2 * i / width) for i in range(width // 2)], dtype=wide)
-    angle = (positions[:, None] * rate)[:, None]
-    spun = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
-    spun = spun.flatten(-2) if neighbours else spun.transpose(-1, -2).flatten(-2)
-    return torch.cat([spun.to(rows.dtype), rows[..., width:]], -1)
-
-
-def plain_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v [S, heads, D] and the indexer's query input, of one sequence; MLA is never absorbed here."""
-    at = torch.arange(len(x))
-    if isinstance(layer, dsa.SparseSelfAttention):
-        q, k, v = (f(x).unflatten(-1, (-1, layer.head_dim)) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
-        return turned(q, at, 8), turned(k, at, 8), v, x
-    nope, rope = LATENT["nope_dim"], LATENT["rope_dim"]
-    q_latent = layer.q_a_layernorm(layer.q_a_proj(x))
-    q = layer.q_b_proj(q_latent).unflatten(-1, (HEADS, -1))
-    latent, k_rope = layer.kv_a_proj_with_mqa(x).split([LATENT["kv_rank"], rope], -1)
-    kv = layer.kv_b_proj(layer.kv_a_layernorm(latent)).unflatten(-1, (HEADS, -1))
-    k_rope = turned(k_rope[:, None], at, rope, neighbours=True).expand(-1, HEADS, -1)
-    q = torch.cat([q[..., :nope], turned(q[..., nope:], at, rope, neighbours=True)], -1)
-    return q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:], q_latent
-
-
-def plain(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """One sequence [S, DIM] through a layer in its stage, by masks and softmax: out, and the loss summed over rows."""
-    q, k, v, query = plain_rows(layer, x)
-    indexer, width = layer.indexer, LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
-    at = torch.arange(len(x))
-    index_q = turned(indexer.wq_b(query.detach()).unflatten(-1, (indexer.heads, -1)), at, width)
-    index_k = turned(indexer.k_norm(indexer.wk(x.detach()))[:, None], at, width)
-    weights = indexer.weights_proj(x.detach()) / (indexer.heads * indexer.head_dim) ** 0.5
-    scores = (torch.einsum("ihd,jd->ihj", index_q, index_k[:, 0]).relu() * weights[..., None]).sum(1)
-    keys = chosen_keys(None, len(x))
-    if layer.stage == "sparse":
-        order = (
-            scores.masked_fill(~keys, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, : indexer.top_k]
-        )
-        keys = keys & torch.zeros_like(keys).scatter_(1, order, True)
-    loss = one_sequence(q, k, index_q, index_k, weights, keys, q.shape[-1] ** -0.5)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    p = (torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5).masked_fill(~keys, -torch.inf).softmax(-1)
-    out = layer.o_proj(torch.einsum("hij,jhd->ihd", p, v).flatten(1))
-    return out, loss if layer.stage != "dense" else loss.detach() * 0
-
-
 def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """The layer itself, with rope tables of 8 (MLA: 6) elements; packed where x is."""
     width = LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
@@ -93,7 +47,10 @@ def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     return out
 
 
-def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> dict[str, Tensor]:
+Results = dict[str, Tensor]
+
+
+def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> Results:
     """Of a number that both results take part in; parameters without a gradient are left out."""
     layer.zero_grad()
     total = (out * torch.linspace(-1, 1, out.shape[-1])).sum() + 3 * loss
@@ -105,25 +62,23 @@ def gradients(layer: nn.Module, out: Tensor, loss: Tensor) -> dict[str, Tensor]:
 Results = dict[str, Tensor]
 
 
-def plainly(layer: Any, sequences: list[Tensor]) -> Results:
-    """What plain() gives of a batch: rows one behind the other, the loss meant over them, and gradients."""
-    found = [plain(layer, x) for x in sequences]
-    out, loss = torch.cat([out for out, _ in found]), sum(loss for _, loss in found) / sum(map(len, sequences))
-    assert isinstance(loss, Tensor)
-    return {"out": out, "loss": loss} | gradients(layer, out, loss)
+def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What plain() gives of a batch in float64: rows one behind the other, and the loss meant over them."""
+    found = [plain(layer, x.double()) for x in sequences]
+    return torch.cat([out for out, _ in found]), torch.stack([loss for _, loss in found]).sum() / sum(
+        map(len, sequences)
+    )
 
 
-def judge(layer: Any, got: Results, sequences: list[Tensor]) -> None:
-    """By the same in float64, and in float32."""
-    measure = plainly(layer, sequences)
-    exact = plainly(copy.deepcopy(layer).double(), [x.double() for x in sequences])
-    assert got.keys() == measure.keys() == exact.keys()
-    rows = sum(map(len, sequences))
-    for name, tensor in got.items():
-        terms = 2.0 if name == "loss" else 0.0  # p log p and p log y, which may cancel
-        beside_plain(
-            name, tensor, exact[name], measure[name], max(map(len, sequences)) if name == "out" else rows, terms
-        )
+def program(layer: Any, sequences: list[Tensor], gradients_alone: bool = False) -> Callable[[], Results]:
+    """What a layer should give of a batch: the layer written plainly, in float64."""
+    wide = copy.deepcopy(layer).double()
+
+    def call() -> Results:
+        out, loss = plainly(wide, sequences)
+        return ({} if gradients_alone else {"out": out, "loss": loss}) | gradients(wide, out, loss)
+
+    return call
 
 
 FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
@@ -133,8 +88,7 @@ FORMS, STAGES = ("latent", "heads", "grouped"), ("dense", "warmup", "sparse")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_a_plain_layer(form: str, stage: str, packed: bool) -> None:
-    layer = make(form, stage)
-    sequences = [torch.randn(n, DIM) for n in LENGTHS]
+    layer, sequences = make(form, stage), drawn()
     if packed:
         out, loss = run(layer, torch.cat(sequences), lengths=LENGTHS)
         real = out
@@ -144,7 +98,22 @@ def test_equals_a_plain_layer(form: str, stage: str, packed: bool) -> None:
         assert not out[1, LENGTHS[1] :].any()
         real = torch.cat([row[:n] for row, n in zip(out, LENGTHS, strict=True)])
     assert loss.shape == ()
-    judge(layer, {"out": real, "loss": loss} | gradients(layer, out, loss), sequences)
+    got = {"out": real.detach(), "loss": loss.detach()} | gradients(layer, out, loss)
+    check(form, got, expected(form, stage, tuple(got)))
+
+
+def drawn() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, DIM, generator=generator) for n in LENGTHS]
+
+
+@cache
+def expected(form: str, stage: str, names: tuple[str, ...]) -> dict[str, Expected]:
+    """What a layer should give of drawn(), padded or packed, by name."""
+    found: dict[str, Expected] = expected_of(
+        program(make(form, stage), drawn()), dict.fromkeys(names, torch.empty(0)), DRAWS
+    )
+    return found
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -264,23 +233,24 @@ def test_one_graph_with_the_same_bits(form: str, stage: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_bfloat16(stage: str) -> None:
-    """A model in bfloat16, the indexer's weights in it or kept in float32, and autocast: as good as a plain layer."""
-    layer, batch = make("latent", stage), torch.randn(16, 16, DIM)
+    """Under autocast, a model in bfloat16, and one whose indexer keeps its weights in float32."""
+    layer, batch = make("latent", stage), torch.randn(4, 16, DIM)
     layer.indexer.top_k = 16  # every key, so that rounding changes no choice
-    exact = [plain(copy.deepcopy(layer).double(), x.double()) for x in batch]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        results = [([run(layer, x[None]) for x in batch], [plain(layer, x) for x in batch])]
-    layer.bfloat16()
-    measure = [plain(layer, x.bfloat16()) for x in batch]
-    results.append(([run(layer, x[None].bfloat16()) for x in batch], measure))
+        results = [[run(layer, x[None]) for x in batch]]
+    layer.bfloat16()  # autocast rounds weights to the same numbers
+    wide = copy.deepcopy(layer).double()
+    results.append([run(layer, x[None].bfloat16()) for x in batch])
     layer.indexer.weights_proj.float()
-    results.append(([run(layer, x[None].bfloat16()) for x in batch], measure))
-    for got, plainer in results:
-        three = [[torch.stack(t) for t in zip(*found, strict=True)] for found in (got, exact, plainer)]
-        (out, loss), (want, want_loss), (plain_out, plain_loss) = three
-        assert out.dtype == torch.bfloat16
-        beside_plain("out", out.squeeze(1), want, plain_out, 16)
-        beside_plain("loss", loss, want_loss / 16, plain_loss / 16, 16, 2.0)
+    results.append([run(layer, x[None].bfloat16()) for x in batch])
+    ours = [torch.stack([t.squeeze(0) for t in each]) for found in results for each in zip(*found, strict=True)]
+    assert {t.dtype for t in ours[::2]} == {torch.bfloat16}
+
+    def written_plainly() -> list[Tensor]:
+        found = [plain(wide, x.bfloat16().double()) for x in batch]
+        return 3 * [torch.stack([out for out, _ in found]), torch.stack([loss for _, loss in found]) / 16]
+
+    compare_with(stage, ours, written_plainly, dtype=torch.bfloat16, draws=DRAWS)
 
 
 def test_wrong_calls() -> None:
@@ -297,17 +267,18 @@ def test_wrong_calls() -> None:
 # -------------------------------------------------------------------------------------------------------- two processes
 
 
-def half_of_a_step(stage: str, rank: int) -> None:
-    """Gradients of this process's half of a batch, meant over both, are those of the whole batch."""
-    torch.manual_seed(1)
-    x = torch.randn(4, 16, DIM)
+def batch() -> Tensor:
+    return torch.randn(2, 16, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def half_of_a_step(stage: str, rank: int) -> Results:
+    """Gradients of this process's half of a batch, meant over both."""
     layer = make("latent", stage)
     shared = nn.parallel.DistributedDataParallel(layer)
     for _ in range(2):  # a parameter that got no gradient would be noticed by the second step
-        out, loss = shared(x[2 * rank : 2 * rank + 2], rope=dsa.rope_table(torch.arange(16), LATENT["rope_dim"]))
+        out, loss = shared(batch()[rank : rank + 1], rope=dsa.rope_table(torch.arange(16), LATENT["rope_dim"]))
         got = gradients(layer, 2 * out, loss)  # DDP means over processes; the sum over rows is not a mean
-    alone = plainly(make("latent", stage), list(x))
-    judge(make("latent", stage), {"out": alone["out"], "loss": alone["loss"]} | got, list(x))
+    return got
 
 
 def one_of_two(rank: int, folder: str) -> None:
@@ -316,8 +287,7 @@ def one_of_two(rank: int, folder: str) -> None:
     meet, patience = f"file://{folder}/meet", timedelta(seconds=30)
     torch.distributed.init_process_group("gloo", meet, rank=rank, world_size=2, timeout=patience)
     for stage in STAGES:
-        half_of_a_step(stage, rank)
-        Path(f"{folder}/{stage}{rank}").touch()
+        torch.save(half_of_a_step(stage, rank), f"{folder}/{stage}{rank}")
     os._exit(0)  # gloo's threads may wait for Python's lock for ever while their group is taken down
 
 
@@ -336,4 +306,7 @@ def test_two_processes(tmp_path: Path) -> None:
         for process in pair:
             process.kill()
     assert [process.returncode for process in pair] == [0, 0], errors
-    assert {f"{stage}{rank}" for stage in STAGES for rank in (0, 1)} <= {path.name for path in tmp_path.iterdir()}
+    for stage in STAGES:
+        first, second = (torch.load(tmp_path / f"{stage}{rank}") for rank in (0, 1))
+        same_bits(second, first)
+        compare_with(stage, first, program(make("latent", stage), list(batch()), gradients_alone=True), draws=DRAWS)

@@ -1,4 +1,4 @@
-"""Cases of the indexer's loss: hostile operands, golden's answer, and a plain program's, row by row with gathers.
+"""Cases of the indexer's loss: hostile operands, golden's answer, and a witness of it, row by row with gathers.
 
 A case is one of sparse attention that says, besides, what its indexer is.
 """
@@ -169,13 +169,9 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
     return run(in_float64(lowered(case, args)), "golden")
 
 
-def plain(case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float32) -> Results:
-    """The formulas row by row: what a straightforward program in `wide` would give.
-
-    With wide=float32 it is the measure of error: dS is rounded once for bfloat16, results once.
-    """
-    own: torch.dtype = getattr(torch, case.dtype)
-    low = own if wide == torch.float32 else wide
+def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
+    """The formulas row by row, in float64: a witness of golden; the loss is rounded to float32."""
+    wide = torch.float64
     found = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in DIFFERENTIABLE}
     found["loss"] = torch.zeros(1, dtype=wide)
     for b, row, tokens in each_row(case, args):
@@ -184,13 +180,10 @@ def plain(case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.flo
         clamped = p.clamp(min=LEAST)
         found["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
         ds = (y - p) * w[:, None] * (dots > 0)
-        ds = ds.to(low).to(wide) if low == torch.bfloat16 else ds
         part(case, found["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
         part(case, found["dquery_index"], "q", b)[row] = ds @ k
         part(case, found["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
-    weights = getattr(torch, case.weights) if wide == torch.float32 else wide
-    dtypes = {"dweights": weights, "loss": torch.float32}
-    return {name: t.to(dtypes.get(name, low)) for name, t in found.items()}
+    return found | {"loss": found["loss"].float()}
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
