@@ -9,7 +9,6 @@ Tolerances are never tuned: errors are measured in the size that roundings give 
 
 from __future__ import annotations
 
-from fusion_attention.testing.beside_plain import beside_plain
 from fusion_attention.testing.cases import Case, arguments, hostile, in_band, part, poisoned, seen, stats_part
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.expected import expected, expected_of
@@ -20,7 +19,6 @@ from fusion_attention.testing.tiles import cut_tiles
 __all__ = [
     "Case",
     "arguments",
-    "beside_plain",
     "call_face",
     "check",
     "compare",
