@@ -51,7 +51,7 @@ test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 
 # What a kernel takes depends on the compiler: each Triton of which something is recorded, in a folder of its own, which
 # the pins do not reach.
-TRITONS := $(patsubst tests/support/resources/%.json,build/triton/%,$(wildcard tests/support/resources/*.json))
+TRITONS := $(patsubst tests/support/resources/%.json,build/triton/%,$(wildcard tests/support/resources/[0-9]*.json))
 OTHER_TRITONS := $(filter-out build/triton/$(shell sed -n 's/^triton==//p' constraints.txt),$(TRITONS))
 
 build/triton/%:
@@ -146,7 +146,7 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.extra-docs ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
+docs: $(VENV)/.extra-docs $(VENV)/.extra-demo ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
 	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
 	$(BIN)/python -m fusion_attention capi --write src/fusion_attention/capi/include --source csrc/capi
 	$(BIN)/python -m website

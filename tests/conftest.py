@@ -4,6 +4,7 @@ are its own, and memory for results and scratch that holds NaN before an operato
 
 import contextlib
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ def _seed_of(name: str) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     cases.fresh(int(os.environ.get(FRESH, "0")))
+    # A shell's background job ignores interrupts, and so would Python and all that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

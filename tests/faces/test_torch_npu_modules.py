@@ -237,9 +237,9 @@ def test_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     other.zero_()
     assert one.any()
     assert helpers.set_npu_device() == "npu:0"
-    monkeypatch.setenv("SET_NPU_DEVICE", "3")
-    assert helpers.get_npu_device() == "npu:3"
-    with pytest.raises(RuntimeError, match="expected npu:0 to npu:0"):
+    monkeypatch.setenv("SET_NPU_DEVICE", "9")
+    assert helpers.get_npu_device() == "npu:9"
+    with pytest.raises(RuntimeError, match="expected npu:0 to npu:7"):
         helpers.set_npu_device()
 
 

@@ -41,7 +41,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     def place(device: Any) -> torch.device:
         if not way.own:
             return another_name.place(way.base, device)
-        return torch.device(kind, host.index(device, torch.npu.device_count()))  # type: ignore[attr-defined]
+        return torch.device(kind, host.number(device))
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""

@@ -110,6 +110,8 @@ class _Crossing:
         for known, alias in zip(self.tensors, self.aliases, strict=True):
             if known is tensor:
                 return alias
+        if self.tensors and self.tensors[0].device != device:
+            self.strange = device
         self.tensors.append(tensor)
         self.aliases.append(self.ways.to_base(tensor))
         return self.aliases[-1]

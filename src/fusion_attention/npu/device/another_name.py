@@ -47,8 +47,7 @@ class _Devices(TorchFunctionMode):
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
         name = type if index is None else f"{type}:{index}"
-        count = torch.cuda.device_count() if self.base.type == "cuda" else 1
-        number = host.index(name, count)
+        number = host.index(name, torch.npu.device_count())  # type: ignore[attr-defined]
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
@@ -92,7 +91,7 @@ DEVICES = _Devices()  # one for all threads: without a base it does nothing, on 
 def place(base: torch.device, device: Any) -> torch.device:
     """The device that "npu", an index of it or None means."""
     if base.type == "cpu":
-        host.index(device, 1)
+        host.number(device)
         return base
     return base if device is None else torch.device(base.type, host.index(device, torch.cuda.device_count()))
 

@@ -16,7 +16,7 @@ import torch
 
 from fusion_attention.npu.device import compiled, sharing
 from fusion_attention.npu.device.build import library
-from fusion_attention.patches import Changes, Layer
+from fusion_attention.patches import Changes
 from fusion_attention.torch_ops.aliases import Ways, connect
 
 NAME = "npu"
@@ -62,6 +62,10 @@ def load(base: str) -> None:
         torch.utils.backend_registration.rename_privateuse1_backend(NAME)
     ops = torch.ops.fusion_attention_npu
     ops.register_operators(base == "cuda")
+    # For good: tensors outlive uninstall(), and so do their gradients.
+    if base == "cpu":
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = _in_this_thread(run)  # type: ignore[attr-defined]
     # For good: torch goes on asking the module of its accelerator whether there is one.
     torch.npu = sys.modules[MODULE] = _absent()  # type: ignore[attr-defined]
     connect(Ways(NAME, ops.to_base.default, ops.to_npu.default))
@@ -81,21 +85,21 @@ def _start_engine() -> None:
 def enter(changes: Changes, module: ModuleType) -> None:
     """Puts the device in force, with the module of its name; the changes take it back."""
     changes.set(sys.modules, MODULE, module)
-    changes.after(torch.ops.fusion_attention_npu.set_present, False)
-    torch.ops.fusion_attention_npu.set_present(True)
+    changes.after(torch.ops.fusion_attention_npu.set_count, 0)
+    torch.ops.fusion_attention_npu.set_count(module.device_count())
     compiled.enter(changes, _loaded)
     sharing.enter(changes)
-    if _loaded == "cpu":
-        changes.wrap(torch.autograd, "_engine_run_backward", _in_this_thread)
 
 
-def _in_this_thread(layer: Layer) -> Callable[..., Any]:
-    """autograd's way into its engine, which has no thread for npu (_start_engine); operators on npu say so too."""
+def _in_this_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """autograd's way into its engine, which has no thread for npu (_start_engine): each backward runs where it is asked
+    for.
+    """
 
-    @functools.wraps(layer.below)
+    @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        torch._C._set_multithreading_enabled(False)
-        return layer.below(*args, **kwargs)
+        with torch.autograd.set_multithreading_enabled(False):
+            return run_backward(*args, **kwargs)
 
     return run
 

@@ -32,16 +32,17 @@ def _reducing(layer: Layer) -> Callable[[Tensor], Any]:
             return layer.below(tensor)  # torch's own error
         alias = torch.ops.fusion_attention_npu.to_base(tensor.detach()).share_memory_()
         tensor.detach()  # any operator: the memory has moved, and the tensor's storage is told
-        return _rebuilt, (alias, type(tensor) is torch.nn.Parameter, tensor.requires_grad)
+        return _rebuilt, (alias, tensor.device.index, type(tensor) is torch.nn.Parameter, tensor.requires_grad)
 
     return reduce
 
 
-def _rebuilt(alias: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
+def _rebuilt(alias: Tensor, number: int, parameter: bool, requires_grad: bool) -> Tensor:
     if not torch.accelerator.is_available() or torch.accelerator.current_accelerator() != torch.device("npu"):
         raise RuntimeError(
             'device "npu": expected fusion_attention.npu.install() in a process that is sent its tensors, got none '
             "(call it there first, or start the program with python -m fusion_attention.npu)"
         )
-    tensor: Tensor = torch.ops.fusion_attention_npu.to_npu(alias, [])
+    with torch.npu.device(number):  # type: ignore[attr-defined]
+        tensor: Tensor = torch.ops.fusion_attention_npu.to_npu(alias, [])
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)

@@ -1,4 +1,4 @@
-"""What the module that stands for torch.npu holds: one device (or CUDA's), streams that run in order, counters.
+"""What the module that stands for torch.npu holds: devices over one memory (or CUDA's), streams that run in order.
 
 Knows torch.cuda's interface, which torch.npu follows. Refuses to know attention, and how it gets its
 place (install.py).
@@ -6,26 +6,47 @@ place (install.py).
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+DEVICES = 8  # of a machine of the chip's
 
-class Stream:
+
+def visible() -> int:
+    """How many devices a host has: as many as a launcher starts processes here, and no less than a machine of the
+    chip's; where ASCEND_RT_VISIBLE_DEVICES is set, as many as it names before something that is no number.
+    """
+    named = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    if named is not None:
+        return len(list(itertools.takewhile(str.isdigit, map(str.strip, named.split(",")))))
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(DEVICES, int(processes) if processes.isdigit() else 0)
+
+
+class Stream(torch.Stream):
     """A stream of the host: what it is given has run by the time the call returns."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.priority = priority
+    priority: int
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
+        """A new one on a device, or that of given ids."""
+        made: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
+        made.priority = priority
+        return made
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """That of tensors on "npu"."""
-        return torch.empty(0, device="npu").device
+        return torch.device(f"npu:{max(self.device_index, 0)}")
 
     def synchronize(self) -> None:
         """Returns: nothing is pending."""
@@ -36,7 +57,7 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         """Returns: the event has happened."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Any = None) -> Any:
         """An event of now."""
         event = event or Event()
         event.record(self)
@@ -47,10 +68,14 @@ class Stream:
         return True
 
 
-class Event:
+class Event(torch.Event):
     """A moment on the host's clock."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+    def __new__(cls, enable_timing: bool = False, *_: Any, **__: Any) -> Event:
+        """One that has not been recorded."""
+        return super().__new__(cls, device=torch.device("npu"), enable_timing=enable_timing)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.moment: float | None = None
 
     def record(self, stream: Any = None) -> None:
@@ -67,68 +92,101 @@ class Event:
         """True: the event has happened."""
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to another; both must have been recorded."""
         if self.moment is None or end.moment is None:
             raise RuntimeError("torch.npu.Event: elapsed_time: expected two recorded events")
-        return 1000 * (end.moment - self.moment)
+        return float(1000 * (end.moment - self.moment))
+
+
+class _Chosen(threading.local):
+    """What torch keeps of a thread's device, where "npu" is another name of the host."""
+
+    device = 0
 
 
 class _Host:
     """torch.npu over the host: what torch.cuda offers, as far as it means something."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, own: bool) -> None:
         self.Stream, self.Event = Stream, Event
-        self.present = Stream()
+        self._own, self._chosen, self._count = own, _Chosen(), 0
 
     def is_available(self) -> bool:
-        """True."""
-        return True
+        """Whether there is a device."""
+        return self.device_count() > 0
+
+    def init(self) -> None:
+        """Settles how many devices there are; programs say so in the environment before they use one."""
+        if not self._count:
+            self._count = visible()
+            if self._own:
+                torch.ops.fusion_attention_npu.set_count(self._count)
 
     def device_count(self) -> int:
-        """1."""
-        return 1
+        """How many devices there are, all over the host's memory."""
+        return self._count or visible()
 
     def current_device(self) -> int:
-        """0."""
-        return 0
+        """The number of the device that this thread has chosen."""
+        return torch.accelerator.current_device_index() if self._own else self._chosen.device
 
     def set_device(self, device: Any) -> None:
-        """Chooses device 0, the only one."""
-        index(device, 1)
+        """Chooses a device for this thread."""
+        self.init()
+        self._chosen.device = number(device)
+        if self._own:
+            torch.accelerator.set_device_index(self._chosen.device)
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """A block on device 0, the only one."""
-        index(device, 1)
-        yield
-
-    @contextmanager
-    def device_of(self, tensor: Any) -> Iterator[None]:
-        """A block on the device of a tensor, which is the only one."""
-        yield
-
-    def synchronize(self, device: Any = None) -> None:
-        """Returns: nothing is pending."""
-
-    def current_stream(self, device: Any = None) -> Stream:
-        """The stream of this block."""
-        return self.present
-
-    default_stream = current_stream
-
-    def set_stream(self, stream: Stream) -> None:
-        """Makes a stream the current one."""
-        self.present = stream
-
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        """A block with another current stream."""
-        before, self.present = self.present, stream or self.present
+        """A block on a device."""
+        before = self.current_device()
+        self.set_device(device)
         try:
             yield
         finally:
-            self.present = before
+            self.set_device(before)
+
+    def device_of(self, tensor: Any) -> AbstractContextManager[None]:
+        """A block on the device of a tensor, if it is one of these."""
+        return self.device(tensor.device if tensor.is_npu else None)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Returns: nothing is pending."""
+        number(device)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """This thread's stream of a device."""
+        asked = number(device)
+        if not self._own:
+            return Stream(asked)
+        found = torch.accelerator.current_stream(asked)
+        return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
+    def default_stream(self, device: Any = None) -> Stream:
+        """The stream of a device where none was chosen."""
+        found = self.current_stream(device)
+        return Stream(stream_id=0, device_index=found.device_index, device_type=found.device_type)
+
+    def set_stream(self, stream: Stream) -> None:
+        """Makes a stream the current one of its device."""
+        if self._own:
+            torch.accelerator.set_stream(stream)
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        """A block with another current stream, on its device."""
+        if stream is None:
+            yield
+            return
+        with self.device(stream.device_index if self._own else None):
+            before = self.current_stream()
+            self.set_stream(stream)
+            try:
+                yield
+            finally:
+                self.set_stream(before)
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the host's generator, which is this device's."""
@@ -147,74 +205,81 @@ class _Host:
         return torch.default_generator.initial_seed()
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        """The state of every device: of one."""
-        return [self.get_rng_state()]
+        """The state of every device: of the one generator that they have."""
+        return [self.get_rng_state()] * self.device_count()
 
     def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
-        """Puts the only device's generator back into a state."""
-        (state,) = states
-        self.set_rng_state(state)
+        """Puts the generator of all devices back into the state of the first."""
+        self.set_rng_state(states[0])
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """The state of the host's generator."""
+        number(device)
         return torch.default_generator.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         """Puts the host's generator back into a state."""
+        number(device)
         torch.default_generator.set_state(state)
 
     def get_device_name(self, device: Any = None) -> str:
         """What computes: never a chip's name."""
+        number(device)
         return "fusion_attention on cpu"
 
     def get_device_properties(self, device: Any = None) -> SimpleNamespace:
         """The name; a version below every one of CUDA's, which torch asks of programs for it; nothing is counted."""
-        return SimpleNamespace(name=self.get_device_name(), total_memory=0, major=0, minor=0)
+        return SimpleNamespace(name=self.get_device_name(device), total_memory=0, major=0, minor=0)
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
 
-    def memory_allocated(self, device: Any = None) -> int:
-        """0: the host's memory is not counted."""
-        return 0
-
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        """Nothing is counted."""
-
     def is_initialized(self) -> bool:
         """True."""
         return True
-
-    def init(self) -> None:
-        """Nothing to do."""
 
     def is_bf16_supported(self) -> bool:
         """True."""
         return True
 
 
-def index(device: Any, count: int) -> int:
-    """The index that "npu:1", 1, a torch.device or None (0) names.
+def number(device: Any) -> int:
+    """The number of a device of torch.npu as it is installed; the current one's for None."""
+    npu: Any = torch.npu  # type: ignore[attr-defined]
+    return index(device, npu.device_count(), npu.current_device())
+
+
+def _device(device: Any) -> torch.device:
+    return torch.device(f"npu:{number(device)}")
+
+
+def index(device: Any, count: int, current: int = 0) -> int:
+    """The number that "npu:1", 1, a torch.device, or "npu" or None (the current one) names.
 
     Raises:
         RuntimeError: there is no such device.
     """
-    number = device
-    if device is None or isinstance(device, torch.device):
-        number = device.index or 0 if device is not None else 0
-    elif isinstance(device, str):
-        name, _, tail = device.partition(":")
-        number = int(tail or 0) if name == "npu" and (not tail or tail.isdigit()) else -1
-    if not isinstance(number, int) or not 0 <= number < count:
+    asked = device
+    if isinstance(device, torch.device):
+        asked = str(device).replace(torch.device("npu").type, "npu")  # which may be another name
+    if isinstance(asked, str):
+        name, colon, tail = asked.partition(":")
+        asked = (int(tail) if tail.isdigit() else None if not colon else -1) if name == "npu" else -1
+    if asked is None:
+        asked = current
+    if not isinstance(asked, int) or not 0 <= asked < count:
         raise RuntimeError(f"torch.npu: device: expected npu:0 to npu:{count - 1}, got {device!r}")
-    return number
+    return asked
 
 
-def names(base: torch.device) -> dict[str, Any]:
-    """What the module torch.npu holds: over the host, or CUDA (whose own functions it then has)."""
-    source: Any = _Host() if base.type == "cpu" else torch.cuda
+def names(base: torch.device, kind: str) -> dict[str, Any]:
+    """What the module torch.npu holds: over the host, or CUDA (whose own functions it then has).
+
+    Args:
+        base: the device that computes.
+        kind: the type of device that tensors on "npu" have: "npu", or the base's.
+    """
+    source: Any = _Host(own=kind == "npu") if base.type == "cpu" else torch.cuda
     found = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
     return found | {
         # Accepted and without effect: how a chip compiles its kernels.

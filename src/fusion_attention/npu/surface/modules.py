@@ -82,7 +82,7 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     faces = functions()
-    npu = {**runtime.names(base), **host.names(base), **faces}
+    npu = {**runtime.names(base), **host.names(base, kind), **faces}
     amp = host.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), **faces},

@@ -59,8 +59,9 @@ class _ExperimentalConfig(SimpleNamespace):
 def _activities(given: Iterable[Any] | None) -> list[Any] | None:
     if given is None:
         return None
-    device = torchs.ProfilerActivity.CUDA if torch.cuda.is_available() else torchs.ProfilerActivity.CPU
-    words = {ProfilerActivity.CPU: torchs.ProfilerActivity.CPU, ProfilerActivity.NPU: device}
+    cpu, cuda = torchs.ProfilerActivity.CPU, torchs.ProfilerActivity.CUDA
+    device = cuda if cuda in torchs.supported_activities() and torch.cuda.is_available() else cpu
+    words = {ProfilerActivity.CPU: cpu, ProfilerActivity.NPU: device}
     return list(dict.fromkeys(words.get(one, one) for one in given))
 
 

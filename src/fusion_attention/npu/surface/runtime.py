@@ -17,6 +17,7 @@ import torch
 from torch.utils import collect_env, flop_counter
 
 from fusion_attention.npu.surface import graphs
+from fusion_attention.npu.surface.host import number
 
 _OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number of one from thread to thread
 _NUMBERS = itertools.count(1)
@@ -39,10 +40,10 @@ class mstx:
         """Begins a range: its number, or 0 where the message says nothing."""
         if not message or not isinstance(message, str):
             return 0
-        number = next(_NUMBERS)
-        _OPEN[number] = torch.profiler.record_function(message)
-        _OPEN[number].__enter__()
-        return number
+        found = next(_NUMBERS)
+        _OPEN[found] = torch.profiler.record_function(message)
+        _OPEN[found].__enter__()
+        return found
 
     @staticmethod
     def range_end(range_id: int, domain: str = "default") -> None:
@@ -115,18 +116,42 @@ class FlopsCounter:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """(free, total) bytes of the machine's memory."""
+    number(device)
     page, total = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return page * min(os.sysconf("SC_AVPHYS_PAGES"), total), page * total
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Empty: the host's memory is not counted."""
+    number(device)
     return {}
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
     """A sentence: the host's memory is not counted."""
+    number(device)
     return "fusion_attention counts no memory of the host"
+
+
+def memory_allocated(device: Any = None) -> int:
+    """0: the host's memory is not counted."""
+    number(device)
+    return 0
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Nothing is counted."""
+    number(device)
+
+
+def get_device_capability(device: Any = None) -> None:
+    """None, as torch_npu says where nothing is set."""
+    number(device)
+
+
+def can_device_access_peer(device: Any, peer: Any) -> bool:
+    """Whether one device reads another's memory: it is one memory."""
+    return number(device) != number(peer)
 
 
 def get_pretty_env_info() -> str:
@@ -153,6 +178,8 @@ _WITHOUT_EFFECT = (
     "reset_accumulated_memory_stats set_deterministic_level set_device_limit set_stream_limit reset_stream_limit"
 )
 
+_COUNTERS = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached"
+
 
 def names(base: torch.device) -> dict[str, Any]:
     """What torch.npu has besides host.py's names; over CUDA, whose own functions come later and win."""
@@ -163,11 +190,11 @@ def names(base: torch.device) -> dict[str, Any]:
         "mem_get_info": mem_get_info,
         "memory_stats": memory_stats,
         "memory_summary": memory_summary,
-        "max_memory_cached": lambda device=None: 0,
-        "memory_cached": lambda device=None: 0,
-        "utilization": lambda device=None: 0,
-        "get_device_capability": lambda device=None: None,  # as torch_npu says where nothing is set
-        "can_device_access_peer": lambda device, peer: False,
+        **dict.fromkeys(_COUNTERS.split(), memory_allocated),
+        "utilization": memory_allocated,
+        "reset_peak_memory_stats": reset_peak_memory_stats,
+        "get_device_capability": get_device_capability,
+        "can_device_access_peer": can_device_access_peer,
         "get_sync_debug_mode": lambda: 0,
         "get_mm_bmm_format_nd": lambda: True,
         "is_jit_compile_false": lambda: True,

@@ -117,10 +117,26 @@ def _transfer(changes: Changes) -> None:
     changes.set(torch.Tensor, "is_cuda", torch.Tensor.is_npu)  # type: ignore[attr-defined]
     changes.wrap(torch.autocast, "__init__", _told)
     changes.wrap(torch.amp.GradScaler, "__init__", _scaler)
+    changes.wrap(torch.autograd.profiler.profile, "__init__", _profile)
     if torch.distributed.is_available():
         for name in _PROCESS_GROUPS.split():
             changes.wrap(torch.distributed, name, functools.partial(_told, word=_hccl))
         changes.set(torch.distributed, "is_nccl_available", lambda: True)
+
+
+def _profile(layer: Layer) -> Callable[..., Any]:
+    """Every profiler of torch's, which would ask CUDA for the time of each operator that it believes to run there."""
+
+    @functools.wraps(layer.below)
+    def wrapper(
+        self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **rest: Any
+    ) -> None:
+        if use_cuda or use_device == "cuda":
+            cuda = torch.profiler.ProfilerActivity.CUDA
+            use_device = "cuda" if cuda in torch.profiler.supported_activities() else None
+        layer.below(self, enabled, use_device=use_device, **rest)
+
+    return wrapper
 
 
 def _scaler(layer: Layer) -> Callable[..., Any]:

@@ -20,53 +20,60 @@ at::Tensor counted_as(at::Tensor made, const at::Tensor &given) {
 }
 
 // The storage of npu in front of a tensor's memory: that of a tensor known to lie there, or a new one.
-at::Tensor npu_of(const at::Tensor &made, const at::TensorList known) {
+at::Tensor npu_of(const at::Tensor &made, const at::TensorList known, DeviceIndex index) {
     const c10::Storage &behind = made.unsafeGetTensorImpl()->unsafe_storage();
     for (const at::Tensor &one : known) {
         const c10::Storage &storage = one.unsafeGetTensorImpl()->unsafe_storage();
         if (!on_npu(one) || !storage) continue;
         if (twin_of(storage.unsafeGetStorageImpl()) == behind.unsafeGetStorageImpl()) return npu_over(made, storage);
     }
-    return npu_over(made, in_front_of(behind));
+    return npu_over(made, in_front_of(behind, index));
 }
 
-at::Tensor crossed(const at::Tensor &t, const at::TensorList known) {
-    return counted_as(on_npu(t) ? alias_of(t) : npu_of(t, known), t);
+at::Tensor crossed(const at::Tensor &t, const at::TensorList known, DeviceIndex index) {
+    return counted_as(on_npu(t) ? alias_of(t) : npu_of(t, known, index), t);
 }
 
 // To the other side; the gradient comes back the same way. (The list goes as a pointer: autograd would count its
 // tensors.)
 struct Cross : torch::autograd::Function<Cross> {
-    static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList *known) {
+    static at::Tensor forward(AutogradContext *context, const at::Tensor &t, const at::TensorList *known,
+                              int64_t index) {
         context->set_materialize_grads(false);
-        return crossed(t, *known);
+        context->saved_data["index"] = static_cast<int64_t>(t.device().index());
+        return crossed(t, *known, static_cast<DeviceIndex>(index));
     }
-    static variable_list backward(AutogradContext * /*context*/, const variable_list &gradients) {
+    static variable_list backward(AutogradContext *context, const variable_list &gradients) {
         const at::Tensor &gradient = gradients[0];
         const at::TensorList none;
-        return {gradient.defined() ? Cross::apply(gradient, &none) : at::Tensor(), at::Tensor()};
+        if (!gradient.defined()) return {at::Tensor(), at::Tensor(), at::Tensor()};
+        return {Cross::apply(gradient, &none, context->saved_data["index"].toInt()), at::Tensor(), at::Tensor()};
     }
 };
 
-at::Tensor to_other_side(const at::Tensor &t, const at::TensorList known) {
-    return at::GradMode::is_enabled() && t.requires_grad() ? Cross::apply(t, &known) : crossed(t, known);
+at::Tensor to_other_side(const at::Tensor &t, const at::TensorList known, DeviceIndex index) {
+    return at::GradMode::is_enabled() && t.requires_grad() ? Cross::apply(t, &known, static_cast<int64_t>(index))
+                                                           : crossed(t, known, index);
 }
 
 at::Tensor to_base(const at::Tensor &t) {
     TORCH_CHECK(on_npu(t), "fusion_attention: device npu: expected a tensor on npu, got one on ", t.device());
-    return to_other_side(t, {});
+    return to_other_side(t, {}, -1);
 }
 
+// The number is that of the first of the tensors known, or of the current device.
 at::Tensor to_npu(const at::Tensor &t, at::TensorList known) {
     TORCH_CHECK(t.device().type() == base() && t.layout() == at::kStrided,
                 "fusion_attention: device npu: expected a strided tensor on ", base(), ", got one on ", t.device());
-    return to_other_side(t, known);
+    const Device first = known.empty() ? Device(NPU) : known.front().device();
+    return to_other_side(t, known, fusion_npu::known(Device(NPU, first.type() == NPU ? first.index() : -1)).index());
 }
 
 // Composite operators that on a device like this one would ask for a fused kernel: the device that computes takes them
 // whole, and autograd goes through its own.
 void whole(const c10::OperatorHandle &op, c10::DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
     const size_t given = stack->size() - op.schema().arguments().size();
+    DeviceIndex index = -1;
     auto cross = [stack](size_t first, auto &&change) {
         for (size_t i = first; i < stack->size(); ++i) {
             c10::IValue &value = (*stack)[i];
@@ -79,9 +86,17 @@ void whole(const c10::OperatorHandle &op, c10::DispatchKeySet /*keys*/, torch::j
             }
         }
     };
-    cross(given, [](const at::Tensor &t) { return on_npu(t) ? to_base(t) : t; });
+    cross(given, [&index](const at::Tensor &t) {
+        if (!on_npu(t)) return t;
+        TORCH_CHECK(index < 0 || t.device().index() == index,
+                    "Expected all tensors to be on the same device, but found ", "at least two devices, ",
+                    Device(NPU, index), " and ", t.device(), "!");
+        index = t.device().index();
+        return to_base(t);
+    });
     op.callBoxed(stack);
-    cross(stack->size() - op.schema().returns().size(), [](const at::Tensor &t) { return to_npu(t, {}); });
+    cross(stack->size() - op.schema().returns().size(),
+          [index](const at::Tensor &t) { return to_other_side(t, {}, index); });
 }
 
 }  // namespace
@@ -99,9 +114,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { take_whole(m); }  // in inference mod
 TORCH_LIBRARY(fusion_attention_npu, m) {
     m.def("to_base(Tensor t) -> Tensor", to_base);
     m.def("to_npu(Tensor t, Tensor[] known) -> Tensor", to_npu);
-    m.def("set_present(bool there) -> ()", [](bool there) { set_present(there); });
+    m.def("set_count(int devices) -> ()", [](int64_t devices) { set_count(devices); });
     m.def("register_operators(bool cuda) -> int", [](bool cuda) {
         set_base(cuda ? DeviceType::CUDA : DeviceType::CPU);
+        register_profiler();
         return register_operators();
     });
 }

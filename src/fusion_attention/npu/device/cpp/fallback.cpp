@@ -6,7 +6,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
-#include <c10/core/AutogradState.h>
 #include <torch/library.h>
 
 #include <string_view>
@@ -20,24 +19,12 @@ namespace {
 
 using c10::IValue;
 
-// Operators that take tensors of several devices by themselves: copies, and indices from the host.
+// Operators that take tensors of several devices: copies.
 const std::unordered_set<std::string_view> &mixing() {
     static const std::unordered_set<std::string_view> names = {
-        "aten::copy_",
-        "aten::_copy_from",
-        "aten::_copy_from_and_resize",
-        "aten::_to_copy",
-        "aten::index",
-        "aten::index_put",
-        "aten::index_put_",
-        "aten::_index_put_impl_",
-        "aten::_unsafe_index",
-        "aten::_unsafe_index_put",
-        "aten::_foreach_copy_",
-        "aten::set_",
-        "aten::_foreach_copy",
-        "aten::copy",
-        "aten::resize_as_",
+        "aten::copy_",    "aten::_copy_from",     "aten::_copy_from_and_resize",
+        "aten::_to_copy", "aten::_foreach_copy_", "aten::_foreach_copy",
+        "aten::copy",     "aten::resize_as_",
     };
     return names;
 }
@@ -61,9 +48,10 @@ public:
         } else if (value.isOptionalTensorList()) {
             auto list = value.to<c10::List<std::optional<at::Tensor>>>();
             c10::List<std::optional<at::Tensor>> aliases;
+            const bool indices = first_.has_value();  // of the first tensor
             for (const auto &one : list) {
                 const std::optional<at::Tensor> t = one;
-                at::Tensor found = t.has_value() ? alias(*t) : at::Tensor();
+                at::Tensor found = !t.has_value() ? at::Tensor() : indices ? alias_of_index(*t) : alias(*t);
                 aliases.push_back(found.defined() ? std::optional<at::Tensor>(found) : t);
             }
             value = std::move(aliases);
@@ -72,8 +60,8 @@ public:
             elsewhere_ = asked.type() != NPU;
             here_ = !elsewhere_;
             if (here_) {
-                DeviceIndex index = known(asked).index();
-                value = Device(base(), base() == DeviceType::CPU ? -1 : index);
+                index_ = known(asked).index();
+                value = Device(base(), base() == DeviceType::CPU ? -1 : index_);
             }
         } else if (value.isGenerator()) {
             at::Generator generator = value.toGenerator();
@@ -83,6 +71,9 @@ public:
             enter_lists(value);
         } else if (value.isStorage()) {
             c10::Storage storage = value.toStorage();
+            TORCH_CHECK(!first_.has_value() || *first_ == storage.device(),
+                        "Attempted to set the storage of a tensor on device \"", *first_,
+                        "\" to a storage on different device \"", storage.device(), "\".");
             if (storage.device_type() == NPU) {
                 storages_.push_back(storage);
                 value = c10::Storage(
@@ -91,14 +82,17 @@ public:
         }
     }
 
-    void demand_one_device(const c10::OperatorHandle &op) const {
+    void demand_one_device(const c10::OperatorHandle &op) {
         if (C10_UNLIKELY(generator_.has_value())) {
             const bool here = here_ || !npu_.empty();
             TORCH_CHECK(here == (generator_->type() == NPU), "Expected a '", here ? NPU : base(),
                         "' device type for generator but found '", generator_->type(), "'");
         }
         if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
-        if (mixing().contains(op.schema().name())) return;
+        if (mixing().contains(op.schema().name())) {
+            elsewhere_ = elsewhere_ || (!here_ && first_->type() != NPU);  // what is made, is made like the first
+            return;
+        }
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
                     npu_.front().device(), " and ", *strange_, "!");
     }
@@ -141,9 +135,18 @@ private:
         value = std::move(found);
     }
 
+    // An index may come from the host.
+    at::Tensor alias_of_index(const at::Tensor &t) {
+        if (t.defined() && t.device().type() == DeviceType::CPU && first_->type() == NPU) return {};
+        TORCH_CHECK_INDEX(!t.defined() || t.device() == *first_, "indices should be either on ", at::kCPU,
+                          " or on the same device as the indexed tensor (", *first_, ")");
+        return alias(t);
+    }
+
     // The alias of a tensor of npu; undefined for any other, which stays as it is.
     at::Tensor alias(const at::Tensor &t) {
         if (!t.defined()) return {};
+        if (!first_.has_value()) first_ = t.device();
         if (!on_npu(t)) {
             others_.push_back(t);
             if (t.dim() > 0 && !t.unsafeGetTensorImpl()->is_wrapped_number()) strange_ = t.device();
@@ -152,6 +155,7 @@ private:
         for (size_t i = 0; i < npu_.size(); ++i) {
             if (npu_[i].is_same(t)) return aliases_[i];
         }
+        if (!npu_.empty() && npu_.front().device() != t.device()) strange_ = t.device();
         npu_.push_back(t);
         storages_.push_back(t.unsafeGetTensorImpl()->unsafe_storage());
         aliases_.push_back(alias_of(t));
@@ -177,21 +181,22 @@ private:
         for (const at::Tensor &other : others_) {
             if (other.is_same(made) || (other.has_storage() && other.storage().is_alias_of(behind))) return made;
         }
-        return npu_over(made, in_front_of(behind));
+        const DeviceIndex index = here_ || npu_.empty() ? known(Device(NPU, index_)).index() : npu_[0].device().index();
+        return npu_over(made, in_front_of(behind, index));
     }
 
     c10::SmallVector<at::Tensor, 4> npu_, aliases_, others_;
     std::vector<c10::Storage> storages_;
-    std::optional<Device> strange_;
+    std::optional<Device> first_;    // that of the first tensor
+    std::optional<Device> strange_;  // one that does not go with npu_
     std::optional<Device> generator_;
     bool elsewhere_ = false;  // the call names a device, and it is not npu
     bool here_ = false;       // it is
+    DeviceIndex index_ = -1;  // and has this number
 };
 
 void fallback(const c10::OperatorHandle &op, DispatchKeySet /*keys*/, torch::jit::Stack *stack) {
     const c10::FunctionSchema &schema = op.schema();
-    // On a host a backward runs in the thread that asks for it: the engine has no threads for npu (backend.py).
-    if (base() == DeviceType::CPU) c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
     Frame frame;
     for (size_t i = stack->size() - schema.arguments().size(); i < stack->size(); ++i) frame.enter((*stack)[i]);
     frame.demand_one_device(op);

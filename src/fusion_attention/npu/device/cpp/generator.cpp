@@ -3,6 +3,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 
+#include <limits>
+
 #include "runtime.h"
 
 namespace fusion_npu {
@@ -31,7 +33,7 @@ private:
     at::Generator inner_;
 };
 
-DeviceIndex first(DeviceIndex index) { return known(Device(NPU, index < 0 ? 0 : index)).index(); }
+DeviceIndex numbered(DeviceIndex index) { return known(Device(NPU, index)).index(); }
 
 }  // namespace
 
@@ -43,21 +45,22 @@ at::Generator behind(const at::Generator &generator) {
 const at::Generator &default_generator(DeviceIndex index) {
     static const auto *made = [] {
         auto *all = new std::vector<at::Generator>;
-        DeviceIndex count = base() == DeviceType::CUDA ? at::getNumGPUs() : 1;
-        for (DeviceIndex i = 0; i < count; ++i) {
-            Device device(base(), base() == DeviceType::CUDA ? i : -1);
+        const int count = base() == DeviceType::CUDA ? at::getNumGPUs() : std::numeric_limits<DeviceIndex>::max();
+        for (int i = 0; i < count; ++i) {
+            Device device(base(), base() == DeviceType::CUDA ? DeviceIndex(i) : DeviceIndex(-1));
             all->push_back(at::make_generator<NpuGenerator>(i, at::globalContext().defaultGenerator(device)));
         }
         return all;
     }();
-    return made->at(first(index));
+    return made->at(numbered(index));
 }
 
 at::Generator new_generator(DeviceIndex index) {
-    at::Generator inner = base() == DeviceType::CUDA
-                              ? at::globalContext().getAcceleratorHooksInterface(base()).getNewGenerator(first(index))
-                              : at::detail::createCPUGenerator();
-    return at::make_generator<NpuGenerator>(first(index), std::move(inner));
+    at::Generator inner =
+        base() == DeviceType::CUDA
+            ? at::globalContext().getAcceleratorHooksInterface(base()).getNewGenerator(numbered(index))
+            : at::detail::createCPUGenerator();
+    return at::make_generator<NpuGenerator>(numbered(index), std::move(inner));
 }
 
 }  // namespace fusion_npu

@@ -14,7 +14,7 @@ at::Tensor histc(const at::Tensor &self, int64_t bins, const at::Scalar &low, co
     bool counted = base() == DeviceType::CPU && at::isIntegralType(alias.scalar_type(), /*includeBool=*/false);
     at::Tensor made = counted ? at::histc(alias.to(at::kDouble), bins, low, high).to(alias.scalar_type())
                               : at::histc(alias, bins, low, high);
-    return npu_over(made, in_front_of(made.unsafeGetTensorImpl()->unsafe_storage()));
+    return npu_over(made, in_front_of(made.unsafeGetTensorImpl()->unsafe_storage(), self.device().index()));
 }
 
 // Whether one tensor may become the other in place. Between the host and npu it may, as between the host and CUDA: a

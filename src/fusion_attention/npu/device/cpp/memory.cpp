@@ -1,11 +1,18 @@
 #include "memory.h"
 
 #include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <torch/version.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
+
+#include "runtime.h"
 
 namespace fusion_npu {
 namespace {
@@ -15,17 +22,60 @@ std::atomic<DeviceType> computes{DeviceType::CPU};
 void release(void *twin) { c10::raw::intrusive_ptr::decref(static_cast<StorageImpl *>(twin)); }
 
 // npu's pointer into the memory of a twin, which it keeps alive.
-at::DataPtr pointer(StorageImpl *twin) {
+at::DataPtr pointer(StorageImpl *twin, DeviceIndex index) {
     c10::raw::intrusive_ptr::incref(twin);
     return {twin->mutable_data_ptr().mutable_get(), twin, &release,
-            Device(NPU, std::max<DeviceIndex>(twin->device().index(), 0))};
+            Device(NPU, base() == DeviceType::CPU ? index : twin->device().index())};
 }
 
-struct Allocator final : c10::Allocator {
+// Since 2.9 torch asks the allocator of its accelerator how much memory there is.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+using Asked = c10::DeviceAllocator;
+#else
+using Asked = c10::Allocator;
+#endif
+
+struct Allocator final : Asked {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+    // CUDA's numbers where it computes. On a host nothing is counted or kept.
+    static c10::DeviceAllocator *cuda() {
+        return base() == DeviceType::CPU ? nullptr : c10::getDeviceAllocator(base());
+    }
+    bool initialized() override { return cuda() == nullptr || cuda()->initialized(); }
+    void emptyCache(c10::MempoolId_t pool) override {
+        if (cuda() != nullptr) cuda()->emptyCache(pool);
+    }
+    void recordStream(const at::DataPtr &data, c10::Stream stream) override {
+        c10::impl::VirtualGuardImpl(NPU).recordDataPtrOnStream(data, stream);
+    }
+    c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
+        known(Device(NPU, index));
+        return cuda() == nullptr ? c10::CachingDeviceAllocator::DeviceStats() : cuda()->getDeviceStats(index);
+    }
+    void resetAccumulatedStats(DeviceIndex index) override {
+        known(Device(NPU, index));
+        if (cuda() != nullptr) cuda()->resetAccumulatedStats(index);
+    }
+    void resetPeakStats(DeviceIndex index) override {
+        known(Device(NPU, index));
+        if (cuda() != nullptr) cuda()->resetPeakStats(index);
+    }
+    std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) {  // an override since 2.10
+        known(Device(NPU, index));
+        if (cuda() != nullptr) return memory_of(cuda(), index);
+        const size_t page = sysconf(_SC_PAGE_SIZE), total = sysconf(_SC_PHYS_PAGES), free = sysconf(_SC_AVPHYS_PAGES);
+        return {page * std::min(free, total), page * total};
+    }
+    template <typename Source>
+    static std::pair<size_t, size_t> memory_of(Source *source, DeviceIndex index) {
+        if constexpr (requires { source->getMemoryInfo(index); }) return source->getMemoryInfo(index);
+        return {0, 0};
+    }
+#endif
     at::DataPtr allocate(size_t bytes) override {
         c10::Allocator *source = c10::GetAllocator(base());
         auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), bytes, source, true);
-        return pointer(twin.get());
+        return pointer(twin.get(), known(Device(NPU)).index());
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is not the pointer
     void copy_data(void *to, const void *from, std::size_t bytes) const override {
@@ -58,13 +108,14 @@ StorageImpl *adopted(StorageImpl *storage) {
     std::lock_guard<std::mutex> held(lock);
     if (storage->data_ptr().get_deleter() == &release)
         return static_cast<StorageImpl *>(storage->data_ptr().get_context());
+    const DeviceIndex index = storage->device().index();
     auto *kept = new at::DataPtr(storage->set_data_ptr(at::DataPtr()));
     at::DataPtr data(
         kept->get(), kept, [](void *p) { delete static_cast<at::DataPtr *>(p); },
         Device(base(), base() == DeviceType::CPU ? -1 : kept->device().index()));
     auto twin = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage->nbytes(), std::move(data),
                                                  nullptr, false);
-    storage->set_data_ptr_noswap(pointer(twin.get()));
+    storage->set_data_ptr_noswap(pointer(twin.get(), index));
     return twin.get();
 }
 
@@ -109,10 +160,10 @@ StorageImpl *twin_of(StorageImpl *storage) {
     return adopted(storage);
 }
 
-c10::Storage in_front_of(const c10::Storage &twin) {
+c10::Storage in_front_of(const c10::Storage &twin, DeviceIndex index) {
     StorageImpl *impl = twin.unsafeGetStorageImpl();
-    return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), impl->nbytes(), pointer(impl),
-                                                         &allocator, impl->resizable()));
+    return c10::Storage(c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), impl->nbytes(),
+                                                         pointer(impl, index), &allocator, impl->resizable()));
 }
 
 at::Tensor alias_of(const at::Tensor &npu) {
@@ -139,7 +190,7 @@ at::Tensor npu_over(const at::Tensor &made, c10::Storage storage) {
 
 void follow_twin(StorageImpl *storage) {
     StorageImpl *twin = twin_of(storage);
-    at::DataPtr moved = pointer(twin);
+    at::DataPtr moved = pointer(twin, storage->device().index());
     if (storage->data_ptr().get() != moved.get()) storage->set_data_ptr_noswap(std::move(moved));
     storage->set_nbytes(twin->nbytes());
 }
@@ -152,7 +203,8 @@ void follow(TensorImpl *npu, const TensorImpl *alias, const std::vector<c10::Sto
         for (const c10::Storage &one : known) {
             if (twin_of(one.unsafeGetStorageImpl()) == behind) other = one;
         }
-        npu->set_storage_keep_dtype(other ? std::move(other) : in_front_of(alias->unsafe_storage()));
+        npu->set_storage_keep_dtype(other ? std::move(other)
+                                          : in_front_of(alias->unsafe_storage(), npu->device().index()));
     } else if (C10_UNLIKELY(storage->nbytes() != behind->nbytes() ||
                             storage->data_ptr().get() != behind->data_ptr().get())) {
         follow_twin(storage);

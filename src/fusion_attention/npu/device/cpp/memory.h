@@ -34,8 +34,9 @@ inline bool on_npu(const at::Tensor &t) { return t.defined() && t.unsafeGetTenso
 // The twin of a storage of npu; a storage that torch made around somebody's memory (from_blob) gets one.
 StorageImpl *twin_of(StorageImpl *storage);
 
-// A storage of npu in front of a storage of the device that computes.
-c10::Storage in_front_of(const c10::Storage &twin);
+// A storage of npu in front of a storage of the device that computes. On a host its number is the one given; elsewhere
+// it is the twin's.
+c10::Storage in_front_of(const c10::Storage &twin, DeviceIndex index);
 
 // The tensor of the device that computes on the memory of one of npu; autograd does not see it.
 at::Tensor alias_of(const at::Tensor &npu);

