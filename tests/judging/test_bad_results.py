@@ -317,3 +317,16 @@ def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: f
         bad = outputs[name].clone()
         bad[:, 64:128] *= 1.3
         assert said(operator, inputs, outputs | {name: bad})[0] == f"wrong ({name})"
+
+
+@pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e19])
+def test_scores_of_an_indexer_whose_squares_float32_does_not_hold(by: float) -> None:
+    make = torch.Generator().manual_seed(7)
+    q, k = torch.randn(1, 300, 4, 8, generator=make), torch.randn(1, 300, 1, 8, generator=make) * by
+    inputs = {"q": q, "k": k, "weights": torch.rand(1, 300, 4, generator=make), "top_k": 16}
+    indices, values = fa.lightning_indexer(**inputs)
+    outputs = {"sparse_indices_out": indices, "sparse_values_out": values}
+    assert said("lightning_indexer", inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
+    bad = values.clone()
+    bad[:, 64:128] *= 1.3
+    assert said("lightning_indexer", inputs, outputs | {"sparse_values_out": bad})[0] == "wrong (sparse_values_out)"

@@ -56,9 +56,15 @@ class Uncertain:
     live: Tensor
 
 
+def _fits(s: Scored) -> bool:
+    """Whether squares of products and of scores, and their errors, are numbers of float32."""
+    q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
+    return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
+
+
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade) -> Uncertain:
     """Of a block's products and scores."""
-    wide = torch.float64 if s.dots.numel() <= _FEW else torch.float32
+    wide = torch.float32 if s.dots.numel() > _FEW and _fits(s) else torch.float64
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
     own = _clean(s.dots.to(wide)).square()
     products = (a * n / 6 + r) * products_of_squares(s.q, s.k[None], wide)
