@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.drawn_together import check, expected_together
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
 from fusion_attention.integrations import flash_attn as door
@@ -61,16 +62,20 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     stored = caches if block_table is None else [c[block_table.long()].flatten(1, 2) for c in caches]
     same_bits(stored, want)
 
-    def golden() -> tuple[Tensor, Tensor]:
-        found = []
+    def golden(copies: int) -> dict[str, Tensor]:
+        """Copies are further heads."""
+        outs, lses = [], []
         for b, length in enumerate(before):
             seen = slice(0 if pad is None else int(pad[b]), length + new)
-            row = b if batch_idx is None else int(batch_idx[b])
-            sides = [t[row, seen].double() for t in want]
-            found.append(formula(q[b].double(), *sides, **of_sequence(how, b)))
-        return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
+            row, words = b if batch_idx is None else int(batch_idx[b]), of_sequence(how, b)
+            if "alibi_slopes" in words:
+                words["alibi_slopes"] = words["alibi_slopes"].repeat(copies)
+            o, x = formula(*(t.double().repeat(1, copies, 1) for t in (q[b], *(t[row, seen] for t in want))), **words)
+            outs.append(o.unflatten(1, (copies, -1)).movedim(1, 0))
+            lses.append(x.unflatten(0, (copies, -1)))
+        return {"out": torch.stack(outs, 1), "lse": torch.stack(lses, 1)}
 
-    compare_with("(out, lse)", (out, lse), golden, draws=DRAWS)
+    check({"out": out, "lse": lse}, expected_together(golden, q.dtype))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

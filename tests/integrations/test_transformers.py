@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.hf_drawn import check, expected_together, parameters_together, together, wide
+from support.drawn_together import check, expected_together
+from support.hf_drawn import parameters_together, together, wide
 from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family
 from transformers import EncoderDecoderCache
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from support.hf_drawn import check, expected_together, wide
+from support.drawn_together import check, expected_together
+from support.hf_drawn import wide
 from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family
 from transformers import DynamicCache, EncoderDecoderCache
 

@@ -1,7 +1,4 @@
-"""Models of transformers in float64, and how large their errors are: many copies of a model at once, each with errors.
-
-As testing.drawn, whose programs run once per draw: most of the time of a tiny model is spent between its operations.
-"""
+"""Models of transformers in float64, and many copies of one at once."""
 
 from __future__ import annotations
 
@@ -12,14 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.hf_models import Family
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from fusion_attention.judging.error_bound import Expected
-from fusion_attention.testing import compare
-from fusion_attention.testing.roundings import Roundings, quantum
 
 Tensor = torch.Tensor
-DRAWS = 12
 
 
 class Wide:
@@ -37,33 +28,6 @@ def wide(family: Family) -> Iterator[None]:
         patch.setattr(family.module, "torch", Wide())
         patch.setattr(Tensor, "float", Tensor.double)
         yield
-
-
-def expected_together(program: Callable[[int], Mapping[str, Tensor]], dtype: torch.dtype) -> dict[str, Expected]:
-    """What a program in float64 computes, and how large its errors are in a dtype.
-
-    Args:
-        program: of a number of copies: results [copies, ..] by name, each of which shares no operation with another.
-        dtype: in which the results of operations are rounded.
-    """
-    found = {}
-    with sdpa_kernel(SDPBackend.MATH):
-        values = program(1)
-        with Roundings(dtype, torch.Generator().manual_seed(0)):
-            moved = program(DRAWS)
-    assert values.keys() == moved.keys()
-    for name, value in values.items():
-        value = value.detach().double()[0]
-        drawn = (moved[name].detach().double() - value).masked_fill(~value.isfinite(), 0).square().mean(0)
-        stored = (torch.finfo(dtype).eps / 2 * value.masked_fill(~value.isfinite(), 0)).square() / 3
-        found[name] = Expected(value, (drawn + stored + quantum(dtype) ** 2 / 12).sqrt(), DRAWS)
-    return found
-
-
-def check(ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, wanted in expected.items():
-        compare(name, ours[name].detach(), wanted)
 
 
 def parameters_together(model: Any, count: int) -> dict[str, Tensor]:

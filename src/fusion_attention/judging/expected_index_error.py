@@ -163,7 +163,7 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> 
     """
     a, r, heads = grade.sums(dtype), grade.step(dtype), len(x.scores)
     own, lse = _clean(x.scores.to(wide)), _clean(x.lse.to(wide))
-    shares, divisor = _clean((x.shares / x.divisor).to(wide)), x.divisor.to(wide)
+    shares, divisor = _clean((x.shares / x.divisor).to(wide)), x.divisor.to(wide).nan_to_num(1.0)
     e = (a * x.dim / 6 + r) * _clean(x.squares.to(wide)) + (a + r) * (own - lse).square()
     e += (a * x.dim / 3 + 5 * a + 5 * r) * own.square() + 2 * a * lse.square() + 8 * a + 4 * r
     squares = shares.square()
