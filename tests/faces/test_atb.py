@@ -21,7 +21,7 @@ Q, K = torch.randn(T, N1, D, generator=GENERATOR), torch.randn(T, N2, D, generat
 V = torch.randn(T, N2, DV, generator=GENERATOR)
 PAGES, VALUES = (torch.randn(8, SLOTS, N2, n, generator=GENERATOR) for n in (D, DV))
 SCALE = 0.3
-DRAWS = 12
+DRAWS = 8
 Seen = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
 
 

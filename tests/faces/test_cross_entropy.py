@@ -13,7 +13,7 @@ from fusion_attention.testing.drawn import compare_with
 
 X = torch.randn(6, 7, generator=torch.Generator().manual_seed(5))
 Y = torch.tensor([0, 3, -100, 6, 2, 2])
-DRAWS = 16
+DRAWS = 8
 WEIGHT = torch.linspace(0.1, 1, 7)
 
 

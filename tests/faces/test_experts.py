@@ -10,7 +10,7 @@ from fusion_attention import npu
 from fusion_attention.testing.drawn import compare_with
 
 T, K, E, H = 7, 2, 5, 4
-DRAWS = 16
+DRAWS = 12
 
 
 def routes() -> torch.Tensor:
