@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusion_attention import memory
-from fusion_attention.testing import cases
+from fusion_attention.testing.cases import Named
 
 # The device "npu" is compiled once for a checkout, by whichever process asks first; the others wait for it.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / "build" / "torch_extensions"))
@@ -29,7 +29,7 @@ def _seed_of(name: str) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    cases.fresh(int(os.environ.get(FRESH, "0")))
+    Named.fresh = int(os.environ.get(FRESH, "0"))
     # A shell's background job ignores interrupts, and so would Python and all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -304,7 +304,7 @@ def test_keys_that_are_never_read(keys: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"), [(0.0, "wrong rows are zero"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
+    ("spoil", "says"), [(0.0, "rows are zero"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
 )
 def test_what_wrong_rows_look_like_is_said(spoil: float | None, says: str) -> None:
     given = inputs(torch.float32, 100)

@@ -9,7 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,13 @@ SEED, OFFSET = 0x5DEECE66D, 11
 
 
 class Named:
-    """A dataclass of a case, named by what is special about it."""
+    """A dataclass of a case, named by what is special about it.
+
+    Attributes:
+        fresh: draws the tensors of every case anew, as the number says; 0: the same in every run.
+    """
+
+    fresh: ClassVar[int] = 0
 
     @property
     def id(self) -> str:
@@ -31,17 +37,8 @@ class Named:
         return ",".join(changed) or "default"
 
     def generator(self) -> torch.Generator:
-        """What the case's tensors are drawn from: the same in every run, unless fresh() was asked for."""
-        return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{_fresh or ''}".encode()))
-
-
-_fresh = 0
-
-
-def fresh(seed: int) -> None:
-    """Draws the tensors of every case anew, as the seed says; 0: as ever."""
-    global _fresh
-    _fresh = seed
+        """What the case's tensors are drawn from."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.id}{self.fresh or ''}".encode()))
 
 
 @dataclass(frozen=True)
