@@ -17,7 +17,7 @@ DEVICE = [
           "npu_[0].device().index();", "DeviceIndex(0);",
           "faces/test_npu_devices.py::test_what_is_made_lies_where_it_was_asked_for"),
     house("an index of npu reads a tensor of the host", "npu/device/cpp/fallback.cpp",
-          "indices ? alias_of_index(*t) : alias(*t)", "alias(*t)",
+          "indexed ? alias_of_index(*t, *indexed) : alias(*t)", "alias(*t)",
           "faces/test_npu_devices.py::test_indices_come_from_the_host_or_the_same_device"),
     house("transferred programs profile CUDA", "npu/surface/transfer.py",
           "if cuda in torch.profiler.supported_activities() else None", "",

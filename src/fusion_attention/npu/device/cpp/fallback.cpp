@@ -48,10 +48,10 @@ public:
         } else if (value.isOptionalTensorList()) {
             auto list = value.to<c10::List<std::optional<at::Tensor>>>();
             c10::List<std::optional<at::Tensor>> aliases;
-            const bool indices = first_.has_value();  // of the first tensor
+            const std::optional<Device> indexed = first_;  // where a tensor comes before the list
             for (const auto &one : list) {
                 const std::optional<at::Tensor> t = one;
-                at::Tensor found = !t.has_value() ? at::Tensor() : indices ? alias_of_index(*t) : alias(*t);
+                at::Tensor found = !t.has_value() ? at::Tensor() : indexed ? alias_of_index(*t, *indexed) : alias(*t);
                 aliases.push_back(found.defined() ? std::optional<at::Tensor>(found) : t);
             }
             value = std::move(aliases);
@@ -90,7 +90,8 @@ public:
         }
         if (C10_LIKELY(!strange_.has_value() || npu_.empty())) return;
         if (mixing().contains(op.schema().name())) {
-            elsewhere_ = elsewhere_ || (!here_ && first_->type() != NPU);  // what is made, is made like the first
+            elsewhere_ = elsewhere_ || (!here_ && first_.has_value() &&
+                                        first_->type() != NPU);  // what is made, is made like the first
             return;
         }
         TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ",
@@ -136,10 +137,10 @@ private:
     }
 
     // An index may come from the host.
-    at::Tensor alias_of_index(const at::Tensor &t) {
-        if (t.defined() && t.device().type() == DeviceType::CPU && first_->type() == NPU) return {};
-        TORCH_CHECK_INDEX(!t.defined() || t.device() == *first_, "indices should be either on ", at::kCPU,
-                          " or on the same device as the indexed tensor (", *first_, ")");
+    at::Tensor alias_of_index(const at::Tensor &t, Device indexed) {
+        if (t.defined() && t.device().type() == DeviceType::CPU && indexed.type() == NPU) return {};
+        TORCH_CHECK_INDEX(!t.defined() || t.device() == indexed, "indices should be either on ", at::kCPU,
+                          " or on the same device as the indexed tensor (", indexed, ")");
         return alias(t);
     }
 

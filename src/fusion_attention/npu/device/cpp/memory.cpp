@@ -60,7 +60,8 @@ struct Allocator final : Asked {
         known(Device(NPU, index));
         if (cuda() != nullptr) cuda()->resetPeakStats(index);
     }
-    std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) {  // an override since 2.10
+    // NOLINTNEXTLINE(modernize-use-override): one since torch 2.10
+    std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) {
         known(Device(NPU, index));
         if (cuda() != nullptr) return memory_of(cuda(), index);
         const size_t page = sysconf(_SC_PAGE_SIZE), total = sysconf(_SC_PHYS_PAGES), free = sysconf(_SC_AVPHYS_PAGES);
