@@ -18,10 +18,10 @@ FUSION_INLINE float join_sink(float sink, float &peak, float &sum) {
 }
 
 // A score less its row's saved maximum: rounded as that was, so that their difference is exact. A maximum that others
-// computed may lie bits below, of which one of a huge score is worth more than a weight can hold.
+// computed may lie bits below: beyond 2^29 one of them is worth more than a weight can hold.
 FUSION_INLINE Floats below_peak(Floats score, Floats peak) {
-    const Floats apart = rounded(score) - peak;
-    return apart > Floats{} ? Floats{} : apart;
+    const Floats apart = rounded(score) - peak, most = peak * peak > Floats{} + 0x1p58f ? Floats{} : Floats{} + infinity;
+    return apart > most ? most : apart;
 }
 
 // A NaN among the scores makes both NaN, a peak of +inf the sum alone. Of one row, or a vector of them.

@@ -139,7 +139,7 @@ class Recorded:
 
 def from_recording(found: Recording, source: str = "") -> Recorded:
     """What a capture holds."""
-    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items() if t.numel()}
+    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items()}
     return Recorded(found.op, found.args, outputs, found.seed, source, (), found.saved, found.upstream)
 
 
