@@ -20,7 +20,8 @@ FUSION_INLINE float join_sink(float sink, float &peak, float &sum) {
 // A score less its row's saved maximum: rounded as that was, so that their difference is exact. A maximum that others
 // computed may lie bits below: beyond 2^29 one of them is worth more than a weight can hold.
 FUSION_INLINE Floats below_peak(Floats score, Floats peak) {
-    const Floats apart = rounded(score) - peak, most = peak * peak > Floats{} + 0x1p58f ? Floats{} : Floats{} + infinity;
+    const Floats apart = rounded(score) - peak;
+    const Floats most = peak * peak > Floats{} + 0x1p58f ? Floats{} : Floats{} + infinity;
     return apart > most ? most : apart;
 }
 
