@@ -54,7 +54,8 @@ ATTENTION = [
     house("sink left out of the sum", SPECIFICATION,
           ".sum(-1, keepdim=True) + (sink - row_max).exp()", ".sum(-1, keepdim=True)", GOLDEN, FORMULAS),
     house("dropout without its divisor", SPECIFICATION,
-          "return keep.to(device), 1.0 / max(problem.keep_prob, 1e-200)", "return keep.to(device), 1.0", GOLDEN, FORMULAS),
+          "return keep.to(device), 1.0 / max(problem.keep_prob, 1e-200)", "return keep.to(device), 1.0",
+          GOLDEN, FORMULAS),
     house("bias scaled when it is not", SPECIFICATION,
           "(problem.scale * added if problem.bias_scaled else added)", "problem.scale * added", GOLDEN, FORMULAS),
     house("empty rows: a mean counts one key too few", SPECIFICATION,
@@ -139,7 +140,8 @@ LOWERING = [
           "    if summed is not None:\n        summed.zero_()\n", "    if summed is not None:\n        pass\n",
           FORMULAS),
     house("means of the CPU forget dropout's divisor", "backends/cpu/means.py",
-          "mean.double() / (kv_len * problem.keep_prob)", "mean.double() / kv_len", "training/test_training.py::test_back_end"),
+          "mean.double() / (kv_len * problem.keep_prob)", "mean.double() / kv_len",
+          "training/test_training.py::test_back_end"),
 ]  # fmt: skip
 DECODING = [
     house("the last page is read to its end", "ops/inference/lower.py",
