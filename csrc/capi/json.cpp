@@ -110,8 +110,26 @@ private:
         return text;
     }
 
-    // UTF-8 of \uXXXX, the two halves of a pair each by itself: no name or path that is asked for here has one.
+    // UTF-8 of \uXXXX, or of two that are the halves of one character.
     std::string character() {
+        unsigned code = unit();
+        if (code >= 0xD800 && code < 0xE000) {
+            const unsigned high = code;
+            const bool follows = high < 0xDC00 && end_ - at_ > 2 && at_[1] == '\\' && at_[2] == 'u';
+            if (follows) at_ += 2;
+            const unsigned low = follows ? unit() : 0;
+            if (low < 0xDC00 || low >= 0xE000) fail("both halves of a surrogate pair");
+            code = 0x10000 + ((high & 0x3FF) << 10 | (low & 0x3FF));
+        }
+        const auto byte = [](unsigned value) { return static_cast<char>(value); };
+        const auto later = [&](unsigned shift) { return byte(0x80 | (code >> shift & 63)); };
+        if (code < 0x80) return {byte(code)};
+        if (code < 0x800) return {byte(0xC0 | code >> 6), later(0)};
+        if (code < 0x10000) return {byte(0xE0 | code >> 12), later(6), later(0)};
+        return {byte(0xF0 | code >> 18), later(12), later(6), later(0)};
+    }
+
+    unsigned unit() {
         unsigned code = 0;
         for (int digit = 0; digit < 4; ++digit) {
             const char *digits = "0123456789abcdef";
@@ -120,10 +138,7 @@ private:
             if (*at_ == 0 || found == nullptr || *found == 0) fail("a hexadecimal digit");
             code = code * 16 + static_cast<unsigned>(found - digits);
         }
-        const auto byte = [](unsigned value) { return static_cast<char>(value); };
-        if (code < 0x80) return {byte(code)};
-        if (code < 0x800) return {byte(0xC0 | code >> 6), byte(0x80 | (code & 63))};
-        return {byte(0xE0 | code >> 12), byte(0x80 | (code >> 6 & 63)), byte(0x80 | (code & 63))};
+        return code;
     }
 
     std::string number() {

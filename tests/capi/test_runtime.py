@@ -99,6 +99,10 @@ def test_a_process_that_never_began_cannot_end() -> None:
     ('{"fusion_attention": {"checked": 1}}', 100008, "expected a text or true"),
     ('{"fusion_attention": {"checked": "perhaps"}}', 100008, "expected true, false or abort"),
     ('{"fusion_attention": {"device": "npu:0"}}', 207004, "expected cpu, cuda or cuda:<number>, got 'npu:0'"),
+    ('{"fusion_attention": {"device": "\\ud83d\\ude00"}}', 207004, "got '\U0001f600'"),
+    ('{"a": "\\ud83d"}', 100006, "both halves of a surrogate pair"),
+    ('{"a": "\\ude00\\ud83d"}', 100006, "both halves of a surrogate pair"),
+    ('{"a": "\\ud83d\\u0041"}', 100006, "both halves of a surrogate pair"),
 ])  # fmt: skip
 def test_configurations(library: Runtime, tmp_path: Path, text: str, code: int, says: str | None) -> None:
     path = tmp_path / "acl.json"
