@@ -101,10 +101,11 @@ def made(cache: Cache, device: str, capacity: int = 0) -> Operands:
     table = torch.randperm(pages, generator=generator)[: count * width].view(count, width).int()
     for b, n in enumerate(held):
         table[b, -(-n // size) :] = UNUSED
+    named = table.to(device)
 
     def view(pool: torch.Tensor) -> PagedView:
         pool = pool.to(device)
-        return PagedView(pool, table.to(device), size, *(pool.stride(n) for n in (0, 1, 2)), pool.shape[-1])
+        return PagedView(pool, named, size, *(pool.stride(n) for n in (0, 1, 2)), pool.shape[-1])
 
     def pool(dim: int, of: torch.dtype) -> PagedView:
         shape = (pages, size, cache.heads_kv, dim)

@@ -35,9 +35,10 @@ def weigh(s, m, l, exponent):
     """(weights of scores, what earlier weights fade by, max of the rows so far, sum of their weights)."""
     now = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
-    shift = tl.where(now == -float("inf"), 0.0, now) * exponent
-    p = tl.exp2(s * exponent - shift[:, None])
-    fade = tl.exp2(m * exponent - shift)
+    base = tl.where(now == -float("inf"), 0.0, now)
+    p = tl.exp2(s * exponent - (base * exponent)[:, None])
+    # The difference first: of two products a GPU rounds one only, and earlier weights would fade a little every turn.
+    fade = tl.exp2((m - base) * exponent)
     return p, fade, now, l * fade + tl.sum(p, 1)
 
 

@@ -1,5 +1,5 @@
 """The forward for sm_90 in Gluon: one warp loads tiles of keys (TMA), two warpgroups multiply (wgmma) and weigh 64 rows
-each. For rows of 64 or 128 elements that meet nothing but a band; launch_gluon.py chooses.
+each. For rows of 128 elements that meet nothing but a band; launch_gluon.py chooses.
 
 While a warpgroup weighs the scores of a tile, the tensor cores add up the values of the tile before. A buffer has two
 barriers: on `full` the bytes of a copy arrive, on `empty` both warpgroups, when they have read it. Use i of a ring of
@@ -97,7 +97,7 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
-           SINK: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
+           SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
     """A warpgroup: ROWS rows from rows[0] on; those from rows[1] on are not there."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -142,6 +142,10 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
     share = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
+    if MEAN:  # of a row whose scores are all -inf; mend_out() forms the mean in place of NaN
+        mean = empty & (end > gl.maximum(first, 0))
+        l = gl.where(mean, kv_len.to(gl.float32), l)
+        share = gl.where(mean, float("nan"), share)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     i = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
@@ -157,8 +161,9 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
 
 @gluon.jit(do_not_specialize=["count"])
 def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count: gl.int32, exponent: gl.float32,
-                  unit: gl.float32, keep_prob: gl.float32, GROUP: gl.constexpr, SINK: gl.constexpr, DIM: gl.constexpr,
-                  ALIGN: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                  unit: gl.float32, keep_prob: gl.float32, GROUP: gl.constexpr, SINK: gl.constexpr, MEAN: gl.constexpr,
+                  DIM: gl.constexpr, ALIGN: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+                  REGISTERS: gl.constexpr):  # fmt: skip
     """Writes what forward() writes, of a tile of WARPGROUPS * ROWS rows; grid (tiles, heads_q)."""
     dtype: gl.constexpr = q.dtype.element_ty
     HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
@@ -187,9 +192,9 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count:
     gl.warp_specialize(
         [
             (attend, (query.index(0), queries, key_ring, value_ring, out, max_, sum_, sink, where, (row0, row1), band,
-                      walk, numbers, SINK, ALIGN, DIM, BN, STAGES)),
+                      walk, numbers, SINK, MEAN, ALIGN, DIM, BN, STAGES)),
             (attend, (query.index(1), queries, key_ring, value_ring, out, max_, sum_, sink, where, (row0 + ROWS, row1),
-                      band, walk, numbers, SINK, ALIGN, DIM, BN, STAGES)),
+                      band, walk, numbers, SINK, MEAN, ALIGN, DIM, BN, STAGES)),
             (load, (keys, values, key_ring, value_ring, walk, BN, STAGES)),
         ],
         [4, 1],

@@ -302,7 +302,7 @@ def ready_forward(
     tile = tile_on("forward", p, device, align if memory.apart(views) else 1)
     kernel, known, options = forward, forward_constants(p, tile, align), {}
     if launch_gluon.serves(p, device, tile):
-        kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILES[p.dim_qk], launch_gluon.OPTIONS
+        kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
         known = launch_gluon.constants(p, align)
     tiled = kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     count = len(tiled.tensor)
