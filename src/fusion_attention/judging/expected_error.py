@@ -5,7 +5,7 @@ docs/accuracy.md states the model and its formulas. All functions give variances
     u       half a unit in the last place of 1, 2^-8 for bfloat16: a stored x has variance (u 2^floor(log2 |x|))^2 / 3
     r       the same relative to x^2, on average over where x lies between two powers of two: 3 / (8 log 2) * u^2 / 3
     a       u^2 / 3 of float32, in which sums are formed: a sum of n terms t has variance
-            a * n * ((sum t)^2 / 3 + sum t^2 / 6), whatever the order of its terms
+            a * n * ((sum t)^2 / 3 + sum t^2), whatever the order of its terms
     e       relative variance of a weight exp(s - max), from the error of its score
     w       relative variance of a weight by its own rounding to the dtype
 
@@ -129,7 +129,7 @@ def products_of_squares(one: Tensor, other: Tensor, wide: torch.dtype) -> Tensor
 def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool = False) -> Tensor | float:
     """e of every pair: variance of its score, and of the exponential of what is left of it beneath the maximum.
 
-    kernel    a * (n * (x^2 / 3 + Q / 6) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
+    kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
     program   besides r * (Q + 3 x^2 + 2 s^2 + (s - max)^2 + 4)                            Q = scale^2 * sum_d q^2 k^2
 
     A number where no pair's matters beside weight(), unless
@@ -148,7 +148,7 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     added = x.bias is not None or bool(x.softcap)
     if not (exact or added or p.has_weight_scale):
         most = n * bound  # |x| <= |q| |k|, and so are s and max
-        largest = float(a * (n * (most / 3 + bound / 6) + 11 * most + 8) + r * (bound + 9 * most + 4) + stores * bound)
+        largest = float(a * (n * (most / 3 + bound) + 11 * most + 8) + r * (bound + 9 * most + 4) + stores * bound)
         if largest < 0.02 * grade.weight(dtype):
             return largest
     shown = s.shown.to(wide)
@@ -160,8 +160,14 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     squares = products_of_squares(x.q, x.k, wide)
     if x.q_rope is not None and x.k_rope is not None:
         squares = squares + products_of_squares(x.q_rope, x.k_rope, wide)
-    found += (a * n / 6 + r + stores) * by.square() * squares
+    found += (a * n + r + stores) * by.square() * squares
     return found + (2 * a * top.square() + 8 * a + 4 * r)
+
+
+def _terms(x: Block, s: Softmax, wide: torch.dtype) -> Tensor:
+    """[heads, rows, 1]: n of sums over keys; equal terms have equal roundings, so how many there are counts squared."""
+    live = s.live.to(wide)
+    return (live if x.times is None else live * x.times.to(wide).square()).sum(-1, keepdim=True)
 
 
 def _wide(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
@@ -187,7 +193,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
 
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
           beneath dropout v / keep_prob, and besides out^2 sum P^2 e of keys that are dropped: the divisor has them
-          + a n (out^2 / 2 + sum P^2 v^2 / 6)                      the sums of values and of weights
+          + a n (out^2 / 2 + sum P^2 v^2)                      the sums of values and of weights
           of weights W = round(c exp(s - max)), c = weight_scale, in place of the first two lines
           sum_j v^2 / sum^2 of W near a middle + out^2 sum P^2 e   a flip of a weight by one; the divisor
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
@@ -199,17 +205,17 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     divisor = s.total.where(s.total != 0, 1.0)
     live = s.live if x.keep is None else s.live & x.keep
     soft = (s.weights / divisor).to(wide).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
-    n = s.live.sum(-1, keepdim=True).to(wide)
+    n = _terms(x, s, wide)
     e = _of_weights(x, s, grade, wide)
     values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
     w = w + _remade(p)
     kept = soft if x.keep is None else soft.masked_fill(~live, 0)
     factor = 1.0 if x.keep is None else x.keep_factor
-    each = kept * (e + (w + a * n / 6))
+    each = kept * (e + (w + a * n))
     mean = out.to(wide).nan_to_num(0.0, 0.0, 0.0)
     if x.weight_scale is not None:
         soft = _shares(s, wide)
-        flips = _flips(x.weight_scale, s, e, grade.step(dtype), wide) + kept * a * n / 6
+        flips = _flips(x.weight_scale, s, e, grade.step(dtype), wide) + kept * a * n
         variance = flips @ values.square() + mean.square() * (soft * e).sum(-1, keepdim=True)
     elif isinstance(e, float):
         variance = factor**2 * (each @ values.square())
@@ -219,7 +225,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
         values, off = values - centre, mean - factor * centre
         variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
         variance = (variance + off.square() * each.sum(-1, keepdim=True)).clamp(min=0)
-        variance = variance + (w + a * n / 6) * mean.square() * kept.sum(-1, keepdim=True)
+        variance = variance + (w + a * n) * mean.square() * kept.sum(-1, keepdim=True)
         if x.keep is not None:
             variance = variance + mean.square() * ((soft - kept) * e).sum(-1, keepdim=True)
         values = values + centre
@@ -242,7 +248,7 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
 def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str, Tensor]:
     wide, a = squares.dtype, grade.sums(x.problem.torch_dtype)
     e = torch.as_tensor(scores(x, s, grade, wide, exact=True), dtype=wide).expand_as(s.shown)
-    n = s.live.sum(-1, keepdim=True).to(wide)
+    n = _terms(x, s, wide)
     relative = (squares * e).sum(-1, keepdim=True)
     some = s.shown.shape[-1] > 0
     peak = e.gather(-1, s.shown.argmax(-1, keepdim=True)) if some else torch.zeros_like(relative)
@@ -280,7 +286,7 @@ def _remade(p: Problem) -> float:
 def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     """[heads, rows, 1]: variance of delta = dout . out by what out lost; g: of all keys of the rows.
 
-        sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n / 6) + a dim (delta^2 / 3 + sum (dout out)^2 / 6)
+        sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
 
     Without g what the weights lost counts as much as what storing out lost.
     """
@@ -295,7 +301,7 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     else:
         wide = _wide(g.dscores.numel(), x, x.saved[0])
         share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
-        each = _of_weights(x, g.softmax, grade, wide) + (w + a * x.kv_len / 6)
+        each = _of_weights(x, g.softmax, grade, wide) + (w + a * x.kv_len)
         from_weights = (share * each).sum(-1, keepdim=True).double()
     n = dout.shape[-1]
     of_out = rounding(dtype) + r + a * x.kv_len / 2
@@ -304,7 +310,7 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         of_sum = of_sum * g.softmax.weights.double().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).square()
     subnormal = (quantum(dtype) + of_sum) * dout.nan_to_num(0.0, 0.0, 0.0).square().sum(-1, keepdim=True)
     subnormal = subnormal + underflow(n)
-    return of_out * squares + from_weights + a * n * (total / 3 + squares / 6) + r * total + subnormal
+    return of_out * squares + from_weights + a * n * (total / 3 + squares) + r * total + subnormal
 
 
 def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, ...]:
@@ -315,7 +321,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
     dscores = g.dscores.to(wide).nan_to_num(0.0, 0.0, 0.0)
     factor, dim = x.keep_factor if x.keep is not None else 1.0, x.v.shape[-1]
     products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
-    products += a * dim / 6 * factor**2 * products_of_squares(x.saved[0], x.v, wide)
+    products += a * dim * factor**2 * products_of_squares(x.saved[0], x.v, wide)
     slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
     products += underflow(dim) * factor**2
     soft = s.weights.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
@@ -337,21 +343,22 @@ def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     e = _of_weights(x, g.softmax, grade, wide)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
     each, dscores, soft, divisor = _of_scores(x, before, e, grade, wide)
-    n = grade.sums(x.problem.torch_dtype) * max(x.kv_len, 1) / 6
+    n = grade.sums(x.problem.torch_dtype) * max(x.kv_len, 1)
     return each + dscores.square() * (divisor + n) + soft.square() * of_delta
 
 
 def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, Tensor]:
     """Variances of what a block adds to the gradients, by query head, as formulas.gradients() has them.
 
-        dS   dS^2 (e + w + a n / 6) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim / 6)
+        dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
              beneath a cap, whose slope 1 - t^2 cancels, besides 4 a (P (dP - delta))^2
         d    2 sum_j P^2 e, relative, of all of a row's P: its divisor, the saved one and a program's own
         dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2 + d (sum_j dS k)^2)
-        dk   scale^2 sum_i (var(dS) + P^2 var(delta) + d dS^2) q^2;   dv   sum_i P^2 (e + d + w + a n / 6) dout^2
+        dk   scale^2 sum_i (var(dS) + P^2 var(delta) + d dS^2) q^2;   dv   sum_i P^2 (e + d + w + a n) dout^2
         dsink   sum_i P_sink^2 (var(delta) + delta^2 (e_sink + d))
 
-    n is the number of terms: keys of a row, rows of a key and its heads. A sum adds summed() when it is complete.
+    n is the number of terms: keys of a row, rows of a key and its heads. A sum adds summed() when it is complete. Of
+    lists dk and dv have w once more: what a row adds to a key may be stored in the dtype before all of it is added up.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
     wide = _wide(g.dscores.numel(), x, x.saved[0])
@@ -360,7 +367,8 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
     factor = x.keep_factor if x.keep is not None else 1.0
     scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
-    of_row, of_key = (a * max(n, 1) / 6 for n in (x.kv_len, x.q_len * x.problem.group))
+    of_row, of_key = (a * max(n, 1) for n in (x.kv_len, x.q_len * x.problem.group))
+    of_key += w if x.times is not None else 0.0
     squared = dscores.square()
     by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(wide))
     each = each + squared * of_row

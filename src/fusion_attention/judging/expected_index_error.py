@@ -43,8 +43,8 @@ def _clean(tensor: Tensor) -> Tensor:
 class Uncertain:
     """Of products S, [heads, rows, keys], and scores I, [rows, keys]: their variances; open: S may have either sign.
 
-    var(S) = a (n (S^2 / 3 + Q / 6) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
-    var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2 / 6) + r I^2
+    var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
+    var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
 
     over the heads whose S is above 0 or open; t_h = w_h max(0, S_h). An S of exactly 0 is made of zeros, or of whole
     numbers: it is not open.
@@ -67,13 +67,13 @@ def uncertain(s: Scored, dtype: torch.dtype, grade: Grade) -> Uncertain:
     wide = torch.float32 if s.dots.numel() > _FEW and _fits(s) else torch.float64
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
     own = _clean(s.dots.to(wide)).square()
-    products = (a * n / 6 + r) * products_of_squares(s.q, s.k[None], wide)
+    products = (a * n + r) * products_of_squares(s.q, s.k[None], wide)
     products = products.add_(own, alpha=a * n / 3 + a + 2 * r)
     unsure = (own < _OPEN**2 * products) & (own > 0) if s.relu else torch.zeros_like(own, dtype=torch.bool)
     live = (s.dots > 0) | unsure if s.relu else torch.ones_like(unsure)
     weights = _clean(s.weights.to(wide)).square()
     terms = (weights * own).masked_fill_(~live, 0).sum(0)
-    total = (weights * products).masked_fill_(~live, 0).sum(0) + (a + r + a * heads / 6) * terms
+    total = (weights * products).masked_fill_(~live, 0).sum(0) + (a + r + a * heads) * terms
     scores = s.factor**2 * total + (a * heads / 3 + r) * _clean(s.scores.to(wide)).square()
     return Uncertain(products, scores, unsure, live)
 
@@ -156,18 +156,18 @@ def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Sprea
 def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """(variance of p [rows, keys], the same relative to p that all keys of a row share [rows, 1]).
 
-    e     a (n (s^2 / 3 + Q / 6) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
-    of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H / 6 sum_h P_h^2 / N^2
+    e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
+    of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
     row   2 (a + r) + (a + r) mean_h(1 + lse^2) / H
           of sinks besides sum_h P_sink^2 e_sink / N^2 + a H (1 / 3 + H / (6 N^2))
     """
     a, r, heads = grade.sums(dtype), grade.step(dtype), len(x.scores)
     own, lse = _clean(x.scores.to(wide)), _clean(x.lse.to(wide))
     shares, divisor = _clean((x.shares / x.divisor).to(wide)), x.divisor.to(wide).nan_to_num(1.0)
-    e = (a * x.dim / 6 + r) * _clean(x.squares.to(wide)) + (a + r) * (own - lse).square()
+    e = (a * x.dim + r) * _clean(x.squares.to(wide)) + (a + r) * (own - lse).square()
     e += (a * x.dim / 3 + 5 * a + 5 * r) * own.square() + 2 * a * lse.square() + 8 * a + 4 * r
     squares = shares.square()
-    of_p = (squares * (e + a * heads / 6)).sum(0)
+    of_p = (squares * (e + a * heads)).sum(0)
     of_p = of_p + (a * heads / 3 + 3 * a + 2 * r) * _clean(x.target.to(wide)).square()
     row = 2 * (a + r) + (a + r) * (1 + lse.square()).mean(0) / heads
     if x.at_sinks is not None:
@@ -182,8 +182,8 @@ def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: G
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
            + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
-           + a n (t^2 / 3 + sum_j t_j^2 / 6)        a row's sum t of its n keys
-    all    a rows / 6 sum of t^2                    their sum over `terms` rows
+           + a n (t^2 / 3 + sum_j t_j^2)        a row's sum t of its n keys
+    all    a rows sum of t^2                    their sum over `terms` rows
     """
     a, r, wide = grade.sums(dtype), grade.step(dtype), found.of_y.dtype
     by_y, by_p, losses = (_clean(t.to(wide)) for t in (c.loss_by_y, c.loss_by_p, c.losses))
@@ -192,7 +192,7 @@ def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: G
     logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
     n, total = c.times.square().sum(-1).to(wide), losses.sum(-1).square()
     variance = found.of_sums(by_y, by_p) + (_clean(c.p.to(wide)) * c.times.to(wide)).square().mul(logs).sum(-1)
-    variance = variance + a * n * (total / 3 + losses.square().sum(-1) / 6) + (a * terms / 6 + r) * total
+    variance = variance + a * n * (total / 3 + losses.square().sum(-1)) + (a * terms + r) * total
     return variance.double().sum().reshape(1)
 
 
@@ -206,10 +206,10 @@ def of_gradients(
     squares: dI^2 entry by entry, added up: more than dI^2 where a key's entries cancel. None: keys are listed once.
 
     dI        Spread.of_pairs(): y^2 var(log y) + var(p), where what a row's keys share is not counted key by key
-    dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n / 6) where S > 0; where its sign is open (w_h dI)^2 / 4
+    dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n) where S > 0; where its sign is open (w_h dI)^2 / 4
     dq        sum_j var(dS) k^2, and w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times what the row shares
     dk        sum_ij var(dI) (sum_h w_h q)^2 + what roundings of dS add, times q^2
-    dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n / 6 + 2 a + 2 r)
+    dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n + 2 a + 2 r)
     """
     wide, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     seen, often = times > 0, times.to(wide).square()
@@ -222,12 +222,12 @@ def of_gradients(
     rounds = weights.square() * squares * (w + 2 * a) + (quantum(dtype) if w else 0.0)
     rounds = rounds.masked_fill_(~live, 0)
     rounds += (weights.square() * own.square() / 4).masked_fill_(~(u.open & seen), 0)
-    terms = (weights.square() * added).masked_fill_(~live, 0) * (a / 6)
+    terms = (weights.square() * added).masked_fill_(~live, 0) * a
     k, q = _clean(s.k.to(wide)), _clean(s.q.to(wide))
     dq, dk = (rounds + keys * terms) @ k.square(), (rounds + len(s.q) * rows * often * terms).mT @ q.square()
     kept = _clean(s.kept.to(wide))
     each = (squares * u.products).masked_fill_(~(u.live & seen), 0)
-    each += (squares * kept.square()) * (a * keys / 6 + 2 * a + 2 * r)
+    each += (squares * kept.square()) * (a * keys + 2 * a + 2 * r)
     dweights, dk = each.sum(-1), dk.sum(0)
     if slopes is not None:
         found, by_y, by_p = slopes[0], *(_clean(t.to(wide)) for t in slopes[1:])

@@ -281,11 +281,11 @@ class Roundings(TorchDispatchMode):
     def _added(self, total: Any, squares: Any, terms: Any, products: bool) -> Any:
         """Added up term by term, in any order, and rounded once.
 
-        variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares / 6) + squares, of products)
+        variance of the sum = (2 ** -24) ** 2 / 3 * (terms * (total ** 2 / 3 + squares) + squares, of products)
         """
         if not isinstance(total, Tensor) or total.dtype != torch.float64:
             return total
-        size = total.square().div_(3).add_(squares, alpha=1 / 6).mul_(terms).add_(squares, alpha=float(products))
+        size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
         # One term among zeros, or whole numbers of one sign; where terms cancel, a total that is held was not found so.
         exact = self._held(total) & (total.square() >= squares * (1 - 1e-12))
