@@ -76,5 +76,15 @@ EVERYDAY = ("lists latent 64 heads", "lists 128 mended")
 OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
 SPILLED = {
     **dict.fromkeys(("lists latent pages sm_90", "lists 576 pages sm_90", "lists latent pages cut sm_86"), OUTSIDE),
+    **dict.fromkeys(
+        (
+            "lists latent 64 heads sm_80",
+            "lists 576 64 heads sm_80",
+            "lists latent 200 heads sm_80",
+            "lists latent pages sm_80",
+            "lists latent negative scale sm_80",
+        ),
+        OUTSIDE,
+    ),
     "lists 768 mended sm_90": "8 bytes of a kernel that returns where all results are finite",
 }
