@@ -35,7 +35,13 @@ current = _SET.get
 
 
 def chosen(backend: str) -> str:
-    """The back end that a call asks for; where that is "auto", the one that is set."""
+    """The back end that a call asks for; where that is "auto", the one that is set.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    if not isinstance(backend, str):
+        raise ValueError(f"fusion_attention: backend: expected a name, got {backend!r}")
     return current().backend if backend == "auto" else backend
 
 

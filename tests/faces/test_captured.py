@@ -66,8 +66,18 @@ def test_foreign_files(tmp_path: Path) -> None:
         refused(tmp_path / name, what)
     with pytest.raises(FileNotFoundError, match="nothing"):
         fa.replay(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(OSError, match="Not a file"):
         fa.replay(tmp_path)
+
+
+def test_a_folder_that_is_removed_costs_no_result(tmp_path: Path) -> None:
+    q = torch.randn(1, 4, 2, 16)
+    with fa.capture(tmp_path / "gone") as recorded:
+        (tmp_path / "gone").rmdir()
+        with pytest.warns(UserWarning, match="gone is gone, so this call of attention is not written"):
+            out = fa.attention(q, q, q)
+    assert torch.equal(out, fa.attention(q, q, q))
+    assert recorded.files == []
 
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -264,6 +264,9 @@ def test_a_back_end_that_is_not_there() -> None:
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=r"backend: expected one of auto, .*cpu.*golden, got 'gpu'"):
         fa.attention(q, q, q, backend="gpu")
+    for bad in (["cpu"], {}, 5, None, torch.ones(2).numpy()):
+        with pytest.raises(ValueError, match="backend: expected a name, got "):
+            fa.attention(q, q, q, backend=bad)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])

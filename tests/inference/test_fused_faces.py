@@ -186,6 +186,7 @@ def test_room_is_what_a_call_returns(op: Op, lse: bool) -> None:
         ({"input_layout": "SBH"}, "input_layout: expected one of BSH"),
         ({"query": torch.zeros(2, 3, 4, 64)}, "query: expected 3 dimensions in layout BSH"),
         ({"num_heads": 0}, "num_heads: expected num_heads > 0, got 0"),
+        ({"num_heads": "BSND"}, "num_heads: expected num_heads > 0, got 'BSND'"),
         ({"value": torch.zeros(2, 64)}, "value: expected 3 dimensions in layout BSH"),
     ],
 )

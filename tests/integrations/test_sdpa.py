@@ -94,6 +94,11 @@ ROWS = {
     "float mask [B, N, L, 1], with its gradient": Row(mask=(2, 4, 5, 1)),
     "float mask with rows of -inf": Row(mask=(5, 7), make=half_hidden),
     "float mask in bfloat16": Row(mask=(2, 4, 5, 7), dtype=torch.bfloat16),
+    "five axes and a mask of four": Row((3, 2, 4, 5, 16), (3, 2, 4, 7, 16), (3, 2, 4, 7, 16), (2, 4, 5, 7), keeps),
+    "five axes, a mask of four, one of them 1": Row((3, 2, 4, 5, 16), (3, 2, 4, 7, 16), (3, 2, 4, 7, 16), (1, 4, 5, 7)),
+    "six axes and a mask of five": Row(
+        (2, 1, 3, 4, 5, 16), (2, 1, 3, 4, 7, 16), (2, 1, 3, 4, 7, 16), (1, 3, 1, 5, 7), keeps
+    ),
     "five axes and a mask of five": Row((3, 2, 4, 5, 16), (3, 2, 4, 7, 16), (3, 2, 4, 7, 16), (3, 1, 4, 5, 7), keeps),
     "key and value with an axis more": Row((4, 5, 16), (2, 3, 4, 7, 16), (2, 3, 4, 7, 16)),
     "no sequences": Row((0, 4, 5, 16), (0, 4, 7, 16), (0, 4, 7, 16)),
@@ -299,6 +304,14 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, call
         return [whole, *torch.autograd.grad(whole, (q, k), dout.double())]
 
     compare_with("[out, dq, dk]", got, apart, draws=DRAWS)
+
+
+def test_nested_keys_and_values_of_one_length_that_were_made_apart(calls: list[Any]) -> None:
+    x, y, z = (jagged([3, 5]).transpose(1, 2) for _ in range(3))
+    got = sdpa.scaled_dot_product_attention(x, y, z, is_causal=True)
+    same = torch.nested.nested_tensor_from_jagged(z.values().transpose(0, 1), y.offsets()).transpose(1, 2)
+    assert len(calls) == 1
+    same_bits(got.values(), sdpa.scaled_dot_product_attention(x, y, same, is_causal=True).values())
 
 
 def test_nested_tensors_that_do_not_belong_together(calls: list[Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,7 @@ def test_a_coarser_dtype_is_no_excuse(dtype: torch.dtype) -> None:
     ("operator", "inputs", "outputs", "what"),
     [
         ("npu_fusion", {}, {"out": torch.ones(1)}, "did you mean"),
+        (5, {}, {}, "operator: expected a name, got int"),
         ("attention", {"colour": 1}, {"out": torch.ones(1)}, "no parameter colour"),
         ("attention", {"q": torch.ones(1, 2, 2, 4)}, {"out": torch.ones(1)}, "lacks k, v"),
         ("attention", dict.fromkeys("qkv", torch.ones(1, 2, 2, 4)), {}, "no output"),
@@ -145,7 +147,7 @@ def test_a_coarser_dtype_is_no_excuse(dtype: torch.dtype) -> None:
     ],
 )
 def test_what_cannot_be_judged(
-    operator: str, inputs: dict[str, object], outputs: dict[str, torch.Tensor], what: str
+    operator: Any, inputs: dict[str, object], outputs: dict[str, torch.Tensor], what: str
 ) -> None:
     with pytest.raises(fa.JudgeError, match=what):
         fa.judge(operator, inputs, outputs)

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import count
@@ -157,6 +158,9 @@ class capture(Counted):
                 unfinished.touch(exist_ok=False)
             except FileExistsError:
                 continue
+            except FileNotFoundError:
+                warnings.warn(f"capture: {self.path} is gone, so this call of {name} is not written", stacklevel=2)
+                return
             try:
                 if not path.exists():
                     save_file(values, unfinished, text)

@@ -53,10 +53,12 @@ def read(path: Path, device: torch.device) -> Recording:
 
     Raises:
         CaptureError: no capture, or one whose parts do not belong together.
-        OSError: no such file.
+        OSError: no such file, or no file.
     """
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(2, "No such file or directory", str(path))
+    if not path.is_file():
+        raise OSError(22, "Not a file: a capture is one .safetensors file", str(path))
     import safetensors
 
     try:

@@ -149,8 +149,9 @@ def _ours(
             )
         if not _fits(mask, q, (*lead, q.shape[1], q.shape[2], k.shape[2])):
             return None
-        if mask.dim() > 4:
-            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
+        if len(lead) > 1 and mask.dim() > 3:
+            one = math.prod(mask.shape[:-3]) == 1
+            mask = mask.flatten(0, -4) if one else mask.expand(*lead, *mask.shape[-3:]).flatten(0, len(lead) - 1)
         if mask.dtype == torch.bool:
             how["blocked"] = mask.logical_not()
         else:
@@ -235,6 +236,13 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
     )
 
 
+def _same_lengths(one: Any, other: Any) -> bool:
+    """Whether the sequences of two nested tensors are as long; in a trace, whether both have one symbol for it."""
+    if one.shape[2] == other.shape[2]:
+        return True
+    return not torch.compiler.is_compiling() and torch.equal(one.offsets(), other.offsets())
+
+
 def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]) -> Tensor | None:
     """The result of nested tensors [B, N, j, E] whose rows lie one after the other, packed as they are."""
     three = (query, key, value)
@@ -242,7 +250,7 @@ def _jagged(query: Any, key: Any, value: Any, grouped: bool, how: dict[str, Any]
         return None
     if not all(t._ragged_idx == 2 and t.lengths() is None for t in three):
         return None
-    if query.shape[0] != key.shape[0] or key.shape[2] != value.shape[2]:  # lengths are equal that have one symbol
+    if query.shape[0] != key.shape[0] or not _same_lengths(key, value):
         return None
     q = query.values().transpose(0, 1)  # [tokens, N, E]
     # One view of one tensor: a trace of nested ones knows no two.

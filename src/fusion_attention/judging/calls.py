@@ -151,6 +151,8 @@ def recorded(
     Raises:
         JudgeError: no such operator, no such argument, no output.
     """
+    if not isinstance(operator, str):
+        raise JudgeError(f"operator: expected a name, got {type(operator).__name__}")
     op = RECORDS.get(operator)
     if op is None:
         near = ", ".join(n for n in RECORDS if operator.lower() in n.lower() or n.lower() in operator.lower())

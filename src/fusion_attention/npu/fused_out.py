@@ -172,7 +172,8 @@ def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     rank = len(WORDS[of_inputs(layout)].split())
     if not isinstance(query, torch.Tensor) or query.dim() != rank:
         raise refuse("query", f"{rank} dimensions in layout {layout}", show(query))
-    if heads <= 0 or args["num_key_value_heads"] < 0:
+    numbers = heads, args["num_key_value_heads"]
+    if not all(isinstance(n, int) for n in numbers) or heads <= 0 or numbers[1] < 0:
         raise refuse("num_heads", f"{op.by_name['num_heads'].shown} > 0", show(heads))
     if not isinstance(args["value"], torch.Tensor) or (args["block_table"] is None and args["value"].dim() != rank):
         raise refuse("value", f"{rank} dimensions in layout {layout}", show(args["value"]))
