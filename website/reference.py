@@ -43,7 +43,12 @@ PAGES = {
         "Sparse attention",
         "The indexer, attention over the keys that it chooses, and the loss that teaches it "
         "([guide](../sparse_attention.md)).",
-        (("fusion_attention", ("lightning_indexer", "sparse_attention", "indexer_loss", "divided_rope")),),
+        (
+            (
+                "fusion_attention",
+                ("lightning_indexer", "sparse_attention", "pack_lists", "indexer_loss", "divided_rope"),
+            ),
+        ),
     ),
     "nn": Page(
         "Layers (fusion_attention.nn)",

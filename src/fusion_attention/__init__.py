@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
     from fusion_attention.api.decode import decode_attention
     from fusion_attention.api.latents import divided_rope
-    from fusion_attention.api.sparse import indexer_loss, lightning_indexer, sparse_attention
+    from fusion_attention.api.sparse import indexer_loss, lightning_indexer, pack_lists, sparse_attention
     from fusion_attention.backends import use_backend
     from fusion_attention.calls.explanation import explain
     from fusion_attention.captures.capture import capture
@@ -46,6 +46,7 @@ __all__ = [
     "indexer_loss",
     "judge",
     "lightning_indexer",
+    "pack_lists",
     "replay",
     "sparse_attention",
     "strict",
@@ -74,6 +75,7 @@ _HOMES = {
     "indexer_loss": "api.sparse",
     "judge": "judging.judge",
     "lightning_indexer": "api.sparse",
+    "pack_lists": "api.sparse",
     "replay": "captures.replay",
     "sparse_attention": "api.sparse",
     "strict": "settings",

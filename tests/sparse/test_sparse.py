@@ -376,3 +376,26 @@ def test_statistics_of_another_shape_are_refused() -> None:
         npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats, stats, 0.5, 1)
     with pytest.raises(fa.ContractError, match="softmax_max: expected 4 dimensions"):
         npu.npu_sparse_flash_attention_grad(q, k, k, indices, q, q, stats[0], stats[0], 0.5, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------- lists
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(0,), (1,), (40, 3, 17)], ids=str)
+def test_packed_lists(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    lists = torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = lists.clone()
+    packed = fa.pack_lists(lists)
+    assert (packed.dtype, packed.shape) == (dtype, lists.shape)
+    width = max(shape[-1], 1)
+    for found, given in zip(packed.reshape(-1, width).tolist(), lists.reshape(-1, width).tolist(), strict=True):
+        kept = [n for n in given if n >= 0]
+        assert found == kept + [-1] * (len(given) - len(kept))
+    assert torch.equal(lists, before)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.tensor(1), torch.zeros(2, dtype=torch.int16)], ids=str)
+def test_what_is_no_list_is_not_packed(wrong: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="pack_lists: indices: expected int32 or int64"):
+        fa.pack_lists(wrong)

@@ -9,13 +9,14 @@ from typing import Literal, overload
 import torch
 
 from fusion_attention.backends import BackendName
+from fusion_attention.contract.expressions import show
 from fusion_attention.ops.indexer import own as indexer
 from fusion_attention.ops.indexer_loss import own as indexer_loss_record
 from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
-__all__ = ["indexer_loss", "lightning_indexer", "sparse_attention"]
+__all__ = ["indexer_loss", "lightning_indexer", "pack_lists", "sparse_attention"]
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None
@@ -177,6 +178,29 @@ def sparse_attention(
     results = dispatch.results(sparse.RECORD, args, backend, whole=return_lse)
     out = results["attention_out"]
     return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
+
+
+def pack_lists(indices: Tensor) -> Tensor:
+    """Moves the entries of lists that name a key or block to the front, in their order, and -1 behind them.
+
+    A list is read to its first -1, so a list with holes, as masked_fill makes them, is packed before it is used.
+
+    Args:
+        indices: int32 or int64 [..., K]; entries below 0 name nothing.
+
+    Returns:
+        Lists of the same shape and dtype.
+
+    Source: this library.
+
+    Example:
+        >>> pack_lists(torch.tensor([[-1, 7, -1, 2]])).tolist()
+        [[7, 2, -1, -1]]
+    """
+    if indices.dtype not in (torch.int32, torch.int64) or not indices.dim():
+        raise ValueError(f"pack_lists: indices: expected int32 or int64 [..., K], got {show(indices)}")
+    order = (indices < 0).to(torch.uint8).argsort(dim=-1, stable=True)
+    return indices.gather(-1, order).clamp(min=-1)
 
 
 @aliased
