@@ -21,7 +21,7 @@ from support.native_decode import (
     alike,
     draw_case,
     lay,
-    narrowed,
+    remade,
     native,
     pieces_of,
     plain_case,
@@ -83,7 +83,7 @@ def test_rows_in_pieces_give_the_bits_of_whole_rows(problem: Problem, variant: s
     case.form = "pages"
     want = ran(case, problem, case.operands(), variant)
     same_bits(ran(case, problem, in_pieces(case), variant), want)
-    judge(narrowed(case), want, forward(case.call), variant)
+    judge(remade(case), want, forward(case.call), variant)
 
 
 def test_rows_in_pieces_that_are_not_finite_reach_the_rows_that_see_them() -> None:
@@ -144,7 +144,7 @@ def test_common_keys_against_the_specification(seed: int) -> None:
     want = forward(case.call)
     problem, operands = with_common(case, common, 16 if seed % 2 else 0)
     for variant in VARIANTS:
-        judge(narrowed(case), ran(case, problem, operands, variant), want, (variant, problem))
+        judge(remade(case), ran(case, problem, operands, variant), want, (variant, problem))
 
 
 COMMON = [
@@ -190,7 +190,7 @@ def test_windows_behind_common_keys_cut_them_at_whole_tiles() -> None:
     simple = make(problem, (1, 2, 1), lengths, Band.window(400, 0, "end"), seed=1)
     case = stored_case(alike(simple, common), problem, ["rows"], random.Random(3), 3)
     want = ran(case, *with_common(case, common))
-    judge(narrowed(case), want, forward(case.call), "windows")
+    judge(remade(case), want, forward(case.call), "windows")
     for b in range(3):
         stored = (Stored([s.numbers[b]]) for s in (case.k, case.v))
         own = Case(alone(case.call, b), problem, *stored, "rows", 1)
@@ -209,11 +209,10 @@ def test_scales_of_rows_against_the_specification(seed: int) -> None:
     operands = replace(case.operands(), row_scale=rows(scale))
     q_rope = [t * s for t, s in zip(case.call.q_rope, scale, strict=False)]
     scaled = replace(case.call, q=[t.double() * s for t, s in zip(case.call.q, scale, strict=True)], q_rope=q_rope)
-    narrow = replace(narrowed(case), q=[t.double() * s for t, s in zip(narrowed(case).q, scale, strict=True)],
-                     q_rope=q_rope)  # fmt: skip
+    sized = replace(scaled, problem=remade(case).problem)
     want = forward(scaled)
     for variant in VARIANTS:
-        judge(narrow, ran(case, problem, operands, variant), want, (variant, problem))
+        judge(sized, ran(case, problem, operands, variant), want, (variant, problem))
 
 
 def test_scales_of_tokens_lie_anywhere() -> None:
@@ -251,7 +250,7 @@ def test_a_mask_of_the_last_keys_alone(variant: str) -> None:
     for t, n in zip(case.call.blocked, first, strict=True):
         t[..., :n] = False
     want = native(case, variant)
-    judge(narrowed(case), want, forward(case.call), variant)
+    judge(remade(case), want, forward(case.call), variant)
     memory, address, stride_head, stride_row = [torch.ones(3, dtype=torch.bool)], [], [], []
     for t, n in zip(case.call.blocked, first, strict=True):
         own = t[..., n:]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
-from support.native_decode import Case, Stored, draw_case, narrowed, native, plain_case
+from support.native_decode import Case, Stored, draw_case, remade, native, plain_case
 from support.native_dense import CAPPED, converted, judge, spoil, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
 from support.witness import alone, forward, load, make, results
@@ -38,7 +38,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
     case = beneath(draw_case(seed), softcap)
     want = forward(case.call)
     for variant in VARIANTS:
-        judge(narrowed(case), native(case, variant), want, (variant, case.problem, case.form))
+        judge(remade(case), native(case, variant), want, (variant, case.problem, case.form))
 
 
 @pytest.mark.parametrize("seed", range(1000, 1050))
@@ -75,7 +75,7 @@ def test_integers_meet_rows_of_far_sizes(kind: str, dtype: str) -> None:
     case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
     want = forward(case.call)
     for variant in VARIANTS:
-        judge(narrowed(case), native(case, variant), want, variant)
+        judge(remade(case), native(case, variant), want, variant)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -93,7 +93,7 @@ def test_float32_queries_meet_integers_as_exactly_as_floats(kind: str, dim: int,
     case = replace(case, call=replace(case.call, k=case.k.meaning(), v=case.v.meaning()))
     want = forward(case.call)
     for variant in VARIANTS:
-        judge(narrowed(case), native(case, variant), want, variant)
+        judge(remade(case), native(case, variant), want, variant)
 
 
 def test_values_whose_scales_turn_their_sign() -> None:
@@ -104,7 +104,7 @@ def test_values_whose_scales_turn_their_sign() -> None:
     case = replace(case, call=replace(case.call, v=case.v.meaning()))
     want = forward(case.call)
     for variant in VARIANTS:
-        judge(narrowed(case), native(case, variant), want, variant)
+        judge(remade(case), native(case, variant), want, variant)
 
 
 # ------------------------------------------------------------------------------------------------------------ same bits
@@ -153,7 +153,7 @@ def test_heads_that_are_met_together_do_not_touch_each_other(variant: str, kind:
     form = {"page_size": 64, "kv_dtype": kind, "dequant_k": dequant, "dequant_v": dequant}
     case = plain_case(Problem(20, 10, 32, 32, dtype="bfloat16", scale=0.2, **form), (1, 2), (4200, 77))
     want = native(case, variant, threads=1)
-    judge(narrowed(case), want, forward(case.call), variant)
+    judge(remade(case), want, forward(case.call), variant)
     (case.v.scale or case.v.numbers)[0][3, 0] = math.inf
     for threads in (1, 2):
         got = native(case, variant, threads=threads)
@@ -202,7 +202,7 @@ def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, 
     want = forward(case.call)
     for variant in VARIANTS:
         together = native(case, variant)
-        judge(narrowed(case), together, want, (variant, problem))
+        judge(remade(case), together, want, (variant, problem))
         if variant not in EXACT:
             continue
         for row in range(group):

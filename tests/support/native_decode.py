@@ -223,22 +223,11 @@ def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
     return results(case.call, operands)
 
 
-def narrowed(case: Case) -> Call:
-    """What a plain program may make of the call, where keys are integers: query rows times their scales in 16 bits.
-
-    The chip too takes two 8-bit digits of each. Everything else stays in float32.
-    """
-    call, p = case.call, case.problem
-    if not p.kv_dtype or p.dtype == "float32":
-        return call
-    scale = [t.double() if p.dequant_k == "channel" else torch.ones(()) for t in case.k.scale or case.k.numbers]
-    q = []
-    for t, s in zip(call.q, scale, strict=True):
-        own = s.repeat_interleave(p.group, 0) if s.dim() else s
-        x = t.double() * own
-        step = (x.abs().amax(-1, keepdim=True) / 32639).clamp(min=1e-300) if x.numel() else x
-        q.append((x / step).round() * step / own)
-    return replace(call, q=q)
+def remade(case: Case) -> Call:
+    """The call with sizes of errors as its problem has them where keys are integers: a program may round the rows that it
+    makes of them to the dtype, or query rows times their scales to 16 bits."""
+    kind = "int8" if case.problem.kv_dtype else ""  # rows lie unpacked here
+    return replace(case.call, problem=replace(case.call.problem, kv_dtype=kind))
 
 
 def plain_case(problem: Problem, q_len: tuple[int, ...], kv_len: tuple[int, ...], seed: int = 0) -> Case:
