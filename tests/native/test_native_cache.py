@@ -21,10 +21,10 @@ from support.native_decode import (
     alike,
     draw_case,
     lay,
-    remade,
     native,
     pieces_of,
     plain_case,
+    remade,
     stored_case,
 )
 from support.native_dense import DECODE_VARIANTS as VARIANTS

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
-from support.native_decode import Case, Stored, draw_case, remade, native, plain_case
+from support.native_decode import Case, Stored, draw_case, native, plain_case, remade
 from support.native_dense import CAPPED, converted, judge, spoil, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
 from support.witness import alone, forward, load, make, results

@@ -224,8 +224,10 @@ def native(case: Case, variant: str | None = None, threads: int = 2) -> Results:
 
 
 def remade(case: Case) -> Call:
-    """The call with sizes of errors as its problem has them where keys are integers: a program may round the rows that it
-    makes of them to the dtype, or query rows times their scales to 16 bits."""
+    """The call, with the sizes of errors that its problem has where keys are integers.
+
+    A program may round the rows that it makes of them to the dtype, or query rows times their scales to 16 bits.
+    """
     kind = "int8" if case.problem.kv_dtype else ""  # rows lie unpacked here
     return replace(case.call, problem=replace(case.call.problem, kv_dtype=kind))
 

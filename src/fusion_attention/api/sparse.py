@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 
 from fusion_attention.backends import BackendName
-from fusion_attention.contract.expressions import show
+from fusion_attention.contract import show
 from fusion_attention.ops.indexer import own as indexer
 from fusion_attention.ops.indexer_loss import own as indexer_loss_record
 from fusion_attention.ops.sparse import own as sparse

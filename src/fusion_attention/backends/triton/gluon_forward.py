@@ -96,6 +96,20 @@ def masked(s, i, walk, first, end, BN: gl.constexpr, SCORES: gl.constexpr):
 
 
 @gluon.jit
+def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexpr, MEAN: gl.constexpr):
+    """(max, sum, factor of the accumulator) of rows, as they are stored."""
+    top, l, fade = finish(m, l, sink, h, unit, SINK)
+    empty = top == -float("inf")
+    l = gl.where(empty, 0.0, l)
+    share = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
+    if MEAN:  # of a row whose scores are all -inf; mend_out() forms the mean in place of NaN
+        mean = empty & (end > gl.maximum(first, 0))
+        l = gl.where(mean, kv_len.to(gl.float32), l)
+        share = gl.where(mean, float("nan"), share)
+    return top, l, share
+
+
+@gluon.jit
 def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, rows, band, walk, numbers,
            SINK: gl.constexpr, MEAN: gl.constexpr, ALIGN: gl.constexpr, DIM: gl.constexpr, BN: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
@@ -138,14 +152,7 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
         acc = warpgroup_mma(weights, taken(value_ring, turns - 1, STAGES), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, [acc, weights])
     places, count, b, h = where
-    top, l, fade = finish(m, l, sink, h, unit, SINK)
-    empty = top == -float("inf")
-    l = gl.where(empty, 0.0, l)
-    share = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
-    if MEAN:  # of a row whose scores are all -inf; mend_out() forms the mean in place of NaN
-        mean = empty & (end > gl.maximum(first, 0))
-        l = gl.where(mean, kv_len.to(gl.float32), l)
-        share = gl.where(mean, float("nan"), share)
+    top, l, share = stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK, MEAN)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
     i = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
