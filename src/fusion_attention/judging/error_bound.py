@@ -94,12 +94,14 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
     """(error / expected size) ** 2 of each number, float64: 0 where both are the same, inf where only one is finite.
 
     Integers are measured from the half unit that rounding to them takes. Where golden is beyond the dtype, a right
-    result is infinite, or the largest number; where it is not far below, infinity is as far off as that is.
+    result is infinite, or the largest number; where it is not far below, infinity is as far off as that is. So is an
+    infinity of either sign where the expected error is beyond the dtype.
     """
     value, mine = value.double(), ours.double()
     if ours.is_floating_point() and bool(mine.isinf().any()):
         last = torch.finfo(ours.dtype).max
-        near = (value.abs() >= last / 2) & value.isfinite() & (value.sign() == mine.sign())
+        near = (value.abs() >= last / 2) & (value.sign() == mine.sign())
+        near = (near | (size.double() >= last)) & value.isfinite()
         mine = mine.clamp(-last, last).where(near, mine)
     error = (mine - value).abs()
     if not ours.is_floating_point():

@@ -35,6 +35,7 @@ _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.
 LEAST_WEIGHT = 2.0**-102
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
+_DIGITS = 2.0**-30 / 12  # of numbers in two digits of 8 bits, the largest of which has all of them: variance of rounding
 _SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
 
 
@@ -194,6 +195,8 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     out   sum_j P^2 (e + w) (v - out)^2 + w out^2 sum P^2          the weights; an error of scores moves the divisor too
           beneath dropout v / keep_prob, and besides out^2 sum P^2 e of keys that are dropped: the divisor has them
           + a n (out^2 / 2 + sum P^2 v^2)                      the sums of values and of weights
+          of caches of integers besides max_j (P m)^2 2^-30 / 12 sum_j (v / m)^2, m = max_d abs v of a token with a
+          scale of its own, else 1                                 weights times scales, rounded to 16 bits
           of weights W = round(c exp(s - max)), c = weight_scale, in place of the first two lines
           sum_j v^2 / sum^2 of W near a middle + out^2 sum P^2 e   a flip of a weight by one; the divisor
     lse   sum_j P^2 e + a (n / 9 + 2 + lse^2 + max^2)
@@ -230,6 +233,11 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
             variance = variance + mean.square() * ((soft - kept) * e).sum(-1, keepdim=True)
         values = values + centre
     variance = variance + a * n / 2 * mean.square()
+    if p.kv_dtype and x.weight_scale is None:
+        size = values.abs().amax(-1, keepdim=True) if p.dequant_v == "token" else torch.ones_like(values[..., :1])
+        largest = (kept * size.square().mT).amax(-1, keepdim=True) if kept.shape[-1] else kept.sum(-1, keepdim=True)
+        shares = (values / size.where(size > 0, 1.0)).square()
+        variance = variance + factor**2 * _DIGITS * largest * (live.to(wide) @ shares)
     if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
