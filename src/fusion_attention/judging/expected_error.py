@@ -35,7 +35,7 @@ _QUANTA = {torch.bfloat16: 2.0**-125, torch.float16: 2.0**-24, torch.float32: 2.
 LEAST_WEIGHT = 2.0**-102
 # Fewer pairs than this are computed in float64, where no square of a tiny or huge number is lost.
 _FEW = 1 << 18
-_DIGITS = 2.0**-30 / 12  # of numbers in two digits of 8 bits, the largest of which has all of them: variance of rounding
+_DIGITS = 2.0**-30 / 12  # variance of rounding numbers to two digits of 8 bits, beside the largest squared
 _SHORT = 32  # elements of vectors whose squares are multiplied one by one even so
 
 
