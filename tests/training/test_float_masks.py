@@ -251,7 +251,7 @@ def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[in
     agree(want, forward(tame.call))
     for variant in VARIANTS:
         got = native_decode.native(wild, variant)
-        judge(native_decode.narrowed(tame), got, want, (variant, name))
+        judge(native_decode.remade(tame), got, want, (variant, name))
 
 
 # ------------------------------------------------------------------------------------------------------------ the faces
