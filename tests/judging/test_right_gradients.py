@@ -29,6 +29,9 @@ from fusion_attention.judging.verdict import Judgement
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 Tensor = torch.Tensor
 EVERYDAY, DRAWS = 30, 1000
+# Once called wrong: one row, all of whose keys share the rounding of its log-sum-exp, and keys that no row sees with
+# more than 2^-60.
+ONCE_WRONG = {353, 888, 890, 895}
 Grads = dict[str, Tensor]
 
 
@@ -283,7 +286,7 @@ def judged(c: Call, grads: Grads) -> Judgement:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=pytest.mark.slow if n >= EVERYDAY else ()) for n in range(DRAWS)]
+    "seed", [pytest.param(n, marks=() if n < EVERYDAY or n in ONCE_WRONG else pytest.mark.slow) for n in range(DRAWS)]
 )
 def test_right_gradients_are_called_right(seed: int) -> None:
     rng = random.Random(seed)

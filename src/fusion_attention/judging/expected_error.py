@@ -183,6 +183,12 @@ def _wide(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
     return torch.float32 if fits else torch.float64
 
 
+def faint(pairs: Tensor) -> bool:
+    """Whether some key's pairs [.., keys] are all so small that float32 has no square of theirs times a variance."""
+    most = pairs.abs().flatten(0, -2).amax(0) if pairs.numel() else pairs.new_ones(1)
+    return bool(((most > 0) & (most < 2.0**-28)).any())
+
+
 def _of_weights(x: Block, s: Softmax, grade: Grade, wide: torch.dtype) -> Tensor | float:
     """e, and 1 more where the weight is so small that it may be 0."""
     e, tiny = scores(x, s, grade, wide), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
@@ -261,12 +267,17 @@ def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str
     some = s.shown.shape[-1] > 0
     peak = e.gather(-1, s.shown.argmax(-1, keepdim=True)) if some else torch.zeros_like(relative)
     top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0).square()
-    lse = (s.top + s.total.log()).to(wide).nan_to_num(0.0, 0.0, 0.0).square()
     return {
         "max": (peak + a * top).double(),
         "sum": (s.total.to(wide).square() * (relative + peak + a * n / 3)).double(),
-        "lse": (relative + a * (n / 9 + 2 + lse + top)).double(),
+        "lse": (relative + a * _of_logarithm(x, s, wide)).double(),
     }
+
+
+def _of_logarithm(x: Block, s: Softmax, wide: torch.dtype) -> Tensor:
+    """n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: in a, what max + log(sum) loses besides its weights' errors."""
+    top, lse = ((t.to(wide).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
+    return _terms(x, s, wide) / 9 + 2 + lse + top
 
 
 def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, wide: torch.dtype) -> Tensor:
@@ -334,7 +345,7 @@ def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch
     products += underflow(dim) * factor**2
     soft = s.weights.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
     # Of the saved divisor, and of the one that a program finds itself.
-    divisor = 2 * (soft.square() * e).sum(-1, keepdim=True)
+    divisor = 2 * ((soft.square() * e).sum(-1, keepdim=True) + a * _of_logarithm(x, s, wide))
     soft, sloped = soft * slope, dscores * slope
     each = sloped.square() * (e + (w + 2 * r)) + soft.square() * products
     if isinstance(slope, Tensor):
@@ -360,7 +371,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
 
         dS   dS^2 (e + w + a n) + P^2 var(dP),   var(dP) = a dim (dP^2 / 3 + |dout|^2 |v|^2 / dim)
              beneath a cap, whose slope 1 - t^2 cancels, besides 4 a (P (dP - delta))^2
-        d    2 sum_j P^2 e, relative, of all of a row's P: its divisor, the saved one and a program's own
+        d    twice lse's, relative, of all of a row's P: the saved one's and that of a program's own
         dq   scale^2 (sum_j var(dS) k^2 + var(delta) (sum_j P k)^2 + d (sum_j dS k)^2)
         dk   scale^2 sum_i (var(dS) + P^2 var(delta) + d dS^2) q^2;   dv   sum_i P^2 (e + d + w + a n) dout^2
         dsink   sum_i P_sink^2 (var(delta) + delta^2 (e_sink + d))
@@ -369,7 +380,7 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     lists dk and dv have w once more: what a row adds to a key may be stored in the dtype before all of it is added up.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
-    wide = _wide(g.dscores.numel(), x, x.saved[0])
+    wide = torch.float64 if faint(s.weights.masked_fill(~s.softmax, 0)) else _wide(g.dscores.numel(), x, x.saved[0])
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
     e = _of_weights(x, s, grade, wide)
     each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
@@ -411,6 +422,7 @@ __all__ = [
     "PROGRAM",
     "Grade",
     "delta",
+    "faint",
     "forward",
     "gradients",
     "quantum",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_attention.judging.expected_error import Grade, products_of_squares, quantum, summed
+from fusion_attention.judging.expected_error import Grade, faint, products_of_squares, quantum, summed
 from fusion_attention.judging.index_formulas import (
     Attended,
     Compared,
@@ -62,9 +62,10 @@ def _fits(s: Scored) -> bool:
     return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
 
 
-def uncertain(s: Scored, dtype: torch.dtype, grade: Grade) -> Uncertain:
-    """Of a block's products and scores."""
-    wide = torch.float32 if s.dots.numel() > _FEW and _fits(s) else torch.float64
+def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
+    """Of a block's products and scores; dscores: the scores' gradient, where what follows has it."""
+    few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
+    wide = torch.float64 if few else torch.float32
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
     own = _clean(s.dots.to(wide)).square()
     products = (a * n + r) * products_of_squares(s.q, s.k[None], wide)
@@ -311,11 +312,11 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
     variances, values = {}, {}
     if x.verb == "indexer_backward":
         s, (dscores, squares, times), slopes = x.scored(b, rows, torch.float64), given(x, b, rows, torch.float64), None
-        u = uncertain(s, dtype, grade)
+        u = uncertain(s, dtype, grade, dscores)
     else:
         c = compared(x, b, rows, torch.float64)
         s, dscores, times, squares = c.scored, c.dscores, c.times, c.dscores.square() / c.times.clamp(min=1)
-        u = uncertain(s, dtype, grade)
+        u = uncertain(s, dtype, grade, dscores)
         off = spread(c, u, dtype, grade)
         slopes = off, c.by_y, c.by_p
         values["loss"] = c.losses.sum().reshape(1)
