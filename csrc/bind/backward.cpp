@@ -5,20 +5,22 @@
 
 namespace {
 
-// dout, dq, dk, dv, dq_rope, dk_rope, dbias (or None: not wanted), the address of dsink, and
-// whether dbias is written, in its own dtype, rather than added to.
+// dout, dlse (or None: there is none), dq, dk, dv, dq_rope, dk_rope, dbias (or None: not wanted), the address of dsink,
+// and whether dbias is written, in its own dtype, rather than added to.
 struct GradientsArgument {
-    RowsArgument dout, dq, dk, dv, dq_rope, dk_rope;
+    RowsArgument dout, dlse, dq, dk, dv, dq_rope, dk_rope;
     MatrixArgument dbias;
     fusion::Gradients gradients;
 
     GradientsArgument(const nb::tuple &t, const fusion::Problem &p, std::size_t n)
-        : dout(at(t, 0), "dout", p.dim_v, n), dq(at(t, 1), "dq", p.dim_qk, n), dk(at(t, 2), "dk", p.dim_qk, n),
-          dv(at(t, 3), "dv", p.dim_v, n), dq_rope(at(t, 4), "dq_rope", p.dim_rope, n),
-          dk_rope(at(t, 5), "dk_rope", p.dim_rope, n), dbias(at(t, 6), "dbias", wants_dbias(t, p), n) {
-        const auto dsink = item<std::uintptr_t>(t, 7);
+        : dout(at(t, 0), "dout", p.dim_v, n), dlse(at(t, 1), "dlse", at(t, 1).is_none() ? 0 : 1, n),
+          dq(at(t, 2), "dq", p.dim_qk, n), dk(at(t, 3), "dk", p.dim_qk, n), dv(at(t, 4), "dv", p.dim_v, n),
+          dq_rope(at(t, 5), "dq_rope", p.dim_rope, n), dk_rope(at(t, 6), "dk_rope", p.dim_rope, n),
+          dbias(at(t, 7), "dbias", wants_dbias(t, p), n) {
+        const auto dsink = item<std::uintptr_t>(t, 8);
         if (p.has_sink != (dsink != 0)) refuse(p.has_sink ? "dsink is missing" : "dsink belongs to no operand");
         gradients = {dout.rows,
+                     dlse.rows,
                      dq.rows,
                      dk.rows,
                      dv.rows,
@@ -26,17 +28,17 @@ struct GradientsArgument {
                      dk_rope.rows,
                      dbias.matrix,
                      reinterpret_cast<float *>(dsink),
-                     item<bool>(t, 8) && dbias.matrix.base};
+                     item<bool>(t, 9) && dbias.matrix.base};
         if (gradients.owns_dbias && p.bias != fusion::Bias::matrix) refuse("dbias cannot be written once");
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 9) refuse("gradients are nine values");
+        if (t.size() != 10) refuse("gradients are ten values");
         return nb::borrow(t[i]);
     }
     static bool wants_dbias(const nb::tuple &t, const fusion::Problem &p) {
-        return (p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table) && !at(t, 6).is_none();
+        return (p.bias == fusion::Bias::matrix || p.bias == fusion::Bias::table) && !at(t, 7).is_none();
     }
 };
 

@@ -63,7 +63,7 @@ struct SparseArgument {
     bool writes;  // gradients
     RowsArgument q, q_rope, indices;
     KeysArgument k, k_rope, v;
-    RowsArgument out, max, sum, weights, values, dout, dq, dq_rope, dk, dk_rope, dv, dweights;
+    RowsArgument out, max, sum, weights, values, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights;
     fusion::SparseOperands operands;
 
     enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
@@ -80,23 +80,41 @@ struct SparseArgument {
                                                                                          : p.indexes ? p.select_count
                                                                                                      : p.dim_v,
                                                                                          n),
-          dq(at(t, 12), "dq", writes ? p.dim_qk : 0, n), dq_rope(at(t, 13), "dq_rope", writes ? p.dim_rope : 0, n),
-          dk(at(t, 14), "dk", writes ? p.dim_qk : 0, n), dk_rope(at(t, 15), "dk_rope", writes ? p.dim_rope : 0, n),
-          dv(at(t, 16), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
-          dweights(at(t, 17), "dweights", writes && p.indexes ? p.heads_q : 0, n) {
-        const auto sink = item<std::uintptr_t>(t, 18), dsink = item<std::uintptr_t>(t, 19);
+          dlse(at(t, 12), "dlse", at(t, 12).is_none() ? 0 : 1, n), dq(at(t, 13), "dq", writes ? p.dim_qk : 0, n),
+          dq_rope(at(t, 14), "dq_rope", writes ? p.dim_rope : 0, n), dk(at(t, 15), "dk", writes ? p.dim_qk : 0, n),
+          dk_rope(at(t, 16), "dk_rope", writes ? p.dim_rope : 0, n),
+          dv(at(t, 17), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
+          dweights(at(t, 18), "dweights", writes && p.indexes ? p.heads_q : 0, n) {
+        const auto sink = item<std::uintptr_t>(t, 19), dsink = item<std::uintptr_t>(t, 20);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
-        operands = {q.rows,           q_rope.rows,  indices.rows, k.keys,        k_rope.keys,
-                    v.keys,           out.rows,     max.rows,     sum.rows,      reinterpret_cast<const float *>(sink),
-                    weights.rows,     values.rows,  dout.rows,    dq.rows,       dq_rope.rows,
-                    dk.rows,          dk_rope.rows, dv.rows,      dweights.rows, reinterpret_cast<float *>(dsink),
-                    item<bool>(t, 20)};
+        operands = {q.rows,
+                    q_rope.rows,
+                    indices.rows,
+                    k.keys,
+                    k_rope.keys,
+                    v.keys,
+                    out.rows,
+                    max.rows,
+                    sum.rows,
+                    reinterpret_cast<const float *>(sink),
+                    weights.rows,
+                    values.rows,
+                    dout.rows,
+                    dlse.rows,
+                    dq.rows,
+                    dq_rope.rows,
+                    dk.rows,
+                    dk_rope.rows,
+                    dv.rows,
+                    dweights.rows,
+                    reinterpret_cast<float *>(dsink),
+                    item<bool>(t, 21)};
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 21) refuse("operands of selected keys are 21 values");
+        if (t.size() != 22) refuse("operands of selected keys are 22 values");
         return nb::borrow(t[i]);
     }
 };

@@ -71,7 +71,7 @@ struct Operands {
 // elements belongs to one pair of a row and a key alone, it is written in its own dtype, with zeros for pairs that are
 // not seen.
 struct Gradients {
-    Rows dout, dq, dk, dv, dq_rope, dk_rope;
+    Rows dout, dlse, dq, dk, dv, dq_rope, dk_rope;  // dlse: float32, of max + log(sum); no base: there is none
     Matrix dbias;
     float *dsink = nullptr;  // [heads_q]
     bool owns_dbias = false;

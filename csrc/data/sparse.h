@@ -33,7 +33,7 @@ struct SparseOperands {
     Rows out, max, sum;
     const float *sink = nullptr;              // [heads_q]
     Rows weights, values;                     // of the indexer
-    Rows dout, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues
+    Rows dout, dlse, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues; dlse: as in Gradients
     Rows dweights;
     float *dsink = nullptr;  // [heads_q]
     bool wide_keys = false;  // dk, dk_rope and dv are float32, whatever dtype is

@@ -30,7 +30,7 @@ template <class Format> struct RowPart {
     std::int64_t padded, deep;  // rows in whole blocks; words of a transposed row
     Word *q, *dout, *q_rows, *dout_rows;
     float *dq;                                     // [padded][columns], before scale
-    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, dout . out / keep_rest()
+    float *peak, *share, *delta;                   // the saved maximum, 1 / sum, (dout . out - dlse) / keep_rest()
     float *shift;                                  // where Format::fused: peak * log2_e + log2(sum)
     std::uint8_t *empty, *nonfinite, *large_peak;  // large_peak: the maximum is too large for a shift
     std::size_t bytes;
@@ -230,6 +230,10 @@ void pack_statistics(const Job &job, const RowPart<Format> &part, const RowTile 
     for (int e = 0; e < here; ++e) {
         peaks[e] = *row_of<float>(o.max, tile.seq, tile.head, tile.row0 + i + e);
         sums[e] = *row_of<float>(o.sum, tile.seq, tile.head, tile.row0 + i + e);
+    }
+    if (job.gradients->dlse.base) {
+        for (int e = 0; e < here; ++e)
+            delta[e] -= *row_of<float>(job.gradients->dlse, tile.seq, tile.head, tile.row0 + i + e);
     }
     const auto empty = peaks == all(-infinity);
     const Floats peak = empty ? Floats{} : peaks, share = empty ? Floats{} : 1.0f / sums;

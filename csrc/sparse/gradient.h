@@ -132,6 +132,7 @@ template <class Format, class T> void load_statistics(const SparseGradientWork<F
         w.s.peak[i] = peak;
         w.s.share[i] = 1.0f / sum;
         w.s.delta[i] = sum_of(dot_rows(dout, row_of<const T>(w.o.out, item.seq, head, item.row), w.p.dim_v));
+        if (w.o.dlse.base) w.s.delta[i] -= *row_of<float>(w.o.dlse, item.seq, head, item.row);
         if (w.p.has_sink) dsink[i] = -w.s.delta[i] * (__builtin_expf(w.o.sink[head] - peak) / sum);
     }
 }

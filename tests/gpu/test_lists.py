@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from support.lse_calls import dense, judge, lists
 from support.on_gpu import copied
 from support.plain_layers import plain
 
@@ -176,3 +177,10 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
         graph.replay()
         torch.cuda.synchronize()
         same_bits(home(found), want)
+
+
+@pytest.mark.parametrize("parts", ["both", "lse"])
+@pytest.mark.parametrize("name", ["plain", "sink", "lists"])
+def test_gradients_through_lse(name: str, parts: str) -> None:
+    case = lists(torch.float32, "cuda") if name == "lists" else dense(name, torch.float32, "cuda")
+    judge(name, *case, parts, ("triton",))

@@ -78,26 +78,35 @@ def test_score_mods(name: str) -> None:
     assert explain(q, k, score_mod).startswith(words)
 
 
-@pytest.mark.parametrize("mask", ["sliding window", "causal documents", "left padding, causal", "dilated window"])
-@pytest.mark.parametrize("name", SCORES)
+def pairs(masks: list[str], names: list[Any]) -> list[Any]:
+    """Every name beside every mask, one of the masks every day."""
+    return [
+        pytest.param(name, mask, marks=() if (i + j) % len(masks) == 0 else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, mask in enumerate(masks)
+    ]
+
+
+BESIDE = ["sliding window", "causal documents", "left padding, causal", "dilated window"]
+
+
+@pytest.mark.parametrize(("name", "mask"), pairs(BESIDE, list(SCORES)))
 def test_score_mods_beside_masks(name: str, mask: str) -> None:
     judged(SCORES[name][0], MASKS[mask][0], block_mask(MASKS[mask][0]))
 
 
-@pytest.mark.parametrize("name", [None, *SCORES])
-def test_torchs_own(eager: Any, name: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "mask"), pairs(["causal documents", "neighbourhood of a canvas", "some rows see nothing"], [None, *SCORES])
+)
+def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
     """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
     score_mod = None if name is None else SCORES[name][0]
     q, k, v, _ = inputs(1)
-    for mask in ("causal documents", "neighbourhood of a canvas", "some rows see nothing"):
-        said = block_mask(MASKS[mask][0])
-        want = eager(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-        got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-        wide = [t.double() for t in (q, k, v)]
-        compare_with(
-            "(out, lse)", got + want, lambda wide=wide, mask=mask: formula(*wide, score_mod, MASKS[mask][0]) * 2,
-            draws=DRAWS,
-        )  # fmt: skip
+    said = block_mask(MASKS[mask][0])
+    want = eager(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
+    got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
+    wide = [t.double() for t in (q, k, v)]
+    compare_with("(out, lse)", got + want, lambda: formula(*wide, score_mod, MASKS[mask][0]) * 2, draws=DRAWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,6 +13,7 @@ from support.aligned import aligned
 from support.bits import same_bits
 from support.cases import BITS
 from support.launches import watch
+from support.lse_calls import dense, judge, lists
 from support.pieces import Call
 from support.pieces import expected as expected_of_call
 
@@ -128,3 +129,9 @@ def test_notes_of_rows_start_on_16_bytes() -> None:
     e = Extents(lengths, lengths, lengths * 0 - INFINITE, lengths * 0 + 1, lengths * 0, lengths * 0)
     assert launch_dense.noted(e).tolist() == [4, 0, 4, 12]
     assert replace(e, q_len=lengths * 4).q_len.sum() == launch_dense.noted(replace(e, q_len=lengths * 4)).sum()
+
+
+@pytest.mark.parametrize("parts", ["both", "lse"])
+@pytest.mark.parametrize("name", ["sink", "lists"])
+def test_gradients_through_lse(name: str, parts: str) -> None:
+    judge(name, *(lists(torch.float32) if name == "lists" else dense(name, torch.float32)), parts, ("triton",))

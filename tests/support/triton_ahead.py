@@ -89,6 +89,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "blocked": not p.has_blocked,
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
+        "dlse": True,
         "part": kernel == "prepare" and not p.has_sink,
         "large": p.dtype != "float16",
         "table": not p.page_size,

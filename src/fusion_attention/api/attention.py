@@ -128,8 +128,7 @@ def attention(
             for every tile of 128 rows by 128 keys of a sequence -1 (removes all), -2 (removes nothing), or the number
             of its bits. Packed: S1 and S2 are the longest sequence's.
         blocked_bits: uint8 [tiles, 128, 16], a bit per score of a tile, lowest first, 1 removes it.
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
-            differentiate it is an error (compiled, or under torch.func: a constant); lse.detach() where it is one.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable as out is.
         backend: "auto" (as use_backend() says, else by the device), "cpu", "triton" or "golden".
         foreign: words of other libraries (is_causal, attn_mask, softmax_scale, ...): an error that gives ours.
 
@@ -159,7 +158,7 @@ def attention(
         "blocked_bits": blocked_bits,
     }  # fmt: skip
     out, max_, sum_ = forward(args, backend, stats=return_lse)
-    return (out, max_ + sum_.log()) if return_lse else out
+    return (out, max_ + sum_.detach().log()) if return_lse else out
 
 
 def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor, Any, Any]:
@@ -180,7 +179,7 @@ def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor,
         seed = bound["seed"]
         drawn = bound["keep_prob"] < 1 and args["drop_bits"] is None
         call = record.dense_call(bound, seed=(draw_seed() if seed is None else seed) if drawn else 0)
-        return dense_eager.attention(call, backend, stats=stats, guarded=stats)
+        return dense_eager.attention(call, backend, stats=stats, smooth=stats)
 
 
 def _traced_forward(args: dict[str, Any], backend: str) -> tuple[Tensor, Tensor, Tensor]:

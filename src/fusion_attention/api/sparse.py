@@ -146,8 +146,7 @@ def sparse_attention(
         dim_v: where v is None, elements of a value row; 0: all of the key's.
         sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
         page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
-        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]. It has no gradient: to
-            differentiate it is an error (compiled, or under torch.func: a constant); indexer_loss takes it as one.
+        return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable as out is.
         backend: "auto", "cpu" or "golden".
 
     Returns:
@@ -281,5 +280,5 @@ def indexer_loss(
 
 def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
     """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
-    lse = max_ + sum_.log()  # 0 and 0 in a row without keys: -inf
+    lse = max_ + sum_.detach().log()  # 0 and 0 in a row without keys: -inf
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

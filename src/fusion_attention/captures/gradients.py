@@ -65,13 +65,22 @@ def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, T
         names = ("attention_out", "softmax_max", "softmax_sum")
         if isinstance(call, PlainForward):
             names = ("out", "max", "sum")
-        if names[0] not in upstream or not saved.keys() >= {*names}:
+        if not saved.keys() >= {*names}:
             return None
         out, top, total = (saved[n] for n in names)
         if isinstance(call, PlainForward):
             top, total = to_lanes(call.call, top, total)
-        return DenseBackward(call.call, (upstream[names[0]], out, top, total), call.call.extras[2])
-    if isinstance(call, Sparse) and "attention_out" in upstream and len(saved) == 3:
-        found = (saved[n] for n in ("attention_out", "softmax_max", "softmax_sum"))
-        return SparseBackward(call, upstream["attention_out"], *found)
+        dout, dlse = _above(upstream, names, out)
+        return DenseBackward(call.call, (dout, out, top, total), call.call.extras[2], dlse)
+    if isinstance(call, Sparse) and len(saved) == 3:
+        names = ("attention_out", "softmax_max", "softmax_sum")
+        out, top, total = (saved[n] for n in names)
+        dout, dlse = _above(upstream, names, out)
+        return SparseBackward(call, dout, out, top, total, dlse)
     return None
+
+
+def _above(upstream: Mapping[str, Tensor], names: tuple[str, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the output and of the lse, which is that of the maximum."""
+    dout = upstream.get(names[0])
+    return torch.zeros_like(out) if dout is None else dout, upstream.get(names[1])

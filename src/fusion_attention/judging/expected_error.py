@@ -306,6 +306,7 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     """[heads, rows, 1]: variance of delta = dout . out by what out lost; g: of all keys of the rows.
 
         sum_d dout^2 out^2 (r + a n / 2) + sum_j P^2 dP^2 (e + w + a n) + a dim (delta^2 / 3 + sum (dout out)^2)
+        of a gradient of lse besides (a + r) (delta^2 + dlse^2)
 
     Without g what the weights lost counts as much as what storing out lost.
     """
@@ -329,6 +330,8 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
         of_sum = of_sum * g.softmax.weights.double().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True).square()
     subnormal = (quantum(dtype) + of_sum) * dout.nan_to_num(0.0, 0.0, 0.0).square().sum(-1, keepdim=True)
     subnormal = subnormal + underflow(n)
+    if x.dlse is not None:
+        from_weights = from_weights + (a + r) * (2 * total + 3 * x.dlse.square())
     return of_out * squares + from_weights + a * n * (total / 3 + squares) + r * total + subnormal
 
 
@@ -409,10 +412,10 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
         dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
         found[f"dk{name}"] = dk + of_dk
     if x.sink is not None:
-        share, total = at_sink(x, s), (x.saved[0] * x.saved[1]).sum(-1, keepdim=True)
+        share = at_sink(x, s)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
         own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
-        found["dsink"] = (share.square() * (of_delta + total.square() * own) + quantum(torch.float32)).sum((1, 2))
+        found["dsink"] = (share.square() * (of_delta + g.delta.square() * own) + quantum(torch.float32)).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
 
 

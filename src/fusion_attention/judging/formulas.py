@@ -193,7 +193,7 @@ class Scored:
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
-    """dS = P (dP - delta), from the saved statistics and the saved output."""
+    """dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
     dout, out = x.saved[:2]
     kept = s.weights if x.keep is None else s.weights * x.keep * x.keep_factor
@@ -201,6 +201,7 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
     if x.keep is not None:
         upstream = upstream * x.keep * x.keep_factor
     delta = (dout * out).sum(-1, keepdim=True)
+    delta = delta if x.dlse is None else delta - x.dlse
     dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
     return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, kept)
 

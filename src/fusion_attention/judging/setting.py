@@ -33,7 +33,7 @@ class Block:
         in_band: [rows] bool; kv_len, q_len: keys and query rows of the sequence.
         keep: bool, or None; keep_factor: on kept probabilities.
         normalised: the divisor; False: sums what dropout leaves.
-        saved: of a backward, (dout, out, max, sum) of these rows.
+        saved: of a backward, (dout, out, max, sum) of these rows; dlse: likewise, where there is one.
     """
 
     problem: Problem
@@ -63,6 +63,7 @@ class Block:
     no_delta: bool = False
     gradient_scale: float | None = None
     saved: tuple[Tensor, ...] = ()
+    dlse: Tensor | None = None
     q_len: int = 0
 
     @property
@@ -167,6 +168,7 @@ class Setting:
             weight_scale=o.weight_scale.to(WIDE) if p.has_weight_scale and o.weight_scale is not None else None,
             out_scale=self._out_scale(heads),
             saved=self._saved(b, heads, rows),
+            dlse=self._query(self.grads.dlse, b, heads, rows) if self.grads and self.grads.dlse else None,
             q_len=int(e.q_len[b]),
         )
         for edit in self.edits:

@@ -29,12 +29,12 @@ from fusion_attention.ops.training.call import (
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.laid import Laid
-from fusion_attention.torch_ops.refusals import constants, once
+from fusion_attention.torch_ops.refusals import once
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]
 _DBIAS = 5  # the place of the bias among gradients
-_SAVED = ("dout", "out", "max", "sum", "q", "k", "v", *EXTRAS)
+_SAVED = ("dout", "dlse", "out", "max", "sum", "q", "k", "v", *EXTRAS)
 
 
 def _asked_one_by_one(*tensors: torch.Tensor | None) -> bool:
@@ -45,17 +45,17 @@ def _asked_one_by_one(*tensors: torch.Tensor | None) -> bool:
 _any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
-def attention(call: DenseCall, backend: str = "auto", *, stats: bool = True, guarded: bool = False) -> Results:
+def attention(call: DenseCall, backend: str = "auto", *, stats: bool = True, smooth: bool = False) -> Results:
     """(out, max, sum) of a lowered call, differentiable in q, k, v, rope tensors, bias and sink.
 
-    Without stats the last two may be None: memory for them takes longer than writing them. Guarded, a loss through
-    them raises; otherwise they are constants.
+    Without stats the last two may be None: memory for them takes longer than writing them. With smooth, so is
+    max + log(sum), and no other function of them; otherwise they are constants.
     """
     backend = chosen(backend)
     if torch.is_grad_enabled():
         tensors = (call.q, call.k, call.v, *call.extras)
         if _any_requires_grad(*tensors):
-            out, max_, sum_ = _Attention.apply(call, backend, guarded, *tensors)
+            out, max_, sum_ = _Attention.apply(call, backend, smooth, *tensors)
             return out, max_, sum_
     return _forward(call, backend, stats=stats)
 
@@ -66,19 +66,21 @@ def attention_backward(
     out: torch.Tensor,
     stats: tuple[torch.Tensor, torch.Tensor],
     *,
+    dlse: torch.Tensor | None = None,
     dbias: bool,
     backend: str = "auto",
 ) -> Tensors:
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty.
 
-    Statistics may come with any strides, as tensors do that somebody kept meanwhile.
+    Statistics, and dlse, the gradient of max + log(sum), may come with any strides, as tensors do that somebody kept
+    meanwhile.
     """
     backend = chosen(backend)
     q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
     present = (call.q, call.k, call.v, q_rope, k_rope, bias if dbias else None, sink)
     gradients = tuple(call.q.new_empty(0) if t is None else empty(t, t.shape) for t in present)
     max_, sum_ = (t.contiguous() for t in stats)  # Their views count on the order in which they were written.
-    run_backward(call, dout, (out, max_, sum_), gradients, backend)
+    run_backward(call, dout, (out, max_, sum_), gradients, backend, None if dlse is None else dlse.contiguous())
     return gradients
 
 
@@ -91,12 +93,19 @@ def run_forward(call: DenseCall, results: Tensors, backend: str) -> None:
         plan(call.problem, call.extents, call.q.device, backend).run(operands_of(call, *results))
 
 
-def run_backward(call: DenseCall, dout: torch.Tensor, saved: Tensors, gradients: Tensors, backend: str) -> None:
+def run_backward(
+    call: DenseCall,
+    dout: torch.Tensor,
+    saved: Tensors,
+    gradients: Tensors,
+    backend: str,
+    dlse: torch.Tensor | None = None,
+) -> None:
     """Computes into gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink) from saved = (out, max, sum).
 
     A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
     """
-    grads, summed = grads_of(call, dout, gradients)
+    grads, summed = grads_of(call, dout, gradients, dlse)
     clear_gradients(call, gradients, summed)
     if len(call.extents):
         found = plan(call.problem, call.extents, call.q.device, backend, "attention_backward")
@@ -129,34 +138,34 @@ def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
 
 
 class _Attention(torch.autograd.Function):
-    """_forward() with attention_backward() as its derivative; statistics are returned, not differentiated."""
+    """_forward() with attention_backward() as its derivative: of out, and with smooth of max + log(sum)."""
 
     @staticmethod
-    def forward(ctx: Any, call: DenseCall, backend: str, guarded: bool, *tensors: Any) -> Tensors:
+    def forward(ctx: Any, call: DenseCall, backend: str, smooth: bool, *tensors: Any) -> Tensors:
         results = _forward(call, backend)
         ctx.save_for_backward(*results, *tensors)
         # The tensors are torch's to keep, and to notice when they change; the rest of the call is plain values.
         ctx.lowered, ctx.drawn, ctx.backend = (call.problem, call.form, call.extents), (call.seed, call.offset), backend
-        if not guarded:
-            ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*results[2 if smooth else 1 :])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, *of_stats: Any) -> Any:
-        constants(of_stats)
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         wanted = ctx.needs_input_grad[3:]
-        if dout is None:
+        if dout is None and dlse is None:
             return (None,) * (3 + len(wanted))
-        dout = dout.clone() if lazy(dout) else dout
         saved = ctx.saved_tensors
-        intact("attention, backward", _SAVED, (dout, *saved))
+        dout = torch.zeros_like(saved[0]) if dout is None else dout.clone() if lazy(dout) else dout
+        dlse = dlse.clone() if dlse is not None and lazy(dlse) else dlse
+        intact("attention, backward", _SAVED, (dout, dlse, *saved))
         out, max_, sum_, q, k, v, *extras = saved
         (problem, form, extents), (seed, offset) = ctx.lowered, ctx.drawn
         call = DenseCall(problem, form, extents, q, k, v, tuple(extras), seed, offset)
+        stats, dbias = (max_, sum_), wanted[3 + BIAS]
         grads = once(
-            lambda: attention_backward(call, dout, out, (max_, sum_), dbias=wanted[3 + BIAS], backend=ctx.backend),
-            (dout, q, k, v, *extras),
+            lambda: attention_backward(call, dout, out, stats, dlse=dlse, dbias=dbias, backend=ctx.backend),
+            (dout, dlse, q, k, v, *extras),
         )
         dq, dk, dv, dq_rope, dk_rope, dbias, dsink = grads
         inputs = (dq, dk, dv, dq_rope, dk_rope, dbias, None, None, None, dsink, None, None)

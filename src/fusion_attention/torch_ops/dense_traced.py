@@ -53,6 +53,7 @@ def _forward(
 
 def _backward(
     dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     out: torch.Tensor,
     max_: torch.Tensor,
     sum_: torch.Tensor,
@@ -65,7 +66,8 @@ def _backward(
     dbias: bool,
 ) -> list[torch.Tensor]:
     text = read(call)
-    intact(f"{text.op.name}, backward", ("dout", "out", "max", "sum", "seed"), (dout, out, max_, sum_, seed))
+    names = ("dout", "dlse", "out", "max", "sum", "seed")
+    intact(f"{text.op.name}, backward", names, (dout, dlse, out, max_, sum_, seed))
     args = unpack(tensors, arrays, ints, floats, text)
     lanes = (t.unsqueeze(-1).expand(*t.shape, LANES) for t in (max_, sum_))
     if SAVED[0] in text.op.by_name:
@@ -73,7 +75,9 @@ def _backward(
     lowered = _lowered(text, args, seed)
     stats = (max_, sum_) if text.op is attention.RECORD else from_finite(lowered, max_, sum_)
     with torch.no_grad():
-        *grads, dsink = dense_eager.attention_backward(lowered, dout, out, stats, dbias=dbias, backend=text.backend)
+        *grads, dsink = dense_eager.attention_backward(
+            lowered, dout, out, stats, dlse=dlse, dbias=dbias, backend=text.backend
+        )
     sink = args.get("sink")
     return [*grads, dsink if sink is None else dsink.to(sink.dtype)]  # it may have come in fewer bits
 
@@ -101,7 +105,13 @@ def _forward_fake(tensors: Given, arrays: Given, ints: Any, floats: Any, seed: A
 
 
 def _backward_fake(
-    dout: torch.Tensor, out: torch.Tensor, max_: torch.Tensor, sum_: torch.Tensor, tensors: Given, *rest: Any
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    out: torch.Tensor,
+    max_: torch.Tensor,
+    sum_: torch.Tensor,
+    tensors: Given,
+    *rest: Any,
 ) -> list[torch.Tensor]:
     *_, call, dbias = rest
     names = names_of(read(call).op.name).tensors
@@ -126,21 +136,23 @@ class _Differentiable(_SingleLevelFunction):
         arrays, ints, floats, seed, call = rest
         ctx.save_for_backward(*results, seed, *tensors, *arrays)
         ctx.rest, ctx.count, ctx.places = (ints, floats, call), len(tensors), places
-        ctx.mark_non_differentiable(*results[1:])
+        # Of our own function max + log(sum) has the gradient of max.
+        ctx.mark_non_differentiable(*results[2 if read(call).op is attention.RECORD else 1 :])
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, *_: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         wanted = ctx.needs_input_grad[2:]
         gradients: list[Any] = [None] * len(wanted)
-        if dout is not None:
+        if dout is not None or dlse is not None:
             out, max_, sum_, seed, *saved = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
             tensors, arrays = saved[: ctx.count], saved[ctx.count :]
             ints, floats, call = ctx.rest
             *_, bias, _ = ctx.places
             grads = torch.ops.fusion_attention.attn_bwd(
-                dout, out, max_, sum_, tensors, arrays, ints, floats, seed, call, bias >= 0 and wanted[bias]
+                dout, dlse, out, max_, sum_, tensors, arrays, ints, floats, seed, call, bias >= 0 and wanted[bias]
             )
             for place, gradient in zip(ctx.places, grads, strict=True):
                 if place >= 0 and wanted[place]:
@@ -175,7 +187,7 @@ def _forward_autograd(
 _CALL = CALL.format(seed="Tensor? seed, ")
 register(f"attn_fwd({_CALL}) -> (Tensor out, Tensor max, Tensor sum)", _forward, _forward_fake, _forward_autograd)
 register(
-    f"attn_bwd(Tensor dout, Tensor out, Tensor max, Tensor sum, {_CALL}, bool dbias) -> Tensor[]",
+    f"attn_bwd(Tensor dout, Tensor? dlse, Tensor out, Tensor max, Tensor sum, {_CALL}, bool dbias) -> Tensor[]",
     _backward,
     _backward_fake,
 )
@@ -197,4 +209,4 @@ def backward(op: Op, args: Mapping[str, Any], *, seed: torch.Tensor | None, dbia
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a gradient record's call by canonical name."""
     dy, out, max_, sum_ = (args[name] for name in SAVED)
     packed = pack(op.name, args, seed)
-    return tuple(torch.ops.fusion_attention.attn_bwd(dy, out, max_[..., 0], sum_[..., 0], *packed, dbias))
+    return tuple(torch.ops.fusion_attention.attn_bwd(dy, None, out, max_[..., 0], sum_[..., 0], *packed, dbias))

@@ -15,7 +15,7 @@ from fusion_attention.contract import Bound, Op, intact, lazy
 from fusion_attention.plan import compute, plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.laid import Laid
-from fusion_attention.torch_ops.refusals import constants, once
+from fusion_attention.torch_ops.refusals import once
 from fusion_attention.waist.lowered import Differentiable, Further, Lowered, Repeatable
 
 Tensors = tuple[torch.Tensor, ...]
@@ -35,7 +35,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
     Args:
         bound: the call.
         backend: as plan().
-        whole: with all that a derivative reads, wanted or not; a loss through what has no derivative then raises.
+        whole: with all that a derivative reads, wanted or not.
     """
     op = bound.op
     backend = chosen(backend)
@@ -56,7 +56,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
                 t.detach() if t is not None and t.requires_grad and name not in trained else t
                 for name, t in inputs.items()
             ]
-            found = _Run.apply(op, bare, tuple(inputs), whole, backend, *tensors)
+            found = _Run.apply(op, bare, tuple(inputs), backend, *tensors)
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
     if op.again:
@@ -109,25 +109,26 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], guarded: bool, backend: str, *tensors: Any
+        ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], backend: str, *tensors: Any
     ) -> Tensors:
         call = bare.on(dict(zip(inputs, tensors, strict=True)))
         found = run(call, backend)
         ctx.save_for_backward(*found.values(), *tensors)
         ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(found), backend
-        rest = [t for name, t in found.items() if name not in op.trains]
-        ctx.mark_non_differentiable(*(t for t in rest if not (guarded and t.is_floating_point())))
+        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in op.trains))
         ctx.set_materialize_grads(False)
         return tuple(found.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        wanted = ctx.needs_input_grad[5:]
-        given = {name: t for name, t in zip(ctx.results, upstream, strict=True) if t is not None}
-        constants(t for name, t in given.items() if name not in ctx.op.trains)
-        given = {name: t.clone() if lazy(t) else t for name, t in given.items() if name in ctx.op.trains}
+        wanted = ctx.needs_input_grad[4:]
+        given = {
+            name: t.clone() if lazy(t) else t
+            for name, t in zip(ctx.results, upstream, strict=True)
+            if t is not None and name in ctx.op.trains
+        }
         if not given:
-            return (None,) * (5 + len(wanted))
+            return (None,) * (4 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
         names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
@@ -139,4 +140,4 @@ class _Run(torch.autograd.Function):
             grads = call.gradients(results, given, lambda further: run(further, ctx.backend))
             return [grads.get(name) if need else None for name, need in zip(ctx.inputs, wanted, strict=True)]
 
-        return None, None, None, None, None, *once(found, (*given.values(), *inputs))
+        return None, None, None, None, *once(found, (*given.values(), *inputs))

@@ -55,8 +55,8 @@ def constants(upstream: Iterable[Tensor | None]) -> None:
     for t in upstream:
         if t is not None and not t.is_meta and bool(t.nan_to_num(0.0).any()):
             raise NotImplementedError(
-                "fusion_attention: the loss goes through the lse of an attention, which has no derivative: use "
-                "lse.detach() where it is a constant"
+                "fusion_attention: the loss goes through the lse of an attention across processes, which has no "
+                "derivative: use lse.detach() where it is a constant"
             )
 
 

@@ -270,7 +270,9 @@ class Operands:
 
 @dataclass(eq=False)
 class Grads:
-    """What backward reads (dout) and writes; what the problem has no operand for is None.
+    """What backward reads (dout, dlse) and writes; what the problem has no operand for is None.
+
+    dlse is the gradient of max + log(sum), float32, with dim 1; None: there is none. Those of empty rows count nothing.
 
     dbias is added to (the caller zeroes it, in at least float32): sequences may share a bias. Where owns_dbias, each of
     its elements belongs to one pair of a row and a key alone: every pair of every sequence is written, in the dtype of
@@ -289,6 +291,7 @@ class Grads:
     dbias: MatrixView | None = None
     dsink: torch.Tensor | None = None  # float32 [heads_q], overwritten
     owns_dbias: bool = False
+    dlse: RowView | None = None
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operand
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (
         rows_of(g.dout, dtype),
+        rows_of(g.dlse, torch.float32) if g.dlse else None,
         *(rows_of(view, wide) for view in (g.dq, g.dk, g.dv)),
         rows_of(g.dq_rope, wide) if p.dim_rope and g.dq_rope else None,
         rows_of(g.dk_rope, wide) if p.dim_rope and g.dk_rope else None,

@@ -38,6 +38,7 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     written: dict[str, Any] = {
         "dout": rows_of(g.dout, dtype),
+        "dlse": rows_of(g.dlse, torch.float32) if g.dlse else None,
         "dq": rows_of(g.dq, dtype),
         "dq_rope": rows_of(g.dq_rope, dtype) if p.dim_rope and g.dq_rope else None,
         "dk": rows_of(g.dk, wide or dtype),
@@ -92,9 +93,9 @@ def arguments(
     *,
     q: Any, k: Any, indices: Any = None, q_rope: Any = None, k_rope: Any = None, v: Any = None,
     out: Any = None, max_: Any = None, sum_: Any = None, weights: Any = None, values: Any = None, dout: Any = None,
-    dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None, dweights: Any = None,
-    sink: int = 0, dsink: int = 0, wide_keys: bool = False,
+    dlse: Any = None, dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None,
+    dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
-    return *read, dout, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
+    return *read, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys

@@ -264,7 +264,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: None, operan
 def attention_backward(problem: Problem, extents: Extents, schedule: None, operands: Operands, grads: Grads) -> None:
     """Writes the gradients that were asked for, from the saved out and statistics (which may span more keys).
 
-    dP = (dout . v) * M,  D = dout . out,  dS = P * (dP - D),  M = keep / keep_prob
+    dP = (dout . v) * M,  D = dout . out - dlse,  dS = P * (dP - D),  M = keep / keep_prob
     dq = scale * dS' k,  dk = scale * dS'^T q,  dv = (P * M)^T dout,  dbias = dS
     dS' = dS, or beneath a cap dS * (1 - tanh^2)
     dsink = -sum_i D_i * exp(sink - max_i) / sum_i
@@ -284,6 +284,8 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
         softmax, weights, live, divisor = _weights(problem, operands, s, row_max, row_sum)
         probabilities = weights / divisor
         delta = (dout * out).sum(-1, keepdim=True)
+        if grads.dlse is not None:
+            delta = delta - grads.dlse.sequence(b, heads, q_len).double()
         dprobabilities = ((dout @ s.v.mT) * s.keep_factor).where(s.keep, 0)
         dscores = (probabilities * (dprobabilities - delta)).where(softmax, 0)
         dv = None

@@ -1,6 +1,6 @@
 """The backward kernels: what each row needs, then dq by tiles of rows, then dk and dv by tiles of keys.
 
-    P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  D = dout . out,  M = keep / keep_prob
+    P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  D = dout . out - dlse,  M = keep / keep_prob
     dP = (dout . v) * M,  dS = P * (dP - D)                     beneath a cap, dS * (1 - tanh^2) for dS
     dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout
 
@@ -59,7 +59,7 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count: tl.int32, plane: tl.int64,
+def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
@@ -77,6 +77,9 @@ def prepare(out, dout, max_, sum_, flat, large, sink, part, places, tiles, count
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
+    if dlse is not None:
+        at_dlse, stride_dlse = rows_at(places, count, b, h, views.DLSE, 1)
+        delta -= tl.load(dlse + at_dlse + wide * stride_dlse, mask=valid, other=0.0)
     if large is not None:  # all who write here write the same
         tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
     at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)

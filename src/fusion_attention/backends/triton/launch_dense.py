@@ -29,8 +29,8 @@ _NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
 FAMILY = Family(forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
 # Arguments of what a problem may lack.
 ABSENT: dict[str, Any] = dict.fromkeys(
-    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dq_rope", "dk_rope", "dbias", "part", "large",
-     "table", "scale_k", "offset_k", "scale_v", "offset_v")
+    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "part",
+     "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
 LEAST_KEEP = 2.0**-60  # of keep_prob, as kernels take it; what is left is multiplied by later
@@ -337,10 +337,11 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
         launch_backward(p, extents, schedule, o, g)
         return
     out = reduced(o.out, p.heads_q, extents.q_len, by)
+    dlse = None if g.dlse is None else reduced(g.dlse, p.heads_q, extents.q_len, by)
     before = None if g.dbias is None else g.dbias.keep.clone()
     if g.dbias is not None:
         g.dbias.keep.zero_()
-    launch_backward(p, extents, schedule, replace(o, out=out), g)
+    launch_backward(p, extents, schedule, replace(o, out=out), replace(g, dlse=dlse))
     for view in (g.dq, g.dq_rope):
         enlarge_rows(view, p.heads_q, extents.q_len, by)
     for view in (g.dk, g.dv, g.dk_rope):
@@ -356,7 +357,7 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
     """What run_backward() launches."""
     p = problem
     views = views_of(p, o) | {
-        "dout": g.dout, "dq": g.dq, "dk": g.dk, "dv": g.dv,
+        "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
         "dq_rope": g.dq_rope if p.dim_rope else None,
         "dk_rope": g.dk_rope if p.dim_rope else None,
         "dbias": g.dbias if p.bias in ("matrix", "table") else None,

@@ -93,7 +93,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
     p = problem
     found = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum, "indices": o.indices,
-        "dout": g.dout, "dq": g.dq, "dk": g.dk,
+        "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk,
     }  # fmt: skip
     if not p.shares_kv:
         found |= {"v": o.v, "dv": g.dv}

@@ -24,7 +24,7 @@ Maker = Callable[[Extents], np.ndarray]
 # The order in which views stand in the table; kernels count on it (views.py).
 VIEWS = (
     *("q", "k", "v", "out", "max", "sum", "q_rope", "k_rope", "bias", "blocked", "drop_bits"),
-    *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat"),
+    *("dout", "dq", "dk", "dv", "dq_rope", "dk_rope", "dbias", "flat", "dlse"),
     *("scale_k", "offset_k", "scale_v", "offset_v"),
     "ids",
     # Lists, the indexer and its loss: index_q and index_k stand beside attention's own q and k alone.

@@ -46,8 +46,8 @@ def flash_attn_func(
         softcap: above 0, scores are softcap * tanh(score / softcap).
         alibi_slopes: [N1] or [B, N1].
         deterministic: has no effect: every gradient here has the same bits every time.
-        return_attn_probs: also return lse, float32 [B, N1, S1], and None. It has no gradient, and is -inf of a row
-            without keys.
+        return_attn_probs: also return lse, float32 [B, N1, S1], and None. It is differentiable, which flash-attn's is
+            not, and -inf of a row without keys.
 
     Returns:
         out [B, S1, N1, D], or (out, lse, None). A row without keys is zero.

@@ -56,7 +56,7 @@ def flex_attention(
         block_mask: a BlockMask of torch's, or the function of (b, h, q_idx, kv_idx) that one is made of.
         scale: factor on the dot products; None: 1 / sqrt(E).
         enable_gqa: Hq may be a multiple of Hkv.
-        return_lse: also return the logarithm of the sum of exp(score), float32 [B, Hq, L]; without a gradient.
+        return_lse: also return the logarithm of the sum of exp(score), float32 [B, Hq, L]; differentiable.
         kernel_options: read by torch's kernels only.
         return_aux: torch's AuxRequest(lse=...), answered by its AuxOutput.
 

@@ -76,7 +76,10 @@ class Sparse(TensorCall):
     def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients of a call with statistics."""
         unpaged(self.problem.page_size)
-        found = run(SparseBackward(self, upstream["attention_out"], *(results[name] for name in RESULTS)))
+        out, top, total = (results[name] for name in RESULTS)
+        dout, dlse = (upstream.get(name) for name in RESULTS[:2])
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = run(SparseBackward(self, dout, out, top, total, dlse))
         return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
 
     def results(self) -> dict[str, Tensor]:
@@ -183,14 +186,16 @@ def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 class SparseBackward(OfCall):
-    """A gradient call, from the saved output and the saved statistics in CANN's order."""
+    """A gradient call, from the saved output and the saved statistics in CANN's order, as dlse is."""
 
     call: Sparse
     verb = "attention_backward"
 
-    def __init__(self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
+    def __init__(
+        self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor, dlse: Tensor | None = None
+    ) -> None:
         super().__init__(call)
-        self.saved = dout, out, max_, sum_
+        self.saved, self.dlse = (dout, out, max_, sum_), dlse
 
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
@@ -198,13 +203,15 @@ class SparseBackward(OfCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
-        return _BackwardRun(self.call, self.saved, outputs)
+        return _BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 
 class _BackwardRun(Filled):
     __slots__ = ("call", "saved", "stats")
 
-    def __init__(self, call: Sparse, saved: tuple[Tensor, ...], outputs: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, call: Sparse, saved: tuple[Tensor, ...], dlse: Tensor | None, outputs: Mapping[str, Tensor]
+    ) -> None:
         dout, out, *self.saved = saved
         self.call, self.stats, heads = call, statistics(call.given("query")), call.problem.heads_q
         g = {name: room(tensor) for name, tensor in outputs.items()}
@@ -220,6 +227,7 @@ class _BackwardRun(Filled):
             dq_rope=call.rows(g["dquery_rope"], heads) if "dquery_rope" in g else None,
             dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
+            dlse=None if dlse is None else self._ungrouped(dlse),
         )
         sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
         of_rows = [(g[name], side) for name, side in sides.items() if name in g]
@@ -228,6 +236,12 @@ class _BackwardRun(Filled):
             clears.append(g["dsinks"])  # No back end runs.
         operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
         super().__init__(operands, rooms, tuple(outputs.values()), tuple(clears))
+
+    def _ungrouped(self, dlse: Tensor) -> Any:
+        """dlse as kernels keep statistics."""
+        given, _ = statistics(self.call.given("query"))
+        self.call.grouped(given).copy_(dlse)
+        return self.call.rows(given.unsqueeze(-1), self.call.problem.heads_q)
 
     def begin(self) -> None:
         super().begin()

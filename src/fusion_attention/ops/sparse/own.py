@@ -10,6 +10,7 @@ from typing import Any
 from fusion_attention.contract import Array, Attr, Rule
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import PACKED, WHOLE, covered, needed, of_lengths
+from fusion_attention.ops.sparse.call import DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import lengths
 from fusion_attention.ops.sparse.records import (
     BLOCK,
@@ -89,6 +90,8 @@ RECORD = V1.version(
     ),
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
     neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    # Of the maximum: the gradient of max + log(sum), of which nobody sees the parts.
+    trains={"attention_out": DIFFERENTIABLE, "softmax_max": DIFFERENTIABLE},
     blank_is_absent=False,
     derive=_derive,
     samples={"BSND": {"value": True}, "TND": {"value": True, **SAMPLE}},

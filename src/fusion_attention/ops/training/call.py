@@ -115,10 +115,12 @@ def _extra_operands(call: DenseCall) -> dict[str, Any]:
     return {name: build[name](tensor) for name, tensor in given if tensor is not None}
 
 
-def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tuple[Grads, Tensor | None]:
+def grads_of(
+    call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...], dlse: Tensor | None = None
+) -> tuple[Grads, Tensor | None]:
     """The views of gradients = (dq, dk, dv, dq_rope, dk_rope, dbias, dsink), and where dbias is summed if it must be.
 
-    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype.
+    A gradient without elements is not wanted; dbias is as the bias is stored, in its dtype; dlse as statistics are.
     """
     p, form, e = call.problem, call.form, call.extents
     dq, dk, dv, dq_rope, dk_rope, dbias, dsink = gradients
@@ -143,6 +145,7 @@ def grads_of(call: DenseCall, dout: Tensor, gradients: tuple[Tensor, ...]) -> tu
         dbias=bias,
         dsink=dsink if p.has_sink else None,
         owns_dbias=owned,
+        dlse=None if dlse is None else stats_view(dlse, form, p.heads_q, e),
     )
     return grads, summed
 

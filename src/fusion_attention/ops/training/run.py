@@ -61,13 +61,19 @@ class PlainForward(OfCall):
 
 
 class DenseBackward(OfCall):
-    """A gradient call, from saved statistics in eight lanes."""
+    """A gradient call, from saved statistics in eight lanes; dlse: the gradient of max + log(sum), without lanes."""
 
     verb = "attention_backward"
 
-    def __init__(self, call: DenseCall, saved: tuple[Tensor, Tensor, Tensor, Tensor], pse: Tensor | None) -> None:
+    def __init__(
+        self,
+        call: DenseCall,
+        saved: tuple[Tensor, Tensor, Tensor, Tensor],
+        pse: Tensor | None,
+        dlse: Tensor | None = None,
+    ) -> None:
         super().__init__(call)
-        self.saved, self.pse = saved, pse
+        self.saved, self.pse, self.dlse = saved, pse, dlse
 
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
@@ -120,7 +126,7 @@ class _BackwardRun(Filled):
         if self.slopes:
             self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
         self.stats = fresh(call)[1:]
-        grads, self.summed = grads_of(call, dy, self.gradients)
+        grads, self.summed = grads_of(call, dy, self.gradients, backward.dlse)
         rooms = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
         rooms += [*self.stats, *([] if self.summed is None else [self.summed])]
         super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(rooms))
