@@ -1,10 +1,13 @@
 """Functions around attention: what they compute, beside formulas in float64 and beside autograd."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_attention import npu
 from fusion_attention.testing.drawn import compare_with
@@ -163,3 +166,109 @@ def test_shapes_go_there_and_back(first: bool) -> None:
     want = x.permute(perm).reshape(shape) if first else x.reshape(shape).permute(perm)
     assert torch.equal(found, want)
     assert torch.equal(npu.npu_confusion_transpose_backward(found, perm, x.shape, not first), x)
+
+
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+def by_tanh(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+
+
+TOKENS, EXPERTS = torch.randn(64, 128, generator=GENERATOR), torch.randint(8, (64, 4), generator=GENERATOR)
+ORDER = EXPERTS.flatten().argsort(stable=True)
+PLACES = ORDER.argsort().int()
+ROWS, PROBS = torch.randn(256, 128, generator=GENERATOR), torch.rand(64, 4, generator=GENERATOR)
+WIDE_GAMMA, LABELS = torch.randn(128, generator=GENERATOR), torch.arange(64)
+HIDDEN = torch.rand(64, 128, generator=GENERATOR) < 0.5
+HIDDEN[:, 0] = False
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return (0.5 * x).masked_fill(HIDDEN, -torch.inf).softmax(-1)
+
+
+# The function, its formula, what is trained, and what the chip keeps beside that.
+KEPT: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
+    "rms_norm": (lambda x, g: npu.npu_rms_norm(x, g)[0], rms, (TOKENS, WIDE_GAMMA), 64 * 4),
+    "gemma_rms_norm": (
+        lambda x, g: npu.npu_gemma_rms_norm(x, g)[0], lambda x, g: rms(x, 1 + g), (TOKENS, WIDE_GAMMA), 64 * 4
+    ),
+    "swiglu": (npu.npu_swiglu, lambda x: torch.nn.functional.silu(x[:, :64]) * x[:, 64:], (TOKENS,), 0),
+    "geglu": (
+        lambda x: npu.npu_geglu(x)[0],
+        lambda x: x[:, :64] * by_tanh(x[:, 64:]), (TOKENS,), 64 * 64 * 2,
+    ),
+    "gelu": (npu.npu_gelu, torch.nn.functional.gelu, (TOKENS,), 0),
+    "fast_gelu": (npu.npu_fast_gelu, smooth, (TOKENS,), 0),
+    "cross_entropy": (
+        lambda x: npu.npu_cross_entropy_loss(x, LABELS)[0],
+        lambda x: torch.nn.functional.cross_entropy(x, LABELS).reshape(1), (TOKENS,), 64 * 8,
+    ),
+    "softmax": (lambda x: npu.npu_scaled_masked_softmax(x, HIDDEN, 0.5), softmax, (TOKENS,), HIDDEN.numel()),
+    "permute": (
+        lambda x: npu.npu_moe_token_permute(x, EXPERTS)[0], lambda x: x[ORDER // 4], (TOKENS,), 256 * 4 - 64 * 128 * 2
+    ),
+    "unpermute": (
+        lambda x, p: npu.npu_moe_token_unpermute(x, PLACES, p),
+        lambda x, p: (x[PLACES.long()].view(64, 4, 128) * p.unsqueeze(2)).sum(1), (ROWS, PROBS), 256 * 4,
+    ),
+    "unpermute_one": (
+        lambda x: npu.npu_moe_token_unpermute(x, PLACES), lambda x: x[PLACES.long()], (ROWS,), 256 * 4 - 256 * 128 * 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_for_a_gradient_is_what_the_chip_keeps(name: str) -> None:
+    ours, _, given, beside = KEPT[name]
+    kept: dict[int, int] = {}
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    leaves = [t.bfloat16().requires_grad_() for t in given]
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
+        ours(*leaves)
+    assert sum(kept.values()) <= 1.1 * (sum(t.nbytes for t in leaves) + beside)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool) -> None:
+    """Beside what torch's operators within the function give, as in a trace."""
+    ours, formula, given, _ = KEPT[name]
+    like = formula(*given)
+    dy, further = torch.randn_like(like), [torch.randn_like(t) for t in given]
+
+    def derivatives(function: Callable[..., Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (*given, dy)]
+        with FlopCounterMode(display=False) if traced else nullcontext():
+            found = torch.autograd.grad(function(*leaves[:-1]), leaves[:-1], leaves[-1], create_graph=True)
+            weighed = sum((d * w.to(dtype)).sum() for d, w in zip(found, further, strict=True))
+            assert isinstance(weighed, torch.Tensor)
+            again = torch.autograd.grad(weighed, leaves, materialize_grads=True)
+        return [*found, *again]
+
+    got = derivatives(ours, torch.float32)
+    compare_with(name, got, lambda: derivatives(formula, torch.float64), draws=12)
+
+
+def test_a_frozen_weight_costs_nothing() -> None:
+    kept: list[int] = []
+    rows, probs = ROWS.clone().requires_grad_(), PROBS.clone()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        out = npu.npu_moe_token_unpermute(rows, PLACES, probs)
+    assert sum(kept) == PLACES.nbytes + probs.nbytes
+    out.sum().backward()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad[PLACES.long()], probs.reshape(-1, 1).expand(-1, 128))
+
+
+def test_equal_places_share_a_row_and_its_gradient() -> None:
+    rows, places = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 1, 7, 0])
+    npu.npu_moe_token_unpermute(rows, places, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [8, 3, 0]

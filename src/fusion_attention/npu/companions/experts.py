@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.companions.call import as_given, checked
+from fusion_attention.npu.companions.kept import Some, keeping
 from fusion_attention.ops.companions import experts
 
 __all__ = [
@@ -29,12 +30,26 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
     there = (index >= 0) & (index < rows.shape[0])
     if rows.shape[0] == 0:
         return rows.new_zeros(index.shape[0], rows.shape[1])
-    return rows.index_select(0, torch.where(there, index, 0)).masked_fill(~there.unsqueeze(1), 0)
+    return rows.index_select(0, torch.where(there, index, 0)).masked_fill_(~there.unsqueeze(1), 0)
 
 
-def _spread(tokens: Tensor, choices: int, order: Tensor) -> Tensor:
-    """The row of choice order[i] for every i, choices being counted token by token; gradients are summed once."""
-    return tokens.unsqueeze(1).expand(-1, choices, -1)[order // choices, order % choices]
+def _spread(tokens: Tensor, choices: int, order: Tensor, places: Tensor) -> Tensor:
+    """The row of choice order[i] for every i, choices being counted token by token; gradients are summed once.
+
+    places: order turned round, which is what the gradient reads.
+    """
+    count = tokens.shape[0]
+
+    def compute(tokens: Tensor) -> tuple[tuple[Tensor], Some]:
+        return (tokens.unsqueeze(1).expand(-1, choices, -1)[order // choices, order % choices],), (places,)
+
+    (rows,) = keeping(compute, lambda _, dy, places: (_sum_of_choices(dy, places, count, choices),), tokens)
+    return rows
+
+
+def _sum_of_choices(rows: Tensor, places: Tensor, count: int, choices: int) -> Tensor:
+    """The sum of every token's rows."""
+    return taken(rows, places).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
 
 def npu_moe_token_permute(
@@ -73,7 +88,8 @@ def npu_moe_token_permute(
     order = indices.flatten().argsort(stable=True)
     kept = order[:num_out_tokens] if num_out_tokens else order
     choices = 1 if indices.dim() == 1 else indices.shape[1]
-    return _spread(tokens, choices, kept), order.argsort().to(torch.int32)
+    places = order.argsort().to(torch.int32)
+    return _spread(tokens, choices, kept, places), places
 
 
 def npu_moe_token_permute_grad(
@@ -114,8 +130,7 @@ def npu_moe_token_permute_grad(
         },
     )
     choices = 1 if indices.dim() == 1 else indices.shape[1]
-    rows = taken(grad_permuted_tokens, sorted_indices).unflatten(0, (-1 if choices else 0, choices))
-    return rows.sum(1, dtype=torch.float32).to(tokens.dtype)
+    return _sum_of_choices(grad_permuted_tokens, sorted_indices, tokens.shape[0], choices)
 
 
 def npu_moe_token_unpermute(
@@ -160,14 +175,45 @@ def npu_moe_token_unpermute(
             "restore_shape": restore_shape,
         },
     )
-    rows = taken(permuted_tokens, sorted_indices)
-    return rows if probs is None else _weighed(rows, probs)
+    return _weighed(permuted_tokens, sorted_indices, probs)
 
 
-def _weighed(rows: Tensor, probs: Tensor) -> Tensor:
-    """The weighted sum of every token's rows; probs: [T, K]."""
-    of_tokens = rows.reshape(*probs.shape, rows.shape[1]).float()
-    return (of_tokens * probs.unsqueeze(-1)).sum(1).to(rows.dtype)
+def _weighed(permuted: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+    """The sum of every token's rows, weighted by probs [T, K]; None: of the one row that it has."""
+    count = permuted.shape[0]
+
+    def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
+        rows = taken(permuted, places)
+        if probs is not None:
+            of_tokens = rows.reshape(*probs.shape, rows.shape[1])
+            rows = (of_tokens * probs.float().unsqueeze(-1)).sum(1).to(rows.dtype)
+        return (rows,), (places, probs, permuted if probs is not None and probs.requires_grad else None)
+
+    def gradient(
+        wanted: tuple[bool, bool], dy: Tensor, places: Tensor, probs: Tensor | None, permuted: Tensor | None
+    ) -> Some:
+        return (
+            _of_permuted(dy, places, probs, count) if wanted[0] else None,
+            None if probs is None or permuted is None else _of_probs(dy, places, probs, permuted),
+        )
+
+    (rows,) = keeping(compute, gradient, permuted, probs)
+    return rows
+
+
+def _of_permuted(dy: Tensor, places: Tensor, probs: Tensor | None, count: int) -> Tensor:
+    """The gradient of the permuted rows, of which there are so many."""
+    weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
+    there = (places >= 0) & (places < count)
+    found = dy.new_zeros(count + 1, dy.shape[1])  # one for lost rows
+    with as_given(found):
+        return found.index_add_(0, torch.where(there, places, count), weighed)[:-1]
+
+
+def _of_probs(dy: Tensor, places: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
+    """The gradient of the weights."""
+    rows = taken(permuted, places).reshape(*probs.shape, permuted.shape[1])
+    return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 
 
 def npu_moe_token_unpermute_grad(
@@ -212,17 +258,9 @@ def npu_moe_token_unpermute_grad(
             "restore_shape": restore_shape,
         },
     )
-    dout = grad_unpermuted_tokens.float().unsqueeze(1)
-    weighed = dout if probs is None else dout * probs.unsqueeze(-1)
-    there = (sorted_indices >= 0) & (sorted_indices < permuted_tokens.shape[0])
-    found = permuted_tokens.new_zeros(permuted_tokens.shape[0] + 1, permuted_tokens.shape[1])  # one for lost rows
-    place = torch.where(there, sorted_indices, permuted_tokens.shape[0]).long()
-    with as_given(found):
-        rows = found.index_copy(0, place, weighed.flatten(0, 1).to(found.dtype))[:-1]
-    if probs is None:
-        return rows, None
-    given = taken(permuted_tokens, sorted_indices).reshape(*probs.shape, permuted_tokens.shape[1]).float()
-    return rows, (given * dout).sum(-1).to(probs.dtype)
+    rows = _of_permuted(grad_unpermuted_tokens, sorted_indices, probs, permuted_tokens.shape[0])
+    weights = None if probs is None else _of_probs(grad_unpermuted_tokens, sorted_indices, probs, permuted_tokens)
+    return rows, weights
 
 
 def npu_moe_token_permute_with_routing_map(
@@ -283,7 +321,7 @@ def npu_moe_token_permute_with_routing_map(
         flat = by_expert.flatten().to(torch.int8).argsort(stable=True, descending=True)[: choices * count]
         expert, token = flat // max(count, 1), flat % max(count, 1)
         places = token.argsort(stable=True)
-        permuted = _spread(tokens, choices, places.argsort()) if choices else tokens[:0]
+        permuted = _spread(tokens, choices, places.argsort(), places.to(torch.int32)) if choices else tokens[:0]
     weights = None if probs is None else probs[token, expert]
     return permuted, weights, places.to(torch.int32)
 
@@ -343,8 +381,7 @@ def npu_moe_token_unpermute_with_routing_map(
             rows = rows * probs[token, expert].unsqueeze(1)
         return rows.new_zeros(count, width).index_add(0, token, rows).to(permuted_tokens.dtype)
     choices = len(sorted_indices) // max(count, 1)
-    rows = taken(permuted_tokens, sorted_indices)
     if probs is None or routing_map is None:
-        return _weighed(rows, rows.new_ones(count, choices))
+        return _weighed(permuted_tokens, sorted_indices, permuted_tokens.new_ones(count, choices))
     chosen = routing_map.bool().to(torch.int8).argsort(stable=True, dim=1, descending=True)[:, :choices]
-    return _weighed(rows, probs.gather(1, chosen))
+    return _weighed(permuted_tokens, sorted_indices, probs.gather(1, chosen))

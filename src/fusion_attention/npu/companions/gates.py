@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.kept import keeping
 from fusion_attention.ops.companions import gates
 
 __all__ = [
@@ -49,8 +50,12 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
         0.0
     """
     dim = checked(gates.SWIGLU, {"input": input, "dim": dim})["dim"]
-    a, b = input.float().chunk(2, dim)
-    return (torch.nn.functional.silu(a) * b).to(input.dtype)
+
+    def compute(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, dim)
+        return torch.nn.functional.silu(a) * b
+
+    return _of_one(compute, lambda dy, x: _swiglu_gradient(dy, x, dim), input)
 
 
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
@@ -78,9 +83,14 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
         True
     """
     dim = checked(gates.SWIGLU_BACKWARD, {"grad_output": grad_output, "input": input, "dim": dim})["dim"]
-    a, b = input.float().chunk(2, dim)
-    dy, s = grad_output.float(), a.sigmoid()
-    return torch.cat((dy * b * s * (1 + a * (1 - s)), dy * a * s), dim).to(input.dtype)
+    return _swiglu_gradient(grad_output, input, dim)
+
+
+def _swiglu_gradient(dy: Tensor, x: Tensor, dim: int) -> Tensor:
+    a, b = x.float().chunk(2, dim)
+    dy, s = dy.float(), a.sigmoid()
+    y = a * s
+    return torch.cat((dy * b * torch.addcmul(s, y, 1 - s), dy * y), dim).to(x.dtype)
 
 
 def npu_geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left: bool = False) -> tuple[Tensor, Tensor]:
@@ -110,9 +120,19 @@ def npu_geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left:
     """
     args = {"input": input, "dim": dim, "approximate": approximate, "activate_left": activate_left}
     given = checked(gates.GEGLU, args)
-    plain, active = _halves(input, given)
-    gelu = torch.nn.functional.gelu(active, approximate=_WORDS[given["approximate"]])
-    return (plain * gelu).to(input.dtype), gelu.detach().to(input.dtype)
+    word = _WORDS[given["approximate"]]
+
+    def compute(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
+        plain, active = _halves(x, given)
+        gelu = torch.nn.functional.gelu(active, approximate=word)
+        return ((plain * gelu).to(x.dtype), gelu.detach().to(x.dtype)), (x,)
+
+    def gradient(_: Any, dy: Tensor, x: Tensor) -> tuple[Tensor]:
+        gelu = torch.nn.functional.gelu(_halves(x, given)[1], approximate=word)  # again, as exact as it was
+        return (_geglu_gradient(dy, x, gelu, given),)
+
+    y, gelu = keeping(compute, gradient, input)
+    return y, gelu
 
 
 def npu_geglu_grad(
@@ -147,11 +167,14 @@ def npu_geglu_grad(
         "activate_left": activate_left,
     }  # fmt: skip
     given = checked(gates.GEGLU_GRAD, args)
-    plain, active = _halves(input, given)
-    dy = grad_output.float()
-    word = _WORDS[given["approximate"]]
+    return _geglu_gradient(grad_output, input, gelu, given)
+
+
+def _geglu_gradient(dy: Tensor, x: Tensor, gelu: Tensor, given: Mapping[str, Any]) -> Tensor:
+    plain, active = _halves(x, given)
+    dy, word = dy.float(), _WORDS[given["approximate"]]
     pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * plain, active, approximate=word)
-    return torch.cat(pair[::-1] if given["activate_left"] else pair, given["dim"]).to(input.dtype)
+    return torch.cat(pair[::-1] if given["activate_left"] else pair, given["dim"]).to(x.dtype)
 
 
 def npu_gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
@@ -176,7 +199,11 @@ def npu_gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
         0.8413
     """
     word = checked(gates.GELU, {"input": input, "approximate": approximate})["approximate"]
-    return torch.nn.functional.gelu(input.float(), approximate=word).to(input.dtype)
+    return _of_one(
+        lambda x: torch.nn.functional.gelu(x.float(), approximate=word),
+        lambda dy, x: _gelu_gradient(dy, x, word),
+        input,
+    )
 
 
 def npu_gelu_backward(grad_output: Tensor, input: Tensor, *, approximate: str = "none") -> Tensor:
@@ -202,7 +229,11 @@ def npu_gelu_backward(grad_output: Tensor, input: Tensor, *, approximate: str = 
     """
     args = {"grad_output": grad_output, "input": input, "approximate": approximate}
     word = checked(gates.GELU_BACKWARD, args)["approximate"]
-    return torch.ops.aten.gelu_backward(grad_output.float(), input.float(), approximate=word).to(input.dtype)
+    return _gelu_gradient(grad_output, input, word)
+
+
+def _gelu_gradient(dy: Tensor, x: Tensor, word: str) -> Tensor:
+    return torch.ops.aten.gelu_backward(dy.float(), x.float(), approximate=word).to(x.dtype)
 
 
 def npu_fast_gelu(input: Tensor) -> Tensor:
@@ -226,7 +257,7 @@ def npu_fast_gelu(input: Tensor) -> Tensor:
         0.8458
     """
     checked(gates.FAST_GELU, {"input": input})
-    return fast_gelu(input.float()).to(input.dtype)
+    return _of_one(lambda x: fast_gelu(x.float()), _fast_gelu_gradient, input)
 
 
 def fast_gelu(x: Tensor) -> Tensor:
@@ -257,9 +288,19 @@ def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
         0.5
     """
     checked(gates.FAST_GELU_BACKWARD, {"grad": grad, "input": input})
-    x = _SLOPE * input.float()
-    s = x.sigmoid()
-    return (grad.float() * s * (1 + x * (1 - s))).to(input.dtype)
+    return _fast_gelu_gradient(grad, input)
+
+
+def _fast_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    steep = _SLOPE * x.float()
+    s = steep.sigmoid()
+    return (dy.float() * s * (1 + steep * (1 - s))).to(x.dtype)
+
+
+def _of_one(function: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of one tensor, rounded to its dtype, whose gradient reads that tensor alone."""
+    (y,) = keeping(lambda x: ((function(x).to(x.dtype),), (x,)), lambda _, dy, x: (gradient(dy, x),), x)
+    return y
 
 
 def _halves(input: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.kept import Some, keeping
 from fusion_attention.ops.companions import losses
 
 __all__ = ["npu_cross_entropy_loss", "npu_cross_entropy_loss_backward"]
@@ -55,19 +56,30 @@ def npu_cross_entropy_loss(
         4.0
     """
     given = checked(losses.CROSS_ENTROPY, dict(locals()))
-    log_prob = input.float().log_softmax(-1)
+
+    def compute(x: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
+        log_prob = x.float().log_softmax(-1)
+        loss = _loss(log_prob, target, weight, given)
+        return (loss.to(x.dtype), log_prob.detach().to(x.dtype)), (x, target, weight)
+
+    def gradient(_: Any, dloss: Tensor, x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor]:
+        return (_gradient(dloss, x.float().softmax(-1), target, weight, given).to(x.dtype),)
+
+    loss, log_prob = keeping(compute, gradient, input)
+    nothing = input.new_empty(0)
+    return loss, log_prob, nothing, nothing.clone()
+
+
+def _loss(log_prob: Tensor, target: Tensor, weight: Tensor | None, given: Mapping[str, Any]) -> Tensor:
     kept, of_label, norm = _rows(target, weight, log_prob, given)
     label = target.where(kept, 0).unsqueeze(1)
     smoothing = given["label_smoothing"]
     loss = -log_prob.gather(1, label).squeeze(1) * of_label
     if smoothing:
         spread = log_prob if weight is None else log_prob * weight
-        loss = (1 - smoothing) * loss - smoothing / input.shape[1] * spread.sum(1)
+        loss = (1 - smoothing) * loss - smoothing / log_prob.shape[1] * spread.sum(1)
     loss = loss.where(kept, 0.0)
-    if given["reduction"] != "none":
-        loss = (loss.sum() / norm).reshape(1)
-    nothing = input.new_empty(0)
-    return loss.to(input.dtype), log_prob.detach().to(input.dtype), nothing, nothing.clone()
+    return loss if given["reduction"] == "none" else (loss.sum() / norm).reshape(1)
 
 
 def npu_cross_entropy_loss_backward(
@@ -109,15 +121,22 @@ def npu_cross_entropy_loss_backward(
         True
     """
     given = checked(losses.CROSS_ENTROPY_BACKWARD, dict(locals()))
-    p, classes, smoothing = log_prob.float().exp(), log_prob.shape[1], given["label_smoothing"]
+    return _gradient(grad_loss, log_prob.float().exp(), target, weight, given).to(log_prob.dtype)
+
+
+def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, given: Mapping[str, Any]) -> Tensor:
+    """dx in float32; p: the probabilities."""
     kept, of_label, norm = _rows(target, weight, p, given)
-    right = torch.zeros_like(p).scatter(1, target.where(kept, 0).unsqueeze(1), 1.0)
-    dx = (1 - smoothing) * of_label.unsqueeze(1) * (p - right)
+    g, smoothing = (dloss.float() / norm).expand_as(target), given["label_smoothing"]
+    right = total = (1 - smoothing) * g * of_label
     if smoothing:
-        weights = p.new_ones(classes) if weight is None else weight
-        dx = dx + smoothing / classes * (weights.sum() * p - weights)
-    g = (grad_loss.float() / norm).expand_as(target)
-    return (dx * g.unsqueeze(1)).masked_fill(~kept.unsqueeze(1), 0).to(log_prob.dtype)
+        weights = p.new_ones(p.shape[1]) if weight is None else weight
+        part = smoothing / p.shape[1] * g
+        total = right + part * weights.sum()
+    dx = (p * total.unsqueeze(1)).scatter_add_(1, target.where(kept, 0).unsqueeze(1), -right.unsqueeze(1))
+    if smoothing:
+        dx = dx - part.unsqueeze(1) * weights
+    return dx.masked_fill_(~kept.unsqueeze(1), 0)
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.kept import Some, keeping
 from fusion_attention.ops.companions import norms
 
 __all__ = ["npu_add_rms_norm", "npu_gemma_rms_norm", "npu_rms_norm", "npu_rms_norm_backward"]
@@ -66,13 +69,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
         True
     """
     checked(norms.RMS_NORM_BACKWARD, {"dy": dy, "input": input, "gamma": gamma, "rstd": rstd})
-    axes = tuple(range(-gamma.dim(), 0))
-    rows = tuple(range(input.dim() - gamma.dim()))
-    scale, upstream = rstd.float(), dy.float()
-    xhat, weighed = input.float() * scale, upstream * gamma
-    dx = scale * (weighed - xhat * (weighed * xhat).mean(axes, keepdim=True))
-    dgamma = (upstream * xhat).sum(rows) if rows else upstream * xhat
-    return dx.to(input.dtype), dgamma
+    return _gradients((True, True), dy, input, gamma, rstd)
 
 
 def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +128,31 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> 
 
 def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(y, rstd): rows over their root mean square times gamma, in the dtype of x, and 1 / rms without a derivative."""
+
+    def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
+        rstd = _rstd(x, gamma, epsilon)
+        found = (x.float() * rstd * gamma).to(x.dtype), rstd.detach()
+        return found, (x, gamma, found[1])
+
+    def gradient(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Some:
+        again = torch.is_grad_enabled()  # for a derivative of the gradient, which goes through rstd too
+        return _gradients(wanted, dy, x, gamma, _rstd(x, gamma, epsilon) if again else rstd)
+
+    y, rstd = keeping(compute, gradient, x, gamma)
+    return y, rstd
+
+
+def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     wide = x.float()
-    rstd = (wide * wide).mean(tuple(range(-gamma.dim(), 0)), keepdim=True).add(epsilon).rsqrt()
-    return (wide * rstd * gamma).to(x.dtype), rstd.detach()
+    return (wide * wide).mean(tuple(range(-gamma.dim(), 0)), keepdim=True).add(epsilon).rsqrt()
+
+
+def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:
+    """(dx, dgamma) as npu_rms_norm_backward says, those that are wanted."""
+    axes, rows = tuple(range(-gamma.dim(), 0)), tuple(range(x.dim() - gamma.dim()))
+    scale, upstream = rstd.float(), dy.float()
+    xhat, weighed = x.float() * scale, upstream * gamma
+    dx = scale * (weighed - xhat * (weighed * xhat).mean(axes, keepdim=True)) if wanted[0] else None
+    dgamma = upstream * xhat if wanted[1] else None
+    dgamma = dgamma.sum(rows) if rows and dgamma is not None else dgamma
+    return None if dx is None else dx.to(x.dtype), dgamma

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fusion_attention.npu.companions.call import checked
+from fusion_attention.npu.companions.kept import keeping
 from fusion_attention.ops.companions import softmax
 
 __all__ = ["npu_scaled_masked_softmax", "npu_scaled_masked_softmax_backward"]
@@ -38,8 +41,14 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1, fixed_t
     """
     args = {"x": x, "mask": mask, "scale": scale, "fixed_triu_mask": fixed_triu_mask}
     given = checked(softmax.SCALED_MASKED_SOFTMAX, args)
-    hidden = _hidden(x, mask, given["fixed_triu_mask"])
-    return (x.float() * given["scale"]).masked_fill(hidden, _MASKED).softmax(-1).to(x.dtype)
+    factor, triangle = given["scale"], given["fixed_triu_mask"]
+
+    def compute(x: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, Tensor | None]]:
+        y = (x.float() * factor).masked_fill(_hidden(x, mask, triangle), _MASKED).softmax(-1).to(x.dtype)
+        return (y,), (y, None if triangle else mask)
+
+    (y,) = keeping(compute, lambda _, dy, y, mask: (_gradient(dy, y, mask, factor, triangle),), x)
+    return y
 
 
 def npu_scaled_masked_softmax_backward(
@@ -72,10 +81,14 @@ def npu_scaled_masked_softmax_backward(
     """
     args = {"y_grad": y_grad, "y": y, "mask": mask, "scale": scale, "fixed_triu_mask": fixed_triu_mask}
     checked(softmax.SCALED_MASKED_SOFTMAX_BACKWARD, args)
-    dy, weights = y_grad.float(), y.float()
+    return _gradient(y_grad, y, mask, scale, fixed_triu_mask)
+
+
+def _gradient(dy: Tensor, y: Tensor, mask: Tensor | None, scale: float, triangle: bool) -> Tensor:
+    dy, weights = dy.float(), y.float()
     dx = scale * weights * (dy - (dy * weights).sum(-1, keepdim=True))
-    return dx.masked_fill(_hidden(y, mask, fixed_triu_mask), 0).to(y.dtype)
+    return dx.masked_fill(_hidden(y, mask, triangle), 0).to(y.dtype)
 
 
-def _hidden(scores: Tensor, mask: Tensor, triangle: bool) -> Tensor:
+def _hidden(scores: Tensor, mask: Tensor | None, triangle: bool) -> Any:
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1) if triangle else mask

@@ -1,0 +1,50 @@
+"""What a function keeps for its gradient: what the chip's keeps, not what torch's operators within it would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusion_attention.torch_ops.dispatch import is_traced
+
+Tensor = torch.Tensor
+Some = tuple[Tensor | None, ...]
+
+
+def keeping(
+    compute: Callable[..., tuple[tuple[Tensor, ...], Some]], gradient: Callable[..., Some], *inputs: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The results of compute(*inputs), of which the first alone has a derivative.
+
+    In a trace it is that of torch's operators: who compiles a graph decides what it keeps.
+
+    Args:
+        compute: (results, what the gradient reads of inputs and results).
+        gradient: of (which inputs want one, the gradient of the first result, *what it reads): those of the inputs, in
+            operators that have a derivative themselves.
+        inputs: all tensors that may want a gradient.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs) and not is_traced(inputs):
+        found: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)  # type: ignore[no-untyped-call]
+        return found
+    return compute(*inputs)[0]
+
+
+class _Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Any, gradient: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        results, kept = compute(*inputs)
+        ctx.gradient = gradient
+        ctx.save_for_backward(*kept)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        if upstream[0] is None:
+            return (None,) * (2 + len(wanted))
+        return None, None, *ctx.gradient(wanted, upstream[0], *ctx.saved_tensors)
