@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.levels import BOTH, CONTENT, DOUBTS, HINTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
+from support.levels import BOTH, CONTENT, DOUBTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
 from support.records import ATTENTION, EVERY_FACE, PACKED, Args, call, layouts, one, outcome
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,6 @@ from fusion_attention.contract import (
     NULL_POINTER,
     STAGES,
     TILING,
-    WARNED,
     Array,
     Op,
     Rule,
@@ -54,13 +53,13 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
     op = CONTRACTS[name]
     for case in spoils(op):
-        asked = {"strict": case.level in ("limit", "doubt", "hint"), "check_content": case.level == "content"}
+        asked = {"strict": case.level in ("limit", "doubt"), "check_content": case.level == "content"}
         failures, notes = outcome(op, case.args, **asked)
         usual = outcome(op, case.args)
         said = str(op.failure(case.param, case.expected, ""))
-        if case.level in ("note", "hint"):
+        if case.level == "note":
             assert not failures, case.id
-            assert bool(usual[1]) is (case.level == "note"), case.id
+            assert usual[1] == notes, case.id
             assert len(notes) == 1, case.id
             assert notes[0].startswith(f"{said}, got "), case.id
             continue
@@ -91,14 +90,13 @@ def test_rules_are_declared_whole(name: str) -> None:
         assert rule.stage in STAGES
         assert rule.given or rule.spoil, f"{rule.id}: say how to break it"
         assert rule.advice, f"{rule.id}: say why, or what to do"
-        assert not (rule.reads and rule.level in WARNED), rule.id
 
 
 @pytest.mark.parametrize("name", [op.name for op in (*attention.RECORDS, *training.RECORDS)])
 def test_levels_and_codes(name: str) -> None:
     for rule in RECORDS[name].asked:
         key = rule.param, rule.expected
-        levels = {"limit": LIMITS, "content": CONTENT, "note": NOTES, "doubt": DOUBTS, "hint": HINTS}
+        levels = {"limit": LIMITS, "content": CONTENT, "note": NOTES, "doubt": DOUBTS}
         level = next((level for level, keys in levels.items() if key in keys), "meaning")
         assert rule.level in (level, BOTH.get(rule.expected)), key
         assert rule.code == (NULL_POINTER if key in MISSING else INVALID if key in SHAPES_AND_DTYPES else TILING), key

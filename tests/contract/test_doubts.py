@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.contract.sampling import sample
+from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
 
 ROWS = torch.randn(300, 2, 16)
@@ -241,24 +242,70 @@ def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants()
     assert q.grad is not None
 
 
-# ---------------------------------------------------------------------------------------------------- hints and advice
+# ---------------------------------------------------------------------------------------------------- notes and advice
 
 
-def test_a_scale_left_out_is_hinted_at_when_strict() -> None:
+def test_a_scale_left_out_is_told() -> None:
     wide, narrow = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 16)
     half = torch.randn(1, 1, 64).half(), torch.randn(1, 9, 64).half()
     calls: tuple[tuple[str, int, Callable[[], Any]], ...] = (
         ("scale", 1, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND")),
         ("scale", 0, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND", scale=0.125)),
+        ("scale", 0, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND", scale=1.0)),
         ("scale", 0, lambda: npu.npu_fusion_attention(narrow, narrow, narrow, 2, "BSND")),
         ("scale_value", 1, lambda: npu.npu_incre_flash_attention(half[0], half[1], half[1])),
     )
     for name, count, call in calls:
-        assert warned(call) == []
-        with npu.strict():
-            found = warned(call)
+        found = warned(call)
         assert len(found) == count
         assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in found)
+
+
+def test_a_mask_that_no_mode_has_is_told_once_for_a_shape() -> None:
+    q = torch.randn(1, 8, 2, 24)
+    right = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+    def call(mask: torch.Tensor, mode: int = 3) -> Any:
+        return npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.2, atten_mask=mask, sparse_mode=mode)
+
+    for mask in (~right, right.T, torch.zeros_like(right)):
+        RECORDS["npu_fusion_attention"].signatures.clear()
+        (found,) = warned(lambda mask=mask: call(mask))
+        assert "atten_mask: expected the documented content of a compressed mask" in found
+        with npu.strict(), pytest.raises(fa.ContractError, match="the documented content"):
+            call(mask)
+    assert warned(lambda: call(right)) == []
+    with npu.strict():
+        call(right)
+
+
+def test_an_entry_behind_the_end_of_a_list_is_told() -> None:
+    q = torch.randn(1, 5, 2, 24)
+    lists = torch.tensor([0, -1, 0], dtype=torch.int32).expand(1, 5, 1, 3)
+    call = lambda lists: fa.sparse_attention(q, q[:, :, :1], None, lists, causal=False)  # noqa: E731
+    (found,) = warned(lambda: call(lists))
+    assert "indices: expected no entry behind a -1" in found
+    assert "pack_lists" in found
+    assert warned(lambda: call(fa.pack_lists(lists))) == []
+    with fa.strict(), pytest.raises(fa.ContractError, match="no entry behind a -1"):
+        call(lists)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: npu.npu_fusion_attention(Q, Q, Q, 2, "BSND", pre_tokens=3),
+            r"'pre_tokens' \(did you mean pre_tockens=\?",
+        ),
+        (lambda: fa.sparse_attention(Q, Q, Q, None, blok=3), r"'blok' \(did you mean block=\?"),
+        (lambda: functions()["npu_rms_norm"](Q, Q[0, 0, 0], eps=1e-5), r"'eps' \(did you mean epsilon=\?"),
+        (lambda: functions()["npu_swiglu"](Q, axes=1), r"'axes' \(it has input, dim\)"),
+    ],
+)
+def test_a_misspelt_argument_is_named(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
 
 
 def test_lists_far_longer_than_the_keys() -> None:

@@ -179,6 +179,17 @@ def test_two_numbers_in_one_call_are_torchs_own_error() -> None:
             call()
 
 
+def test_a_tensor_left_on_the_host_is_named() -> None:
+    x, mask = torch.ones(1, 4, 2, 16, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
+    for call, name in (
+        (lambda: npu.npu_fusion_attention(x, x, x.cpu(), 2, "BSND"), "value"),
+        (lambda: npu.npu_fusion_attention(x, x, x, 2, "BSND", atten_mask=mask), "atten_mask"),
+        (lambda: npu.npu_fused_infer_attention_score(x, [x.cpu()], [x], num_heads=2, input_layout="BSND"), "key"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"npu:0 and cpu! \(npu_\w+: {name} is on cpu: move it to npu:0\)"):
+            call()
+
+
 def test_files_and_other_processes_keep_the_number(tmp_path: Path) -> None:
     x = torch.ones(2, device="npu:3")
     torch.save(x, tmp_path / "x.pt")

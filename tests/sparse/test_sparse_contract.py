@@ -56,11 +56,15 @@ LIMITS = {
     *((t, "no limit: 2147483647, or the largest int64") for t in ("pre_tokens", "next_tokens")),
     *(("value", "value rows"), ("weights", "float16 or bfloat16")),
 }
-CONTENT = {("sparse_indices", "lists packed to the front"), ("sparse_indices", "blocks of which the row sees a key")}
+CONTENT = {
+    ("sparse_indices", "no more entries than blocks that the row sees"),
+    ("sparse_indices", "blocks of which the row sees a key"),
+}
 DOUBTS = {
     ("actual_seq_qlen", "sequences that take up all T1 rows of the tensor"),
     ("actual_seq_kvlen", "sequences that take up all T2 rows of the tensor"),
     ("sparse_count", "no more than the keys, or 8192"),
+    ("sparse_indices", "no entry behind a -1"),
 }
 MISSING = {"actual_seq_qlen is not None", "actual_seq_kvlen is not None", "(query_rope is None) == (key_rope is None)"}
 MISSING |= {"value is not None", "(block_table is not None) == (layout_kv == 'PA_BSND')"}

@@ -62,7 +62,6 @@ CONTENT = {
         "softmax_max",
         "statistics with each sequence's heads end to end, token-major only where softmax_layout says so",
     ),
-    ("atten_mask", "the documented content of a compressed mask"),
     ("atten_mask", "a mask that agrees with pre_tokens and next_tokens"),
     ("pse", "compressed rows that are shifted copies of each other"),
 }
@@ -71,15 +70,16 @@ NOTES = {
     ("sparse_mode", "atten_mask beside a sparse_mode other than 0"),
     ("actual_seq_qlen", "no lengths in a padded layout"),
     ("atten_mask", "a mask for every sequence"),
+    ("scale", "a scale"),
 }
 DOUBTS = {
     *((name, "sequences that take up all T1 rows of the tensor") for name in ("q_len", "actual_seq_qlen")),
     *((name, "sequences that take up all T2 rows of the tensor") for name in ("kv_len", "actual_seq_kvlen")),
     ("pse", "slopes that wait for no gradient"),
     ("q", "no more heads than rows, or 256"),
+    ("atten_mask", "the documented content of a compressed mask"),
     ("alibi_slopes", "a tensor that waits for no gradient"),
 }
-HINTS = {("scale", "a scale")}
 MISSING = {
     ("actual_seq_qlen", "actual_seq_qlen is not None"),
     ("actual_seq_kvlen", "actual_seq_kvlen is not None"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from fusion_attention.contract.arguments import array_of, intact, is_memory, losses, members
 from fusion_attention.contract.expressions import evaluate, parse, scope
 from fusion_attention.contract.record import (
+    WARNED,
     Array,
     ContractError,
     ContractWarning,
@@ -168,10 +169,15 @@ def bind(
     if check_content and reads and not any(t.is_meta for p in op.tensors() for t in members(bound[p.name]) or ()):
         ask(op, [r for r in op.asked if r.level == "content"], bound.names)
     if settled.notes:
-        level = outside()
-        for note in settled.notes:
-            warnings.warn(note, ContractWarning, stacklevel=level)
+        _tell(settled.notes)
     return bound
+
+
+def _tell(notes: Iterable[Failure | str]) -> None:
+    """Warns, where the caller of this package stands."""
+    level = outside()
+    for note in notes:
+        warnings.warn(str(note), ContractWarning, stacklevel=level)
 
 
 def _with_reader(op: Op) -> Reader:
@@ -247,7 +253,7 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     """The stages before lengths: a new signature, with every other rule still to be asked."""
-    levels = ("meaning", "note", "limit", "doubt", "hint") if strict else ("meaning", "note", "doubt")
+    levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
     asked = [r for r in op.asked if r.level in levels]
     if strict:
         asked = [replace(r, level="limit") if r.level == "doubt" else r for r in asked]
@@ -269,9 +275,12 @@ def _settle(
     ask(op, [r for r in known.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
-    notes = known.notes + ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
+    told = ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
+    _tell(n for n in told if n.rule is not None and n.rule.reads)  # of this call alone
+    notes = known.notes + [n for n in told if n.rule is None or not n.rule.reads]
     if known.settled is None:
-        known.rules = _changing(op, known.rules, {*arrays, *derived} if arrays else set(), names)
+        lasting = [r for r in known.rules if not (r.reads and r.level in WARNED)]
+        known.rules = _changing(op, lasting, {*arrays, *derived} if arrays else set(), names)
         known.reads = [r for r in known.rules if r.reads]
         known.notes = [n for n in notes if n.rule not in known.rules]
     kept = {name: value for name, value in names.items() if not is_memory(value)}

@@ -18,7 +18,6 @@ TITLES = {
     "content": "Rules on tensor content (on request)",
     "doubt": "Doubts (a warning; an error when strict)",
     "note": "Notes (a warning)",
-    "hint": "Hints (a warning when strict)",
 }
 AXES = {
     "B": "sequences",

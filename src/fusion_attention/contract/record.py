@@ -18,10 +18,9 @@ from fusion_attention.contract.expressions import shape_text
 # Return codes of the two-phase interface; every failure carries the one that CANN gives for it.
 NULL_POINTER, INVALID, RUNTIME, TILING = 161001, 161002, 361001, 561002
 # meaning: no result is defined; limit: documented for the chip, an error when strict; content: reads tensor data, on
-# request; note: a warning; doubt: a legal call that probably means something else, a warning, and an error when strict;
-# hint: as a note, where strict.
-LEVELS = ("meaning", "limit", "content", "doubt", "note", "hint")
-WARNED = ("note", "doubt", "hint")
+# request; note: a warning; doubt: a legal call that probably means something else, a warning, and an error when strict.
+LEVELS = ("meaning", "limit", "content", "doubt", "note")
+WARNED = ("note", "doubt")
 # In this order. "dtype" covers devices and the layout string too; the stage of a rule is one of the named four.
 STAGES = ("presence", "dtype", "rank", "axes", "domains", "lengths", "rules")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
@@ -167,7 +166,7 @@ class Rule:
         needs: parameters without which a record does not have the rule.
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
-        reads: needs tensor data, so it is asked at every call (not for a warning).
+        reads: needs tensor data, so it is asked at every call; for a warning, at the first of its signature.
         given: sample settings under which the rule is asked; spoil: further settings that break it alone.
     """
 

@@ -30,14 +30,15 @@ from fusion_attention.contract.record import (
 
 
 def first_stages(op: Op, given: Sequence[Any], rules: list[Rule]) -> dict[str, Any]:
-    """Every stage before lengths: the value of every name that arguments in the record's order show.
+    """Every stage before lengths: the value of every name that arguments in the record's order show; missing: those of
+    the attributes that the call left out.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
     values = {p.name: _value(op, p, value) for p, value in zip(op.params, given, strict=True)}
     _refuse(_presence(op, values))
-    names: dict[str, Any] = {**op.neutral, **values}
+    names: dict[str, Any] = {**op.neutral, **values, "missing": _missing(op, given)}
     ask(op, [r for r in rules if r.stage == "presence"], names)
     typed, _ = _broken(op, [r for r in rules if r.stage == "dtype"], names)
     _refuse(_dtypes(op, names) + _devices(op, names) + _layout(op, names) + typed)
@@ -65,6 +66,11 @@ def _value(op: Op, p: Param, value: Any) -> Any:
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
         return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
     return value
+
+
+def _missing(op: Op, given: Sequence[Any]) -> tuple[str, ...]:
+    """The attributes that have their default because the call left them out."""
+    return tuple(p.name for p, value in zip(op.params, given, strict=True) if isinstance(p, Attr) and value is None)
 
 
 def _presence(op: Op, values: dict[str, Any]) -> list[Failure]:
@@ -222,7 +228,7 @@ def _got(rule: Rule, names: Mapping[str, Any]) -> str:
     if read.axes:
         sizes = (f"{axis}={names[axis]}" for axis in read.axes)
         return f"{show(names[rule.param])} with {', '.join(sizes)}"
-    used = [name for name in read.names if name in names]
+    used = [name for name in read.names if name in names and name != "missing"]
     if used == [rule.param]:
         return show(names[rule.param])
     return ", ".join(f"{name}={show(names[name])}" for name in used) or show(names.get(rule.param))

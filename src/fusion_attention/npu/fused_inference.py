@@ -15,6 +15,7 @@ import torch
 from fusion_attention.contract import Op
 from fusion_attention.npu import fused_out
 from fusion_attention.ops.fused import records as fused
+from fusion_attention.ops.shared.params import ONE
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
@@ -56,7 +57,7 @@ def npu_prompt_flash_attention(
     quant_scale2: Tensor | None = None,
     quant_offset2: Tensor | None = None,
     num_heads: int = 1,
-    scale_value: float = 1.0,
+    scale_value: float = ONE,
     pre_tokens: int = 2147483647,
     next_tokens: int = 0,
     input_layout: str = "BSH",
@@ -141,7 +142,7 @@ def npu_fused_infer_attention_score(
     key_rope: Tensor | None = None,
     key_rope_antiquant_scale: Tensor | None = None,
     num_heads: int = 1,
-    scale: float = 1.0,
+    scale: float = ONE,
     pre_tokens: int = 2147483647,
     next_tokens: int = 2147483647,
     input_layout: str = "BSH",
@@ -239,7 +240,7 @@ def npu_fused_infer_attention_score_v2(
     learnable_sink: Tensor | None = None,
     num_query_heads: int = 1,
     num_key_value_heads: int = 0,
-    softmax_scale: float = 1.0,
+    softmax_scale: float = ONE,
     pre_tokens: int = 2147483647,
     next_tokens: int = 2147483647,
     input_layout: str = "BSH",

@@ -22,6 +22,7 @@ from fusion_attention.ops.fused.geometry import (
     out_shape,
 )
 from fusion_attention.ops.fused.records import TORCH_PFA, TORCH_V1, TORCH_V2
+from fusion_attention.ops.shared.params import ONE
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
@@ -39,7 +40,7 @@ _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by the record's own names, from those of a function; a dtype as torch's number of it."""
-    args = dict(given)
+    args = {name: None if value is ONE else value for name, value in given.items()}
     for shown, own in _SPELLED[name]:
         if shown in args:
             args[own] = args.pop(shown)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.ops.inference import records as inference
+from fusion_attention.ops.shared.params import ONE, chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
@@ -39,7 +40,7 @@ def npu_incre_flash_attention(
     quant_offset2: Tensor | None = None,
     kv_padding_size: Tensor | Sequence[int] | None = None,
     num_heads: int = 1,
-    scale_value: float = 1.0,
+    scale_value: float = ONE,
     input_layout: str = "BSH",
     num_key_value_heads: int = 0,
     block_size: int = 0,
@@ -93,7 +94,7 @@ def npu_incre_flash_attention(
         "antiquant_offset": antiquant_offset, "block_table": block_table, "dequant_scale1": dequant_scale1,
         "quant_scale1": quant_scale1, "dequant_scale2": dequant_scale2, "quant_scale2": quant_scale2,
         "quant_offset2": quant_offset2, "kv_padding_size": kv_padding_size, "num_heads": num_heads,
-        "scale_value": scale_value, "input_layout": input_layout, "num_key_value_heads": num_key_value_heads,
+        "scale_value": chosen(scale_value), "input_layout": input_layout, "num_key_value_heads": num_key_value_heads,
         "block_size": block_size, "inner_precise": inner_precise,
     }  # fmt: skip
     return dispatch.results(inference.TORCH, args)["attention_out"]

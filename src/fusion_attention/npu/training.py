@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu import training_call
+from fusion_attention.ops.shared.params import ONE, chosen
 from fusion_attention.ops.training import records as training
 from fusion_attention.torch_ops.aliases import aliased
 from fusion_attention.waist.mask import UNLIMITED
@@ -40,7 +41,7 @@ def npu_fusion_attention(
     pse: Tensor | None = None,
     padding_mask: Tensor | None = None,
     atten_mask: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float = ONE,
     keep_prob: float = 1.0,
     pre_tockens: int = UNLIMITED,
     next_tockens: int = UNLIMITED,
@@ -102,7 +103,7 @@ def npu_fusion_attention(
     """
     args = {
         "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
-        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": chosen(scale), "keep_prob": keep_prob,
         "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
         "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
         "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,
@@ -124,7 +125,7 @@ def npu_fusion_attention_v2(
     atten_mask: Tensor | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float = ONE,
     keep_prob: float = 1.0,
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
@@ -173,7 +174,7 @@ def npu_fusion_attention_v2(
     args = {
         "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
         "padding_mask": padding_mask, "atten_mask": atten_mask, "query_rope": query_rope, "key_rope": key_rope,
-        "scale": scale, "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+        "scale": chosen(scale), "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "inner_precise": inner_precise, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
         "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode, "gen_mask_parallel": gen_mask_parallel,
         "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx, "kv_start_idx": kv_start_idx,
@@ -192,7 +193,7 @@ def npu_fusion_attention_v3(
     pse: Tensor | None = None,
     padding_mask: Tensor | None = None,
     atten_mask: Tensor | None = None,
-    scale: float = 1.0,
+    scale: float = ONE,
     keep_prob: float = 1.0,
     pre_tockens: int = UNLIMITED,
     next_tockens: int = UNLIMITED,
@@ -230,7 +231,7 @@ def npu_fusion_attention_v3(
     """
     args = {
         "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout, "pse": pse,
-        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale, "keep_prob": keep_prob,
+        "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": chosen(scale), "keep_prob": keep_prob,
         "pre_tokens": pre_tockens, "next_tokens": next_tockens, "inner_precise": inner_precise, "prefix": prefix,
         "actual_seq_qlen": actual_seq_qlen, "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
         "gen_mask_parallel": gen_mask_parallel, "sync": sync, "softmax_layout": softmax_layout, "sink": sink,

@@ -8,6 +8,7 @@ know what a function computes.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.spelling import suggested
 
 Tensor = torch.Tensor
 P = ParamSpec("P")
@@ -60,22 +62,43 @@ def aliased(function: Callable[P, R]) -> Callable[P, R]:
     their kernel themselves.
     """
 
+    own = suggested(function)
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _ways is None or dispatch.is_traced(()):
-            return function(*args, **kwargs)
+            return own(*args, **kwargs)
         crossing = _Crossing(_ways)
         given = [crossing.into(value) for value in args]
         named = {name: crossing.into(value) for name, value in kwargs.items()}
         if not crossing.tensors or crossing.odd:
-            return function(*args, **kwargs)
-        crossing.demand_one_device()
+            return own(*args, **kwargs)
+        if crossing.strange is not None and crossing.strange.type != "meta":
+            raise _elsewhere(function, crossing, args, kwargs)
         with crossing.autocast():
-            made = function(*given, **named)
+            made = own(*given, **named)
         found: R = crossing.out(made)
         return found
 
     return call
+
+
+def _elsewhere(
+    function: Callable[..., Any], crossing: _Crossing, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RuntimeError:
+    """torch's own error for tensors on several devices, and which argument it is."""
+    home, strange = crossing.tensors[0].device, crossing.strange
+    named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    found = (
+        name
+        for name, value in named.items()
+        for t in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(t, torch.Tensor) and t.device == strange and (t.dim() and t.dtype not in _COUNTS)
+    )
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {home} and {strange}! "
+        f"({function.__name__}: {next(found, 'an argument')} is on {strange}: move it to {home})"
+    )
 
 
 class _Crossing:
@@ -115,14 +138,6 @@ class _Crossing:
         self.tensors.append(tensor)
         self.aliases.append(self.ways.to_base(tensor))
         return self.aliases[-1]
-
-    def demand_one_device(self) -> None:
-        """Raises torch's own error where tensors lie on several devices."""
-        if self.strange is not None and self.strange.type != "meta":
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{self.tensors[0].device} and {self.strange}!"
-            )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """On the device that computes, autocast as it is on the tensors' own."""

@@ -33,6 +33,7 @@ from fusion_attention.npu.companions import (
 from fusion_attention.npu.device import process_groups
 from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
+from fusion_attention.torch_ops.spelling import suggested
 
 NAME = "torch_npu"
 FACES = (
@@ -70,8 +71,9 @@ _PARTS = {
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every function of torch_npu that is here, by name."""
-    return {name: getattr(module, name) for module in FACES for name in module.__all__}
+    """Every function of torch_npu that is here, by name; those that cross devices know their parameters already."""
+    found = {name: getattr(module, name) for module in FACES for name in module.__all__}
+    return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in found.items()}
 
 
 def made(base: torch.device, kind: str) -> dict[str, ModuleType]:

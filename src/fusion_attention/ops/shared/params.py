@@ -44,6 +44,15 @@ def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
     return (dim + rope) ** -0.5 if given is None else float(given)
 
 
+# The default of a scale in torch_npu's functions: a call that leaves it out has this object, and no other 1.0.
+ONE = float("1.0")
+
+
+def chosen(scale: float) -> float | None:
+    """A scale that a call says itself; None where it left it out."""
+    return None if scale is ONE else scale
+
+
 BLOCKED = Tensor(
     "blocked", "True removes a score.", True, dtypes="bool uint8", cast=keeps_or_adds("bias"), make=unmasked
 )

@@ -142,10 +142,9 @@ def own_page_ids(given: Settings, ids: Any) -> Rule:
     return refused(check, "block_table", advice, "int32", when=when, given=given, spoil={"block_table": ids})
 
 
-# ---------------------------------------------------------------------------------------------------- doubts and hints
+# ------------------------------------------------------------------------------------------------------------- doubts
 
 doubt = partial(Rule, level="doubt")
-hint = partial(Rule, level="hint")
 
 
 def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule, ...]:
@@ -183,9 +182,9 @@ def untrained(
 
 
 def own_scale(scale: str) -> Rule:
-    """A scale that somebody chose: torch_npu's default is seldom what is meant."""
-    advice = "the default is 1.0, not 1 / sqrt(D); right where queries are scaled already"
-    return hint(f"{scale} != 1 or D < 32", scale, advice, f"a {scale}", spoil={scale: 1.0, "D": 64})
+    """A scale that the call says: torch_npu's default is seldom what is meant."""
+    advice = "the default is 1.0, not 1 / sqrt(D): say 1.0 where queries are scaled already"
+    return note(f"'{scale}' not in missing or D < 32", scale, advice, f"a {scale}", spoil={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:

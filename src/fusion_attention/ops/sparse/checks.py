@@ -96,21 +96,25 @@ def entries_fit(indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: n
     return True
 
 
+def unbroken(indices: torch.Tensor) -> bool:
+    """Whether no entry stands behind a -1, where no row reads it; True where lists stay unread."""
+    return stays_unread(indices) or not bool(((indices[..., 1:] >= 0) & (indices[..., :-1] < 0)).any())
+
+
 def _visible(mode: int, rows: int, keys: int, device: torch.device) -> torch.Tensor:
     """[rows, 1, 1]: how many keys each row sees."""
     row = torch.arange(rows, device=device)[:, None, None]
     return (row + keys - rows + 1).clamp(0, keys) if mode == 3 else torch.full_like(row, keys)
 
 
-def at_the_front(
+def few_enough(
     indices: torch.Tensor, layout: str, q_len: np.ndarray, kv_len: np.ndarray, block: int, mode: int
 ) -> Outcome:
-    """Whether no entry stands where no row reads it: behind a -1, or behind as many as the row sees blocks."""
+    """Whether no entry stands where no row reads it: behind as many as the row sees blocks."""
     for b, own in _lists(indices, layout, q_len):
         seen = -(-_visible(mode, len(own), int(kv_len[b]), own.device) // block)
         slot = torch.arange(own.shape[-1], device=own.device)
-        read = (own >= 0).cumprod(-1).bool() & (slot < seen)
-        bad = (own >= 0) & ~read
+        bad = (own >= 0) & (slot >= seen)
         if bool(bad.any()):
             return f"{_first(bad, own, b)}, which is not read"
     return True
@@ -130,7 +134,7 @@ def in_the_past(
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
-        *(keys_in, queries_fit, keys_fit, pages_exist, entries_fit, at_the_front, in_the_past),
+        *(keys_in, queries_fit, keys_fit, pages_exist, entries_fit, unbroken, few_enough, in_the_past),
         *(last_end, float32, int32),
     )
 } | {

@@ -14,6 +14,7 @@ from fusion_attention.ops.shared.rules import (
     ROPE,
     content,
     covered,
+    doubt,
     elements,
     finite_scale,
     group,
@@ -158,12 +159,21 @@ SELECTION = (
         reads=True,
         spoil={"sparse_indices": lists(0, 90)},
     ),
-    content(
-        f"at_the_front({LISTS}, sparse_mode)",
+    doubt(
+        "unbroken(sparse_indices)",
         "sparse_indices",
-        "a list is read up to its first -1, and no further than its row sees blocks",
-        text="lists packed to the front",
+        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
+        text="no entry behind a -1",
+        reads=True,
         spoil={"sparse_indices": lists(0, -1, 0)},
+    ),
+    content(
+        f"few_enough({LISTS}, sparse_mode)",
+        "sparse_indices",
+        "a list is read no further than its row sees blocks",
+        text="no more entries than blocks that the row sees",
+        given={"sparse_mode": 0, "causal": False},
+        spoil={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
     ),
     content(
         f"in_the_past({LISTS}, sparse_mode)",

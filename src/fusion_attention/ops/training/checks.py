@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import dtype_text, trained
-from fusion_attention.ops.shared.checks import float32
+from fusion_attention.ops.shared.checks import float32, stays_unread
 from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
@@ -141,7 +141,9 @@ def countable(offset: torch.Tensor | None) -> bool | str:
 
 
 def is_compressed_mask(mask: torch.Tensor, mode: int) -> bool:
-    """Whether a compressed mask has the one documented content."""
+    """Whether a compressed mask has the one documented content; True of one that stays_unread()."""
+    if stays_unread(mask):
+        return True
     matrix = mask.reshape(mask.shape[-2:]) != 0
     triangle = torch.ones(TRIANGLE, dtype=torch.bool, device=mask.device).triu(1)
     if mode == 6:

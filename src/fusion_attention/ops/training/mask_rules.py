@@ -6,7 +6,7 @@ As rules.py, which holds all the others. Levels and codes: docs/rulings.md 15.
 from __future__ import annotations
 
 from fusion_attention.contract import Rule
-from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, limit, note, typed
+from fusion_attention.ops.shared.rules import PACKED, PADDED, ROPE, content, doubt, limit, note, typed
 
 # --------------------------------------------------------------------------------------------------- sample settings
 
@@ -89,10 +89,11 @@ MASKS = (
         given=SQUARE_MASK | {"sparse_mode": 2},
         spoil={"atten_mask": "1 1 2048 2048"},
     ),
-    content(
+    doubt(
         "is_compressed_mask(atten_mask, sparse_mode)",
         "atten_mask",
-        "the formula decides, not the content; anything else is a misunderstanding",
+        "the mode decides here, but a chip may read it: torch.ones(2048, 2048, dtype=torch.bool).triu(1)",
+        reads=True,
         text="the documented content of a compressed mask",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
         given=SQUARE_MASK | {"sparse_mode": 2},
