@@ -89,6 +89,13 @@ def test_a_mask_of_every_sequence() -> None:
     same_bits(again, out)
 
 
+@pytest.mark.parametrize("kernel", [0, 2, None])
+def test_a_choice_of_kernels_changes_nothing(kernel: int | None) -> None:
+    npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted := room())
+    npu._npu_flash_attention_unpad_v2(Q, K, V, ROWS, SCALE, N1, N2, kernel_type=kernel, out=(out := room()))
+    same_bits(out, wanted)
+
+
 def test_rows_behind_the_last_sequence_stay() -> None:
     rows, out = torch.tensor([2, 3]), room()
     npu._npu_flash_attention_unpad(Q, K, V, rows, SCALE, N1, N2, out)
@@ -103,6 +110,11 @@ def test_rows_over_pages() -> None:
     triangle = torch.ones(128, 128, dtype=torch.bfloat16).triu(1)
     npu._npu_flash_attention_qlens(Q, PAGES, VALUES, TABLE, triangle, ROWS, KEYS, N2, N1, SCALE, out)
     judge(out, keys, values, ROWS, causal(ROWS))
+    again, pages = room(), {"block_table": TABLE, "context_lens": KEYS, "seq_len": ROWS}
+    npu._npu_paged_attention_splitfuse_v2(
+        Q, PAGES, VALUES, mask=triangle, **pages, num_kv_heads=N2, num_heads=N1, scale_value=SCALE, out=again
+    )
+    same_bits(again, out)
     line = torch.rand(T, 33, generator=GENERATOR) < 0.5
     line[:, 1] = False
     starts = ROWS.cumsum(0) - ROWS
@@ -189,7 +201,7 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
     if "paged" in name:
         args = {"query": Q[:2], "key_cache": PAGES, "value_cache": VALUES, "block_table": TABLE[:2], **common}
         args |= {"context_lens": pages, "out": room(2)}
-    elif not name.endswith("unpad"):
+    elif "unpad" not in name:
         args["mask"] = torch.zeros(5, 5)
     return args | changes
 
@@ -207,6 +219,7 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ("_npu_flash_attention", {"query": Q[:5].clone().requires_grad_()}, "query: .*npu_fusion_attention"),
         ("_npu_flash_attention_unpad", {"num_kv_heads": 3}, "key: expected axis 1 to be"),
         ("_npu_flash_attention_unpad", {"scale_value": math.inf}, "a finite scale"),
+        ("_npu_flash_attention_unpad_v2", {"kernel_type": 1}, r"kernel_type: expected kernel_type in \(0, 2\)"),
         ("_npu_paged_attention", {"context_lens": torch.tensor([20, 33])}, "as many keys as the pages"),
         ("_npu_paged_attention", {"block_table": torch.tensor([[4, 1], [3, 8]])}, "block_table"),
         ("_npu_paged_attention", {"context_lens": torch.tensor([20])}, "one of every row of block_table"),

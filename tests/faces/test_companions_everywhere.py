@@ -14,7 +14,7 @@ from fusion_attention.contract.sampling import sample
 from fusion_attention.ops.companions import COMPANIONS
 
 # What moves elements, and computes none, takes them of any dtype.
-OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast"}
+OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast", "npu_format_cast_"}
 
 
 @pytest.fixture(scope="module", autouse=True)

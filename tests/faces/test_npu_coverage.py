@@ -41,6 +41,7 @@ FORMS: dict[str, dict[str, tuple[int, int]]] = {
         "torch_npu.npu_gelu": (0, 1),
     },
     "import torch\ntorch.ops.npu.npu_swiglu.default(x)": {"torch.ops.npu.npu_swiglu": (1, 0)},
+    "import torch\ntorch.ops.atb._npu_paged_attention(x)": {"torch.ops.atb._npu_paged_attention": (1, 0)},
     "import torch\ntorch.ops.npu.npu_swiglu.out(x)": {"torch.ops.npu.npu_swiglu.out": (1, 0)},
     "import torch\ntorch.npu.current_stream().synchronize()": {"torch_npu.npu.current_stream": (1, 0)},
     "from torch import npu\nnpu.synchronize()": {"torch_npu.npu.synchronize": (1, 0)},

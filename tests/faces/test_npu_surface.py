@@ -99,8 +99,17 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
     assert environment.get_torch_npu_version() == torch_npu.__version__
     assert torch_npu.float8_e8m0fnu is torch.float8_e8m0fnu
     assert torch_npu.hifloat8 == "torch_npu.hifloat8"
+    for name in ("int4", "float4_e1m2fn_x2", "float8_e8m0"):
+        assert getattr(torch_npu, name) in (getattr(torch, name, None), f"torch_npu.{name}")
     with pytest.raises(TypeError):
         torch.ones(2).to(dtype=torch_npu.hifloat8)
+    weight = torch.ones(4, 4)
+    assert torch_npu.npu_format_cast_(weight, torch_npu.Format.FRACTAL_NZ) is weight
+    assert torch_npu.get_npu_format(weight) == torch_npu.Format.FRACTAL_NZ == 29
+    assert torch_npu.get_npu_format(torch_npu.npu_format_cast_(weight, weight)) == 29
+    assert torch_npu.get_npu_format(torch_npu.npu_format_cast_(weight, torch_npu.Format.NCHW)) == torch_npu.Format.ND
+    skip = imported("torch_npu.testing.common_utils").SkipIfNotGteCANNVersion
+    assert skip("9.9.9")(len) is len
     torch_npu.npu.matmul.allow_hf32 = True
     for call in ("init_dump", "finalize_dump", "set_deterministic_level", "ipc_collect"):
         assert getattr(torch_npu.npu, call)() is None

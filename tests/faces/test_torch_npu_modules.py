@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
     *("npu", "npu.utils", "npu.amp", "npu.amp.autocast_mode", "npu.amp.grad_scaler", "npu.streams", "npu.memory"),
     *("npu.random", "npu.graphs", "profiler", "contrib", "utils", "utils.flops_count", "utils.collect_env"),
-    *("_C", "_C._distributed_c10d", "distributed"),
+    *("_C", "_C._distributed_c10d", "distributed", "atb"),
     *("testing", "testing.testcase", "testing.common_utils"),
 ]
 

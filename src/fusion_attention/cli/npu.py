@@ -30,7 +30,8 @@ def npu(
     """List what torch_npu is here, or what a program for the chip uses of it.
 
     Without --coverage: every module and name that npu.install() plays. With it, sources are read and not run: their
-    uses of torch_npu, torch.npu, torch.ops.npu, mindspeed.ops and cann_ops_transformer, the most frequent first.
+    uses of torch_npu, torch.npu, torch.ops.npu, torch.ops.atb, mindspeed.ops and cann_ops_transformer, the most
+    frequent first.
     """
     from rich.console import Console
 

@@ -4,11 +4,13 @@ from fusion_attention.npu.companions.atb import (
     _npu_flash_attention,
     _npu_flash_attention_qlens,
     _npu_flash_attention_unpad,
+    _npu_flash_attention_unpad_v2,
     _npu_flash_attention_v3,
     _npu_paged_attention,
     _npu_paged_attention_get_workspace,
     _npu_paged_attention_mla,
     _npu_paged_attention_splitfuse,
+    _npu_paged_attention_splitfuse_v2,
 )
 from fusion_attention.npu.companions.atb_rows import (
     _npu_reshape_and_cache,
@@ -71,6 +73,7 @@ from fusion_attention.npu.companions.shapes import (
     npu_confusion_transpose,
     npu_confusion_transpose_backward,
     npu_format_cast,
+    npu_format_cast_,
     npu_transpose_batchmatmul,
 )
 from fusion_attention.npu.companions.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
@@ -113,6 +116,7 @@ __all__ = [
     "_npu_flash_attention",
     "_npu_flash_attention_qlens",
     "_npu_flash_attention_unpad",
+    "_npu_flash_attention_unpad_v2",
     "_npu_flash_attention_v3",
     "_npu_fused_infer_attention_score_get_max_workspace",
     "_npu_fused_infer_attention_score_infer_output",
@@ -122,6 +126,7 @@ __all__ = [
     "_npu_paged_attention_get_workspace",
     "_npu_paged_attention_mla",
     "_npu_paged_attention_splitfuse",
+    "_npu_paged_attention_splitfuse_v2",
     "_npu_reshape_and_cache",
     "_npu_reshape_and_cache_siso",
     "_npu_rotary_embedding",
@@ -140,6 +145,7 @@ __all__ = [
     "npu_fast_gelu",
     "npu_fast_gelu_backward",
     "npu_format_cast",
+    "npu_format_cast_",
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     "npu_fusion_attention",

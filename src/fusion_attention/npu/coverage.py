@@ -20,13 +20,14 @@ ROOTS = {
     "torch_npu": "torch_npu",
     "torch.npu": "torch_npu.npu",
     "torch.ops.npu": "torch.ops.npu",
+    "torch.ops.atb": "torch.ops.atb",
     "mindspeed.ops": "mindspeed.ops",
     "cann_ops_transformer": "cann_ops_transformer",
 }
 DEVICE = "npu"
 LARGEST = 8 << 20  # bytes of a source file; a larger one is data
 _MARKS = re.compile(rb"(?<![A-Za-z])npu|mindspeed|cann_ops_transformer")  # not the npu of "input"
-_FUNCTION = re.compile(r"(?:torch_npu|torch\.ops\.npu)\.(_?npu_\w+)")
+_FUNCTION = re.compile(r"(?:torch_npu(?:\.atb)?|torch\.ops\.(?:npu|atb))\.(_?npu_\w+)")
 
 
 @dataclass
@@ -126,10 +127,10 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
     if name in modules:
         return True
     owner: Any
-    if name.startswith("torch.ops.npu."):
+    if name.startswith("torch.ops."):
         import torch
 
-        owner, rest = torch.ops.npu, name.split(".")[3:]
+        owner, rest = torch.ops, name.split(".")[2:]
     else:
         parts = name.split(".")
         at = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules), 0)

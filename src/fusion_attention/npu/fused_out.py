@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ParamSpec, Protocol, cast
+from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
 P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
 Face = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
 # What is written, as the schema of the operator says it (operators.py).
@@ -73,26 +74,26 @@ def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
     raise ContractError([op.failure("out", "[attention_out, softmax_lse]", show(out))])
 
 
-class WithOut(Protocol[P]):
+class WithOut(Protocol[P, R_co]):
     """A function that has an `.out`.
 
     Attributes:
-        out: the same into tensors that are given, `.out(..., workspace=None, out=[attention_out, softmax_lse])`.
+        out: the same into tensors that are given, `.out(..., workspace=None, out=[...])`, which it returns.
     """
 
     __name__: str
-    out: Callable[..., Pair]
+    out: Callable[..., Any]
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Pair:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """As the function."""
         ...
 
 
-def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P]]:
-    """Gives the function of a record its `.out`."""
+def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
+    """Gives the function of a record its `.out`, which computes where it is told."""
 
-    def decorate(function: Callable[P, Pair]) -> WithOut[P]:
-        found = cast("WithOut[P]", function)
+    def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
+        found = cast("WithOut[P, Pair]", function)
         found.out = _out_of(function, op)
         return found
 
@@ -114,12 +115,47 @@ def _out_of(function: Face, op: Op) -> Face:
             lse.copy_(found["softmax_lse"])
         return attention, lse
 
+    return _dressed(
+        out, function, op, ("attention_out", "softmax_lse"),
+        "A softmax_lse that is not asked for is left alone, whatever it is.",
+    )  # fmt: skip
+
+
+def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[P, R_co]]:
+    """Gives the function of a record an `.out`, into which its results are copied."""
+
+    def decorate(function: Callable[P, R_co]) -> WithOut[P, R_co]:
+        @aliased
+        def out(*given: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
+            if not isinstance(out, (list, tuple)) or len(out) != len(results):
+                raise ContractError([op.failure("out", f"[{', '.join(results)}]", show(out))])
+            with torch.no_grad():
+                found: Any = function(*given, **named)
+                pairs = [(n, o, t) for n, o, t in zip(results, out, found, strict=True) if t.numel()]
+                for name, room, made in pairs:
+                    if (room.shape, room.dtype) != (made.shape, made.dtype):
+                        raise ContractError([op.failure(name, f"out as the result, {show(made)}", show(room))])
+                for _, room, made in pairs:
+                    room.copy_(made)
+            return tuple(out)
+
+        found = cast("WithOut[P, R_co]", function)
+        rest = "Results that the call has not are left alone; nothing is differentiable."
+        found.out = _dressed(out, function, op, results, rest)
+        return found
+
+    return decorate
+
+
+def _dressed(out: Face, function: Face, op: Op, results: Sequence[str], rest: str) -> Face:
+    """An `.out` with the signature and the text that its function's make of it."""
     own = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
     )
     parameters = [*inspect.signature(function).parameters.values(), *own]
-    signature = inspect.Signature(parameters, return_annotation=tuple[Written, Written])
+    returns = tuple[(Written,) * len(results)]  # type: ignore[misc]
+    signature = inspect.Signature(parameters, return_annotation=returns)
     out.__signature__ = signature  # type: ignore[attr-defined]
     out.__wrapped__ = function  # type: ignore[attr-defined]
     out.__qualname__ = f"{function.__name__}.out"
@@ -127,15 +163,15 @@ def _out_of(function: Face, op: Op) -> Face:
 
 Args:
     workspace: not used: this library plans its own memory.
-    out: [attention_out, softmax_lse], of the shapes and dtypes that the call has. A softmax_lse that is not asked for
-        is left alone, whatever it is.
+    out: [{", ".join(results)}], of the shapes and dtypes that the call has.
+        {rest}
 
 All others are the function's. Source: {op.page}.
 """
     return out
 
 
-def workspace_of(function: WithOut[P], op: Op) -> Callable[P, torch.Tensor]:
+def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:
     """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
     read = _reader(function, op)
 

@@ -1,4 +1,5 @@
-"""torch.ops.npu: every function of torch_npu that is here, as an operator of torch under its own name and schema.
+"""torch.ops.npu and torch.ops.atb: every function of torch_npu that is here, as an operator of torch under its own name
+and schema.
 
 A schema is read off the function's signature, so there is one place that says what may be given. Refuses to know what
 any function computes.
@@ -9,16 +10,18 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any
 
 import torch
 
+from fusion_attention.npu.companions import atb, atb_rows
 from fusion_attention.torch_ops.refusals import no_tangents
 from fusion_attention.torch_ops.registration import register
 
-_LIBRARY = torch.library.Library("npu", "FRAGMENT")
+_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb")}
+_OF_ATB = {*atb.__all__, *atb_rows.__all__}
 Face = Callable[..., Any]
 
 # What torch calls the types of arguments and results. Of a union the first counts: it is the one that torch_npu takes.
@@ -28,6 +31,19 @@ _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str:
 _OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
 # Functions that may return what came, which an operator may not.
 _HANDS_BACK = {"npu_format_cast"}
+# A function's parameter `input` is `self` in its schema, but in these.
+_INPUT = {
+    *("npu_cross_entropy_loss", "npu_dynamic_quant", "npu_transpose_batchmatmul"),
+    *("npu_format_cast", "npu_format_cast_", "get_npu_format"),
+}
+# Functions with an overload `.List`, and what it takes otherwise; None: not at all.
+_LISTS: dict[str, dict[str, Any]] = {
+    "npu_grouped_matmul": {
+        "group_list": Sequence[int] | None,
+        "output_dtype": torch.dtype | None,
+        **dict.fromkeys(("tuning_config", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")),
+    }
+}
 
 
 def register_all(faces: Mapping[str, Face]) -> None:
@@ -37,13 +53,30 @@ def register_all(faces: Mapping[str, Face]) -> None:
     was taken back.
     """
     for name, face in faces.items():
-        if not hasattr(torch.ops.npu, name):
-            _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), face)
+        library = _LIBRARIES["atb" if name in _OF_ATB else "npu"]
+        if not hasattr(getattr(torch.ops, library.ns), name):
+            _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), face, library)
             if hasattr(face, "out"):
-                _register(f"{name}.out", face.out)
+                _register(f"{name}.out", face.out, library)
+            if name in _LISTS:
+                _register(f"{name}.List", _changed(face, _LISTS[name]), library)
 
 
-def _register(name: str, face: Face) -> None:
+def _changed(face: Face, types: Mapping[str, Any]) -> Face:
+    """A function some of whose parameters are of other types; None leaves one out."""
+
+    @functools.wraps(face)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return face(*args, **kwargs)
+
+    signature = inspect.signature(face)
+    kept = [p for p in signature.parameters.values() if types.get(p.name, p) is not None]
+    parameters = [p.replace(annotation=types.get(p.name, p.annotation)) for p in kept]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _register(name: str, face: Face, library: torch.library.Library) -> None:
     schema = schema_of(face, name)
     packet, _, overload = name.partition(".")
 
@@ -53,14 +86,14 @@ def _register(name: str, face: Face) -> None:
         no_tangents(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return run(*args, **kwargs)
-        operator = getattr(getattr(torch.ops.npu, packet), overload or "default")
+        operator = getattr(getattr(getattr(torch.ops, library.ns), packet), overload or "default")
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
     run = _whole(face) if "int" in schema.rpartition("->")[2] else face
     run = _apart(face) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
-    register(schema, run, fake, autograd, _LIBRARY, keys=("CPU", "CUDA", "PrivateUse1"))
+    register(schema, run, fake, autograd, library, keys=("CPU", "CUDA", "PrivateUse1"))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -117,7 +150,8 @@ def schema_of(function: Face, name: str = "") -> str:
         if p.kind is p.KEYWORD_ONLY and not star:
             words.append("*")
             star = True
-        words.append(_parameter(p, types[p.name] if isinstance(p.annotation, str) else p.annotation))
+        shown = "self" if p.name == "input" and function.__name__ not in _INPUT else p.name
+        words.append(_parameter(shown, p.default, types[p.name] if isinstance(p.annotation, str) else p.annotation))
     returns = signature.return_annotation
     returns = types["return"] if isinstance(returns, str) else returns
     results = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
@@ -126,16 +160,16 @@ def schema_of(function: Face, name: str = "") -> str:
     return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
 
 
-def _parameter(p: inspect.Parameter, annotation: Any) -> str:
-    if p.default is p.empty:
-        default = ""
-    elif isinstance(p.default, str):
-        default = f'="{p.default}"'
-    elif isinstance(p.default, tuple):
-        default = f"={list(p.default)}"
+def _parameter(name: str, default: Any, annotation: Any) -> str:
+    if default is inspect.Parameter.empty:
+        said = ""
+    elif isinstance(default, str):
+        said = f'="{default}"'
+    elif isinstance(default, tuple):
+        said = f"={list(default)}"
     else:
-        default = f"={p.default}"
-    return f"{_type(annotation)} {p.name}{default}"
+        said = f"={default}"
+    return f"{_type(annotation)} {name}{said}"
 
 
 def _type(annotation: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu import training_call
+from fusion_attention.npu.fused_out import with_copies
 from fusion_attention.ops.shared.params import ONE, chosen
 from fusion_attention.ops.training import records as training
 from fusion_attention.torch_ops.aliases import aliased
@@ -183,6 +184,7 @@ def npu_fusion_attention_v2(
     return training_call.forward(training.TORCH_V2, args)
 
 
+@with_copies(training.TORCH_V3, "attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset")
 @aliased
 def npu_fusion_attention_v3(
     query: Tensor,
@@ -395,6 +397,7 @@ def npu_fusion_attention_grad_v2(
     return dq, dk, dv, dpse, dq_rope, dk_rope, dsink
 
 
+@with_copies(training.TORCH_GRAD_V3, "dq", "dk", "dv", "dpse", "dsink")
 @aliased
 def npu_fusion_attention_grad_v3(
     query: Tensor,

@@ -20,11 +20,13 @@ __all__ = [
     "_npu_flash_attention",
     "_npu_flash_attention_qlens",
     "_npu_flash_attention_unpad",
+    "_npu_flash_attention_unpad_v2",
     "_npu_flash_attention_v3",
     "_npu_paged_attention",
     "_npu_paged_attention_get_workspace",
     "_npu_paged_attention_mla",
     "_npu_paged_attention_splitfuse",
+    "_npu_paged_attention_splitfuse_v2",
 ]
 
 Tensor = torch.Tensor
@@ -142,6 +144,42 @@ def _npu_flash_attention_unpad(
     _attend(atb.FLASH_UNPAD, given, (key, value), ends, ends)
 
 
+def _npu_flash_attention_unpad_v2(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seq_len: Tensor,
+    scale_value: float,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    kernel_type: int | None = 0,
+    out: Annotated[Tensor, "a!"],
+) -> None:
+    """_npu_flash_attention_unpad with a choice of the chip's kernel.
+
+    out = softmax(scale_value * Q K^T over the keys that its own sequence has) V
+
+    Args:
+        kernel_type: 0, or 2 (the exponential of which is an approximation on the chip); both mean the same here.
+        all others: as in _npu_flash_attention.
+
+    Raises:
+        ContractError: a call that the record docs/ops/_npu_flash_attention_unpad_v2.md does not allow.
+
+    Source: Ascend op-plugin, _npu_flash_attention_unpad_v2.
+
+    Example:
+        >>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
+        >>> _npu_flash_attention_unpad_v2(q, k, k, torch.tensor([1, 4]), 0.25, 4, 2, kernel_type=2, out=out)
+        >>> torch.allclose(out[0, 0], k[0, 0])
+        True
+    """
+    given = dict(locals())
+    ends = _ends(atb.FLASH_UNPAD_V2, given)
+    _attend(atb.FLASH_UNPAD_V2, given, (key, value), ends, ends)
+
+
 def _npu_flash_attention_qlens(
     query: Tensor,
     key_cache: Tensor,
@@ -195,6 +233,7 @@ def _npu_paged_attention(
     block_table: Tensor,
     context_lens: Tensor,
     out: Annotated[Tensor, "a!"],
+    *,
     workspace: Tensor | None = None,
 ) -> None:
     """Attention of one row of every sequence over keys in pages.
@@ -343,6 +382,48 @@ def _npu_paged_attention_splitfuse(
     _attend(atb.SPLITFUSE, given, (key_cache, value_cache), ends, context_lens, **mask_alone)
 
 
+def _npu_paged_attention_splitfuse_v2(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    mask: Tensor,
+    seq_len: Tensor,
+    num_kv_heads: int,
+    num_heads: int,
+    scale_value: float,
+    *,
+    mask_type: int | None = 5,
+    out: Annotated[Tensor, "a!"],
+) -> None:
+    """Causal attention of the last rows of sequences whose keys lie in pages, by a compressed mask.
+
+    out = softmax(scale_value * Q K^T over the keys that its own sequence has up to the row itself) V
+
+    Args:
+        mask: torch.ones(S, S).triu(1) of any S.
+        mask_type: 5.
+        all others: as in _npu_flash_attention_qlens.
+
+    Raises:
+        ContractError: a call that the record docs/ops/_npu_paged_attention_splitfuse_v2.md does not allow.
+
+    Source: Ascend op-plugin, _npu_paged_attention_splitfuse_v2.
+
+    Example:
+        >>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
+        >>> table, rows, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 2]), torch.tensor([1, 20])
+        >>> mask = torch.ones(128, 128).triu(1)
+        >>> _npu_paged_attention_splitfuse_v2(q, pages, pages, table, keys, mask, rows, 2, 4, 0.25, out=out)
+        >>> torch.allclose(out[0, 0], pages[2, 0, 0])
+        True
+    """
+    given = dict(locals())
+    ends = _ends(atb.SPLITFUSE_V2, given)
+    _attend(atb.SPLITFUSE_V2, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
+
+
 # ---------------------------------------------------------------------------------------------------------- what calls
 
 
@@ -357,7 +438,7 @@ def _read(op: Op, lengths: Any) -> np.ndarray:
     found = to_array(lengths)
     if isinstance(found, np.ndarray):
         return found
-    raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.npu.{op.name}, one node of a graph")
+    raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.atb.{op.name}, one node of a graph")
 
 
 def _one_each(query: Tensor) -> np.ndarray:

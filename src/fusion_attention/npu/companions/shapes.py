@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
 
+from fusion_attention.contract import Op
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.ops.companions import shapes
 
@@ -14,6 +16,7 @@ __all__ = [
     "npu_confusion_transpose",
     "npu_confusion_transpose_backward",
     "npu_format_cast",
+    "npu_format_cast_",
     "npu_transpose_batchmatmul",
 ]
 
@@ -118,17 +121,57 @@ def npu_format_cast(
         >>> get_npu_format(weight), get_npu_format(npu_format_cast(weight, 2))
         (29, 2)
     """
-    wanted = get_npu_format(acl_format) if isinstance(acl_format, Tensor) else acl_format
-    args = {"input": input, "acl_format": wanted, "customize_dtype": customize_dtype, "input_dtype": input_dtype}
-    checked(shapes.FORMAT_CAST, args)
-    own = _BASE.get(input.dim(), _ND)
-    wanted = own if wanted in _BASES else wanted
+    wanted = _wanted(shapes.FORMAT_CAST, dict(locals()))
     if wanted == get_npu_format(input):
         return input
     found = input.clone()
-    if wanted != own:
+    if wanted != _own(input):
         found._npu_format = wanted  # type: ignore[attr-defined]
     return found
+
+
+def npu_format_cast_(
+    input: Annotated[Tensor, "a!"],
+    acl_format: int | Tensor,
+    *,
+    customize_dtype: int | None = None,
+    input_dtype: int | None = None,
+) -> Annotated[Tensor, "a!"]:
+    """Lets a tensor remember a format of the chip.
+
+    y = input
+
+    Args:
+        all: as in npu_format_cast.
+
+    Returns:
+        input, which now has the format.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_format_cast_.md does not allow.
+
+    Source: Ascend op-plugin, npu_format_cast_.
+
+    Example:
+        >>> weight = torch.ones(4, 4)
+        >>> npu_format_cast_(weight, 29) is weight, get_npu_format(weight)
+        (True, 29)
+    """
+    input._npu_format = _wanted(shapes.FORMAT_CAST_, dict(locals()))  # type: ignore[attr-defined]
+    return input
+
+
+def _own(input: Tensor) -> int:
+    """A tensor's own format, by its axes."""
+    return _BASE.get(input.dim(), _ND)
+
+
+def _wanted(op: Op, given: dict[str, Any]) -> int:
+    """The format that a call asks for."""
+    if isinstance(given["acl_format"], Tensor):
+        given["acl_format"] = get_npu_format(given["acl_format"])
+    wanted: int = checked(op, given)["acl_format"]
+    return _own(given["input"]) if wanted in _BASES else wanted
 
 
 def get_npu_format(input: Tensor) -> int:
@@ -146,7 +189,7 @@ def get_npu_format(input: Tensor) -> int:
         >>> get_npu_format(torch.zeros(2, 3)), get_npu_format(torch.zeros(1, 2, 3, 4))
         (2, 0)
     """
-    return int(getattr(input, "_npu_format", _BASE.get(input.dim(), _ND)))
+    return int(getattr(input, "_npu_format", _own(input)))
 
 
 def npu_transpose_batchmatmul(

@@ -34,7 +34,7 @@ _INSTEAD = (
     (r"npu_moe_(compute_expert_tokens|re_routing|eplb_\w+)", "npu_moe_init_routing_v2, torch.bincount"),
     (r"npu_ffn|npu_batch_gather_matmul|npu_fused_matmul", "npu_grouped_matmul, torch.matmul"),
     (r"npu_(scatter|scatter_list|indexing)_?|scatter_update_?", "npu_scatter_nd_update"),
-    (r"npu_format_cast_|npu_change_data_ptr", "npu_format_cast"),
+    (r"npu_change_data_ptr", "npu_format_cast"),
     (r"npu_(bert_)?apply_(adam\w*|sgd)|npu_(stride|our)_\w+|npu_hans_\w+", "torch.optim's own"),
     (r"npu_\w*float_status|npu_check_\w+", "torch.isfinite, torch_npu.npu.utils.npu_check_overflow"),
     (r"npu_(linear\w*|bmmV2|bmm_v2\w*)", "torch.nn.functional.linear, torch.matmul"),

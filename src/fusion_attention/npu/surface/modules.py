@@ -87,7 +87,8 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
     npu = {**runtime.names(base), **host.names(base, kind), **faces}
     amp = host.amp(kind)
     contents: dict[str, dict[str, Any]] = {
-        NAME: {**runtime.types(), **faces},
+        NAME: {**runtime.types(), "Format": runtime.Format, **faces},
+        f"{NAME}.atb": {name: faces[name] for module in (atb, atb_rows) for name in module.__all__},
         f"{NAME}.npu": npu,
         **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
         f"{NAME}.npu.amp": amp,

@@ -6,6 +6,7 @@ Over the host what a chip would measure is the host's, or none. Refuses to know 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import itertools
 import os
@@ -23,7 +24,29 @@ _OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number o
 _NUMBERS = itertools.count(1)
 
 # Types of numbers that torch_npu names; where torch has none of the name, a word that no function takes.
-_TYPES = "float8_e8m0fnu float8_e4m3fn float8_e5m2 float4_e2m1fn_x2 float4_e1m2 hifloat8"
+_TYPES = (
+    "float8_e8m0fnu float8_e8m0 float8_e4m3fn float8_e5m2 float4_e2m1fn_x2 float4_e1m2fn_x2 float4_e1m2 hifloat8 int4"
+)
+
+
+class Format(enum.IntEnum):
+    """Numbers of the chip's formats, as npu_format_cast takes them."""
+
+    UNDEFINED = -1
+    NCHW = 0
+    NHWC = 1
+    ND = 2
+    NC1HWC0 = 3
+    FRACTAL_Z = 4
+    NC1HWC0_C04 = 12
+    HWCN = 16
+    NDHWC = 27
+    FRACTAL_NZ = 29
+    NCDHW = 30
+    NDC1HWC0 = 32
+    FRACTAL_Z_3D = 33
+    NC = 35
+    NCL = 47
 
 
 class mstx:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 CASES = ("TestCase", "run_tests")
-HELPERS = ("SupportedDevices", "create_common_tensor", "get_npu_device", "set_npu_device")
+HELPERS = ("SkipIfNotGteCANNVersion", "SupportedDevices", "create_common_tensor", "get_npu_device", "set_npu_device")
 
 
 def get_npu_device() -> str:
@@ -50,6 +50,17 @@ class SupportedDevices:
 
     def __init__(self, supported_devices: Sequence[str]) -> None:
         self.supported_devices = supported_devices
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The test itself."""
+        return function
+
+
+class SkipIfNotGteCANNVersion:
+    """Marks a test for a CANN of this version or a later one; here it always runs."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The test itself."""

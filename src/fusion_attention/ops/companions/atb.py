@@ -213,6 +213,19 @@ FLASH_UNPAD = attends(
     SEEN_OF_SEQUENCE,
     PACKED,
 )
+FLASH_UNPAD_V2 = attends(
+    "_npu_flash_attention_unpad_v2",
+    "torch_npu's attention of packed rows without a mask and with a choice of the kernel, by ATB's name.",
+    (
+        *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
+        Attr("kernel_type", "The chip's kernel: 0, or 2. Both mean the same here.", default=0,
+             domain="kernel_type in (0, 2)", bad=1),
+        out("T"),
+    ),
+    ENDS,
+    SEEN_OF_SEQUENCE,
+    PACKED,
+)  # fmt: skip
 QLENS = attends(
     "_npu_flash_attention_qlens",
     "torch_npu's causal attention of the last rows of sequences that lie in pages, by ATB's name.",
@@ -265,6 +278,18 @@ SPLITFUSE = attends(
     SEEN_OF_MASK,
     MIXED,
 )  # fmt: skip
+SPLITFUSE_V2 = attends(
+    "_npu_paged_attention_splitfuse_v2",
+    "torch_npu's causal attention of the last rows of sequences that lie in pages, with mask_type, by ATB's name.",
+    (
+        *(QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, TRIANGLE, LENGTHS, *HEADS, SCALE),
+        Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5", bad=1),
+        out("T"),
+    ),
+    (*CHUNKS, CAUSAL),
+    SEEN_BEFORE,
+    MIXED,
+)
 
 # -------------------------------------------------------------------------------------------------- cache and positions
 
@@ -359,6 +384,7 @@ ROTARY = companion(
     sample={"query": "T 32", "key": "T 32", "head_size": 16, "is_neox_style": True},
 )  # fmt: skip
 RECORDS = (
-    *(FLASH, FLASH_V3, FLASH_UNPAD, QLENS, PAGED_ATTENTION, PAGED_WORKSPACE, PAGED_MLA, SPLITFUSE),
+    *(FLASH, FLASH_V3, FLASH_UNPAD, FLASH_UNPAD_V2, QLENS),
+    *(PAGED_ATTENTION, PAGED_WORKSPACE, PAGED_MLA, SPLITFUSE, SPLITFUSE_V2),
     *(RESHAPE, RESHAPE_ONE, ROTARY),
 )

@@ -119,6 +119,9 @@ FORMAT_CAST = companion(
     formula="y = input",
     sample={"input": "B W", "acl_format": 29},
 )
+FORMAT_CAST_ = FORMAT_CAST.version(
+    "npu_format_cast_", "torch_npu's change of a tensor's format in place: here the tensor remembers it."
+)
 TRANSPOSE_BATCHMATMUL = companion(
     "npu_transpose_batchmatmul",
     "torch_npu's batched product with permuted operands and result.",
@@ -181,4 +184,4 @@ TRANSPOSE_BATCHMATMUL = companion(
 )
 
 
-RECORDS = (CONFUSION_TRANSPOSE, CONFUSION_TRANSPOSE_BACKWARD, FORMAT_CAST, TRANSPOSE_BATCHMATMUL)
+RECORDS = (CONFUSION_TRANSPOSE, CONFUSION_TRANSPOSE_BACKWARD, FORMAT_CAST, FORMAT_CAST_, TRANSPOSE_BATCHMATMUL)
