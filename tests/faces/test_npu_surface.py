@@ -212,6 +212,17 @@ def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
         q, k, k, found[0], 4, "SBH", softmax_max=found[1], softmax_sum=found[2], attention_in=found[0]
     )
     assert gradients[0].shape == q.shape
+    scaled = {"scale": 0.25, "keep_prob": 0.5, "offset": 8}
+    words = {"softmax_max": found[1], "softmax_sum": found[2], "attention_in": found[0]}
+    ours = attention.npu_fusion_attention_grad(
+        q, k, k, grad_outputs=q, head_num=4, input_layout="SBH", **scaled, **words
+    )
+    scaled["scale_value"] = scaled.pop("scale")
+    theirs = torch_npu.npu_fusion_attention_grad_v2(q, k, k, q, 4, "SBH", **scaled, seed=1234, **words)
+    for one, other in zip(ours, theirs, strict=True):
+        same_bits(one, other)
+    with pytest.raises(TypeError):
+        attention.npu_fusion_attention_grad(q, k, k, q, 4, "SBH", scale_value=0.25, **words)
     npu.uninstall()
     assert importlib.util.find_spec("mindspeed") is None
 

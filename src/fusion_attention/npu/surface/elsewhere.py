@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from fusion_attention.waist.mask import UNLIMITED
+
 Tensor = torch.Tensor
 # MindSpeed's and torch_npu's words for what is turned against what.
 _ROTARY = {0: "half", 1: "interleave"}
+_GRADIENT = {"grad_outputs": "dy", "scale": "scale_value"}
 
 
 class _Builder:
@@ -78,11 +81,68 @@ def _ring(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
 def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
     forward, gradient = functions["npu_fusion_attention_v2"], functions["npu_fusion_attention_grad_v2"]
 
-    def npu_fusion_attention(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def npu_fusion_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        head_num: int,
+        input_layout: str,
+        *,
+        pse: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        atten_mask: Tensor | None = None,
+        scale: float = 1.0,
+        keep_prob: float = 1.0,
+        pre_tokens: int = UNLIMITED,
+        next_tokens: int = UNLIMITED,
+        inner_precise: int = 0,
+        prefix: Any = None,
+        actual_seq_qlen: Any = None,
+        actual_seq_kvlen: Any = None,
+        sparse_mode: int = 0,
+        gen_mask_parallel: bool = True,
+        sync: bool = False,
+        pse_type: int = 1,
+        q_start_idx: Any = None,
+        kv_start_idx: Any = None,
+    ) -> Any:
+        return forward(**locals())
 
-    def npu_fusion_attention_grad(*args: Any, **kwargs: Any) -> Any:
-        return gradient(*args, **kwargs)
+    def npu_fusion_attention_grad(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_outputs: Tensor,
+        head_num: int,
+        input_layout: str,
+        *,
+        pse: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        atten_mask: Tensor | None = None,
+        softmax_max: Tensor | None = None,
+        softmax_sum: Tensor | None = None,
+        softmax_in: Tensor | None = None,
+        attention_in: Tensor | None = None,
+        scale: float = 1.0,
+        keep_prob: float = 1.0,
+        pre_tokens: int = UNLIMITED,
+        next_tokens: int = UNLIMITED,
+        inner_precise: int = 0,
+        seed: int = 1234,
+        offset: int = 0,
+        numels: int = 0,
+        prefix: Any = None,
+        actual_seq_qlen: Any = None,
+        actual_seq_kvlen: Any = None,
+        sparse_mode: int = 0,
+        gen_mask_parallel: bool = True,
+        sync: bool = False,
+        pse_type: int = 1,
+        q_start_idx: Any = None,
+        kv_start_idx: Any = None,
+    ) -> Any:
+        given = dict(locals())
+        return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
 
     return [npu_fusion_attention, npu_fusion_attention_grad]
 
