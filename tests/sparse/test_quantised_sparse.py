@@ -93,7 +93,8 @@ def cache(pages: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["PA_BSND", "BSND"])
-def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-2.0, 0.0, 1.0, 40.0])])
+def test_attention_over_packed_bytes(sinks: torch.Tensor | None, layout: str, dtype: torch.dtype) -> None:
     packed, meant = cache(12, dtype)
     q = torch.randn(1, S1, N1, LATENT + ROPE, generator=GENERATOR).to(dtype)
     chosen = torch.stack([torch.randperm(KEYS[0], generator=GENERATOR)[:6] for _ in range(S1)])[None, :, None].int()
@@ -103,14 +104,17 @@ def test_attention_over_packed_bytes(layout: str, dtype: torch.dtype) -> None:
         key = packed
         paged = {"block_table": TABLE[:1], "actual_seq_lengths_kv": torch.tensor(KEYS[:1], dtype=torch.int32)}
     common: dict[str, Any] = {"tile_size": TILE, "rope_head_dim": ROPE, "layout_kv": layout, "sparse_mode": 0}
+    common["sinks"] = sinks
     out = npu.npu_kv_quant_sparse_flash_attention(q, key, key, chosen, 0.2, 2, 2, **common, **paged)
 
     def formula() -> torch.Tensor:
         keys, rows = of(meant, 0)[:, 0], []
         for i in range(S1):
             picked = [j for j in chosen[0, i, 0].tolist() if j >= 0]
-            weights = (0.2 * q[0, i].double() @ keys[picked].T).softmax(-1)
-            rows.append(weights @ keys[picked][:, :LATENT])
+            scores = 0.2 * q[0, i].double() @ keys[picked].T
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), -1)
+            rows.append(scores.softmax(-1)[:, : len(picked)] @ keys[picked][:, :LATENT])
         return torch.stack(rows)[None]
 
     compare_with("out", out, formula, dtype=torch.float32)  # and rounded once

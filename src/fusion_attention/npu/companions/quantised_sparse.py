@@ -122,6 +122,7 @@ def npu_kv_quant_sparse_flash_attention(
     rope_head_dim: int = 64,
     key_dtype: int | None = None,
     value_dtype: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the blocks of keys that every row selects, latents as int8 with a scale for every tile.
 
@@ -138,6 +139,7 @@ def npu_kv_quant_sparse_flash_attention(
         key_dequant_scale, value_dequant_scale: reserved.
         tile_size: elements of a latent that share a scale.
         key_dtype, value_dtype: None, or 1 (int8).
+        sinks: float32 [N1], one more logit per row and head: its exponential joins the sum.
         all others: as in npu_sparse_flash_attention.
 
     Returns:
@@ -168,6 +170,7 @@ def npu_kv_quant_sparse_flash_attention(
         "sparse_mode": sparse_mode, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
         "attention_mode": attention_mode, "quant_scale_repo_mode": quant_scale_repo_mode, "tile_size": tile_size,
         "rope_head_dim": rope_head_dim, "key_dtype": key_dtype, "value_dtype": value_dtype,
+        "sinks": sinks,
     }  # fmt: skip
     given = {**args, **checked(quantised_sparse.ATTENTION, args)}
     tile, rope = given["tile_size"], given["rope_head_dim"]

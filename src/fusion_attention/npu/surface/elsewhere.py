@@ -106,7 +106,9 @@ def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         q_start_idx: Any = None,
         kv_start_idx: Any = None,
     ) -> Any:
-        return forward(**locals())
+        given = dict(locals())
+        del given["forward"]  # which lies around it
+        return forward(**given)
 
     def npu_fusion_attention_grad(
         query: Tensor,
@@ -142,6 +144,7 @@ def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         kv_start_idx: Any = None,
     ) -> Any:
         given = dict(locals())
+        del given["gradient"]
         return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
 
     return [npu_fusion_attention, npu_fusion_attention_grad]

@@ -101,7 +101,7 @@ ATTENTION_PARAMS = (
          bad=0),
     Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0", bad=0),
     Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0", bad=0),
-    *(dtype_of("key_dtype"), dtype_of("value_dtype")),
+    *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
     result("attention_out", "As query, with the elements of the latent.", "=query"),
 )  # fmt: skip
 SMALL = {"D": 24, "W": 40, "tile_size": 8, "rope_head_dim": 8}
@@ -122,7 +122,7 @@ ATTENTION = of_integers(
                    query=(2, 4, 4, 576)),
     ),
     formula="""latent = integers * scale of their tile;  s_j = scale_value * (q . latent_j + q_rope . k_rope_j)
-out = sum_j exp(s_j - max) latent_j / sum,  over the selected keys j""",
+out = sum_j exp(s_j - max) latent_j / sum,  over the selected keys j, exp(sinks - max) in the sum too""",
     tex=r"out = \frac{\sum_j e^{s_j - m}\, c_j}{\sum_j e^{s_j - m}} \qquad s_j = scale\,"
     r"(q \cdot c_j + q^{rope} \cdot k^{rope}_j), \quad c_j = \text{integers} \cdot \text{scale of their tile}",
     functions={**sparse.TORCH.functions, "packed_width": packed_width, "trained": trained},
