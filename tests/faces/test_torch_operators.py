@@ -20,8 +20,9 @@ OUT = {"npu_fusion_attention_v3.out", "npu_fusion_attention_grad_v3.out"}
 RETURNED = OUT | {
     *("npu_fused_infer_attention_score.out", "npu_fused_infer_attention_score_v2.out"),
     *("npu_scatter_nd_update_", "npu_kv_rmsnorm_rope_cache", "npu_format_cast_"),
+    *("npu_mla_prolog", "npu_mla_prolog_v2"),
 }
-WRITTEN = RETURNED | {"npu_scatter_pa_kv_cache", "npu_gather_pa_kv_cache"}
+WRITTEN = RETURNED | {"npu_mla_prolog_v3", "npu_scatter_pa_kv_cache", "npu_gather_pa_kv_cache"}
 WRITTEN |= {op.name for op in atb.RECORDS if not op.results}
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 

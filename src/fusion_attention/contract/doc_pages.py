@@ -45,6 +45,8 @@ AXES = {
     "H": "elements of a token's row",
     "E": "experts",
     "C": "rows of an expert",
+    "Cq": "elements of a query's latent",
+    "Ckv": "elements of a key's latent",
     "W": "elements of a row",
     "N": "columns of a product",
     "pages": "as many as an item has",

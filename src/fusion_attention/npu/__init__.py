@@ -50,6 +50,7 @@ from fusion_attention.npu.companions.norms import (
     npu_rms_norm_backward,
 )
 from fusion_attention.npu.companions.products import npu_grouped_matmul
+from fusion_attention.npu.companions.prolog import npu_mla_prolog, npu_mla_prolog_v2, npu_mla_prolog_v3
 from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul
 from fusion_attention.npu.companions.quantised_sparse import (
     npu_kv_quant_sparse_flash_attention,
@@ -167,6 +168,9 @@ __all__ = [
     "npu_kv_rmsnorm_rope_cache",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
+    "npu_mla_prolog",
+    "npu_mla_prolog_v2",
+    "npu_mla_prolog_v3",
     "npu_moe_finalize_routing",
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax",

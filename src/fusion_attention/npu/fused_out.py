@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import GenericAlias
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -154,7 +155,7 @@ def _dressed(out: Face, function: Face, op: Op, results: Sequence[str], rest: st
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
     )
     parameters = [*inspect.signature(function).parameters.values(), *own]
-    returns = tuple[(Written,) * len(results)]  # type: ignore[misc]
+    returns = GenericAlias(tuple, (Written,) * len(results))
     signature = inspect.Signature(parameters, return_annotation=returns)
     out.__signature__ = signature  # type: ignore[attr-defined]
     out.__wrapped__ = function  # type: ignore[attr-defined]

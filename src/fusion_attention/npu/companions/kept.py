@@ -27,7 +27,7 @@ def keeping(
         inputs: all tensors that may want a gradient.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs) and not is_traced(inputs):
-        found: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)
         return found
     return compute(*inputs)[0]
 

@@ -79,8 +79,10 @@ def _ring(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    forward, gradient = functions["npu_fusion_attention_v2"], functions["npu_fusion_attention_grad_v2"]
+    return [_forward(functions["npu_fusion_attention_v2"]), _gradient(functions["npu_fusion_attention_grad_v2"])]
 
+
+def _forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def npu_fusion_attention(
         query: Tensor,
         key: Tensor,
@@ -110,6 +112,10 @@ def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         del given["forward"]  # which lies around it
         return forward(**given)
 
+    return npu_fusion_attention
+
+
+def _gradient(gradient: Callable[..., Any]) -> Callable[..., Any]:
     def npu_fusion_attention_grad(
         query: Tensor,
         key: Tensor,
@@ -147,7 +153,7 @@ def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         del given["gradient"]
         return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
 
-    return [npu_fusion_attention, npu_fusion_attention_grad]
+    return npu_fusion_attention_grad
 
 
 def _rotary(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:

@@ -23,6 +23,7 @@ from fusion_attention.npu.companions import (
     losses,
     norms,
     products,
+    prolog,
     quantised,
     quantised_sparse,
     rotary,
@@ -53,6 +54,7 @@ FACES = (
         atb,
         atb_rows,
         quantised_sparse,
+        prolog,
     ),
 )
 

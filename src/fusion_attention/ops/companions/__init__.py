@@ -17,6 +17,7 @@ from fusion_attention.ops.companions import (
     merging,
     norms,
     products,
+    prolog,
     quantised,
     quantised_sparse,
     rotary,
@@ -27,7 +28,7 @@ from fusion_attention.ops.companions import (
 
 FAMILIES = (
     *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
-    *(losses, atb, quantised_sparse, merging),
+    *(losses, atb, quantised_sparse, merging, prolog),
 )
 COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.
