@@ -272,3 +272,24 @@ def test_equal_places_share_a_row_and_its_gradient() -> None:
     npu.npu_moe_token_unpermute(rows, places, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
     assert rows.grad is not None
     assert rows.grad[:, 0].tolist() == [8, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: npu.npu_rotary_mul(x, x, x, rotary_mode="quarter"),
+         "The rotary_mode of npu_rotary_mul should be half or interleave, but got "),
+        (lambda x: npu.npu_transpose_batchmatmul(x[0], x[0], perm_x1=(0, 0, 1)), "perm_x1 should be"),
+        (lambda x: npu.npu_transpose_batchmatmul(x[0].int(), x[0]),
+         "input's type supported for float16, float32 and bfloat16"),
+        (lambda x: npu.npu_transpose_batchmatmul(x[0], x[0].int()), "weight's type supported for"),
+        (lambda x: npu.npu_grouped_matmul([x[0, 0]], [x[0]], group_list=torch.tensor([4]), group_type=5),
+         "The group type must be"),
+        (lambda x: npu.npu_grouped_matmul([x[0, 0]], [x[0]], group_list=torch.tensor([4])),
+         "Requires manual passing group_type"),
+    ],
+)  # fmt: skip
+def test_refusals_are_torch_npus_errors_with_its_words(call: Callable[[torch.Tensor], object], text: str) -> None:
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind, match=text):
+            call(torch.randn(1, 4, 4, 4))

@@ -63,8 +63,8 @@ def test_the_module_can_be_found(torch_npu: Any) -> None:
     assert torch_npu.__version__.split("+")[0] == torch.__version__.split("+")[0]
     for name in npu.__all__:
         if name.startswith("npu_"):
-            assert getattr(torch_npu, name) is getattr(npu, name)
-            assert getattr(torch.npu, name) is getattr(npu, name)  # type: ignore[attr-defined]
+            assert getattr(torch_npu, name) is getattr(torch.npu, name)  # type: ignore[attr-defined]
+            assert inspect.unwrap(getattr(torch_npu, name)) is inspect.unwrap(getattr(npu, name))
 
 
 @pytest.fixture(params=[("cpu", "npu:0"), ("host", "cpu")], ids=["own", "host"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
+from torch.utils.flop_counter import FlopCounterMode
 
 from fusion_attention import npu
 from fusion_attention.npu.device import compiled
@@ -73,7 +74,7 @@ def test_other_devices_are_not_its_concern() -> None:
     x = torch.ones(2, 2)
     assert compiling(lambda x: x + 1, seen)(x).device.type == "cpu"
     with pytest.raises(
-        Exception, match='backend "inductor" on device npu: expected all tensors of a graph on npu, got'
+        Exception, match='backend "inductor" on device npu: expected all tensors of a graph on npu, but for lengths and seeds, got'
     ):
         compiling(lambda x: x.cpu() + 1, seen)(x.npu())  # type: ignore[attr-defined]
     assert seen == ["cpu"]
@@ -93,3 +94,51 @@ def test_a_layer_trains_under_inductor() -> None:
 
     ours = results("npu", torch.float32, torch.compile)
     compare_with("[out, *gradients]", ours, lambda: results("cpu", torch.float64, lambda layer: layer))
+
+
+LENGTHS: list[list[int] | torch.Tensor] = [[2, 6], torch.tensor([2, 6])]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["list", "host tensor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_lengths_stay_in_host_memory(backend: str, lengths: list[int] | torch.Tensor) -> None:
+    x = torch.randn(6, 2, 16, device="npu", requires_grad=True)
+
+    def call(x: torch.Tensor) -> Any:
+        how = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "scale": 0.25}
+        return npu.npu_fusion_attention_v3(x, x, x, 2, "TND", **how)[0]  # type: ignore[arg-type]
+
+    got, want = torch.compile(call, backend=backend, fullgraph=True)(x), call(x)
+    assert got.device.type == "npu"
+    same_bits(got.detach().cpu(), want.detach().cpu())
+    for mine, theirs in zip(*(torch.autograd.grad(out.sum(), x) for out in (got, want)), strict=True):
+        same_bits(mine.cpu(), theirs.cpu())
+
+
+def test_lengths_that_a_graph_returns_are_the_hosts() -> None:
+    x, lengths = torch.randn(2, 2, 8, 16, device="npu"), torch.tensor([8, 5])
+
+    def call(x: torch.Tensor, lengths: torch.Tensor) -> Any:
+        how: dict[str, Any] = {"num_heads": 2, "input_layout": "BNSD", "scale": 0.25}
+        return npu.npu_fused_infer_attention_score(x, x, x, actual_seq_lengths_kv=lengths, **how)[0], lengths + 1, x + 1
+
+    for got, want in zip(torch.compile(call, fullgraph=True)(x, lengths), call(x, lengths), strict=True):
+        assert got.device == want.device
+        same_bits(got.cpu(), want.cpu())
+
+
+def test_lengths_stay_there_under_modes_and_in_captured_graphs(torch_npu: Any) -> None:
+    x, lengths = torch.randn(6, 2, 16, device="npu"), torch.tensor([2, 6])
+
+    def call() -> torch.Tensor:
+        how = {"actual_seq_qlen": lengths, "actual_seq_kvlen": lengths, "scale": 0.25}
+        return npu.npu_fusion_attention_v3(x, x, x, 2, "TND", **how)[0]  # type: ignore[arg-type]
+
+    want = call().cpu()
+    with FlopCounterMode(display=False):
+        same_bits(call().cpu(), want)
+    graph = torch_npu.npu.NPUGraph()
+    with torch_npu.npu.graph(graph):
+        found = call()
+    graph.replay()
+    same_bits(found.cpu(), want)

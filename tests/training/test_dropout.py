@@ -257,3 +257,18 @@ def test_operators_refuse_what_64_bits_cannot_hold() -> None:
         torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64).sum())(q)
     plain = torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64 - 5).sum())(q)
     assert torch.equal(plain, torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=-5).sum())(q))
+
+
+@pytest.mark.parametrize("form", ["elements", "numbers", "squeezed", "int"])
+def test_a_seed_without_dimensions_is_its_number(form: str) -> None:
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    out, top, total, _, seed, offset = npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25, keep_prob=0.5)
+    dy = torch.randn_like(out)
+    forms = {
+        "elements": (seed, offset), "numbers": (seed[0], offset[0]), "squeezed": (seed.squeeze(), offset.squeeze()),
+        "int": (torch.tensor(int(seed)), torch.tensor(0)),
+    }  # fmt: skip
+    own = {"seed": forms[form][0], "offset": forms[form][1], "scale_value": 0.25, "keep_prob": 0.5}
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out.detach()}
+    grads = npu.npu_fusion_attention_grad_v3(*(q.detach(),) * 3, dy, 2, "BNSD", **saved, **own)[:3]
+    torch.testing.assert_close(sum(grads), torch.autograd.grad(out, q, dy)[0], rtol=0, atol=0)

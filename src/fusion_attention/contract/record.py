@@ -49,8 +49,10 @@ class Failure:
         return f"{self.op}: {self.param}{cann}: expected {self.expected}{got}{advice}"
 
 
-class ContractError(ValueError):
+class ContractError(ValueError, RuntimeError):
     """A wrong call. The message has one line per failure; op, param and code are the first one's.
+
+    A ValueError as Python has it, and a RuntimeError, which torch_npu's own refusals are.
 
     Attributes:
         failures: every failure of the first stage that found one.

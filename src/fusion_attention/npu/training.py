@@ -7,6 +7,7 @@ pse, rope tensors and sink.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -185,7 +186,7 @@ def npu_fusion_attention_v2(
 
 
 @with_copies(training.TORCH_V3, "attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset")
-@aliased
+@partial(aliased, host=2)
 def npu_fusion_attention_v3(
     query: Tensor,
     key: Tensor,

@@ -59,6 +59,9 @@ def _traced_forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tenso
 
 def backward(op: Op, args: dict[str, Any]) -> tuple[Tensor, ...]:
     """(dq, dk, dv, dq_rope, dk_rope, dpse, dsink) of a gradient call."""
+    for name in ("seed", "offset"):
+        if not isinstance(op.by_name[name], Attr) and isinstance(args[name], Tensor) and args[name].dim() == 0:
+            args[name] = args[name].reshape(1)  # a number; a tensor of no elements is absent
     if dispatch.is_traced(args.values()):
         return _traced_backward(op, args)
     with torch._C.DisableTorchFunction(), torch.no_grad():

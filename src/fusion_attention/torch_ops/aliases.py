@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in host memory
+COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in host memory
 
 
 class Ways(NamedTuple):
@@ -55,8 +55,8 @@ def crosses(device: torch.device) -> bool:
     return _ways is not None and device.type == _ways.device
 
 
-def aliased(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, for tensors of that device too.
+def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
+    """The function, for tensors of that device too; host: how many results, the last ones, stay in host memory.
 
     What is traced or transformed passes, as do tensors of a class of their own: the operators that it becomes find
     their kernel themselves.
@@ -77,7 +77,7 @@ def aliased(function: Callable[P, R]) -> Callable[P, R]:
             raise _elsewhere(function, crossing, args, kwargs)
         with crossing.autocast():
             made = own(*given, **named)
-        found: R = crossing.out(made)
+        found: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
         return found
 
     return call
@@ -93,7 +93,7 @@ def _elsewhere(
         name
         for name, value in named.items()
         for t in (value if isinstance(value, list | tuple) else (value,))
-        if isinstance(t, torch.Tensor) and t.device == strange and (t.dim() and t.dtype not in _COUNTS)
+        if isinstance(t, torch.Tensor) and t.device == strange and (t.dim() and t.dtype not in COUNTS)
     )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {home} and {strange}! "
@@ -127,7 +127,7 @@ class _Crossing:
     def _alias(self, tensor: Tensor) -> Tensor:
         device = tensor.device
         if device.type != self.ways.device:
-            if tensor.dim() and tensor.dtype not in _COUNTS:
+            if tensor.dim() and tensor.dtype not in COUNTS:
                 self.strange = device
             return tensor
         for known, alias in zip(self.tensors, self.aliases, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusion_attention.contract import ContractError, to_array
+from fusion_attention.contract import to_array
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.gates import fast_gelu
 from fusion_attention.npu.companions.quantised import Dtype, exact
@@ -27,10 +27,6 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     4: fast_gelu,
     5: F.silu,
 }
-
-
-class GroupTypeError(ContractError, RuntimeError):
-    """A group_type that there is not: programs look for torch_npu's RuntimeError."""
 
 
 def npu_grouped_matmul(
@@ -83,8 +79,7 @@ def npu_grouped_matmul(
         rows meet all matrices.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_grouped_matmul.md does not allow; of group_type a
-            RuntimeError too.
+        ContractError: a call that the record docs/ops/npu_grouped_matmul.md does not allow.
 
     Source: Ascend op-plugin, npu_grouped_matmul.
 
@@ -98,10 +93,7 @@ def npu_grouped_matmul(
     given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
     if group_type is None and isinstance(group_list, (list, tuple)):
         given["group_type"] = 0 if len(x) == 1 else -1
-    try:
-        given |= checked(products.GROUPED, given)
-    except ContractError as error:
-        raise (GroupTypeError(list(error.failures)) if error.param == "group_type" else error) from None
+    given |= checked(products.GROUPED, given)
     with as_given(x[0]):
         return _products(given)
 

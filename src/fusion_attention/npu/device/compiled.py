@@ -7,6 +7,7 @@ Refuses to know what a graph computes.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -16,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fusion_attention.patches import Changes, Layer
+from fusion_attention.torch_ops.aliases import COUNTS
 
 Tensor = torch.Tensor
 
@@ -40,21 +42,37 @@ def _on_npu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "npu"
 
 
+def _counts(value: Any) -> bool:
+    """Whether it may be lengths or a seed, which lie in host memory."""
+    return isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in COUNTS
+
+
+def _results(model: Any) -> list[Any]:
+    """What a graph returns, as the trace has it."""
+    found: list[Any] = []
+    for node in _nodes(model):
+        if node.op == "output":
+            torch.fx.node.map_arg(node.args, lambda n: found.append(n.meta.get("example_value")))
+    return found
+
+
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:
     @functools.wraps(layer.below)
     def compile_fx(model: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         values = [*inputs, *(node.meta.get("example_value") for node in _nodes(model))]
         if not any(map(_on_npu, values)):
             return layer.below(model, inputs, *args, **kwargs)
-        if not all(map(_on_npu, (value for value in values if isinstance(value, Tensor)))):
+        if not all(_on_npu(value) or _counts(value) for value in values if isinstance(value, Tensor)):
             raise NotImplementedError(
-                'torch.compile: backend "inductor" on device npu: expected all tensors of a graph on npu, got some on '
-                'another device (keep copies to and from npu outside, or compile with backend="aot_eager")'
+                'torch.compile: backend "inductor" on device npu: expected all tensors of a graph on npu, but for '
+                "lengths and seeds, got some on another device (keep copies to and from npu outside, or compile with "
+                'backend="aot_eager")'
             )
+        stay = [n for n, value in enumerate(_results(model)) if _counts(value)]
         _rename(model, base)
         traced = [node.meta["example_value"] for node in _nodes(model) if node.op == "placeholder"]
         there = [_elsewhere(fake, value, base) for fake, value in zip(traced, inputs, strict=True)]
-        return _crossing(layer.below(model, there, *args, **kwargs))
+        return _crossing(layer.below(model, there, *args, **kwargs), stay)
 
     return compile_fx
 
@@ -87,8 +105,8 @@ def _elsewhere(fake: Any, value: Any, base: str) -> Any:
         return made.requires_grad_(fake.requires_grad)
 
 
-def _crossing(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What was compiled for the device that computes, for tensors of npu."""
+def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
+    """What was compiled for the device that computes, for tensors of npu; stay: which results are not on it."""
     ops = torch.ops.fusion_attention_npu
 
     def run(*given: Any) -> Any:
@@ -96,8 +114,13 @@ def _crossing(compiled: Callable[..., Any]) -> Callable[..., Any]:
         aliases = {id(tensor): ops.to_base.default(tensor) for tensor in tensors}
         back = {id(aliases[id(tensor)]): tensor for tensor in tensors}
         made = compiled(*(aliases.get(id(value), value) for value in given))
-        return tree_map_only(
-            Tensor, lambda out: back[id(out)] if id(out) in back else ops.to_npu.default(out, tensors), made
-        )
+        place = itertools.count()
+
+        def home(out: Tensor) -> Tensor:
+            if next(place) in stay:
+                return out
+            return back[id(out)] if id(out) in back else ops.to_npu.default(out, tensors)
+
+        return tree_map_only(Tensor, home, made)
 
     return run

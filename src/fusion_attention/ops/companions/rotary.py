@@ -19,8 +19,13 @@ MODE = Attr(
     '"half": element i is turned with element i + D/2; "interleave": 2i with 2i + 1.',
     type=str,
     default="half",
-    domain="rotary_mode in ('half', 'interleave')",
-    bad="quarter",
+)
+MODES = invalid(
+    "rotary_mode in ('half', 'interleave')",
+    "rotary_mode",
+    "The rotary_mode of npu_rotary_mul should be half or interleave, but got neither",  # torch_npu's own words
+    "'half' or 'interleave'",
+    spoil={"rotary_mode": "quarter"},
 )
 EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", spoil={"input": "B 5"})
 FORMULA = """y = x * cos + turned(x) * sin
@@ -80,6 +85,7 @@ ROTARY_MUL = companion(
     ),
     (result("y", "In the shape of input.", "=input"),),
     rules=(
+        MODES,
         replace(EVEN, spoil=dict.fromkeys(("input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
         invalid(
@@ -105,6 +111,7 @@ ROTARY_MUL_BACKWARD = companion(
         result("dr2", "In the shape of r2.", "=r2"),
     ),
     rules=(
+        replace(MODES, advice="elements turn in halves, or in pairs"),
         same_shape("grad", "input"),
         replace(EVEN, spoil=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
@@ -130,6 +137,7 @@ APPLY = companion(
     ),
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=query")),
     rules=(
+        replace(MODES, advice="elements turn in halves, or in pairs"),
         even("query", "key", "cos", "sin"),
         *angles("cos", "sin", "query", "key"),
         *no_derivative(query=(2, 4, 4, 8), key=(2, 4, 4, 8)),

@@ -126,8 +126,16 @@ TRANSPOSE_BATCHMATMUL = companion(
     "npu_transpose_batchmatmul",
     "torch_npu's batched product with permuted operands and result.",
     (
-        floats("input", "[M, B, K], or as perm_x1 says."),
-        floats("weight", "[B, K, N], or as perm_x2 says.", like="input"),
+        # Programs look for torch_npu's own words.
+        floats(
+            "input", "[M, B, K], or as perm_x1 says.", cast="input's type supported for float16, float32 and bfloat16"
+        ),
+        floats(
+            "weight",
+            "[B, K, N], or as perm_x2 says.",
+            like="input",
+            cast="weight's type supported for float16, float32 and bfloat16",
+        ),
         Tensor("bias", "Not computed.", True),
         Tensor("scale", "Of an int8 result, which is not computed.", True),
         Array("perm_x1", "Makes [B, M, K] of input; None: [0, 1, 2].", True),
@@ -141,7 +149,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             invalid(
                 f"{name} is None or permutes({name}, 3)",
                 name,
-                "of three",
+                f"{name} should be an order of three axes",
                 "every axis once",
                 spoil={name: [0, 1, 1]},
             )
