@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.compiled import compiled
@@ -306,6 +307,22 @@ def test_an_entry_behind_the_end_of_a_list_is_told() -> None:
 def test_a_misspelt_argument_is_named(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call()
+
+
+def test_numbers_may_come_as_tensors_and_as_numpys() -> None:
+    q, heads = torch.randn(1, 2, 8, 16), torch.tensor(2)
+    want = npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.25)
+    for scale in (torch.tensor(0.25), np.float32(0.25)):
+        assert torch.equal(npu.npu_fusion_attention(q, q, q, heads, "BNSD", scale=scale)[0], want[0])
+    heads.fill_(1)  # the same tensor, another number
+    with pytest.raises(fa.ContractError, match="expected axis 1 to be N1=1"):
+        npu.npu_fusion_attention(q, q, q, heads, "BNSD", scale=0.25)
+    with pytest.raises(fa.ContractError, match="head_num: expected an int"):
+        npu.npu_fusion_attention(q, q, q, torch.tensor([2]), "BNSD", scale=0.25)
+    sizes = [torch.tensor([4]), np.int64(52)]
+    masks = [npu._npu_dropout_gen_mask(q, n, p, 3, 0) for n, p in ((sizes, torch.tensor(0.5)), ([4, 52], 0.5))]
+    assert torch.equal(*masks)
+    assert want[-1] == 2 * 8 * 8  # scores, whatever is kept
 
 
 def test_lists_far_longer_than_the_keys() -> None:

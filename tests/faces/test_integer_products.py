@@ -1,5 +1,6 @@
 """Rows as integers, products of integers, and products of rows with their group's matrix, against plain loops."""
 
+import struct
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import npu
+from fusion_attention.contract import ContractError
 from fusion_attention.npu.companions.products import ACTIVATIONS
 from fusion_attention.testing.drawn import compare_with
 
@@ -16,10 +18,10 @@ DRAWS = 12
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
 def test_dynamic_quant(mode: str) -> None:
-    x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(K).bfloat16()
+    x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
     x[0, 3], x[..., 5] = 0, 0
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
-    wide = x.float() * smooth.float()
+    wide = x.float() * (smooth.unsqueeze(-1) if mode == "perchannel" else smooth).float()
     axes = {"pertoken": (-1,), "perchannel": (1,), "pertensor": (0, 1, 2)}[mode]
     peak = wide.abs().amax(axes, keepdim=True) / 127
     same_bits(scale.reshape(peak.shape), peak)
@@ -37,7 +39,7 @@ def test_dynamic_quant_of_four_bits_and_groups() -> None:
             assert (nibble ^ 8) - 8 == (wide[i] / scale[row]).round().item()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("whole", [True, False])
 def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
     x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
@@ -47,9 +49,47 @@ def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
     out = npu.npu_quant_matmul(x1, x2, scale, offset=offset, pertoken_scale=rows, bias=bias, output_dtype=dtype)
     product = (x1.long() @ x2.long() + (bias if whole else 0)).float() * scale * rows.unsqueeze(1)
     want = product + (0 if whole else bias) + (0 if offset is None else offset)
-    if dtype in (None, torch.int32):
-        want = want.round().clamp(-128, 127) if dtype is None else want.round()
-    same_bits(out, want.to(dtype or torch.int8))
+    same_bits(out, (want.round().clamp(-128, 127) if dtype is None else want).to(dtype or torch.int8))
+
+
+def test_int32_results_are_sums_that_no_scale_touches() -> None:
+    x1, x2 = torch.randint(-128, 128, (M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
+    bias = torch.randint(-(1 << 30), 1 << 30, (N,), dtype=torch.int32)
+    call: dict[str, Any] = {"pertoken_scale": torch.rand(M), "output_dtype": torch.int32}
+    same_bits(npu.npu_quant_matmul(x1, x2, torch.full((N,), 3.0), **call), x1.int() @ x2.int())
+    same_bits(npu.npu_quant_matmul(x1, x2, torch.ones(1), bias=bias, **call), x1.int() @ x2.int() + bias)
+    with pytest.raises(ContractError, match="bias: expected int32"):
+        npu.npu_quant_matmul(x1, x2, torch.ones(1), bias=bias.float(), **call)
+    ends = torch.tensor([4, M])
+    grouped: dict[str, Any] = {"group_list": ends, "group_type": 0, "split_item": 2, "output_dtype": torch.int32}
+    for lists in ({}, {"scale": [], "offset": [], "antiquant_scale": [], "per_token_scale": []}):
+        (y,) = npu.npu_grouped_matmul([x1], [x2.expand(2, -1, -1)], bias=[bias.expand(2, N)], **lists, **grouped)
+        same_bits(y, x1.int() @ x2.int() + bias)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_scales_as_integers(mode: int) -> None:
+    scale = torch.tensor([1.0, 0.1, -3e-5, 1 + 2**-11, 1 + 3 * 2**-11, 3e38, 1e-42])
+    offset = torch.tensor([0.0, -1, 300, -300, 7.5, 8.5, 255])
+    found = npu.npu_trans_quant_param(scale, offset, mode)
+    for word, number, shift in zip(found.tolist(), scale, offset.tolist(), strict=True):
+        (bits,) = struct.unpack("<I", struct.pack("<f", number))
+        kept = bits >> 13
+        if mode == 1:
+            rest = bits & 0x1FFF
+            kept += rest > 0x1000 or (rest == 0x1000 and kept % 2 == 1)
+        assert word & 0xFFFFFFFF == kept << 13
+        assert word >> 46 == 1
+        assert word >> 37 & 0x1FF == max(-256, min(255, round(shift))) % 512
+    x1, x2 = torch.randint(-8, 8, (M, K)).to(torch.int8), torch.randint(-8, 8, (K, N)).to(torch.int8)
+    scale, offset = torch.rand(N) / 16, torch.randint(-9, 9, (N,)).float()
+    cut = (scale.view(torch.int32) & -8192).view(torch.float32)
+    exact = (x1.int() @ x2.int()).float() * cut
+    for form in (npu.npu_trans_quant_param(scale, offset), npu.npu_trans_quant_param(scale, offset).view(torch.uint64)):
+        same_bits(npu.npu_quant_matmul(x1, x2, form), (exact + offset).round().clamp(-128, 127).to(torch.int8))
+        same_bits(npu.npu_quant_matmul(x1, x2, form, output_dtype=torch.float16), exact.half())
+    bare = cut.view(torch.int32).long()  # a float's own bits
+    same_bits(npu.npu_quant_matmul(x1, x2, bare, output_dtype=torch.bfloat16), exact.bfloat16())
 
 
 def of_groups(ends: list[int]) -> list[tuple[int, int]]:

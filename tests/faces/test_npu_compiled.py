@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,8 @@ def test_other_devices_are_not_its_concern() -> None:
     x = torch.ones(2, 2)
     assert compiling(lambda x: x + 1, seen)(x).device.type == "cpu"
     with pytest.raises(
-        Exception, match='backend "inductor" on device npu: expected all tensors of a graph on npu, but for lengths and seeds, got'
+        Exception,
+        match='backend "inductor" on device npu: expected all tensors of a graph on npu, but',
     ):
         compiling(lambda x: x.cpu() + 1, seen)(x.npu())  # type: ignore[attr-defined]
     assert seen == ["cpu"]
@@ -142,3 +144,24 @@ def test_lengths_stay_there_under_modes_and_in_captured_graphs(torch_npu: Any) -
         found = call()
     graph.replay()
     same_bits(found.cpu(), want)
+
+
+def test_programs_that_compile_for_the_chip(torch_npu: Any) -> None:
+    torchair = importlib.import_module("torchair")
+    config = importlib.import_module("torchair.configs.compiler_config").CompilerConfig()
+    config.mode, config.experimental_config.frozen_parameter = "reduce-overhead", True
+    config.debug.graph_dump.type = "pbtxt"
+    importlib.import_module("torchair.core.utils").logger.setLevel("ERROR")
+    x = torch.randn(2, 4, 32, device="npu", requires_grad=True)
+    want = torch_npu.npu_swiglu(x) * 2
+    ways: list[dict[str, Any]] = [{"backend": torchair.get_npu_backend(compiler_config=config), "dynamic": False}]
+    ways.append({"backend": "npugraph_ex", "options": {"force_eager": True}})
+    for way in ways:
+        got = torch.compile(lambda x: torch_npu.npu_swiglu(x) * 2, fullgraph=True, **way)(x)
+        same_bits(got.detach().cpu(), want.detach().cpu())
+        for mine, theirs in zip(
+            *(torch.autograd.grad(t.sum(), x, retain_graph=True) for t in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=2**-22)
+    with pytest.raises(AttributeError, match="fusion_attention's torchair has no inference"):
+        torchair.inference  # noqa: B018

@@ -35,6 +35,11 @@ def is_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (type(value) is tuple and any(isinstance(t, torch.Tensor) for t in value))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a tensor that torch takes for a number: without dimensions, and without a gradient."""
+    return isinstance(value, torch.Tensor) and not (value.dim() or value.is_meta or value.requires_grad)
+
+
 def to_array(value: Any) -> Any:
     """Host integers as a new int64 array, from a list, a tuple, a range, an array or a tensor; else what came."""
     array = value

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.contract.arguments import array_of, intact, is_memory, losses, members
+from fusion_attention.contract.arguments import array_of, intact, is_memory, is_number, losses, members
 from fusion_attention.contract.expressions import evaluate, parse, scope
 from fusion_attention.contract.record import (
     WARNED,
     Array,
+    Attr,
     ContractError,
     ContractWarning,
     Failure,
@@ -194,6 +195,8 @@ def _anew(
     given: list[Any] = list(map(args.get, op.names))
     for at in op.positions[Tensors]:
         given[at] = members(given[at])
+    if numbers := {op.names[at]: given[at].item() for at in op.positions[Attr] if is_number(given[at])}:
+        return _otherwise(op, {**args, **numbers}, strict, reads, memory)
     content = []
     for at in op.positions[Array]:
         if given[at] is None:
@@ -202,7 +205,7 @@ def _anew(
             intact(op.name, (op.params[at].shown,), (given[at],))
         given[at] = array = array_of(op, at, given[at])
         if array is None:  # It came blank: the call is one without it.
-            return _blank(op, {**args, op.names[at]: None}, strict, reads, memory)
+            return _otherwise(op, {**args, op.names[at]: None}, strict, reads, memory)
         if isinstance(array, np.ndarray):
             content.append(array.tobytes())
         else:
@@ -235,8 +238,8 @@ def _ask_again(op: Op, known: _Signature, bound: Bound) -> None:
                 ask(op, known.reads, bound.names)
 
 
-def _blank(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
-    """_anew() of a call that lacks what came blank, under its own key."""
+def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
+    """_anew() of the call that one stands for which has a tensor for a number, or a blank one, under its own key."""
     key, _, _ = (op.reader or _with_reader(op))(args, strict, bool(op.watched) and torch.is_grad_enabled())
     return _anew(op, args, key, op.signatures.get(key), strict, reads, memory)
 

@@ -60,12 +60,20 @@ def _npu_dropout_gen_mask(
         >>> mask.dtype, len(mask)
         (torch.uint8, 32)
     """
+    size = [_number(n) for n in size] if isinstance(size, list | tuple) else size
+    p, seed, offset = (_number(value) for value in (p, seed, offset))
     failures = list(_failures(input, size, p, seed, offset))
     if failures:
         raise ContractError([Failure("_npu_dropout_gen_mask", *failure) for failure in failures])
     bits = drawn_bits(size, 1.0 - p, seed, offset, input.device)
     length = -(-torch.Size(size).numel() // _ALIGNED) * _ALIGNED // 8
     return torch.nn.functional.pad(bits, (0, length - len(bits)))
+
+
+def _number(value: Any) -> Any:
+    """A number that came as a tensor or as numpy's, as torch takes it; what is none stays as it is."""
+    one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta
+    return value.item() if one or isinstance(value, np.generic) else value
 
 
 def _failures(input: Any, size: Any, p: Any, seed: Any, offset: Any) -> Iterator[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from fusion_attention.npu.device import another_name, backend
 from fusion_attention.npu.device.build import BuildError
 from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
-from fusion_attention.npu.surface import host
+from fusion_attention.npu.surface import host, torchair
 from fusion_attention.npu.surface.modules import NAME, beside, functions, made
 from fusion_attention.npu.surface.transfer import Finder
 from fusion_attention.npu.windows import watch
@@ -59,6 +59,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     modules = made(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
     changes.lend(beside(functions()))
+    torchair.enter(changes)
     changes.find(Finder(changes), first=True)
     watch(changes)
     register_all(functions())

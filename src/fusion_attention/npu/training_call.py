@@ -38,7 +38,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
         if drops and not drawn and (seed or offset):
             glance_at_mask(op.name, call)
         out, max_, sum_ = dense_eager.attention(call)
-        numels = bound["N1"] * int((bound["q_len"] * bound["kv_len"]).sum()) if drops else 0
+        numels = call.problem.heads_q * call.extents.scores
         lanes = to_lanes(call, max_, sum_)
         return out, *lanes, out.new_empty(0), seed if drops else 0, offset if drops else 0, numels
 

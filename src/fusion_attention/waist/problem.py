@@ -188,6 +188,11 @@ class Extents:
         return found
 
     @functools.cached_property
+    def scores(self) -> int:
+        """Pairs of a row and a key, seen or not, over all sequences."""
+        return int(self.q_len @ self.kv_len)
+
+    @functools.cached_property
     def q_start(self) -> np.ndarray:
         """Packed: the first token of each sequence."""
         return np.cumsum(self.q_len) - self.q_len

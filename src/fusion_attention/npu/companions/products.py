@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusion_attention.contract import to_array
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.gates import fast_gelu
-from fusion_attention.npu.companions.quantised import Dtype, exact
+from fusion_attention.npu.companions.quantised import Dtype, decoded, exact
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -144,8 +144,10 @@ class _Product:
         bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors.values()]
         if x.dtype == torch.int8:
             y = exact(x, weight)
-            y = (y if bias is None else y + bias).float()
-            y = y if scale is None else y * scale.float()
+            y = y if bias is None else y + bias
+            if scale is None and self.per_token is None and self.dtype == torch.int32:
+                return self.act(y).to(self.dtype)
+            y = y.float() if scale is None else y.float() * decoded(scale)[0]
             if self.per_token is not None:
                 y = y * self.per_token[start : start + x.shape[0]].unsqueeze(-1)
         elif anti is not None and weight.dtype == torch.int8:

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
-__all__ = ["npu_dynamic_quant", "npu_quant_matmul"]
+__all__ = ["npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
 
 Tensor = torch.Tensor
 Dtype = int | torch.dtype | None
@@ -79,7 +79,7 @@ def npu_dynamic_quant(
         group = torch.searchsorted(group_index.long().contiguous(), rows, right=True).clamp(max=len(smooth_scales) - 1)
         x = x * smooth_scales.float()[group].reshape(input.shape)
     elif smooth_scales is not None:
-        x = x * smooth_scales.float()
+        x = x * (smooth_scales.unsqueeze(-1) if given["quant_mode"] == "perchannel" else smooth_scales).float()
     largest = 2 ** (bits - 1) - 1
     axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[given["quant_mode"]]
     scale = row_scales(x, largest, axes)
@@ -117,11 +117,11 @@ def npu_quant_matmul(
 
     Args:
         x1, x2: int8 [..., M, K] and [..., K, N].
-        scale: of x2, [1] or [N], float32 or bfloat16.
+        scale: of x2, [1] or [N], float32 or bfloat16; or int64 as npu_trans_quant_param makes it.
         offset: of int8 results, float32 [1] or [N].
         pertoken_scale: of x1, float32 [M].
         bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
-        output_dtype: torch.int8, int32 (the scaled product, rounded), float16 or bfloat16; None: int8.
+        output_dtype: torch.int8, int32 (the product and an int32 bias, with no scale), float16 or bfloat16; None: int8.
         x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, group_sizes, y_scale: not computed here.
 
     Returns:
@@ -159,14 +159,64 @@ def npu_quant_matmul(
     dtype = quantised.DTYPES[1 if number is None else number]
     whole = bias is not None and not bias.dtype.is_floating_point
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
-    found = product.float() * scale.float()
+    if dtype == torch.int32:
+        return product.to(torch.int32)
+    factor, shift = decoded(scale)
+    found = product.float() * factor
     if pertoken_scale is not None:
         found = found * pertoken_scale.unsqueeze(-1)
     if bias is not None and not whole:
         found = found + bias
-    if offset is not None:
-        found = found + offset
-    return rounded(found, 127) if dtype == torch.int8 else (found.round() if dtype == torch.int32 else found).to(dtype)
+    if dtype != torch.int8:
+        return found.to(dtype)
+    for one in (offset, shift):
+        found = found if one is None else found + one
+    return rounded(found, 127)
+
+
+def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
+    """Scales, and offsets of int8 results, as integers that npu_quant_matmul takes.
+
+    out = bits(scale as float32, the last 13 cleared) + 2^46 + 2^37 * (clamp(round(offset), -256, 255) mod 2^9)
+
+    Args:
+        scale: float32 [N], [1, N] or [1].
+        offset: the same; None: 0.
+        round_mode: 0 cuts a scale's last 13 bits, 1 rounds it to the others.
+
+    Returns:
+        int64, in the shape that scale and offset broadcast to.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_trans_quant_param.md does not allow.
+
+    Source: Ascend op-plugin, npu_trans_quant_param.
+
+    Example:
+        >>> hex(npu_trans_quant_param(torch.tensor([0.5]), torch.tensor([-1.0])).item())
+        '0x7fe03f000000'
+    """
+    given = checked(quantised.ENCODE, {"scale": scale, "offset": offset, "round_mode": round_mode})
+    bits = scale.contiguous().view(torch.int32).long() & _WORD
+    if given["round_mode"] == 1:
+        bits = bits + 0xFFF + ((bits >> 13) & 1)
+    found = bits & 0xFFFFE000 | 1 << 46
+    if offset is None:
+        return found
+    return found | (offset.round().clamp(-256, 255).long() & 0x1FF) << 37
+
+
+_WORD = 0xFFFFFFFF
+
+
+def decoded(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) in float32 of a scale that may be npu_trans_quant_param's."""
+    if scale.dtype.is_floating_point:
+        return scale.float(), None
+    bits = scale.contiguous().view(torch.int64)
+    low, shift = bits & _WORD, bits >> 37 & 0x1FF
+    value = (low - ((low >> 31) << 32)).to(torch.int32).view(torch.float32)
+    return value, (shift - ((shift >> 8) << 9)).float()
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:

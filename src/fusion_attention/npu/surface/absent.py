@@ -55,7 +55,7 @@ _INSTEAD = (
     (r"empty_with_format|empty_with_swapped_memory|npu_empty_\w+", "torch.empty"),
     (r"sparse_flash_mla.*|flash_attn.*|compressor.*|.*_metadata", "fusion_attention.sparse_attention"),
     (r"Npu\w*(Adam|AdamW|SGD|Lamb|RMSprop\w*|Adadelta)|optim", "torch.optim's own"),
-    (r"dynamo|torchair|npugraph_ex.*|inductor.*", "torch.compile without a back end of the chip"),
+    (r"dynamo|inductor.*", "torch.compile without a back end of the chip, or torchair's"),
     (r"(contrib\.)?(function|module)", "torch.nn, and torch_npu's functions"),
     (r"dynamic_profile", "torch_npu.profiler.profile"),
     (

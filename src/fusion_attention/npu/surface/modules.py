@@ -32,7 +32,7 @@ from fusion_attention.npu.companions import (
     softmax,
 )
 from fusion_attention.npu.device import process_groups
-from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase
+from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase, torchair
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 from fusion_attention.torch_ops.spelling import suggested
 
@@ -119,7 +119,7 @@ def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
     Args:
         faces: the functions of torch_npu.
     """
-    return _modules(elsewhere.contents(faces) | cann_ops.contents(faces))
+    return _modules(elsewhere.contents(faces) | cann_ops.contents(faces) | torchair.contents())
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

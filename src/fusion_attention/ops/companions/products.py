@@ -10,6 +10,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensors
 from fusion_attention.ops.companions.common import FLOATS, companion, result
+from fusion_attention.ops.companions.quantised import ENCODED
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 
 Given = Sequence[torch.Tensor]
@@ -78,7 +79,8 @@ GROUPED = companion(
         Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
         Tensors("weight", "[E, K, N], or a matrix of every group.", dtypes=f"{FLOATS} int8", shape="E K N"),
         Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
-        Tensors("scale", "Of int8 weights and rows: [E, N].", optional=True, dtypes="float32 bfloat16", shape="E N"),
+        Tensors("scale", "Of int8 weights and rows: [E, N].", optional=True,
+                dtypes=f"float32 bfloat16 {ENCODED}", shape="E N"),
         Tensors("offset", "Not computed here.", optional=True),
         Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
         Tensors("antiquant_offset", "Added to int8 weights: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
@@ -106,9 +108,9 @@ GROUPED = companion(
         invalid("alike(x) and alike(weight)", "weight", "one dtype in a list", "tensors of one dtype",
               spoil={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
         invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
-              "(x[0].dtype != int8 or scale is not None) and "
+              "(x[0].dtype != int8 or scale is not None or output_dtype == 3) and "
               "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
-              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows",
+              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows, or int32 results",
               "the dtype of x, or int8 with its scale", spoil={"weight": ("E K N", "int8")}),
         invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)", "weight",
                 "rows of x meet columns of their group's matrix", "a matrix [K, N] for every group",

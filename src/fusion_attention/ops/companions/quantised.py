@@ -13,6 +13,7 @@ SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
 NUMBERS = {
     torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
 }  # fmt: skip
+ENCODED = "int64 uint64"  # of scales as npu_trans_quant_param makes them
 DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
 
 
@@ -55,7 +56,8 @@ DYNAMIC = companion(
     "torch_npu's rows as integers, each with its own scale: (y, scale).",
     (
         floats("input", "What is rounded: two axes at least."),
-        floats("smooth_scales", "Factors of the elements: [W], or [groups, W].", optional=True),
+        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; of perchannel of the rows: [M].",
+               optional=True),
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
         Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16); None: torch.int8.", default=None,
@@ -71,9 +73,15 @@ DYNAMIC = companion(
     rules=(
         invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
                 spoil={"input": "8", "smooth_scales": None}),
-        invalid("smooth_scales is None or input.dim() < 1 or smooth_scales.shape[-1:] == input.shape[-1:]",
-                "smooth_scales", "a factor for every element", "the size of the last axis of input",
-                spoil={"smooth_scales": "7"}),
+        invalid("smooth_scales is None or input.dim() < 1 or quant_mode == 'perchannel' or "
+                "smooth_scales.shape[-1:] == input.shape[-1:]", "smooth_scales", "a factor for every element",
+                "the size of the last axis of input", spoil={"smooth_scales": "7"}),
+        invalid("smooth_scales is None or input.dim() < 2 or quant_mode != 'perchannel' or "
+                "smooth_scales.shape == input.shape[-2:-1]", "smooth_scales", "a factor for every row of a column",
+                "the size of the last axis but one of input",
+                given={"quant_mode": "perchannel", "smooth_scales": "M"}, spoil={"smooth_scales": "7"}),
+        invalid("group_index is None or quant_mode != 'perchannel'", "group_index", "groups are of rows", "None",
+                given={"quant_mode": "perchannel", "smooth_scales": "M"}, spoil={"group_index": "1"}),
         invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
                 "rows of it go with group_index", "[W], or [groups, W] with group_index",
                 spoil={"smooth_scales": "E K"}),
@@ -103,7 +111,8 @@ MATMUL = companion(
     (
         Tensor("x1", "[..., M, K].", dtypes="int8"),
         Tensor("x2", "[..., K, N].", dtypes="int8"),
-        Tensor("scale", "Of x2: [1] or [N].", dtypes="float32 bfloat16"),
+        Tensor("scale", "Of x2: [1] or [N]; int64: as npu_trans_quant_param makes it. Of int32 results: not used.",
+               dtypes=f"float32 bfloat16 {ENCODED}"),
         Tensor("offset", "Of int8 results: [1] or [N].", optional=True, dtypes="float32"),
         Tensor("pertoken_scale", "Of x1: [M].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
@@ -134,14 +143,18 @@ MATMUL = companion(
         invalid("bias is None or x1.dim() < 2 or x2.dim() < 2 or not multiplies(x1, x2) or fits_result(bias, x1, x2)",
                 "bias", "added to every row", "[N], [1, N] or [batch, 1, N]", given={"bias": "N"},
                 spoil={"bias": "7"}),
+        invalid("output_dtype != 3 or bias is None or bias.dtype == int32", "bias", "int32 results are whole numbers",
+                "int32", given={"output_dtype": 3}, spoil={"bias": "N"}),
         invalid("offset is None or output_dtype in (None, 1)", "offset", "int8 results alone have one", "None",
                 given={"offset": "N"}, spoil={"output_dtype": 5}),
         invalid("group_sizes is None or len(group_sizes) == 0", "group_sizes", "not computed here", "None",
                 spoil={"group_sizes": [1, 1, 32]}),
         invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
     ),
-    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)",
+    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
+    "out = x1 x2 + bias        of int32 results",
     functions={
+        "int32": torch.int32,
         "multiplies": multiplies,
         "fits_result": fits_result,
     },
@@ -149,4 +162,28 @@ MATMUL = companion(
     sample={"x1": "M K", "x2": "K N", "scale": "N"},
 )  # fmt: skip
 
-RECORDS = (DYNAMIC, MATMUL)
+ENCODE = companion(
+    "npu_trans_quant_param",
+    "torch_npu's scales and offsets as one integer of 64 bits each.",
+    (
+        Tensor("scale", "[N] or [1, N], or [1] of all.", dtypes="float32"),
+        Tensor("offset", "The same, or [1]: of int8 results.", optional=True, dtypes="float32"),
+        Attr("round_mode", "0: a scale's last 13 bits are cut; 1: it is rounded to the others.", default=0,
+             domain="round_mode in (0, 1)", bad=2),
+    ),
+    (result("out", "int64, in the shape that scale and offset broadcast to.", "int64"),),
+    rules=(
+        invalid("scale.dim() in (1, 2) and scale.numel() == scale.shape[-1]", "scale", "a number of every column",
+                "[N] or [1, N]", spoil={"scale": "3 N"}),
+        invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
+                "offset", "a number of every column", "[N], [1, N] or [1]", given={"offset": "N"},
+                spoil={"offset": "7"}),
+    ),
+    formula="out = bits(scale as float32, the last 13 cleared) + 2^46\n"
+    "    + 2^37 * (clamp(round(offset), -256, 255) mod 2^9)",
+    functions={"broadcast": broadcast},
+    sizes=SIZES,
+    sample={"scale": "N"},
+)  # fmt: skip
+
+RECORDS = (DYNAMIC, MATMUL, ENCODE)
