@@ -90,6 +90,69 @@ def test_caches_hold_the_rows_where_the_index_says(mode: str) -> None:
                 assert torch.equal(lines, rows[item, 0, token])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("mode", ["Norm", "PA", "PA_NZ"])
+def test_values_that_stand_apart_are_stored_as_they_are(mode: str, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    kv, gamma, v = (torch.randn(n, generator=draw).bfloat16() for n in ((2, 1, 3, 192), (192,), (2, 1, 3, 128)))
+    angles = torch.rand(2, 1, 3, 64, generator=draw)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    shape, index = ((2, 1, 5), torch.tensor([[0, 3, -1], [4, 1, 2]])) if mode == "Norm" else (
+        (4, 4, 1), torch.tensor([4, 5, -1, 13, 0, 9])
+    )  # fmt: skip
+    k_cache, ckv_cache = torch.zeros(*shape, 192, dtype=dtype), torch.zeros(*shape, 128, dtype=dtype)
+    scales: dict[str, torch.Tensor] = {}
+    if dtype == torch.int8:
+        scales = {"k_rope_scale": torch.rand(192) * 40, "c_kv_scale": torch.rand(128) * 40}
+    *_, keys, values = npu.npu_kv_rmsnorm_rope_cache(
+        kv, gamma, cos, sin, index, k_cache, ckv_cache, v=v, cache_mode=mode, is_output_kv=True, **scales
+    )
+
+    def wanted() -> torch.Tensor:
+        x = kv.double()
+        y = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double()
+        rope = torch.cat((y[..., :64:2], y[..., 1:64:2]), -1)
+        turned = torch.cat((-rope[..., 32:], rope[..., :32]), -1)
+        return torch.cat((rope * cos.double() + turned * sin.double(), y[..., 64:]), -1)
+
+    compare_with("keys", keys, wanted, dtype=torch.float32)
+    assert torch.equal(values, v)
+    for cache, rows, scale in ((k_cache, keys, "k_rope_scale"), (ckv_cache, v, "c_kv_scale")):
+        for (item, token), place in zip([(i, j) for i in range(2) for j in range(3)], index.flatten(), strict=True):
+            if place < 0:
+                continue
+            page, slot = (item, int(place)) if mode == "Norm" else divmod(int(place), 4)
+            width = 32 if dtype == torch.int8 else 16
+            line = cache[page, 0, slot] if mode == "Norm" else cache[page, slot, 0]
+            line = cache.view(4, -1, 4, width)[page, :, slot].flatten() if mode == "PA_NZ" else line
+            row = rows[item, 0, token]
+            if dtype != torch.int8:
+                assert torch.equal(line, row)
+            else:  # a row was rounded to bfloat16 before it came here
+                most = 2**-8 * (row.float() * scales[scale]).abs() + 0.51
+                assert ((line - (row.float() * scales[scale]).clamp(-128, 127)).abs() <= most).all()
+
+
+def test_rotary_positions_of_four_kinds() -> None:
+    positions, table = torch.randint(0, 10, (4, 5)), torch.randn(10, 32)
+    query, key, sections = torch.randn(5, 2 * 40), torch.randn(5, 40), [5, 1, 4, 6]
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        found = []
+        for t in range(5):
+            parts = [table[positions[kind, t]].double().view(2, 16).split(sections, -1)[kind] for kind in range(4)]
+            cos, sin = torch.cat(parts, -1)
+            heads = rows[t].double().view(-1, 40)
+            a, b = heads[:, :16], heads[:, 16:32]
+            found.append(torch.cat((a * cos - b * sin, b * cos + a * sin, heads[:, 32:]), -1).flatten())
+        return torch.stack(found)
+
+    got = npu.npu_mrope(positions, query, key, table, 40, mrope_section=sections)
+    compare_with("mrope", got, lambda: (turned(query), turned(key)))
+    with pytest.raises(ValueError, match="'default' beside four kinds"):
+        npu.npu_mrope(positions, query, key, table, 40, mrope_section=sections, cache_mode="interleave")
+
+
 def test_nothing_is_written_by_a_wrong_call() -> None:
     cache, rows = torch.zeros(3, 4, 2, 8), torch.ones(2, 2, 8)
     with pytest.raises(ValueError, match="slots that the cache has"):

@@ -201,6 +201,7 @@ def npu_kv_rmsnorm_rope_cache(
     """Norms latents, turns rope rows, and stores both in caches, in place.
 
     latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)
+    beside v:    rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
 
     Args:
         kv: [B, 1, S, latent + rope]; float16, bfloat16 or float32. gamma: [latent]. cos, sin: [B, 1, S, rope].
@@ -209,7 +210,8 @@ def npu_kv_rmsnorm_rope_cache(
         k_cache, ckv_cache: [B, 1, slots, D] (mode Norm) or pages [pages, slots, 1, D], in the dtype of kv or int8;
             written.
         k_rope_scale, c_kv_scale, k_rope_offset, c_kv_offset: of int8 caches: float32, one for every element of a row.
-        v: values apart, which are not computed.
+        v: values apart, [B, 1, S, 128], stored as they are; kv is then [B, 1, S, rope + 128], all of it normed, and
+            gamma as long. A v of another last axis says nothing, as the chip has it.
         epsilon: added to the mean square.
         cache_mode: "Norm"; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of pieces; "PA_BLK_BNSD" and "PA_BLK_NZ":
             rows of an item fill whole pages.
@@ -242,9 +244,14 @@ def npu_kv_rmsnorm_rope_cache(
     given = checked(caches.KV_RMSNORM_ROPE, args)
     mode = given["cache_mode"]
     with torch.no_grad():
-        latent, rope = kv.float().split([len(gamma), kv.shape[-1] - len(gamma)], -1)
-        y = normalised(latent, gamma, given["epsilon"])[0]
-        k_embed = npu_interleave_rope(rope, cos.float(), sin.float())
+        if v is not None and caches.stands_apart(v):
+            y, rows = v.float(), normalised(kv.float(), gamma, given["epsilon"])[0]
+            rope, rest = rows.split([cos.shape[-1], kv.shape[-1] - cos.shape[-1]], -1)
+            k_embed = torch.cat((npu_interleave_rope(rope, cos.float(), sin.float()), rest), -1)
+        else:
+            latent, rope = kv.float().split([len(gamma), kv.shape[-1] - len(gamma)], -1)
+            y = normalised(latent, gamma, given["epsilon"])[0]
+            k_embed = npu_interleave_rope(rope, cos.float(), sin.float())
         places = _of_tokens(index, kv.shape[2], k_cache, mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
         stored = [

@@ -163,19 +163,20 @@ def npu_mrope(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries and keys by angles of a table; of images and films, by three kinds of positions.
+    """Turns queries and keys by angles of a table; of images and films, by three or four kinds of positions.
 
     cos, sin = the halves of cos_sin_cache[positions]
     y = x * cos + turned(x) * sin
 
     Args:
-        positions: [T], or [3, T] of time, height and width; int64 or int32.
+        positions: [T], or [3, T] of time, height and width, or [4, T]; int64 or int32.
         query, key: [T, heads * head_size]; float16, bfloat16 or float32.
         cos_sin_cache: [positions, rotary size]. The elements of a head behind the rotary size stay.
         head_size: elements of a head.
-        mrope_section: of three kinds of positions, how many angles each turns.
+        mrope_section: of several kinds of positions, how many angles each turns.
         rotary_mode: as in npu_rotary_mul.
         cache_mode: "default": sections one after the other; "interleave": height at 1, 4, ... and width at 2, 5, ...
+            (three kinds alone).
 
     Returns:
         (query, key), turned; those that came stay as they are.

@@ -343,6 +343,31 @@ def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> 
     return cache.shape[2] == 1 and ("NZ" not in mode or (width % piece == 0 and cache.is_contiguous()))
 
 
+APART = 128  # elements of a row of values that stand apart from kv
+
+
+def stands_apart(v: torch.Tensor | None) -> bool:
+    """Whether values stand apart; a v of another shape says nothing."""
+    return v is not None and v.dim() == 4 and v.shape[-1] == APART
+
+
+def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements of a row are turned; 0 or less: the tensors do not fit."""
+    if stands_apart(v):
+        return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
+    return kv.shape[-1] - gamma.shape[0]
+
+
+def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements a row of k_cache has."""
+    return kv.shape[-1] if stands_apart(v) else rope_width(kv, gamma, v)
+
+
+def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements a row of ckv_cache has."""
+    return APART if stands_apart(v) else gamma.shape[0]
+
+
 def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
     """Numbers of int8 rows, one for each element, and what is wrong with them."""
     rule = invalid(
@@ -358,12 +383,12 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
 
 SCALES = {"k_rope_scale": ("4", "float32"), "c_kv_scale": ("8", "float32")}
 NUMBERS = [
-    quantised("k_rope_scale", "Of int8 k_cache.", "kv.shape[-1] - gamma.shape[0]", "k_cache"),
-    quantised("c_kv_scale", "Of int8 ckv_cache.", "gamma.shape[0]", "ckv_cache"),
-    quantised("k_rope_offset", "Added to scaled rows of k_cache.", "kv.shape[-1] - gamma.shape[0]", "k_cache"),
-    quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "gamma.shape[0]", "ckv_cache"),
+    quantised("k_rope_scale", "Of int8 k_cache.", "key_width(kv, gamma, v)", "k_cache"),
+    quantised("c_kv_scale", "Of int8 ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
+    quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
+    quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
 ]
-WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and kv.shape[-1] > gamma.shape[0]"
+WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
 KV_RMSNORM_ROPE = companion(
     "npu_kv_rmsnorm_rope_cache",
     "torch_npu's norm of latents and positions of rope rows, stored in two caches: (k_cache, ckv_cache, k_embed, y).",
@@ -376,7 +401,7 @@ KV_RMSNORM_ROPE = companion(
         Tensor("k_cache", "Rope rows, in the dtype of kv or int8; written.", dtypes=f"{WRITTEN}"),
         Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes=f"{WRITTEN}"),
         *(p for p, _ in NUMBERS),
-        Tensor("v", "Values apart from kv.", True),
+        Tensor("v", "Values apart from kv, [B, 1, S, 128]; of another shape it says nothing.", True),
         Attr(
             "epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38", bad=-1.0
         ),
@@ -389,15 +414,15 @@ KV_RMSNORM_ROPE = companion(
     ),
     rules=(
         invalid(
-            f"{WHOLE} and kv.shape[1] == 1 and (kv.shape[-1] - gamma.shape[0]) % 2 == 0",
+            f"{WHOLE} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
             "kv",
-            "gamma says how long the latent is",
+            "gamma says how long the latent is; beside v it is as long as kv",
             "[B, 1, S, latent + rope] with an even rope",
             spoil={"kv": "B 2 4 12"},
         ),
         *(
             invalid(
-                f"tuple({name}.shape) == (kv.shape[0], 1, kv.shape[2], kv.shape[-1] - gamma.shape[0])",
+                f"tuple({name}.shape) == (kv.shape[0], 1, kv.shape[2], rope_width(kv, gamma, v))",
                 name,
                 "of every token",
                 "[B, 1, S, rope]",
@@ -416,8 +441,8 @@ KV_RMSNORM_ROPE = companion(
                 spoil={name: words},
             )
             for name, width, words in (
-                ("k_cache", "kv.shape[-1] - gamma.shape[0]", "B 1 6 5"),
-                ("ckv_cache", "gamma.shape[0]", "B 1 6 7"),
+                ("k_cache", "key_width(kv, gamma, v)", "B 1 6 5"),
+                ("ckv_cache", "value_width(gamma, v)", "B 1 6 7"),
             )
         ),
         invalid(
@@ -454,7 +479,17 @@ KV_RMSNORM_ROPE = companion(
             reads=True,
             spoil={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
         ),
-        invalid("v is None", "v", "pass latents that are values too", "None", spoil={"v": "B 1 4 8"}),
+        invalid(
+            "not stands_apart(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
+            "v",
+            "a row of values of every token",
+            "[B, 1, S, 128] in the dtype of kv",
+            given={
+                **{"kv": "B 1 4 132", "gamma": "132", "v": "B 1 4 128"},
+                **{"k_cache": "B 1 6 132", "ckv_cache": "B 1 6 128"},
+            },
+            spoil={"v": "B 1 3 128"},
+        ),
         *waits_for_none("k_cache", shape=(2, 1, 6, 4)),
         *waits_for_none("ckv_cache", shape=(2, 1, 6, 8)),
         *own_memory("k_cache", shape=(2, 1, 6, 4)),
@@ -462,8 +497,18 @@ KV_RMSNORM_ROPE = companion(
         *untrained(STORED, kv=(2, 1, 4, 12)),
     ),
     formula="""latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)
+beside v:    rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
 ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + offset)""",
-    functions={**FUNCTIONS, "index_fits": index_fits, "room": room, "cache_fits": cache_fits},
+    functions={
+        **FUNCTIONS,
+        "stands_apart": stands_apart,
+        "rope_width": rope_width,
+        "key_width": key_width,
+        "value_width": value_width,
+        "index_fits": index_fits,
+        "room": room,
+        "cache_fits": cache_fits,
+    },
     neutral={"torch_int8": torch.int8},
     sample={
         "kv": "B 1 4 12",

@@ -164,22 +164,24 @@ def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
 
 
 def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
-    """Whether sections share out half a row of angles among three kinds of positions; one kind needs none."""
+    """Whether sections share out half a row of angles among the kinds of positions; one kind needs none."""
     if positions.dim() == 1:
         return section is None or len(section) == 3
-    return section is not None and len(section) == 3 and bool((section >= 0).all()) and int(section.sum()) * 2 == width
+    if section is None or len(section) != len(positions):
+        return False
+    return bool((section >= 0).all()) and int(section.sum()) * 2 == width
 
 
 MROPE = companion(
     "npu_mrope",
     "torch_npu's rotary positions of one or three kinds, from a table: (query, key).",
     (
-        Tensor("positions", "[T], or [3, T] of time, height and width.", dtypes="int64 int32"),
+        Tensor("positions", "[T], or [3, T] of time, height and width; [4, T] of four kinds.", dtypes="int64 int32"),
         floats("query", "[T, heads * head_size]."),
         floats("key", "[T, heads * head_size]."),
         floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
         Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
-        Array("mrope_section", "How many angles are of time, height and width.", True),
+        Array("mrope_section", "How many angles are of each kind of positions.", True),
         MODE,
         Attr(
             "cache_mode",
@@ -193,10 +195,10 @@ MROPE = companion(
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),
     rules=(
         invalid(
-            "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] == 3",
+            "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] in (3, 4)",
             "positions",
-            "one kind of positions or three",
-            "[T] or [3, T]",
+            "one kind of positions, three or four",
+            "[T], [3, T] or [4, T]",
             spoil={"positions": torch.zeros(2, 4, dtype=torch.int64)},
         ),
         *(
@@ -221,9 +223,17 @@ MROPE = companion(
             "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
             "mrope_section",
             "together they are half of the rotary size",
-            "three sizes of sections",
-            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] == (3,))",
+            "a size of the section of each kind",
+            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
             spoil={"mrope_section": [1, 2]},
+        ),
+        invalid(
+            "positions.shape[:-1] != (4,) or cache_mode == 'default'",
+            "cache_mode",
+            "four kinds come one after the other",
+            "'default' beside four kinds of positions",
+            given={"positions": torch.zeros(4, 4, dtype=torch.int64), "mrope_section": [1, 1, 1, 1]},
+            spoil={"cache_mode": "interleave"},
         ),
         Rule(
             "within(positions, cos_sin_cache.shape[0])",
