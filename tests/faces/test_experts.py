@@ -145,7 +145,10 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
     expected = {0: torch.tensor(each).cumsum(0).tolist(), 1: each, 2: pairs + [[0, 0]] * (E - len(pairs))}
     assert counts.tolist() == expected[kind]
     by_place = npu.npu_moe_init_routing_v2(x, ids, **asked, row_idx_type=1)[1]
-    assert by_place[: len(order)].tolist() == order
+    others = [i for i in sorted_choices(ids) if ids.flatten()[i] >= end]
+    below = [i for i, expert in enumerate(ids.flatten().tolist()) if expert < start]
+    assert by_place.tolist() == order + others + below
+    same_bits(npu.npu_moe_init_routing_v2(x, ids, scale=torch.empty(0), **asked)[0], rows)
     scales, bias, skip = torch.rand(T, K), torch.randn(E, H), torch.randn(T, H)
     given = {2: places, 0: places.view(T, K).T.flatten()}
     for mode, found in given.items():

@@ -336,7 +336,6 @@ BAD = [
     ({"sparse_indices": torch.tensor([[[[0, 9]]]])}, r"got 9 at batch 0, row 0, slot 1, outside \[-1, 9\)"),
     ({"sparse_indices": torch.tensor([[[[0, -2]]]])}, r"got -2 at batch 0, row 0, slot 1"),
     ({"sparse_indices": torch.tensor([[[[1 << 40, 0]]]])}, r"got 1099511627776 at batch 0, row 0, slot 0"),
-    ({"sparse_indices": torch.zeros(1, 1, 1, 0, dtype=torch.int32)}, "lists of at least one entry, got K=0"),
     ({"sparse_indices": torch.zeros(1, 1, 1, 2)}, "int32 or int64, got float32"),
     ({"sparse_indices": torch.zeros(1, 2, 1, 2, dtype=torch.int32)}, "axis 1 to be S1=1 as in query, got 2"),
     ({"actual_seq_kvlen": [10]}, r"length 10 of sequence 0, outside \[0, 9\]"),
@@ -399,3 +398,26 @@ def test_packed_lists(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_what_is_no_list_is_not_packed(wrong: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="pack_lists: indices: expected int32 or int64"):
         fa.pack_lists(wrong)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("backend", ["cpu", "golden"])
+def test_lists_of_nothing_select_nothing(layout: str, backend: str) -> None:
+    q, k = torch.randn(1, 5, 2, 16, requires_grad=True), torch.randn(1, 7, 1, 16)
+    lists, lengths = torch.zeros(1, 5, 1, 0, dtype=torch.int32), {}
+    if layout == "TND":
+        q, k, lists, lengths = q[0], k[0], lists[0], {"q_len": [5], "kv_len": [7]}
+    out, lse = fa.sparse_attention(
+        q,
+        k,
+        None,
+        lists,
+        layout=layout,
+        **lengths,
+        return_lse=True,
+        backend=backend,  # type: ignore[call-overload]
+    )
+    assert not out.any()
+    assert lse.isneginf().all()
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert not grad.any()

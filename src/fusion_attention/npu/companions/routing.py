@@ -159,7 +159,8 @@ def npu_moe_init_routing_v2(
         expert_tokens_num_flag: whether counts are wanted.
         quant_mode: -1: none; 0: static; 1: each row by its own largest element.
         active_expert_range: [start, end) of the experts that count; empty: all.
-        row_idx_type: 0: the place of each choice, -1 without one; 1: the choice at each place.
+        row_idx_type: 0: the place of each choice, -1 without one; 1: the choice at each place; behind those of active
+            experts those of higher ones, in their order, then those of lower ones.
 
     Returns:
         (expanded_x [rows, H], expanded_row_idx int32 [T*K], counts int64, expanded_scale float32 [rows]). What the chip
@@ -177,12 +178,13 @@ def npu_moe_init_routing_v2(
         >>> rows[:, 0].tolist(), places.tolist(), counts.tolist()
         ([1.0, 1.0, 2.0, 2.0], [1, 0, 2, 3], [1, 2, 1])
     """
+    scale, offset = (None if isinstance(t, Tensor) and t.numel() == 0 else t for t in (scale, offset))
     given = checked(routing.INIT, dict(locals()))
     start, end = tuple(active_expert_range or ()) or (0, expert_num)
     expert = expert_idx.flatten().long()
     active = (expert >= start) & (expert < end)
+    order = torch.where(expert < start, torch.iinfo(torch.int32).max, expert).argsort(stable=True)
     expert = torch.where(active, expert, end)
-    order = expert.argsort(stable=True)
     rows = order.numel() if given["active_num"] <= 0 else min(given["active_num"], order.numel())
     first = order[:rows]
     token = first // max(expert_idx.shape[1], 1)

@@ -485,8 +485,11 @@ KV_RMSNORM_ROPE = companion(
             "a row of values of every token",
             "[B, 1, S, 128] in the dtype of kv",
             given={
-                **{"kv": "B 1 4 132", "gamma": "132", "v": "B 1 4 128"},
-                **{"k_cache": "B 1 6 132", "ckv_cache": "B 1 6 128"},
+                "kv": "B 1 4 132",
+                "gamma": "132",
+                "v": "B 1 4 128",
+                "k_cache": "B 1 6 132",
+                "ckv_cache": "B 1 6 128",
             },
             spoil={"v": "B 1 3 128"},
         ),

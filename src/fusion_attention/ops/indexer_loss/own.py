@@ -19,7 +19,7 @@ from fusion_attention.ops.indexer_loss.records import (
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.sparse import own as sparse
 from fusion_attention.ops.sparse.records import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
-from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES
+from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, SOME_ENTRIES
 
 RECORD = V1.version(
     "indexer_loss",
@@ -47,7 +47,7 @@ RECORD = V1.version(
         *(*LENGTHS, sparse.PACKED_KEYS, *sparse.COVERED, *SHAPES, HEADS, *SCORES),
         *(
             replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
-            for rule in SELECTION
+            for rule in (SOME_ENTRIES, *SELECTION)
         ),
     ),
     rulings=(2, 6, 12, 14, 17, 18, 23, 24),

@@ -28,6 +28,9 @@ def sparse_call(bound: Bound) -> Sparse:
     problem, extents = bound.once(lambda n: (_problem(n), extents_of(n)))
     form = keys_in(n["layout"], n["layout_kv"], n["block_table"])
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS)}
+    if n["K"] == 0:  # lists of nothing end at once
+        lists = n["sparse_indices"]
+        tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
     tensors |= {"sinks": wide(n["sinks"], n["query"]), "block_table": page_table(n["block_table"])}
     return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"])
 
@@ -53,6 +56,6 @@ def _problem(n: Mapping[str, Any]) -> Problem:
         has_sink=n["sinks"] is not None,
         shares_kv=n["value"] is None,
         page_size=n["Ps"] if n["block_table"] is not None else 0,
-        select_count=n["K"],
+        select_count=max(n["K"], 1),
         select_block=n["sparse_block_size"],
     )

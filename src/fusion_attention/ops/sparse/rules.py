@@ -143,14 +143,14 @@ SHAPES = (
     rope_pair("query_rope", "key_rope", ROPE),
     finite_scale("scale_value"),
 )
+SOME_ENTRIES = invalid(
+    "K >= 1",
+    "sparse_indices",
+    "a row selects at least one block, or lists -1",
+    text="lists of at least one entry",
+    spoil={"K": 0},
+)
 SELECTION = (
-    invalid(
-        "K >= 1",
-        "sparse_indices",
-        "a row selects at least one block, or lists -1",
-        text="lists of at least one entry",
-        spoil={"K": 0},
-    ),
     Rule(
         f"entries_fit({LISTS})",
         "sparse_indices",
