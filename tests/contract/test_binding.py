@@ -96,7 +96,8 @@ def test_lengths_are_copied() -> None:
         ("input_layout", np.str_("BSND"), True),
         ("keep_prob", float("nan"), False),
         ("keep_prob", [0.5], False),
-        ("inner_precise", torch.tensor(1), False),
+        ("inner_precise", torch.tensor(1), True),
+        ("inner_precise", torch.tensor([1]), False),
     ],
 )
 def test_types_of_numbers(name: str, value: Any, legal: bool) -> None:
