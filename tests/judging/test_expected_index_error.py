@@ -173,7 +173,8 @@ def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -
             assert not grade.a, n
             continue
         assert 0.93 < float(ratio.mean()) < 1.05, (n, ratio)
-        assert 0.7 < float(ratio.min()) <= float(ratio.max()) < 1.3, (n, ratio)
+        far = 0.5 if lists == "repeated" else 0.3  # roundings of repeated entries are taken for one, or for as many
+        assert 1 - far < float(ratio.min()) <= float(ratio.max()) < 1 + far, (n, ratio)
 
 
 @pytest.mark.parametrize("grade", [GRADES[0], GRADES[2]], ids=lambda g: g.words)
@@ -369,7 +370,9 @@ def test_wrong_lists(dtype: str) -> None:
 
 def test_keys_out_of_sight_and_ties() -> None:
     """A row that sees three keys lists no fourth; of equal scores the smaller index comes first."""
-    inputs, outputs = results_of(CHOICE, indexer("float32", 6, 6, top_k=6, exact=True))
+    args = indexer("float32", 6, 6, top_k=6, exact=True)
+    args["key"][0, 1] = args["key"][0, 0]
+    inputs, outputs = results_of(CHOICE, args)
     right(CHOICE, inputs, outputs)
     listed, values = outputs["sparse_indices_out"], outputs["sparse_values_out"]
     assert listed[0, 2, 0, 3] == -1
@@ -404,7 +407,7 @@ def test_wrong_gradients(dtype: str, name: str) -> None:
 
     for output, place, factor in (
         ("dkey_index", (0, slice(16, 32)), 0.0),
-        ("dweights", (0, 77), 1.1),
+        ("dweights", (0, slice(64, 96)), 1.1),
         ("dquery_index", (0, slice(32, 64), 1), 2.0),
         ("loss", 0, 1.001 if dtype == "float32" else 1.05),
     ):
