@@ -359,7 +359,7 @@ def _expect(p: Plan, may_mean: list[Tensor], got: Results) -> dict[str, Value]:
     expected |= {n: exact(torch.tensor([v])) for n, v in (("seed", p.drop.seed), ("offset", p.drop.offset))}
     if "numels" in got:
         scores = sum(m * n for m, n in zip(b.q_len, b.kv_len, strict=True))
-        expected["numels"] = exact(torch.tensor([b.heads * scores * drops]))
+        expected["numels"] = exact(torch.tensor([b.heads * scores]))
     if not p.asked:
         return expected
     dys = [b.rows(s, "dy") for s in range(len(b.q_len))]

@@ -65,7 +65,7 @@ def _value(op: Op, p: Param, value: Any) -> Any:
         # Rows that are as empty as the call itself are still rows.
         rows = p.shape and value.dim() > 1 and value.shape[-1] > 0
         return None if value.dim() == 0 or (value.numel() == 0 and not rows) else value
-    if isinstance(p, Tensors) and p.optional and value == ():
+    if isinstance(p, Tensors) and p.optional and isinstance(value, tuple) and not value:
         return None  # a list of nothing, as torch has it
     return value
 

@@ -33,7 +33,7 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
     """Whether there is a product for every group; one: they share a result."""
     found = matrices(weight)
     said = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
-    if not found or any(w.dim() != 2 for w in found):
+    if not found or any(w.dim() != 2 for w in found) or any(not t.dim() for t in x):
         return said
     if group_type == 2:
         return (len(x) == len(weight) == 1 and weight[0].dim() == 2 and x[0].dim() == 2
