@@ -326,6 +326,16 @@ def test_numbers_may_come_as_tensors_and_as_numpys() -> None:
     assert want[-1] == 2 * 8 * 8  # scores, whatever is kept
 
 
+def test_what_is_wrong_alike_is_said_once() -> None:
+    q = torch.randn(8, 2, 16)
+    with pytest.raises(fa.ContractError) as caught:
+        npu.npu_fusion_attention(q, q, q, 2, "TND", scale=0.25, actual_seq_qlen=[5, 3], actual_seq_kvlen=[5, 3])
+    assert [f.param for f in caught.value.failures] == ["actual_seq_qlen", "actual_seq_kvlen"]
+    (line,) = str(caught.value).splitlines()
+    assert "actual_seq_qlen: expected ends that never fall" in line
+    assert line.endswith("; actual_seq_kvlen likewise")
+
+
 def test_lists_far_longer_than_the_keys() -> None:
     q, weights = torch.randn(1, 3, 2, 8), torch.rand(1, 3, 2)
     calls = {

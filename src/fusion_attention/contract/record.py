@@ -50,7 +50,8 @@ class Failure:
 
 
 class ContractError(ValueError, RuntimeError):
-    """A wrong call. The message has one line per failure; op, param and code are the first one's.
+    """A wrong call. The message has a line for each failure, one for lengths that are wrong alike; op, param and code are
+    the first one's.
 
     A ValueError as Python has it, and a RuntimeError, which torch_npu's own refusals are.
 
@@ -59,7 +60,12 @@ class ContractError(ValueError, RuntimeError):
     """
 
     def __init__(self, failures: list[Failure]) -> None:
-        super().__init__("\n".join(map(str, failures)))
+        alike: dict[tuple[str, ...], list[Failure]] = {}
+        for f in failures:
+            own = "" if f.rule is not None and f.rule.stage == "lengths" else f.param
+            alike.setdefault((own, f.expected, f.got, f.advice), []).append(f)
+        lines = (str(first) + "".join(f"; {f.param} likewise" for f in more) for first, *more in alike.values())
+        super().__init__("\n".join(lines))
         self.failures = tuple(failures)
         self.op, self.param, self.code = failures[0].op, failures[0].param, failures[0].code
 

@@ -146,7 +146,7 @@ def lay(problem: Problem, extents: Extents, kept: memory.Kept, views: dict[str, 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
     p, found = problem, views_of(problem, o, g)
-    given: dict[str, Any] = {name: memory.tensor_of(view) for name, view in found.items()}
+    given: dict[str, Any] = {name: None if v is None else memory.tensor_of(v) for name, v in found.items()}
     laid = schedule.once(memory.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
     laid.read()
     like, tokens = given["q"], schedule.rows
