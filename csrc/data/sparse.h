@@ -31,8 +31,8 @@ struct SparseOperands {
     Rows q, q_rope, indices;
     Keys k, k_rope, v;
     Rows out, max, sum;
-    const float *sink = nullptr;              // [heads_q]
-    Rows weights, values;                     // of the indexer
+    const float *sink = nullptr;                    // [heads_q]
+    Rows weights, values;                           // of the indexer
     Rows dout, dlse, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues; dlse: as in Gradients
     Rows dweights;
     float *dsink = nullptr;  // [heads_q]

@@ -50,8 +50,8 @@ class Failure:
 
 
 class ContractError(ValueError, RuntimeError):
-    """A wrong call. The message has a line for each failure, one for lengths that are wrong alike; op, param and code are
-    the first one's.
+    """A wrong call. The message has a line for each failure, one for lengths that are wrong alike; op, param and code
+    are the first one's.
 
     A ValueError as Python has it, and a RuntimeError, which torch_npu's own refusals are.
 
