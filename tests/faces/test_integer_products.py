@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention import npu
+from fusion_attention import ContractError, npu
 from fusion_attention.npu.companions.products import ACTIVATIONS
 from fusion_attention.testing.drawn import compare_with
 
@@ -37,7 +37,7 @@ def test_dynamic_quant_of_four_bits_and_groups() -> None:
             assert (nibble ^ 8) - 8 == (wide[i] / scale[row]).round().item()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("whole", [True, False])
 def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
     x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
@@ -47,9 +47,19 @@ def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
     out = npu.npu_quant_matmul(x1, x2, scale, offset=offset, pertoken_scale=rows, bias=bias, output_dtype=dtype)
     product = (x1.long() @ x2.long() + (bias if whole else 0)).float() * scale * rows.unsqueeze(1)
     want = product + (0 if whole else bias) + (0 if offset is None else offset)
-    if dtype in (None, torch.int32):
-        want = want.round().clamp(-128, 127) if dtype is None else want.round()
+    want = want if dtype else want.round().clamp(-128, 127)
     same_bits(out, want.to(dtype or torch.int8))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_sums_are_not_scaled(biased: bool) -> None:
+    x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
+    bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if biased else None
+    call: dict[str, Any] = {"pertoken_scale": torch.rand(M), "output_dtype": torch.int32}
+    out = npu.npu_quant_matmul(x1, x2, torch.full((N,), torch.nan), bias=bias, **call)
+    same_bits(out, (x1.long() @ x2.long() + (0 if bias is None else bias)).to(torch.int32))
+    with pytest.raises(ContractError, match="bias: expected int32"):
+        npu.npu_quant_matmul(x1, x2, torch.ones(N), bias=torch.ones(N), **call)
 
 
 def of_groups(ends: list[int]) -> list[tuple[int, int]]:

@@ -114,6 +114,7 @@ def npu_quant_matmul(
     """The product of two matrices of int8, scaled by row and column.
 
     out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)
+    out = x1 x2 + bias        to int32
 
     Args:
         x1, x2: int8 [..., M, K] and [..., K, N].
@@ -121,7 +122,7 @@ def npu_quant_matmul(
         offset: of int8 results, float32 [1] or [N].
         pertoken_scale: of x1, float32 [M].
         bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
-        output_dtype: torch.int8, int32 (the scaled product, rounded), float16 or bfloat16; None: int8.
+        output_dtype: torch.int8, int32 (the sums, which no scale touches), float16 or bfloat16; None: int8.
         x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, group_sizes, y_scale: not computed here.
 
     Returns:
@@ -159,6 +160,8 @@ def npu_quant_matmul(
     dtype = quantised.DTYPES[1 if number is None else number]
     whole = bias is not None and not bias.dtype.is_floating_point
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
+    if dtype == torch.int32:
+        return product.to(dtype)
     found = product.float() * scale.float()
     if pertoken_scale is not None:
         found = found * pertoken_scale.unsqueeze(-1)
@@ -166,7 +169,7 @@ def npu_quant_matmul(
         found = found + bias
     if offset is not None:
         found = found + offset
-    return rounded(found, 127) if dtype == torch.int8 else (found.round() if dtype == torch.int32 else found).to(dtype)
+    return rounded(found, 127) if dtype == torch.int8 else found.to(dtype)
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:
