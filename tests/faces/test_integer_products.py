@@ -8,6 +8,7 @@ from support.bits import same_bits
 
 from fusion_attention import ContractError, npu
 from fusion_attention.npu.companions.products import ACTIVATIONS
+from fusion_attention.ops.companions.products import OPTIONAL
 from fusion_attention.testing.drawn import compare_with
 
 M, K, N, E = 9, 16, 6, 3
@@ -128,11 +129,31 @@ def test_integers_in_groups(act: int) -> None:
     same_bits(y, ACTIVATIONS[act](whole * per_token.unsqueeze(1)).bfloat16())
 
 
-def test_a_trace_meets_all_matrices() -> None:
-    x, weight, ends = torch.randn(M, K), torch.randn(E, K, N), torch.tensor([4, 4, 7])
+def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
+    x, weight = torch.randn(M, K), torch.randn(E, K, N)
+    empty: dict[str, Any] = dict.fromkeys(OPTIONAL, [])
+    call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
+    (y,) = npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor([[2, 3], [0, 5], [0, 0]]), **call)
+    wide, by = x.double(), weight.double()
+    compare_with(
+        "y", y, lambda: torch.cat((wide[:3] @ by[2], wide[3:8] @ by[0], torch.zeros(1, N).double())), draws=DRAWS
+    )
+    for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
+        with pytest.raises(ContractError, match="group_list: expected"):
+            npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor(pairs), **call)
+    for name in ("x", "weight"):
+        with pytest.raises(ContractError, match=f"{name}: expected a tensor or a list"):
+            npu.npu_grouped_matmul(**{"x": [x], "weight": [weight], name: [], "group_type": -1})
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_a_trace_meets_all_matrices(kind: int) -> None:
+    x, weight = torch.randn(M, K), torch.randn(E, K, N)
+    ends = torch.tensor([4, 4, 7] if kind == 0 else [[0, 4], [2, 3], [1, 0]])
 
     def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0]
+        call: dict[str, Any] = {"group_list_type": kind, "split_item": 2, "group_type": 0}
+        return npu.npu_grouped_matmul([x], [weight], group_list=ends, **call)[0]
 
     compiled = torch.compile(grouped, backend="aot_eager", fullgraph=True)
     first, last = x[:4].double(), x[4:7].double()

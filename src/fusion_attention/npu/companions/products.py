@@ -68,11 +68,11 @@ def npu_grouped_matmul(
         weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8.
         bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group.
         per_token_scale: [[M]] of int8 rows.
-        group_list: int64 [E], or a list: where each group's rows end, or how many it has.
+        group_list: int64 [E], or a list: where each group's rows end, or how many it has; or [pairs, 2].
         split_item: 0, 1: a result of every group; 2, 3: one.
         group_type: -1: x and weight are lists; 0: groups are rows of x; 2: groups are columns of x and rows of weight,
             [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.
-        group_list_type: 0: cumulative ends; 1: sizes.
+        group_list_type: 0: cumulative ends; 1: sizes; 2: pairs (group, size) in the order of the rows.
         act_type: 0: none; 1: relu; 2: gelu by tanh; 4: fast gelu; 5: silu.
         output_dtype: of the results; None: that of x.
         offset, activation_input, activation_quant_scale, activation_quant_offset, tuning_config, x_dtype,
@@ -96,6 +96,11 @@ def npu_grouped_matmul(
     """
     # locals() is what was given, by name: the record knows the names.
     given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
+    for name in products.OPTIONAL:
+        if isinstance(given[name], (list, tuple)) and not given[name]:
+            given[name] = None
+    if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
+        given["group_list"] = group_list.flatten()
     if group_type is None and isinstance(group_list, (list, tuple)):
         given["group_type"] = 0 if len(x) == 1 else -1
     try:
@@ -177,8 +182,8 @@ class _Product:
             for i in range(groups):
                 y = torch.where(inside[i].unsqueeze(1), self(x, i, 0), y)
             return [y]
-        ends = self._ends()
-        found = [self(x[start:end], i, start) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+        ends, order = self._ends(), products.groups_of(to_array(self.group_list), self.kind)
+        found = [self(x[a:b], i, a) for i, a, b in zip(order, [0, *ends], ends, strict=False)]
         if not one:
             return found
         return [torch.cat((*found, x.new_zeros(x.shape[0] - ends[-1], found[0].shape[1], dtype=self.dtype)))]
@@ -201,7 +206,11 @@ class _Product:
     def _inside(self, rows: int) -> Tensor:
         """Which rows are each group's: [E, rows]."""
         given = torch.as_tensor(self.group_list)
-        ends = given.cumsum(0) if self.kind else given
+        ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
         row = torch.arange(rows, device=ends.device)
-        return (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        inside = (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        if self.kind != 2:
+            return inside
+        groups = torch.arange(len(self.weights), device=ends.device).unsqueeze(1)
+        return ((given[::2] == groups).unsqueeze(2) & inside).any(1)
