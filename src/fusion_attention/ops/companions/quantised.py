@@ -135,7 +135,7 @@ MATMUL = companion(
                 "bias", "added to every row", "[N], [1, N] or [batch, 1, N]", given={"bias": "N"},
                 spoil={"bias": "7"}),
         invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
-                given={"bias": ("N", "int32"), "output_dtype": 3}, spoil={"bias": "N"}),
+                given={"bias": "N", "output_dtype": 3}, spoil={"bias": ("N", "float32")}),
         invalid("offset is None or output_dtype in (None, 1)", "offset", "int8 results alone have one", "None",
                 given={"offset": "N"}, spoil={"output_dtype": 5}),
         invalid("group_sizes is None or len(group_sizes) == 0", "group_sizes", "not computed here", "None",
