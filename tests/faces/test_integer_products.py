@@ -17,10 +17,10 @@ DRAWS = 12
 
 @pytest.mark.parametrize("mode", ["pertoken", "perchannel", "pertensor"])
 def test_dynamic_quant(mode: str) -> None:
-    x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(K).bfloat16()
+    x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
     x[0, 3], x[..., 5] = 0, 0
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
-    wide = x.float() * smooth.float()
+    wide = x.float() * (smooth.float().unsqueeze(1) if mode == "perchannel" else smooth.float())
     axes = {"pertoken": (-1,), "perchannel": (1,), "pertensor": (0, 1, 2)}[mode]
     peak = wide.abs().amax(axes, keepdim=True) / 127
     same_bits(scale.reshape(peak.shape), peak)

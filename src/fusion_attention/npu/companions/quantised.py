@@ -41,10 +41,10 @@ def npu_dynamic_quant(
 
     Args:
         input: [..., W]; float16, bfloat16 or float32.
-        smooth_scales: factors of the elements, [W]; with group_index [groups, W].
+        smooth_scales: factors of the elements, [W]; with group_index [groups, W]; perchannel: of the rows, [R].
         group_index: where each group of rows ends, int32 [groups].
         dst_type: torch.int8, or torch.quint4x2, for which 127 is 7; None: torch.int8.
-        quant_mode: what has one scale: "pertoken", "perchannel" (the last axis), "pertensor".
+        quant_mode: what has one scale: "pertoken", "perchannel" (a column), "pertensor".
         dst_type_max: reserved.
 
     Returns:
@@ -79,7 +79,8 @@ def npu_dynamic_quant(
         group = torch.searchsorted(group_index.long().contiguous(), rows, right=True).clamp(max=len(smooth_scales) - 1)
         x = x * smooth_scales.float()[group].reshape(input.shape)
     elif smooth_scales is not None:
-        x = x * smooth_scales.float()
+        factors = smooth_scales.float()
+        x = x * (factors.unsqueeze(-1) if given["quant_mode"] == "perchannel" else factors)
     largest = 2 ** (bits - 1) - 1
     axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[given["quant_mode"]]
     scale = row_scales(x, largest, axes)

@@ -55,7 +55,8 @@ DYNAMIC = companion(
     "torch_npu's rows as integers, each with its own scale: (y, scale).",
     (
         floats("input", "What is rounded: two axes at least."),
-        floats("smooth_scales", "Factors of the elements: [W], or [groups, W].", optional=True),
+        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; perchannel: of the rows, [R].",
+               optional=True),
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
         Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16); None: torch.int8.", default=None,
@@ -71,9 +72,16 @@ DYNAMIC = companion(
     rules=(
         invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
                 spoil={"input": "8", "smooth_scales": None}),
-        invalid("smooth_scales is None or input.dim() < 1 or smooth_scales.shape[-1:] == input.shape[-1:]",
-                "smooth_scales", "a factor for every element", "the size of the last axis of input",
-                spoil={"smooth_scales": "7"}),
+        *(
+            invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
+                    "smooth_scales", "a factor for every element", f"the size of {text} of input",
+                    when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}",
+                    given=given, spoil={"smooth_scales": "7"})
+            for axis, text, columns, given in (
+                ("-1:", "the last axis", False, {}),
+                ("-2:-1", "the last axis but one", True, {"quant_mode": "perchannel", "smooth_scales": "M"}),
+            )
+        ),
         invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
                 "rows of it go with group_index", "[W], or [groups, W] with group_index",
                 spoil={"smooth_scales": "E K"}),
