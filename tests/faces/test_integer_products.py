@@ -1,5 +1,6 @@
 """Rows as integers, products of integers, and products of rows with their group's matrix, against plain loops."""
 
+import struct
 from typing import Any
 
 import pytest
@@ -61,6 +62,55 @@ def test_sums_are_not_scaled(biased: bool) -> None:
     same_bits(out, (x1.long() @ x2.long() + (0 if bias is None else bias)).to(torch.int32))
     with pytest.raises(ContractError, match="bias: expected int32"):
         npu.npu_quant_matmul(x1, x2, torch.ones(N), bias=torch.ones(N), **call)
+
+
+def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list[int]:
+    """npu_trans_quant_param, number by number."""
+    found = []
+    for i, number in enumerate(scale.tolist()):
+        (bits,) = struct.unpack("<I", struct.pack("<f", number))
+        low = bits & 0x1FFF
+        up = mode == 1 and (low > 0x1000 or (low == 0x1000 and bits >> 13 & 1))
+        word = ((bits >> 13) + up) << 13 | 1 << 46
+        if offset is not None:
+            whole = max(-256, min(255, round(offset[i if len(offset) > 1 else 0].item())))
+            word |= whole % 512 << 37
+        found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_scales_as_integers(mode: int) -> None:
+    bits = torch.tensor([0x3F801000, 0x3F803000, 0x3F800FFF, 0x3F801001, 0x7F7FFFFF, 1, 0], dtype=torch.int32)
+    scale = torch.cat((torch.randn(9), -bits.view(torch.float32), bits.view(torch.float32)))
+    offset = torch.cat((torch.randn(len(scale) - 6) * 99, torch.tensor([-1e9, 1e9, 0.5, 1.5, -256.5, 255.5])))
+    for of in (None, offset, offset[:1]):
+        found = npu.npu_trans_quant_param(scale, of, mode)
+        assert (found.dtype, found.tolist()) == (torch.int64, encoded(scale, of, mode))
+    assert npu.npu_trans_quant_param(scale[:1], offset[None]).shape == (1, len(offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
+    x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-128, 128, (K, N)).to(torch.int8)
+    scale, offset = (torch.rand(N) - 0.5) * 1e-2, torch.randint(-256, 256, (N,)).float()
+    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    whole, bare = npu.npu_trans_quant_param(scale, offset).view(dtype), scale.view(torch.int32).long() & 0xFFFFFFFF
+    product = (x1.long() @ x2.long()).float()
+    want = (product * cut + offset).round().clamp(-128, 127).to(torch.int8)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole, offset=offset), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole, output_dtype=torch.float16), (product * cut).half())
+    same_bits(npu.npu_quant_matmul(x1, x2, bare.view(dtype), output_dtype=torch.float16), (product * scale).half())
+    call: dict[str, Any] = {"group_list": torch.tensor([4, M]), "group_type": 0, "split_item": 2}
+    weights, by = [torch.stack((x2, x2))], [torch.stack((whole.view(torch.int64), bare)).view(dtype)]
+    (y,) = npu.npu_grouped_matmul([x1], weights, scale=by, output_dtype=torch.int8, **call)
+    same_bits(y, torch.cat((want[:4], (product[4:] * scale).round().clamp(-128, 127).to(torch.int8))))
+    x, weight = torch.randint(-9, 9, (M, E, K)).half(), torch.randint(-9, 9, (E, K, N)).half()
+    by_all = npu.npu_trans_quant_param(scale.repeat(E), offset.repeat(E)).view(dtype)
+    batched = torch.einsum("mek,ekn->men", x.double(), weight.double()).flatten(1).float()
+    want = (batched * cut.repeat(E) + offset.repeat(E)).round().clamp(-128, 127).to(torch.int8).unsqueeze(1)
+    same_bits(npu.npu_transpose_batchmatmul(x, weight, scale=by_all, perm_x1=[1, 0, 2]), want)
 
 
 def of_groups(ends: list[int]) -> list[tuple[int, int]]:

@@ -48,7 +48,7 @@ from fusion_attention.npu.companions.norms import (
     npu_rms_norm_backward,
 )
 from fusion_attention.npu.companions.products import npu_grouped_matmul
-from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul
+from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul, npu_trans_quant_param
 from fusion_attention.npu.companions.quantised_sparse import (
     npu_kv_quant_sparse_flash_attention,
     npu_quant_lightning_indexer,
@@ -190,6 +190,7 @@ __all__ = [
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "npu_swiglu",
     "npu_swiglu_backward",
+    "npu_trans_quant_param",
     "npu_transpose_batchmatmul",
     "strict",
     "uninstall",

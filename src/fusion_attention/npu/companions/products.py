@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusion_attention.contract import ContractError, to_array
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.gates import fast_gelu
-from fusion_attention.npu.companions.quantised import Dtype, exact
+from fusion_attention.npu.companions.quantised import Dtype, exact, read_scale, rounded
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -158,9 +158,12 @@ class _Product:
         if x.dtype == torch.int8:
             y = exact(x, weight)
             y = (y if bias is None else y + bias).float()
-            y = y if scale is None else y * scale.float()
+            factors, offset = (None, None) if scale is None else read_scale(scale)
+            y = y if factors is None else y * factors
             if self.per_token is not None:
                 y = y * self.per_token[start : start + x.shape[0]].unsqueeze(-1)
+            if self.dtype == torch.int8:
+                return rounded(self.act(y if offset is None else y + offset), 127)
         elif anti is not None and weight.dtype == torch.int8:
             wide = weight.float() if shift is None else weight.float() + shift.float()
             y = x.float() @ (wide * anti.float())

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
-__all__ = ["npu_dynamic_quant", "npu_quant_matmul"]
+__all__ = ["npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
 
 Tensor = torch.Tensor
 Dtype = int | torch.dtype | None
@@ -92,8 +92,55 @@ def npu_dynamic_quant(
 def _packed(y: Tensor) -> Tensor:
     """Eight elements of four bits in one int32, the first in the lowest."""
     nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
-    word = (nibbles << (4 * torch.arange(8, device=y.device))).sum(-1)
-    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+    return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
+
+
+def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
+    """Scales and offsets as one integer each, which products of integers take as their scale.
+
+    out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37
+
+    Args:
+        scale: float32 [1] or [N], or [1, N].
+        offset: float32, of int8 results; broadcast with scale.
+        round_mode: how scale becomes 19 bits. 0: cut; 1: rounded, halves to even.
+
+    Returns:
+        int64, in the shape that both broadcast to.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_trans_quant_param.md does not allow.
+
+    Source: Ascend op-plugin, npu_trans_quant_param.
+
+    Example:
+        >>> hex(npu_trans_quant_param(torch.tensor([1.0]), torch.tensor([-1.0])).item())
+        '0x7fe03f800000'
+    """
+    mode = checked(quantised.PARAM, {"scale": scale, "offset": offset, "round_mode": round_mode})["round_mode"]
+    bits = scale.contiguous().view(torch.int32).to(torch.int64)
+    if mode == 1:
+        bits = bits + 0xFFF + (bits >> 13 & 1)
+    word = bits & 0xFFFFE000 | 1 << 46
+    if offset is None:
+        return word
+    whole = offset.nan_to_num(0.0).round().clamp(-256, 255).to(torch.int64)
+    return word | (whole & 0x1FF) << 37
+
+
+def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) in float32 of what a product is scaled by; offset: None of floats, which hold none."""
+    if scale.dtype.is_floating_point:
+        return scale.float(), None
+    word = scale.view(torch.int64)
+    bits = _signed(word & 0xFFFFFFFF, 32).to(torch.int32)
+    return bits.view(torch.float32), _signed(word >> 37 & 0x1FF, 9).float()
+
+
+def _signed(bits: Tensor, count: int) -> Tensor:
+    """The numbers that some low bits are in two's complement."""
+    half = 1 << (count - 1)
+    return (bits ^ half) - half
 
 
 def npu_quant_matmul(
@@ -119,8 +166,8 @@ def npu_quant_matmul(
 
     Args:
         x1, x2: int8 [..., M, K] and [..., K, N].
-        scale: of x2, [1] or [N], float32 or bfloat16.
-        offset: of int8 results, float32 [1] or [N].
+        scale: of x2, [1] or [N], float32 or bfloat16; int64 as npu_trans_quant_param makes it, with its own offset.
+        offset: of int8 results, float32 [1] or [N]; of no effect beside an int64 scale.
         pertoken_scale: of x1, float32 [M].
         bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
         output_dtype: torch.int8, int32 (the sums, which no scale touches), float16 or bfloat16; None: int8.
@@ -163,7 +210,10 @@ def npu_quant_matmul(
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
     if dtype == torch.int32:
         return product.to(dtype)
-    found = product.float() * scale.float()
+    factors, own = read_scale(scale)
+    if own is not None:
+        offset = own if dtype == torch.int8 else None
+    found = product.float() * factors
     if pertoken_scale is not None:
         found = found * pertoken_scale.unsqueeze(-1)
     if bias is not None and not whole:

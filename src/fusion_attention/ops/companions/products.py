@@ -10,6 +10,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensors
 from fusion_attention.ops.companions.common import FLOATS, companion, result
+from fusion_attention.ops.companions.quantised import SCALES
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 
 Given = Sequence[torch.Tensor]
@@ -86,7 +87,8 @@ GROUPED = companion(
         Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
         Tensors("weight", "[E, K, N], or a matrix of every group.", dtypes=f"{FLOATS} int8", shape="E K N"),
         Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
-        Tensors("scale", "Of int8 weights and rows: [E, N].", optional=True, dtypes="float32 bfloat16", shape="E N"),
+        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them.", optional=True,
+                dtypes=SCALES, shape="E N"),
         Tensors("offset", "Not computed here.", optional=True),
         Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
         Tensors("antiquant_offset", "Added to int8 weights: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
@@ -101,8 +103,8 @@ GROUPED = companion(
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
              domain="act_type in (0, 1, 2, 4, 5)", bad=3),
         Array("tuning_config", "Accepted without effect.", optional=True),
-        Attr("output_dtype", "float16 (5), float32 (6), bfloat16 (15), int32 (3); None: that of x.", default=None,
-             domain="output_dtype in (None, 3, 5, 6, 15)", bad=24),
+        Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
+             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)", bad=24),
         *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
                bad=290) for name in OTHERS),
     ),

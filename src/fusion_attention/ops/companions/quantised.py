@@ -9,6 +9,8 @@ from fusion_attention.ops.companions.common import FLOATS, companion, floats, re
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
+# What scales are: floats, or integers that hold one and an offset.
+SCALES = "float32 bfloat16 int64 uint64"
 # torch's own numbers of dtypes, which torch_npu takes in their place.
 NUMBERS = {
     torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
@@ -105,13 +107,35 @@ DYNAMIC = companion(
     sample={"input": "M K", "smooth_scales": "K"},
 )  # fmt: skip
 
+PARAM = companion(
+    "npu_trans_quant_param",
+    "torch_npu's scales and offsets as one integer each, which the chip's multiplier reads.",
+    (
+        Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
+        Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
+        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)", bad=2),
+    ),
+    (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
+    rules=(
+        invalid("scale.dim() in (1, 2)", "scale", "one of every column", "[1] or [N], or [1, N]",
+                spoil={"scale": "1 1 3"}),
+        invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
+                "offset", "one of every scale", "one element, or as many as scale", when="scale.dim() in (1, 2)",
+                given={"offset": "N"}, spoil={"offset": "7"}),
+    ),
+    formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
+    functions={"broadcast": broadcast},
+    sizes=SIZES,
+    sample={"scale": "N"},
+)  # fmt: skip
+
 MATMUL = companion(
     "npu_quant_matmul",
     "torch_npu's product of two matrices of int8, scaled.",
     (
         Tensor("x1", "[..., M, K].", dtypes="int8"),
         Tensor("x2", "[..., K, N].", dtypes="int8"),
-        Tensor("scale", "Of x2: [1] or [N].", dtypes="float32 bfloat16"),
+        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them.", dtypes=SCALES),
         Tensor("offset", "Of int8 results: [1] or [N].", optional=True, dtypes="float32"),
         Tensor("pertoken_scale", "Of x1: [M].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
@@ -161,4 +185,4 @@ MATMUL = companion(
     sample={"x1": "M K", "x2": "K N", "scale": "N"},
 )  # fmt: skip
 
-RECORDS = (DYNAMIC, MATMUL)
+RECORDS = (DYNAMIC, PARAM, MATMUL)
