@@ -64,6 +64,44 @@ def test_sums_are_not_scaled(biased: bool) -> None:
         npu.npu_quant_matmul(x1, x2, torch.ones(N), bias=torch.ones(N), **call)
 
 
+def nibbles(x: torch.Tensor) -> torch.Tensor:
+    """Eight elements of four bits in an int32, number by number."""
+    words = [
+        sum((n & 15) << 4 * i for i, n in enumerate(row[at : at + 8]))
+        for row in x.flatten(0, -2).tolist()
+        for at in range(0, len(row), 8)
+    ]
+    signed = [word - 2**32 if word >= 2**31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32).reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_four_bits(transposed: bool) -> None:
+    x1, x2 = torch.randint(-8, 8, (2, M, K), dtype=torch.int32), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
+    packed = npu.npu_convert_weight_to_int4pack(x2.T.contiguous()).T if transposed else nibbles(x2)
+    same_bits(npu.npu_convert_weight_to_int4pack(x2), nibbles(x2))
+    scale, rows, bias = torch.rand(8 * N), torch.rand(M), torch.randn(8 * N)
+    call: dict[str, Any] = {"pertoken_scale": rows, "output_dtype": torch.bfloat16, "bias": bias}
+    out = npu.npu_quant_matmul(nibbles(x1), packed, scale, **call)
+    same_bits(out, ((x1.long() @ x2.long()).float() * scale * rows.unsqueeze(1) + bias).bfloat16())
+
+
+def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
+    x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
+    scale, rows, offset = torch.rand(4, 8 * N), torch.rand(M, 1), torch.randn(8 * N)
+    packed, sizes = npu.npu_convert_weight_to_int4pack(x2), [0, 0, K // 4]
+    by = npu.npu_trans_quant_param(scale.reshape(-1)).reshape(scale.shape)
+    call: dict[str, Any] = {"offset": offset, "pertoken_scale": rows, "output_dtype": torch.float16}
+    out = npu.npu_quant_matmul(x1, packed, by, group_sizes=sizes, **call)
+    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32).double().repeat_interleave(K // 4, 0)
+    high, low = x1.int() // 16, (x1.int() & 15) - 8  # as the chip parts a row, whence the 8
+    compare_with(
+        "out", out, lambda: ((high * 16 + low).double() @ (x2 * cut) + offset.double()) * rows.double(), draws=DRAWS
+    )
+    with pytest.raises(ContractError, match="group_sizes: expected"):
+        npu.npu_quant_matmul(x1, packed, by, **call)
+
+
 def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list[int]:
     """npu_trans_quant_param, number by number."""
     found = []
@@ -181,7 +219,7 @@ def test_integers_in_groups(act: int) -> None:
 
 def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     x, weight = torch.randn(M, K), torch.randn(E, K, N)
-    empty: dict[str, Any] = dict.fromkeys(OPTIONAL, [])
+    empty: dict[str, Any] = {key: [] for key in OPTIONAL}
     call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
     (y,) = npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor([[2, 3], [0, 5], [0, 0]]), **call)
     wide, by = x.double(), weight.double()

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
-__all__ = ["npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
+__all__ = ["npu_convert_weight_to_int4pack", "npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
 
 Tensor = torch.Tensor
 Dtype = int | torch.dtype | None
@@ -95,6 +95,38 @@ def _packed(y: Tensor) -> Tensor:
     return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
 
 
+def unpacked(words: Tensor) -> Tensor:
+    """What _packed() packed, as int8."""
+    shifts = 4 * torch.arange(8, device=words.device)
+    return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
+
+
+def npu_convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
+    """Eight elements of four bits in one int32.
+
+    out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest
+
+    Args:
+        weight: int32 [K, N] or [N, K], elements from -8 to 7.
+        inner_k_tiles: reserved.
+
+    Returns:
+        int32 [K, N / 8] or [N, K / 8].
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_convert_weight_to_int4pack.md does not allow.
+
+    Source: Ascend op-plugin, npu_convert_weight_to_int4pack.
+
+    Example:
+        >>> weight = torch.tensor([[1, 2, 3, 0, 0, 0, 0, -1]], dtype=torch.int32)
+        >>> hex(npu_convert_weight_to_int4pack(weight).item() & 0xFFFFFFFF)
+        '0xf0000321'
+    """
+    checked(quantised.INT4PACK, {"weight": weight, "inner_k_tiles": inner_k_tiles})
+    return _packed(weight)
+
+
 def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
     """Scales and offsets as one integer each, which products of integers take as their scale.
 
@@ -159,19 +191,23 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """The product of two matrices of int8, scaled by row and column.
+    """The product of two matrices of int8, or of four bits, scaled by row and column.
 
     out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)
     out = x1 x2 + bias        to int32
+    out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four
 
     Args:
-        x1, x2: int8 [..., M, K] and [..., K, N].
+        x1, x2: int8 [..., M, K] and [..., K, N]. Of four bits int32 as npu_convert_weight_to_int4pack makes it, of x2
+            or of its transpose, both of them or x2 alone. Alone, scale is [blocks, N], pertoken_scale [M, 1], and
+            offset [N] makes up for the 8 that the chip takes off every element of x1.
         scale: of x2, [1] or [N], float32 or bfloat16; int64 as npu_trans_quant_param makes it, with its own offset.
         offset: of int8 results, float32 [1] or [N]; of no effect beside an int64 scale.
         pertoken_scale: of x1, float32 [M].
         bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
         output_dtype: torch.int8, int32 (the sums, which no scale touches), float16 or bfloat16; None: int8.
-        x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, group_sizes, y_scale: not computed here.
+        group_sizes: [0, 0, elements of a block], of x2 alone in four bits.
+        x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, y_scale: not computed here.
 
     Returns:
         [..., M, N] in output_dtype.
@@ -206,11 +242,22 @@ def npu_quant_matmul(
         },
     )
     dtype = quantised.DTYPES[1 if number is None else number]
+    by_block = quantised.mixed(x1, x2)
+    if quantised.rows_packed(x1, x2):
+        x2 = unpacked(x2.mT).mT
+    elif x2.dtype == torch.int32:
+        x2 = unpacked(x2)
+    x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
+    factors, own = read_scale(scale)
+    if by_block and pertoken_scale is not None:
+        blocks = (len(scale), -1)
+        sums = exact((x1.double() - 8).unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
+        found = (sums.float() * factors.unsqueeze(1)).sum(0)
+        return ((found if offset is None else found + offset) * pertoken_scale).to(dtype)
     whole = bias is not None and not bias.dtype.is_floating_point
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
     if dtype == torch.int32:
         return product.to(dtype)
-    factors, own = read_scale(scale)
     if own is not None:
         offset = own if dtype == torch.int8 else None
     found = product.float() * factors

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
@@ -41,15 +45,43 @@ def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
         return None
 
 
+def inner(x1: torch.Tensor) -> int:
+    """How many elements a row has; eight of four bits lie in an int32."""
+    return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
+
+
+def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether it is a column of x2, not a row, whose elements lie eight in an int32."""
+    return x2.dtype == torch.int32 and 8 * x2.shape[-2] == inner(x1)
+
+
+def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
+    """How many columns a product has."""
+    return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
+
+
 def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     """Whether two batches of matrices have a product."""
-    return x1.shape[-1] == x2.shape[-2] and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
+    meet = inner(x1) == x2.shape[-2] or rows_packed(x1, x2)
+    return meet and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
 
 
 def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
     """Whether a bias is added to every row of the product of two batches of matrices."""
-    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, x2.shape[-1])) or ()
+    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, columns(x1, x2))) or ()
     return broadcast(row, bias.shape) == row
+
+
+def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether eight bits meet four, whose scales are of blocks."""
+    return x1.dtype == torch.int8 and x2.dtype == torch.int32
+
+
+def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
+    """How many blocks of so many elements (the last size) a row has; 0 without such blocks."""
+    rest = [] if sizes is None else sizes.tolist()
+    fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
+    return inner(x1) // rest[2] if fit else 0
 
 
 DYNAMIC = companion(
@@ -129,60 +161,103 @@ PARAM = companion(
     sample={"scale": "N"},
 )  # fmt: skip
 
+INT4PACK = companion(
+    "npu_convert_weight_to_int4pack",
+    "torch_npu's packing of four bits: eight elements in one int32.",
+    (
+        Tensor("weight", "[K, N] or [N, K], elements from -8 to 7.", dtypes="int32",
+               make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 16 - 8),
+        Attr("inner_k_tiles", "Reserved.", default=0),
+    ),
+    (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
+    rules=(
+        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", spoil={"weight": "2 3 8"}),
+        invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0", "weight", "eight share an int32",
+                "a multiple of 8 columns", spoil={"weight": "4 6"}),
+        Rule("within(weight, 8, low=-8)", "weight", "four bits hold no more", "elements from -8 to 7", level="content",
+             code=INVALID, reads=True, spoil={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
+    ),
+    formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
+    sizes=SIZES,
+    sample={"weight": "M K"},
+)  # fmt: skip
+
+# Of eight bits beside four.
+BLOCKS: dict[str, Any] = {
+    "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
+}  # fmt: skip
+MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
 MATMUL = companion(
     "npu_quant_matmul",
-    "torch_npu's product of two matrices of int8, scaled.",
+    "torch_npu's product of two matrices of int8, or of four bits, scaled.",
     (
-        Tensor("x1", "[..., M, K].", dtypes="int8"),
-        Tensor("x2", "[..., K, N].", dtypes="int8"),
-        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them.", dtypes=SCALES),
-        Tensor("offset", "Of int8 results: [1] or [N].", optional=True, dtypes="float32"),
-        Tensor("pertoken_scale", "Of x1: [M].", optional=True, dtypes="float32"),
+        Tensor("x1", "[..., M, K]; int32: eight elements of four bits in each, [..., M, K/8].", dtypes="int8 int32"),
+        Tensor("x2", "[..., K, N]; int32: [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
+        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them. Of blocks: [blocks, N].",
+               dtypes=SCALES),
+        Tensor("offset", "Of int8 results: [1] or [N]. Of blocks: [N], added before pertoken_scale.", optional=True,
+               dtypes="float32"),
+        Tensor("pertoken_scale", "Of x1: [M]. Of blocks: [M, 1].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
                dtypes=f"int32 {FLOATS}"),
         Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
              domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
         *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
                bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
-        Array("group_sizes", "Of scales per block: not computed here.", optional=True),
+        Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
         Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
     ),
     (result("out", "[..., M, N].", ""),),
     rules=(
-        invalid("x1.dim() >= 2 and x2.dim() >= 2", "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
-        invalid("x1.dim() < 2 or x2.dim() < 2 or multiplies(x1, x2)", "x2",
-                "rows of x1 meet columns of x2", "[..., K, N], its batch broadcast to that of x1",
-                spoil={"x2": ("7 N", "int8")}),
+        invalid(MATRICES, "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
+        invalid("x1.dtype == int8 or x2.dtype == int32", "x2", "four bits meet four bits", "int32 as x1",
+                spoil={"x1": ("M 1", "int32")}),
+        invalid("multiplies(x1, x2)", "x2", "rows of x1 meet columns of x2",
+                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, spoil={"x2": ("7 N", "int8")}),
         *(
             invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
-                    when="x1.dim() >= 2 and x2.dim() >= 2",
+                    when=f"{MATRICES} and not mixed(x1, x2)",
                     given={} if name == "scale" else {name: good}, spoil={name: "7"})
             for name, sizes, of, text, good in (
-                ("scale", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
-                ("offset", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
+                ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
+                ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
                 ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
             )
         ),
-        invalid("bias is None or x1.dim() < 2 or x2.dim() < 2 or not multiplies(x1, x2) or fits_result(bias, x1, x2)",
-                "bias", "added to every row", "[N], [1, N] or [batch, 1, N]", given={"bias": "N"},
+        invalid("bias is None or fits_result(bias, x1, x2)", "bias", "added to every row",
+                "[N], [1, N] or [batch, 1, N]", when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"},
                 spoil={"bias": "7"}),
         invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
                 given={"bias": "N", "output_dtype": 3}, spoil={"bias": ("N", "float32")}),
-        invalid("offset is None or output_dtype in (None, 1)", "offset", "int8 results alone have one", "None",
-                given={"offset": "N"}, spoil={"output_dtype": 5}),
-        invalid("group_sizes is None or len(group_sizes) == 0", "group_sizes", "not computed here", "None",
-                spoil={"group_sizes": [1, 1, 32]}),
+        invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)", "offset",
+                "int8 results alone have one", "None", given={"offset": "N"}, spoil={"output_dtype": 5}),
+        invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)", "group_sizes",
+                "blocks are of x2 in four bits beside x1 in eight", "None", spoil={"group_sizes": [0, 0, 8]}),
+        *(
+            invalid(check, param, "eight bits meet four in blocks", text, when=f"{MATRICES} and mixed(x1, x2)",
+                    given=BLOCKS, spoil=spoil)
+            for check, param, text, spoil in (
+                ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
+                ("not blocks(x1, group_sizes) or scale.shape == (blocks(x1, group_sizes), columns(x1, x2))", "scale",
+                 "[blocks, N]", {"scale": "3 16"}),
+                ("offset is None or offset.shape == (columns(x1, x2),)", "offset", "[N]", {"offset": "7"}),
+                ("pertoken_scale is not None and pertoken_scale.shape == (x1.shape[-2], 1)", "pertoken_scale", "[M, 1]",
+                 {"pertoken_scale": "M"}),
+                ("x1.dim() == x2.dim() == 2 and bias is None", "bias", "None, and no batch", {"bias": "16"}),
+                ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
+            )
+        ),
         invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
     ),
     formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
-    "out = x1 x2 + bias        to int32",
+    "out = x1 x2 + bias        to int32\n"
+    "out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four",
     functions={
-        "int32": torch.int32,
-        "multiplies": multiplies,
-        "fits_result": fits_result,
+        "int8": torch.int8, "int32": torch.int32,
+        **{f.__name__: f for f in (multiplies, fits_result, columns, mixed, blocks)},
     },
     sizes=SIZES,
     sample={"x1": "M K", "x2": "K N", "scale": "N"},
 )  # fmt: skip
 
-RECORDS = (DYNAMIC, PARAM, MATMUL)
+RECORDS = (DYNAMIC, PARAM, INT4PACK, MATMUL)

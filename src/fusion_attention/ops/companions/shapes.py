@@ -49,9 +49,7 @@ def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: A
     return (perm_y is None or perm_y.tolist() == [1, 0, 2]) and width % factor == 0
 
 
-FUNCTIONS = {
-    "permutes": permutes, "elements": elements, "multiply": multiply, "splits": splits, "result_columns": result_columns,
-}  # fmt: skip
+FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, result_columns)}
 PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
 CONFUSION_TRANSPOSE = companion(
     "npu_confusion_transpose",
