@@ -155,6 +155,31 @@ def test_a_matrix_says_how_pairs_turn() -> None:
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, rotate=matrix.bfloat16()), want)
 
 
+@pytest.mark.parametrize("kinds", [3, 4])
+def test_sections_of_positions(kinds: int) -> None:
+    sections = [3, 1, 4, 0][:kinds] if kinds == 3 else [3, 1, 2, 2]
+    positions, table = torch.randint(0, 9, (kinds, 5)), torch.rand(9, 16)
+    rows = torch.randn(5, 2 * 24)
+
+    def turns(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return npu.npu_mrope(positions, q, k, table, 24, mrope_section=sections)
+
+    def golden() -> torch.Tensor:
+        heads = rows.double().view(5, 2, 24).clone()
+        for token in range(5):
+            for angle in range(8):
+                kind = [k for k, count in enumerate(sections) for _ in range(count)][angle]
+                line = table[positions[kind, token]].double()
+                first, second = rows.double().view(5, 2, 24)[token][:, [angle, angle + 8]].T
+                heads[token, :, angle] = first * line[angle] - second * line[angle + 8]
+                heads[token, :, angle + 8] = second * line[angle] + first * line[angle + 8]
+        return heads.view(5, 48)
+
+    compare_with("q", turns(rows, rows[:, :24])[0], golden)
+    compiled = torch.compile(turns, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(rows, rows[:, :24])[0], turns(rows, rows[:, :24])[0])
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_shapes_go_there_and_back(first: bool) -> None:
     x = torch.randn(2, 3, 4, 5)

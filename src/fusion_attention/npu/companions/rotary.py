@@ -163,19 +163,20 @@ def npu_mrope(
     rotary_mode: str | None = "half",
     cache_mode: str | None = "default",
 ) -> tuple[Tensor, Tensor]:
-    """Turns queries and keys by angles of a table; of images and films, by three kinds of positions.
+    """Turns queries and keys by angles of a table; of images and films, by three or four kinds of positions.
 
     cos, sin = the halves of cos_sin_cache[positions]
     y = x * cos + turned(x) * sin
 
     Args:
-        positions: [T], or [3, T] of time, height and width; int64 or int32.
+        positions: [T], or [3, T] of time, height and width, or [4, T]; int64 or int32.
         query, key: [T, heads * head_size]; float16, bfloat16 or float32.
         cos_sin_cache: [positions, rotary size]. The elements of a head behind the rotary size stay.
         head_size: elements of a head.
-        mrope_section: of three kinds of positions, how many angles each turns.
+        mrope_section: of several kinds of positions, how many angles each turns.
         rotary_mode: as in npu_rotary_mul.
         cache_mode: "default": sections one after the other; "interleave": height at 1, 4, ... and width at 2, 5, ...
+            (of three kinds).
 
     Returns:
         (query, key), turned; those that came stay as they are.
@@ -198,7 +199,7 @@ def npu_mrope(
     given = checked(rotary.MROPE, args)
     cos, sin = cos_sin_cache[positions.long()].float().chunk(2, -1)
     if positions.dim() == 2:
-        kinds = _kind_of_angle(given["mrope_section"].tolist(), cos.shape[-1], given["cache_mode"])
+        kinds = _kind_of_angle([int(n) for n in (() if mrope_section is None else mrope_section)], cos.shape[-1], given["cache_mode"])
         kind = torch.tensor(kinds, device=cos.device).expand(1, *cos.shape[1:])
         cos, sin = cos.gather(0, kind)[0], sin.gather(0, kind)[0]
     mode, width = given["rotary_mode"], cos_sin_cache.shape[1]
@@ -232,7 +233,7 @@ def _turned(x: Tensor, mode: str) -> Tensor:
 
 
 def _kind_of_angle(sections: list[int], angles: int, cache_mode: str) -> list[int]:
-    """Which kind of position (time, height, width) each angle is of."""
+    """Which kind of position (time, height, width, a fourth) each angle is of."""
     if cache_mode == "default":
         return [kind for kind, count in enumerate(sections) for _ in range(count)]
     turns = [range(kind, min(3 * sections[1], angles), 3) for kind in (1, 2)]

@@ -156,22 +156,23 @@ def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
 
 
 def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
-    """Whether sections share out half a row of angles among three kinds of positions; one kind needs none."""
+    """Whether sections share out half a row of angles among the kinds of positions; one kind needs none."""
     if positions.dim() == 1:
-        return section is None or len(section) == 3
-    return section is not None and len(section) == 3 and bool((section >= 0).all()) and int(section.sum()) * 2 == width
+        return section is None or len(section) in (3, 4)
+    fit = section is not None and len(section) == len(positions) and bool((section >= 0).all())
+    return fit and int(section.sum()) * 2 == width
 
 
 MROPE = companion(
     "npu_mrope",
-    "torch_npu's rotary positions of one or three kinds, from a table: (query, key).",
+    "torch_npu's rotary positions of one, three or four kinds, from a table: (query, key).",
     (
-        Tensor("positions", "[T], or [3, T] of time, height and width.", dtypes="int64 int32"),
+        Tensor("positions", "[T], or [3, T] of time, height and width; or [4, T].", dtypes="int64 int32"),
         floats("query", "[T, heads * head_size]."),
         floats("key", "[T, heads * head_size]."),
         floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
         Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
-        Array("mrope_section", "How many angles are of time, height and width.", True),
+        Array("mrope_section", "How many angles each kind turns.", True),
         MODE,
         Attr(
             "cache_mode",
@@ -185,10 +186,10 @@ MROPE = companion(
     (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),
     rules=(
         invalid(
-            "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] == 3",
+            "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] in (3, 4)",
             "positions",
-            "one kind of positions or three",
-            "[T] or [3, T]",
+            "one kind of positions, three or four",
+            "[T], [3, T] or [4, T]",
             spoil={"positions": torch.zeros(2, 4, dtype=torch.int64)},
         ),
         *(
@@ -213,9 +214,17 @@ MROPE = companion(
             "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
             "mrope_section",
             "together they are half of the rotary size",
-            "three sizes of sections",
-            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] == (3,))",
+            "a size of a section for each kind",
+            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
             spoil={"mrope_section": [1, 2]},
+        ),
+        invalid(
+            "cache_mode == 'default' or positions.shape[:-1] != (4,)",
+            "cache_mode",
+            "four kinds have no other order",
+            "default",
+            given={"positions": torch.tensor([[0, 5, 2, 6]] * 4), "mrope_section": [1, 2, 1, 0]},
+            spoil={"cache_mode": "interleave"},
         ),
         Rule(
             "within(positions, cos_sin_cache.shape[0])",
