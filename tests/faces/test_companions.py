@@ -133,26 +133,6 @@ def test_values_that_stand_apart_are_stored_as_they_are(mode: str, dtype: torch.
                 assert ((line - (row.float() * scales[scale]).clamp(-128, 127)).abs() <= most).all()
 
 
-def test_rotary_positions_of_four_kinds() -> None:
-    positions, table = torch.randint(0, 10, (4, 5)), torch.randn(10, 32)
-    query, key, sections = torch.randn(5, 2 * 40), torch.randn(5, 40), [5, 1, 4, 6]
-
-    def turned(rows: torch.Tensor) -> torch.Tensor:
-        found = []
-        for t in range(5):
-            parts = [table[positions[kind, t]].double().view(2, 16).split(sections, -1)[kind] for kind in range(4)]
-            cos, sin = torch.cat(parts, -1)
-            heads = rows[t].double().view(-1, 40)
-            a, b = heads[:, :16], heads[:, 16:32]
-            found.append(torch.cat((a * cos - b * sin, b * cos + a * sin, heads[:, 32:]), -1).flatten())
-        return torch.stack(found)
-
-    got = npu.npu_mrope(positions, query, key, table, 40, mrope_section=sections)
-    compare_with("mrope", got, lambda: (turned(query), turned(key)))
-    with pytest.raises(ValueError, match="'default' beside four kinds"):
-        npu.npu_mrope(positions, query, key, table, 40, mrope_section=sections, cache_mode="interleave")
-
-
 def test_nothing_is_written_by_a_wrong_call() -> None:
     cache, rows = torch.zeros(3, 4, 2, 8), torch.ones(2, 2, 8)
     with pytest.raises(ValueError, match="slots that the cache has"):
@@ -219,6 +199,34 @@ def test_a_matrix_says_how_pairs_turn() -> None:
     want = npu.npu_rotary_mul(X, cos, sin, "interleave")
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, "interleave", rotate=matrix), want)
     assert torch.equal(npu.npu_rotary_mul(X, cos, sin, rotate=matrix.bfloat16()), want)
+
+
+@pytest.mark.parametrize("kinds", [3, 4])
+def test_sections_of_positions(kinds: int) -> None:
+    sections = [3, 1, 4, 0][:kinds] if kinds == 3 else [3, 1, 2, 2]
+    positions, table = torch.randint(0, 9, (kinds, 5)), torch.rand(9, 16)
+    rows = torch.randn(5, 2 * 24)
+
+    def turns(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return npu.npu_mrope(positions, q, k, table, 24, mrope_section=sections)
+
+    def golden() -> torch.Tensor:
+        heads = rows.double().view(5, 2, 24).clone()
+        for token in range(5):
+            for angle in range(8):
+                kind = [k for k, count in enumerate(sections) for _ in range(count)][angle]
+                line = table[positions[kind, token]].double()
+                first, second = rows.double().view(5, 2, 24)[token][:, [angle, angle + 8]].T
+                heads[token, :, angle] = first * line[angle] - second * line[angle + 8]
+                heads[token, :, angle + 8] = second * line[angle] + first * line[angle + 8]
+        return heads.view(5, 48)
+
+    compare_with("q", turns(rows, rows[:, :24])[0], golden)
+    compiled = torch.compile(turns, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(rows, rows[:, :24])[0], turns(rows, rows[:, :24])[0])
+    if kinds == 4:
+        with pytest.raises(ValueError, match="'default' beside four kinds"):
+            npu.npu_mrope(positions, rows, rows[:, :24], table, 24, mrope_section=sections, cache_mode="interleave")
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention import npu
-from fusion_attention.contract import ContractError
+from fusion_attention import ContractError, npu
 from fusion_attention.npu.companions.products import ACTIVATIONS
+from fusion_attention.ops.companions.products import GROUPED
 from fusion_attention.testing.drawn import compare_with
 
 M, K, N, E = 9, 16, 6, 3
@@ -21,7 +21,7 @@ def test_dynamic_quant(mode: str) -> None:
     x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
     x[0, 3], x[..., 5] = 0, 0
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
-    wide = x.float() * (smooth.unsqueeze(-1) if mode == "perchannel" else smooth).float()
+    wide = x.float() * (smooth.float().unsqueeze(1) if mode == "perchannel" else smooth.float())
     axes = {"pertoken": (-1,), "perchannel": (1,), "pertensor": (0, 1, 2)}[mode]
     peak = wide.abs().amax(axes, keepdim=True) / 127
     same_bits(scale.reshape(peak.shape), peak)
@@ -49,47 +49,106 @@ def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
     out = npu.npu_quant_matmul(x1, x2, scale, offset=offset, pertoken_scale=rows, bias=bias, output_dtype=dtype)
     product = (x1.long() @ x2.long() + (bias if whole else 0)).float() * scale * rows.unsqueeze(1)
     want = product + (0 if whole else bias) + (0 if offset is None else offset)
-    same_bits(out, (want.round().clamp(-128, 127) if dtype is None else want).to(dtype or torch.int8))
+    want = want if dtype else want.round().clamp(-128, 127)
+    same_bits(out, want.to(dtype or torch.int8))
 
 
-def test_int32_results_are_sums_that_no_scale_touches() -> None:
-    x1, x2 = torch.randint(-128, 128, (M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
-    bias = torch.randint(-(1 << 30), 1 << 30, (N,), dtype=torch.int32)
+@pytest.mark.parametrize("biased", [True, False])
+def test_sums_are_not_scaled(biased: bool) -> None:
+    x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
+    bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if biased else None
     call: dict[str, Any] = {"pertoken_scale": torch.rand(M), "output_dtype": torch.int32}
-    same_bits(npu.npu_quant_matmul(x1, x2, torch.full((N,), 3.0), **call), x1.int() @ x2.int())
-    same_bits(npu.npu_quant_matmul(x1, x2, torch.ones(1), bias=bias, **call), x1.int() @ x2.int() + bias)
+    out = npu.npu_quant_matmul(x1, x2, torch.full((N,), torch.nan), bias=bias, **call)
+    same_bits(out, (x1.long() @ x2.long() + (0 if bias is None else bias)).to(torch.int32))
     with pytest.raises(ContractError, match="bias: expected int32"):
-        npu.npu_quant_matmul(x1, x2, torch.ones(1), bias=bias.float(), **call)
-    ends = torch.tensor([4, M])
-    grouped: dict[str, Any] = {"group_list": ends, "group_type": 0, "split_item": 2, "output_dtype": torch.int32}
-    for lists in ({}, {"scale": [], "offset": [], "antiquant_scale": [], "per_token_scale": []}):
-        (y,) = npu.npu_grouped_matmul([x1], [x2.expand(2, -1, -1)], bias=[bias.expand(2, N)], **lists, **grouped)
-        same_bits(y, x1.int() @ x2.int() + bias)
+        npu.npu_quant_matmul(x1, x2, torch.ones(N), bias=torch.ones(N), **call)
+
+
+def nibbles(x: torch.Tensor) -> torch.Tensor:
+    """Eight elements of four bits in an int32, number by number."""
+    words = [
+        sum((n & 15) << 4 * i for i, n in enumerate(row[at : at + 8]))
+        for row in x.flatten(0, -2).tolist()
+        for at in range(0, len(row), 8)
+    ]
+    signed = [word - 2**32 if word >= 2**31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32).reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_four_bits(transposed: bool) -> None:
+    x1, x2 = torch.randint(-8, 8, (2, M, K), dtype=torch.int32), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
+    packed = npu.npu_convert_weight_to_int4pack(x2.T.contiguous()).T if transposed else nibbles(x2)
+    same_bits(npu.npu_convert_weight_to_int4pack(x2), nibbles(x2))
+    scale, rows, bias = torch.rand(8 * N), torch.rand(M), torch.randn(8 * N)
+    call: dict[str, Any] = {"pertoken_scale": rows, "output_dtype": torch.bfloat16, "bias": bias}
+    out = npu.npu_quant_matmul(nibbles(x1), packed, scale, **call)
+    same_bits(out, ((x1.long() @ x2.long()).float() * scale * rows.unsqueeze(1) + bias).bfloat16())
+
+
+def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
+    x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-8, 8, (K, 8 * N), dtype=torch.int32)
+    scale, rows, offset = torch.rand(4, 8 * N), torch.rand(M, 1), torch.randn(8 * N)
+    packed, sizes = npu.npu_convert_weight_to_int4pack(x2), [0, 0, K // 4]
+    by = npu.npu_trans_quant_param(scale.reshape(-1)).reshape(scale.shape)
+    call: dict[str, Any] = {"offset": offset, "pertoken_scale": rows, "output_dtype": torch.float16}
+    out = npu.npu_quant_matmul(x1, packed, by, group_sizes=sizes, **call)
+    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32).double().repeat_interleave(K // 4, 0)
+    high, low = x1.int() // 16, (x1.int() & 15) - 8  # as the chip parts a row, whence the 8
+    compare_with(
+        "out", out, lambda: ((high * 16 + low).double() @ (x2 * cut) + offset.double()) * rows.double(), draws=DRAWS
+    )
+    with pytest.raises(ContractError, match="group_sizes: expected"):
+        npu.npu_quant_matmul(x1, packed, by, **call)
+
+
+def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list[int]:
+    """npu_trans_quant_param, number by number."""
+    found = []
+    for i, number in enumerate(scale.tolist()):
+        (bits,) = struct.unpack("<I", struct.pack("<f", number))
+        low = bits & 0x1FFF
+        up = mode == 1 and (low > 0x1000 or (low == 0x1000 and bits >> 13 & 1))
+        word = ((bits >> 13) + up) << 13 | 1 << 46
+        if offset is not None:
+            whole = max(-256, min(255, round(offset[i if len(offset) > 1 else 0].item())))
+            word |= whole % 512 << 37
+        found.append(word)
+    return found
 
 
 @pytest.mark.parametrize("mode", [0, 1])
 def test_scales_as_integers(mode: int) -> None:
-    scale = torch.tensor([1.0, 0.1, -3e-5, 1 + 2**-11, 1 + 3 * 2**-11, 3e38, 1e-42])
-    offset = torch.tensor([0.0, -1, 300, -300, 7.5, 8.5, 255])
-    found = npu.npu_trans_quant_param(scale, offset, mode)
-    for word, number, shift in zip(found.tolist(), scale, offset.tolist(), strict=True):
-        (bits,) = struct.unpack("<I", struct.pack("<f", number))
-        kept = bits >> 13
-        if mode == 1:
-            rest = bits & 0x1FFF
-            kept += rest > 0x1000 or (rest == 0x1000 and kept % 2 == 1)
-        assert word & 0xFFFFFFFF == kept << 13
-        assert word >> 46 == 1
-        assert word >> 37 & 0x1FF == max(-256, min(255, round(shift))) % 512
-    x1, x2 = torch.randint(-8, 8, (M, K)).to(torch.int8), torch.randint(-8, 8, (K, N)).to(torch.int8)
-    scale, offset = torch.rand(N) / 16, torch.randint(-9, 9, (N,)).float()
-    cut = (scale.view(torch.int32) & -8192).view(torch.float32)
-    exact = (x1.int() @ x2.int()).float() * cut
-    for form in (npu.npu_trans_quant_param(scale, offset), npu.npu_trans_quant_param(scale, offset).view(torch.uint64)):
-        same_bits(npu.npu_quant_matmul(x1, x2, form), (exact + offset).round().clamp(-128, 127).to(torch.int8))
-        same_bits(npu.npu_quant_matmul(x1, x2, form, output_dtype=torch.float16), exact.half())
-    bare = cut.view(torch.int32).long()  # a float's own bits
-    same_bits(npu.npu_quant_matmul(x1, x2, bare, output_dtype=torch.bfloat16), exact.bfloat16())
+    bits = torch.tensor([0x3F801000, 0x3F803000, 0x3F800FFF, 0x3F801001, 0x7F7FFFFF, 1, 0], dtype=torch.int32)
+    scale = torch.cat((torch.randn(9), -bits.view(torch.float32), bits.view(torch.float32)))
+    offset = torch.cat((torch.randn(len(scale) - 6) * 99, torch.tensor([-1e9, 1e9, 0.5, 1.5, -256.5, 255.5])))
+    for of in (None, offset, offset[:1]):
+        found = npu.npu_trans_quant_param(scale, of, mode)
+        assert (found.dtype, found.tolist()) == (torch.int64, encoded(scale, of, mode))
+    assert npu.npu_trans_quant_param(scale[:1], offset[None]).shape == (1, len(offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
+    x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-128, 128, (K, N)).to(torch.int8)
+    scale, offset = (torch.rand(N) - 0.5) * 1e-2, torch.randint(-256, 256, (N,)).float()
+    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    whole, bare = npu.npu_trans_quant_param(scale, offset).view(dtype), scale.view(torch.int32).long() & 0xFFFFFFFF
+    product = (x1.long() @ x2.long()).float()
+    want = (product * cut + offset).round().clamp(-128, 127).to(torch.int8)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole, offset=offset), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, whole, output_dtype=torch.float16), (product * cut).half())
+    same_bits(npu.npu_quant_matmul(x1, x2, bare.view(dtype), output_dtype=torch.float16), (product * scale).half())
+    call: dict[str, Any] = {"group_list": torch.tensor([4, M]), "group_type": 0, "split_item": 2}
+    weights, by = [torch.stack((x2, x2))], [torch.stack((whole.view(torch.int64), bare)).view(dtype)]
+    (y,) = npu.npu_grouped_matmul([x1], weights, scale=by, output_dtype=torch.int8, **call)
+    same_bits(y, torch.cat((want[:4], (product[4:] * scale).round().clamp(-128, 127).to(torch.int8))))
+    x, weight = torch.randint(-9, 9, (M, E, K)).half(), torch.randint(-9, 9, (E, K, N)).half()
+    by_all = npu.npu_trans_quant_param(scale.repeat(E), offset.repeat(E)).view(dtype)
+    batched = torch.einsum("mek,ekn->men", x.double(), weight.double()).flatten(1).float()
+    want = (batched * cut.repeat(E) + offset.repeat(E)).round().clamp(-128, 127).to(torch.int8).unsqueeze(1)
+    same_bits(npu.npu_transpose_batchmatmul(x, weight, scale=by_all, perm_x1=[1, 0, 2]), want)
 
 
 def of_groups(ends: list[int]) -> list[tuple[int, int]]:
@@ -158,11 +217,31 @@ def test_integers_in_groups(act: int) -> None:
     same_bits(y, ACTIVATIONS[act](whole * per_token.unsqueeze(1)).bfloat16())
 
 
-def test_a_trace_meets_all_matrices() -> None:
-    x, weight, ends = torch.randn(M, K), torch.randn(E, K, N), torch.tensor([4, 4, 7])
+def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
+    x, weight = torch.randn(M, K), torch.randn(E, K, N)
+    empty: dict[str, Any] = {p.name: [] for p in GROUPED.tensors() if p.optional}
+    call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
+    (y,) = npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor([[2, 3], [0, 5], [0, 0]]), **call)
+    wide, by = x.double(), weight.double()
+    compare_with(
+        "y", y, lambda: torch.cat((wide[:3] @ by[2], wide[3:8] @ by[0], torch.zeros(1, N).double())), draws=DRAWS
+    )
+    for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
+        with pytest.raises(ContractError, match="group_list: expected"):
+            npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor(pairs), **call)
+    for name in ("x", "weight"):
+        with pytest.raises(ContractError, match=f"{name}: expected a tensor or a list"):
+            npu.npu_grouped_matmul(**{"x": [x], "weight": [weight], name: [], "group_type": -1})
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_a_trace_meets_all_matrices(kind: int) -> None:
+    x, weight = torch.randn(M, K), torch.randn(E, K, N)
+    ends = torch.tensor([4, 4, 7] if kind == 0 else [[0, 4], [2, 3], [1, 0]])
 
     def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return npu.npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0]
+        call: dict[str, Any] = {"group_list_type": kind, "split_item": 2, "group_type": 0}
+        return npu.npu_grouped_matmul([x], [weight], group_list=ends, **call)[0]
 
     compiled = torch.compile(grouped, backend="aot_eager", fullgraph=True)
     first, last = x[:4].double(), x[4:7].double()

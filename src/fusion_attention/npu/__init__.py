@@ -51,7 +51,12 @@ from fusion_attention.npu.companions.norms import (
 )
 from fusion_attention.npu.companions.products import npu_grouped_matmul
 from fusion_attention.npu.companions.prolog import npu_mla_prolog, npu_mla_prolog_v2, npu_mla_prolog_v3
-from fusion_attention.npu.companions.quantised import npu_dynamic_quant, npu_quant_matmul, npu_trans_quant_param
+from fusion_attention.npu.companions.quantised import (
+    npu_convert_weight_to_int4pack,
+    npu_dynamic_quant,
+    npu_quant_matmul,
+    npu_trans_quant_param,
+)
 from fusion_attention.npu.companions.quantised_sparse import (
     npu_kv_quant_sparse_flash_attention,
     npu_quant_lightning_indexer,
@@ -138,6 +143,7 @@ __all__ = [
     "npu_attention_update",
     "npu_confusion_transpose",
     "npu_confusion_transpose_backward",
+    "npu_convert_weight_to_int4pack",
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",

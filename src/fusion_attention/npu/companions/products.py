@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusion_attention.contract import to_array
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.gates import fast_gelu
-from fusion_attention.npu.companions.quantised import Dtype, decoded, exact
+from fusion_attention.npu.companions.quantised import Dtype, exact, read_scale, rounded
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -64,11 +64,11 @@ def npu_grouped_matmul(
         weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8.
         bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group.
         per_token_scale: [[M]] of int8 rows.
-        group_list: int64 [E], or a list: where each group's rows end, or how many it has.
+        group_list: int64 [E], or a list: where each group's rows end, or how many it has; or [pairs, 2].
         split_item: 0, 1: a result of every group; 2, 3: one.
         group_type: -1: x and weight are lists; 0: groups are rows of x; 2: groups are columns of x and rows of weight,
             [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.
-        group_list_type: 0: cumulative ends; 1: sizes.
+        group_list_type: 0: cumulative ends; 1: sizes; 2: pairs (group, size) in the order of the rows.
         act_type: 0: none; 1: relu; 2: gelu by tanh; 4: fast gelu; 5: silu.
         output_dtype: of the results; None: that of x.
         offset, activation_input, activation_quant_scale, activation_quant_offset, tuning_config, x_dtype,
@@ -91,6 +91,8 @@ def npu_grouped_matmul(
     """
     # locals() is what was given, by name: the record knows the names.
     given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
+    if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
+        given["group_list"] = group_list.flatten()
     if group_type is None and isinstance(group_list, (list, tuple)):
         given["group_type"] = 0 if len(x) == 1 else -1
     given |= checked(products.GROUPED, given)
@@ -147,9 +149,13 @@ class _Product:
             y = y if bias is None else y + bias
             if scale is None and self.per_token is None and self.dtype == torch.int32:
                 return self.act(y).to(self.dtype)
-            y = y.float() if scale is None else y.float() * decoded(scale)[0]
+            y = y.float()
+            factors, offset = (None, None) if scale is None else read_scale(scale)
+            y = y if factors is None else y * factors
             if self.per_token is not None:
                 y = y * self.per_token[start : start + x.shape[0]].unsqueeze(-1)
+            if self.dtype == torch.int8:
+                return rounded(self.act(y if offset is None else y + offset), 127)
         elif anti is not None and weight.dtype == torch.int8:
             wide = weight.float() if shift is None else weight.float() + shift.float()
             y = x.float() @ (wide * anti.float())
@@ -171,8 +177,8 @@ class _Product:
             for i in range(groups):
                 y = torch.where(inside[i].unsqueeze(1), self(x, i, 0), y)
             return [y]
-        ends = self._ends()
-        found = [self(x[start:end], i, start) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+        ends, order = self._ends(), products.groups_of(to_array(self.group_list), self.kind)
+        found = [self(x[a:b], i, a) for i, a, b in zip(order, [0, *ends], ends, strict=False)]
         if not one:
             return found
         return [torch.cat((*found, x.new_zeros(x.shape[0] - ends[-1], found[0].shape[1], dtype=self.dtype)))]
@@ -195,7 +201,11 @@ class _Product:
     def _inside(self, rows: int) -> Tensor:
         """Which rows are each group's: [E, rows]."""
         given = torch.as_tensor(self.group_list)
-        ends = given.cumsum(0) if self.kind else given
+        ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
         starts = torch.cat((ends.new_zeros(1), ends[:-1]))
         row = torch.arange(rows, device=ends.device)
-        return (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        inside = (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        if self.kind != 2:
+            return inside
+        groups = torch.arange(len(self.weights), device=ends.device).unsqueeze(1)
+        return ((given[::2] == groups).unsqueeze(2) & inside).any(1)

@@ -9,7 +9,7 @@ import torch
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
-__all__ = ["npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
+__all__ = ["npu_convert_weight_to_int4pack", "npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
 
 Tensor = torch.Tensor
 Dtype = int | torch.dtype | None
@@ -41,10 +41,10 @@ def npu_dynamic_quant(
 
     Args:
         input: [..., W]; float16, bfloat16 or float32.
-        smooth_scales: factors of the elements, [W]; with group_index [groups, W].
+        smooth_scales: factors of the elements, [W]; with group_index [groups, W]; perchannel: of the rows, [R].
         group_index: where each group of rows ends, int32 [groups].
         dst_type: torch.int8, or torch.quint4x2, for which 127 is 7; None: torch.int8.
-        quant_mode: what has one scale: "pertoken", "perchannel" (the last axis), "pertensor".
+        quant_mode: what has one scale: "pertoken", "perchannel" (a column), "pertensor".
         dst_type_max: reserved.
 
     Returns:
@@ -79,7 +79,8 @@ def npu_dynamic_quant(
         group = torch.searchsorted(group_index.long().contiguous(), rows, right=True).clamp(max=len(smooth_scales) - 1)
         x = x * smooth_scales.float()[group].reshape(input.shape)
     elif smooth_scales is not None:
-        x = x * (smooth_scales.unsqueeze(-1) if given["quant_mode"] == "perchannel" else smooth_scales).float()
+        factors = smooth_scales.float()
+        x = x * (factors.unsqueeze(-1) if given["quant_mode"] == "perchannel" else factors)
     largest = 2 ** (bits - 1) - 1
     axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[given["quant_mode"]]
     scale = row_scales(x, largest, axes)
@@ -91,8 +92,87 @@ def npu_dynamic_quant(
 def _packed(y: Tensor) -> Tensor:
     """Eight elements of four bits in one int32, the first in the lowest."""
     nibbles = (y.to(torch.int64) & 15).unflatten(-1, (-1, 8))
-    word = (nibbles << (4 * torch.arange(8, device=y.device))).sum(-1)
-    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
+    return _signed((nibbles << (4 * torch.arange(8, device=y.device))).sum(-1), 32).to(torch.int32)
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """What _packed() packed, as int8."""
+    shifts = 4 * torch.arange(8, device=words.device)
+    return _signed(words.to(torch.int64).unsqueeze(-1) >> shifts & 15, 4).to(torch.int8).flatten(-2)
+
+
+def npu_convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Tensor:
+    """Eight elements of four bits in one int32.
+
+    out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest
+
+    Args:
+        weight: int32 [K, N] or [N, K], elements from -8 to 7.
+        inner_k_tiles: reserved.
+
+    Returns:
+        int32 [K, N / 8] or [N, K / 8].
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_convert_weight_to_int4pack.md does not allow.
+
+    Source: Ascend op-plugin, npu_convert_weight_to_int4pack.
+
+    Example:
+        >>> weight = torch.tensor([[1, 2, 3, 0, 0, 0, 0, -1]], dtype=torch.int32)
+        >>> hex(npu_convert_weight_to_int4pack(weight).item() & 0xFFFFFFFF)
+        '0xf0000321'
+    """
+    checked(quantised.INT4PACK, {"weight": weight, "inner_k_tiles": inner_k_tiles})
+    return _packed(weight)
+
+
+def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
+    """Scales and offsets as one integer each, which products of integers take as their scale.
+
+    out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37
+
+    Args:
+        scale: float32 [1] or [N], or [1, N].
+        offset: float32, of int8 results; broadcast with scale.
+        round_mode: how scale becomes 19 bits. 0: cut; 1: rounded, halves to even.
+
+    Returns:
+        int64, in the shape that both broadcast to.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_trans_quant_param.md does not allow.
+
+    Source: Ascend op-plugin, npu_trans_quant_param.
+
+    Example:
+        >>> hex(npu_trans_quant_param(torch.tensor([1.0]), torch.tensor([-1.0])).item())
+        '0x7fe03f800000'
+    """
+    mode = checked(quantised.PARAM, {"scale": scale, "offset": offset, "round_mode": round_mode})["round_mode"]
+    bits = scale.contiguous().view(torch.int32).to(torch.int64)
+    if mode == 1:
+        bits = bits + 0xFFF + (bits >> 13 & 1)
+    word = bits & 0xFFFFE000 | 1 << 46
+    if offset is None:
+        return word
+    whole = offset.nan_to_num(0.0).round().clamp(-256, 255).to(torch.int64)
+    return word | (whole & 0x1FF) << 37
+
+
+def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) in float32 of what a product is scaled by; offset: None of floats, which hold none."""
+    if scale.dtype.is_floating_point:
+        return scale.float(), None
+    word = scale.view(torch.int64)
+    bits = _signed(word & 0xFFFFFFFF, 32).to(torch.int32)
+    return bits.view(torch.float32), _signed(word >> 37 & 0x1FF, 9).float()
+
+
+def _signed(bits: Tensor, count: int) -> Tensor:
+    """The numbers that some low bits are in two's complement."""
+    half = 1 << (count - 1)
+    return (bits ^ half) - half
 
 
 def npu_quant_matmul(
@@ -111,18 +191,23 @@ def npu_quant_matmul(
     group_sizes: Sequence[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """The product of two matrices of int8, scaled by row and column.
+    """The product of two matrices of int8, or of four bits, scaled by row and column.
 
     out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)
+    out = x1 x2 + bias        to int32
+    out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four
 
     Args:
-        x1, x2: int8 [..., M, K] and [..., K, N].
-        scale: of x2, [1] or [N], float32 or bfloat16; or int64 as npu_trans_quant_param makes it.
-        offset: of int8 results, float32 [1] or [N].
+        x1, x2: int8 [..., M, K] and [..., K, N]. Of four bits int32 as npu_convert_weight_to_int4pack makes it, of x2
+            or of its transpose, both of them or x2 alone. Alone, scale is [blocks, N], pertoken_scale [M, 1], and
+            offset [N] makes up for the 8 that the chip takes off every element of x1.
+        scale: of x2, [1] or [N], float32 or bfloat16; int64 as npu_trans_quant_param makes it, with its own offset.
+        offset: of int8 results, float32 [1] or [N]; of no effect beside an int64 scale.
         pertoken_scale: of x1, float32 [M].
         bias: int32, added before scaling, or floats, added after it; [N], [1, N] or [batch, 1, N].
-        output_dtype: torch.int8, int32 (the product and an int32 bias, with no scale), float16 or bfloat16; None: int8.
-        x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, group_sizes, y_scale: not computed here.
+        output_dtype: torch.int8, int32 (the sums, which no scale touches), float16 or bfloat16; None: int8.
+        group_sizes: [0, 0, elements of a block], of x2 alone in four bits.
+        x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, y_scale: not computed here.
 
     Returns:
         [..., M, N] in output_dtype.
@@ -157,66 +242,32 @@ def npu_quant_matmul(
         },
     )
     dtype = quantised.DTYPES[1 if number is None else number]
+    by_block = quantised.mixed(x1, x2)
+    if quantised.rows_packed(x1, x2):
+        x2 = unpacked(x2.mT).mT
+    elif x2.dtype == torch.int32:
+        x2 = unpacked(x2)
+    x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
+    factors, own = read_scale(scale)
+    if by_block and pertoken_scale is not None:
+        blocks = (len(scale), -1)
+        sums = exact((x1.double() - 8).unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
+        found = (sums.float() * factors.unsqueeze(1)).sum(0)
+        return ((found if offset is None else found + offset) * pertoken_scale).to(dtype)
     whole = bias is not None and not bias.dtype.is_floating_point
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
     if dtype == torch.int32:
-        return product.to(torch.int32)
-    factor, shift = decoded(scale)
-    found = product.float() * factor
+        return product.to(dtype)
+    if own is not None:
+        offset = own if dtype == torch.int8 else None
+    found = product.float() * factors
     if pertoken_scale is not None:
         found = found * pertoken_scale.unsqueeze(-1)
     if bias is not None and not whole:
         found = found + bias
-    if dtype != torch.int8:
-        return found.to(dtype)
-    for one in (offset, shift):
-        found = found if one is None else found + one
-    return rounded(found, 127)
-
-
-def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
-    """Scales, and offsets of int8 results, as integers that npu_quant_matmul takes.
-
-    out = bits(scale as float32, the last 13 cleared) + 2^46 + 2^37 * (clamp(round(offset), -256, 255) mod 2^9)
-
-    Args:
-        scale: float32 [N], [1, N] or [1].
-        offset: the same; None: 0.
-        round_mode: 0 cuts a scale's last 13 bits, 1 rounds it to the others.
-
-    Returns:
-        int64, in the shape that scale and offset broadcast to.
-
-    Raises:
-        ContractError: a call that the record docs/ops/npu_trans_quant_param.md does not allow.
-
-    Source: Ascend op-plugin, npu_trans_quant_param.
-
-    Example:
-        >>> hex(npu_trans_quant_param(torch.tensor([0.5]), torch.tensor([-1.0])).item())
-        '0x7fe03f000000'
-    """
-    given = checked(quantised.ENCODE, {"scale": scale, "offset": offset, "round_mode": round_mode})
-    bits = scale.contiguous().view(torch.int32).long() & _WORD
-    if given["round_mode"] == 1:
-        bits = bits + 0xFFF + ((bits >> 13) & 1)
-    found = bits & 0xFFFFE000 | 1 << 46
-    if offset is None:
-        return found
-    return found | (offset.round().clamp(-256, 255).long() & 0x1FF) << 37
-
-
-_WORD = 0xFFFFFFFF
-
-
-def decoded(scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset) in float32 of a scale that may be npu_trans_quant_param's."""
-    if scale.dtype.is_floating_point:
-        return scale.float(), None
-    bits = scale.contiguous().view(torch.int64)
-    low, shift = bits & _WORD, bits >> 37 & 0x1FF
-    value = (low - ((low >> 31) << 32)).to(torch.int32).view(torch.float32)
-    return value, (shift - ((shift >> 8) << 9)).float()
+    if offset is not None:
+        found = found + offset
+    return rounded(found, 127) if dtype == torch.int8 else found.to(dtype)
 
 
 def exact(x1: Tensor, x2: Tensor) -> Tensor:

@@ -199,7 +199,9 @@ def npu_mrope(
     given = checked(rotary.MROPE, args)
     cos, sin = cos_sin_cache[positions.long()].float().chunk(2, -1)
     if positions.dim() == 2:
-        kinds = _kind_of_angle(given["mrope_section"].tolist(), cos.shape[-1], given["cache_mode"])
+        # A trace checks nothing, and has no array.
+        sections = [int(n) for n in (() if mrope_section is None else mrope_section)]
+        kinds = _kind_of_angle(sections, cos.shape[-1], given["cache_mode"])
         kind = torch.tensor(kinds, device=cos.device).expand(1, *cos.shape[1:])
         cos, sin = cos.gather(0, kind)[0], sin.gather(0, kind)[0]
     mode, width = given["rotary_mode"], cos_sin_cache.shape[1]

@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention.contract import Op
 from fusion_attention.npu.companions.call import as_given, checked
+from fusion_attention.npu.companions.quantised import read_scale, rounded
 from fusion_attention.ops.companions import shapes
 
 __all__ = [
@@ -206,15 +207,17 @@ def npu_transpose_batchmatmul(
     """A batched product whose operands and result are permuted.
 
     y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)
+    y = round(y * scale + offset)        with scale
 
     Args:
         input: [B, M, K] after perm_x1; float16, bfloat16 or float32. weight: [B, K, N] after perm_x2.
-        bias, scale: not computed.
+        bias: not computed.
+        scale: int64 [B*N] of an int8 result, scales and offsets as npu_trans_quant_param makes them.
         perm_x1, perm_x2: None: [0, 1, 2]. perm_y: of [B, M, N]; None: [1, 0, 2].
         batch_split_factor: parts of the result's rows [B*N], one after the other.
 
     Returns:
-        [M, B, N], or as perm_y says; with a batch_split_factor f above 1 [f, M, B*N/f].
+        [M, B, N], or as perm_y says; with a batch_split_factor f above 1 [f, M, B*N/f]; with scale int8 [M, 1, B*N].
 
     Raises:
         ContractError: a call that the record docs/ops/npu_transpose_batchmatmul.md does not allow.
@@ -234,6 +237,10 @@ def npu_transpose_batchmatmul(
     parts = checked(shapes.TRANSPOSE_BATCHMATMUL, args)["batch_split_factor"]
     first, second = (t if perm is None else t.permute(_ints(perm)) for t, perm in ((input, perm_x1), (weight, perm_x2)))
     with as_given(input):
+        if scale is not None:
+            factors, offset = read_scale(scale)
+            rows = torch.bmm(first.float(), second.float()).transpose(0, 1).flatten(1)
+            return rounded(rows * factors if offset is None else rows * factors + offset, 127).unsqueeze(1)
         found = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
     if parts > 1:
         rows = found.reshape(found.shape[0], parts, found.shape[1] * found.shape[2] // parts)

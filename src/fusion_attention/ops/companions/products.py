@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensors
 from fusion_attention.ops.companions.common import FLOATS, companion, result
-from fusion_attention.ops.companions.quantised import ENCODED
+from fusion_attention.ops.companions.quantised import SCALES
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 
 Given = Sequence[torch.Tensor]
@@ -55,8 +55,14 @@ def each(given: Given, weight: Given) -> bool:
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
-    """How many rows each group has; kind: group_list_type."""
-    return np.diff(group_list, prepend=0) if kind == 0 else group_list
+    """How many rows follow each other in one group; kind: group_list_type."""
+    return np.diff(group_list, prepend=0) if kind == 0 else group_list if kind == 1 else group_list[1::2]
+
+
+def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
+    """Whose they are."""
+    found: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
+    return found
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
@@ -65,7 +71,9 @@ def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_ty
     sizes = sizes_of(group_list, kind)
     total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)
     each_own = len(x) == 1 or [t.shape[0] for t in x] == sizes.tolist()
-    return len(group_list) == count and bool((sizes >= 0).all()) and int(sizes.sum()) <= total and each_own
+    groups = groups_of(group_list, kind)
+    there = len(group_list) % 2 == 0 and all(0 <= i < count for i in groups) if kind == 2 else len(groups) == count
+    return there and bool((sizes >= 0).all()) and int(sizes.sum()) <= total and each_own
 
 
 def _reserved(name: str, value: Any) -> Any:
@@ -79,23 +87,24 @@ GROUPED = companion(
         Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
         Tensors("weight", "[E, K, N], or a matrix of every group.", dtypes=f"{FLOATS} int8", shape="E K N"),
         Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
-        Tensors("scale", "Of int8 weights and rows: [E, N].", optional=True,
-                dtypes=f"float32 bfloat16 {ENCODED}", shape="E N"),
+        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them.",
+                optional=True, dtypes=SCALES, shape="E N"),
         Tensors("offset", "Not computed here.", optional=True),
         Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
         Tensors("antiquant_offset", "Added to int8 weights: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
         Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
-        Array("group_list", "Where each group ends, or how many rows it has.", optional=True),
+        Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
         *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
         Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)",
              bad=4),
         Attr("group_type", "-1: lists, not grouped; 0: groups of rows; 2: groups of what is summed.", default=None),
-        Attr("group_list_type", "0: cumulative ends; 1: sizes.", default=0, domain="group_list_type in (0, 1)", bad=2),
+        Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
+             domain="group_list_type in (0, 1, 2)", bad=3),
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
              domain="act_type in (0, 1, 2, 4, 5)", bad=3),
         Array("tuning_config", "Accepted without effect.", optional=True),
-        Attr("output_dtype", "float16 (5), float32 (6), bfloat16 (15), int32 (3); None: that of x.", default=None,
-             domain="output_dtype in (None, 3, 5, 6, 15)", bad=24),
+        Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
+             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)", bad=24),
         *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
                bad=290) for name in OTHERS),
     ),
@@ -127,6 +136,9 @@ GROUPED = companion(
                 "of the rows of x", "[M]", given={"per_token_scale": "M"}, spoil={"per_token_scale": "5"}),
         presence("group_type != 2 and (group_type != 0 or len(x) > 1) or group_list is not None", "group_list",
                  "it says which rows meet which matrix", spoil={"group_list": None}),
+        invalid("group_list_type != 2 or group_type == 0 and len(x) == 1 and split_item > 1", "group_list_type",
+                "pairs are of rows", "0 or 1 but for one x and one result", given={"group_list_type": 1},
+                spoil={"group_list_type": 2, "split_item": 0}),
         of_lengths("grouped(group_list, group_list_type, x, weight, group_type)", "group_list",
                    "one number of every group, in order", "groups that end within x",
                    when="group_list is not None and group_type in (0, 2) and "

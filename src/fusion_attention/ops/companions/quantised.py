@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
@@ -9,11 +13,12 @@ from fusion_attention.ops.companions.common import FLOATS, companion, floats, re
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
+# What scales are: floats, or integers that hold one and an offset.
+SCALES = "float32 bfloat16 int64 uint64"
 # torch's own numbers of dtypes, which torch_npu takes in their place.
 NUMBERS = {
     torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
 }  # fmt: skip
-ENCODED = "int64 uint64"  # of scales as npu_trans_quant_param makes them
 DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
 
 
@@ -40,15 +45,43 @@ def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
         return None
 
 
+def inner(x1: torch.Tensor) -> int:
+    """How many elements a row has; eight of four bits lie in an int32."""
+    return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
+
+
+def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether it is a column of x2, not a row, whose elements lie eight in an int32."""
+    return x2.dtype == torch.int32 and 8 * x2.shape[-2] == inner(x1)
+
+
+def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
+    """How many columns a product has."""
+    return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
+
+
 def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     """Whether two batches of matrices have a product."""
-    return x1.shape[-1] == x2.shape[-2] and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
+    meet = inner(x1) == x2.shape[-2] or rows_packed(x1, x2)
+    return meet and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
 
 
 def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
     """Whether a bias is added to every row of the product of two batches of matrices."""
-    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, x2.shape[-1])) or ()
+    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, columns(x1, x2))) or ()
     return broadcast(row, bias.shape) == row
+
+
+def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether eight bits meet four, whose scales are of blocks."""
+    return x1.dtype == torch.int8 and x2.dtype == torch.int32
+
+
+def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
+    """How many blocks of so many elements (the last size) a row has; 0 without such blocks."""
+    rest = [] if sizes is None else sizes.tolist()
+    fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
+    return inner(x1) // rest[2] if fit else 0
 
 
 DYNAMIC = companion(
@@ -56,7 +89,7 @@ DYNAMIC = companion(
     "torch_npu's rows as integers, each with its own scale: (y, scale).",
     (
         floats("input", "What is rounded: two axes at least."),
-        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; of perchannel of the rows: [M].",
+        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; perchannel: of the rows, [R].",
                optional=True),
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
@@ -73,18 +106,18 @@ DYNAMIC = companion(
     rules=(
         invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
                 spoil={"input": "8", "smooth_scales": None}),
-        invalid("smooth_scales is None or input.dim() < 1 or quant_mode == 'perchannel' or "
-                "smooth_scales.shape[-1:] == input.shape[-1:]", "smooth_scales", "a factor for every element",
-                "the size of the last axis of input", spoil={"smooth_scales": "7"}),
-        invalid("smooth_scales is None or input.dim() < 2 or quant_mode != 'perchannel' or "
-                "smooth_scales.shape == input.shape[-2:-1]", "smooth_scales", "a factor for every row of a column",
-                "the size of the last axis but one of input",
-                given={"quant_mode": "perchannel", "smooth_scales": "M"}, spoil={"smooth_scales": "7"}),
-        invalid("group_index is None or quant_mode != 'perchannel'", "group_index", "groups are of rows", "None",
-                given={"quant_mode": "perchannel", "smooth_scales": "M"}, spoil={"group_index": "1"}),
+        *(
+            invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
+                    "smooth_scales", "a factor for every element", f"the size of {text} of input",
+                    when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}",
+                    given=given, spoil={"smooth_scales": "7"})
+            for axis, text, columns, given in (
+                ("-1:", "the last axis", False, {}),
+                ("-2:-1", "the last axis but one", True, {"quant_mode": "perchannel", "smooth_scales": "M"}),
+            )
+        ),
         invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
                 "rows of it go with group_index", "[W], or [groups, W] with group_index",
-                when="quant_mode != 'perchannel'",
                 spoil={"smooth_scales": "E K"}),
         presence("group_index is None or smooth_scales is not None", "smooth_scales", "groups have their own factors",
                  given={"group_index": True, "smooth_scales": "E K"}, spoil={"smooth_scales": None}),
@@ -106,85 +139,125 @@ DYNAMIC = companion(
     sample={"input": "M K", "smooth_scales": "K"},
 )  # fmt: skip
 
-MATMUL = companion(
-    "npu_quant_matmul",
-    "torch_npu's product of two matrices of int8, scaled.",
-    (
-        Tensor("x1", "[..., M, K].", dtypes="int8"),
-        Tensor("x2", "[..., K, N].", dtypes="int8"),
-        Tensor("scale", "Of x2: [1] or [N]; int64: as npu_trans_quant_param makes it. Of int32 results: not used.",
-               dtypes=f"float32 bfloat16 {ENCODED}"),
-        Tensor("offset", "Of int8 results: [1] or [N].", optional=True, dtypes="float32"),
-        Tensor("pertoken_scale", "Of x1: [M].", optional=True, dtypes="float32"),
-        Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
-               dtypes=f"int32 {FLOATS}"),
-        Attr("output_dtype", "int8 (1), int32 (3), float16 (5), bfloat16 (15); None: int8.", default=None,
-             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
-        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
-               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
-        Array("group_sizes", "Of scales per block: not computed here.", optional=True),
-        Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
-    ),
-    (result("out", "[..., M, N].", ""),),
-    rules=(
-        invalid("x1.dim() >= 2 and x2.dim() >= 2", "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
-        invalid("x1.dim() < 2 or x2.dim() < 2 or multiplies(x1, x2)", "x2",
-                "rows of x1 meet columns of x2", "[..., K, N], its batch broadcast to that of x1",
-                spoil={"x2": ("7 N", "int8")}),
-        *(
-            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
-                    when="x1.dim() >= 2 and x2.dim() >= 2",
-                    given={} if name == "scale" else {name: good}, spoil={name: "7"})
-            for name, sizes, of, text, good in (
-                ("scale", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
-                ("offset", "(1, x2.shape[-1])", "of the columns of x2", "[1] or [N]", "N"),
-                ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
-            )
-        ),
-        invalid("bias is None or x1.dim() < 2 or x2.dim() < 2 or not multiplies(x1, x2) or fits_result(bias, x1, x2)",
-                "bias", "added to every row", "[N], [1, N] or [batch, 1, N]", given={"bias": "N"},
-                spoil={"bias": "7"}),
-        invalid("output_dtype != 3 or bias is None or bias.dtype == int32", "bias", "int32 results are whole numbers",
-                "int32", given={"output_dtype": 3}, spoil={"bias": ("N", "float32")}),
-        invalid("offset is None or output_dtype in (None, 1)", "offset", "int8 results alone have one", "None",
-                given={"offset": "N"}, spoil={"output_dtype": 5}),
-        invalid("group_sizes is None or len(group_sizes) == 0", "group_sizes", "not computed here", "None",
-                spoil={"group_sizes": [1, 1, 32]}),
-        invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
-    ),
-    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
-    "out = x1 x2 + bias        of int32 results",
-    functions={
-        "int32": torch.int32,
-        "multiplies": multiplies,
-        "fits_result": fits_result,
-    },
-    sizes=SIZES,
-    sample={"x1": "M K", "x2": "K N", "scale": "N"},
-)  # fmt: skip
-
-ENCODE = companion(
+PARAM = companion(
     "npu_trans_quant_param",
-    "torch_npu's scales and offsets as one integer of 64 bits each.",
+    "torch_npu's scales and offsets as one integer each, which the chip's multiplier reads.",
     (
-        Tensor("scale", "[N] or [1, N], or [1] of all.", dtypes="float32"),
-        Tensor("offset", "The same, or [1]: of int8 results.", optional=True, dtypes="float32"),
-        Attr("round_mode", "0: a scale's last 13 bits are cut; 1: it is rounded to the others.", default=0,
-             domain="round_mode in (0, 1)", bad=2),
+        Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
+        Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
+        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)", bad=2),
     ),
-    (result("out", "int64, in the shape that scale and offset broadcast to.", "int64"),),
+    (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(
-        invalid("scale.dim() in (1, 2) and scale.numel() == scale.shape[-1]", "scale", "a number of every column",
-                "[N] or [1, N]", spoil={"scale": "3 N"}),
+        invalid("scale.dim() in (1, 2)", "scale", "one of every column", "[1] or [N], or [1, N]",
+                spoil={"scale": "1 1 3"}),
         invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
-                "offset", "a number of every column", "[N], [1, N] or [1]", given={"offset": "N"},
-                spoil={"offset": "7"}),
+                "offset", "one of every scale", "one element, or as many as scale", when="scale.dim() in (1, 2)",
+                given={"offset": "N"}, spoil={"offset": "7"}),
     ),
-    formula="out = bits(scale as float32, the last 13 cleared) + 2^46\n"
-    "    + 2^37 * (clamp(round(offset), -256, 255) mod 2^9)",
+    formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
     functions={"broadcast": broadcast},
     sizes=SIZES,
     sample={"scale": "N"},
 )  # fmt: skip
 
-RECORDS = (DYNAMIC, MATMUL, ENCODE)
+INT4PACK = companion(
+    "npu_convert_weight_to_int4pack",
+    "torch_npu's packing of four bits: eight elements in one int32.",
+    (
+        Tensor("weight", "[K, N] or [N, K], elements from -8 to 7.", dtypes="int32",
+               make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 16 - 8),
+        Attr("inner_k_tiles", "Reserved.", default=0),
+    ),
+    (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
+    rules=(
+        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", spoil={"weight": "2 3 8"}),
+        invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0", "weight", "eight share an int32",
+                "a multiple of 8 columns", spoil={"weight": "4 6"}),
+        Rule("within(weight, 8, low=-8)", "weight", "four bits hold no more", "elements from -8 to 7", level="content",
+             code=INVALID, reads=True, spoil={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
+    ),
+    formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
+    sizes=SIZES,
+    sample={"weight": "M K"},
+)  # fmt: skip
+
+# Of eight bits beside four.
+BLOCKS: dict[str, Any] = {
+    "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
+}  # fmt: skip
+MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
+MATMUL = companion(
+    "npu_quant_matmul",
+    "torch_npu's product of two matrices of int8, or of four bits, scaled.",
+    (
+        Tensor("x1", "[..., M, K]; int32: eight elements of four bits in each, [..., M, K/8].", dtypes="int8 int32"),
+        Tensor("x2", "[..., K, N]; int32: [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
+        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them. Of blocks: [blocks, N].",
+               dtypes=SCALES),
+        Tensor("offset", "Of int8 results: [1] or [N]. Of blocks: [N], added before pertoken_scale.", optional=True,
+               dtypes="float32"),
+        Tensor("pertoken_scale", "Of x1: [M]. Of blocks: [M, 1].", optional=True, dtypes="float32"),
+        Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
+               dtypes=f"int32 {FLOATS}"),
+        Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
+             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
+               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
+        Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
+        Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
+    ),
+    (result("out", "[..., M, N].", ""),),
+    rules=(
+        invalid(MATRICES, "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
+        invalid("x1.dtype == int8 or x2.dtype == int32", "x2", "four bits meet four bits", "int32 as x1",
+                spoil={"x1": ("M 1", "int32")}),
+        invalid("multiplies(x1, x2)", "x2", "rows of x1 meet columns of x2",
+                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, spoil={"x2": ("7 N", "int8")}),
+        *(
+            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
+                    when=f"{MATRICES} and not mixed(x1, x2)",
+                    given={} if name == "scale" else {name: good}, spoil={name: "7"})
+            for name, sizes, of, text, good in (
+                ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
+                ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
+                ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
+            )
+        ),
+        invalid("bias is None or fits_result(bias, x1, x2)", "bias", "added to every row",
+                "[N], [1, N] or [batch, 1, N]", when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"},
+                spoil={"bias": "7"}),
+        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
+                given={"bias": "N", "output_dtype": 3}, spoil={"bias": ("N", "float32")}),
+        invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)", "offset",
+                "int8 results alone have one", "None", given={"offset": "N"}, spoil={"output_dtype": 5}),
+        invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)", "group_sizes",
+                "blocks are of x2 in four bits beside x1 in eight", "None", spoil={"group_sizes": [0, 0, 8]}),
+        *(
+            invalid(check, param, "eight bits meet four in blocks", text, when=f"{MATRICES} and mixed(x1, x2)",
+                    given=BLOCKS, spoil=spoil)
+            for check, param, text, spoil in (
+                ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
+                ("not blocks(x1, group_sizes) or scale.shape == (blocks(x1, group_sizes), columns(x1, x2))", "scale",
+                 "[blocks, N]", {"scale": "3 16"}),
+                ("offset is None or offset.shape == (columns(x1, x2),)", "offset", "[N]", {"offset": "7"}),
+                ("pertoken_scale is not None and pertoken_scale.shape == (x1.shape[-2], 1)", "pertoken_scale", "[M, 1]",
+                 {"pertoken_scale": "M"}),
+                ("x1.dim() == x2.dim() == 2 and bias is None", "bias", "None, and no batch", {"bias": "16"}),
+                ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
+            )
+        ),
+        invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
+    ),
+    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
+    "out = x1 x2 + bias        to int32\n"
+    "out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four",
+    functions={
+        "int8": torch.int8, "int32": torch.int32,
+        **{f.__name__: f for f in (multiplies, fits_result, columns, mixed, blocks)},
+    },
+    sizes=SIZES,
+    sample={"x1": "M K", "x2": "K N", "scale": "N"},
+)  # fmt: skip
+
+RECORDS = (DYNAMIC, PARAM, INT4PACK, MATMUL)

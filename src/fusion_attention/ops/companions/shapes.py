@@ -36,15 +36,20 @@ def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w
     return a[0] == b[0] and a[2] == b[1]
 
 
+def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
+    """How many columns the matrices of a result have together; -1 where axes are none."""
+    return -1 if perm is not None and not permutes(perm, 3) else math.prod(permuted(w, perm).shape[::2])
+
+
 def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
     """Whether the rows of a product are cut into so many parts."""
     if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
         return True
-    width = permuted(x, perm_x).shape[0] * permuted(w, perm_w).shape[2]
+    width = result_columns(w, perm_w)
     return (perm_y is None or perm_y.tolist() == [1, 0, 2]) and width % factor == 0
 
 
-FUNCTIONS = {"permutes": permutes, "elements": elements, "multiply": multiply, "splits": splits}
+FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, result_columns)}
 PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
 CONFUSION_TRANSPOSE = companion(
     "npu_confusion_transpose",
@@ -137,13 +142,13 @@ TRANSPOSE_BATCHMATMUL = companion(
             cast="weight's type supported for float16, float32 and bfloat16",
         ),
         Tensor("bias", "Not computed.", True),
-        Tensor("scale", "Of an int8 result, which is not computed.", True),
+        Tensor("scale", "Of an int8 result: [B*N], as npu_trans_quant_param makes it.", True, dtypes="int64 uint64"),
         Array("perm_x1", "Makes [B, M, K] of input; None: [0, 1, 2].", True),
         Array("perm_x2", "Makes [B, K, N] of weight; None: [0, 1, 2].", True),
         Array("perm_y", "The result's order of [B, M, N]; None: [1, 0, 2].", True),
         Attr("batch_split_factor", "Parts of the result's rows.", default=1),
     ),
-    (result("y", "[M, B, N]; with batch_split_factor f [f, M, B*N/f].", "=input"),),
+    (result("y", "[M, B, N]; with batch_split_factor f [f, M, B*N/f]; with scale int8 [M, 1, B*N].", ""),),
     rules=(
         *(
             invalid(
@@ -179,13 +184,36 @@ TRANSPOSE_BATCHMATMUL = companion(
             when="input.dim() == 3 and weight.dim() == 3",
             spoil={"batch_split_factor": 3},
         ),
-        *(
-            invalid(f"{name} is None", name, advice, "None", spoil={name: "5"})
-            for name, advice in (("bias", "add it to the result"), ("scale", "round the result with npu_quantize"))
+        invalid(
+            "scale is None or perm_y is None or tuple(perm_y) == (1, 0, 2)",
+            "perm_y",
+            "a scaled result is [M, 1, B*N]",
+            "[1, 0, 2] or None",
+            given={"scale": "10"},
+            spoil={"perm_y": [0, 1, 2]},
         ),
+        invalid(
+            "scale is None or batch_split_factor == 1",
+            "batch_split_factor",
+            "a scaled result is [M, 1, B*N]",
+            "1",
+            given={"scale": "10"},
+            spoil={"batch_split_factor": 2},
+        ),
+        invalid(
+            "scale is None or scale.shape == (result_columns(weight, perm_x2),)",
+            "scale",
+            "of every column of every matrix",
+            "[B*N]",
+            when="input.dim() == 3 and weight.dim() == 3 and result_columns(weight, perm_x2) >= 0",
+            given={"scale": "10"},
+            spoil={"scale": "5"},
+        ),
+        invalid("bias is None", "bias", "add it to the result", "None", spoil={"bias": "5"}),
         *no_derivative(input=(2, 4, 8)),
     ),
-    formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)",
+    formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)\n"
+    "y = round(y * scale + offset)        with scale",
     tex=r"y = \operatorname{perm}_y\!\big(\operatorname{perm}_{x_1}(input)\, \operatorname{perm}_{x_2}(weight)\big)",
     functions=FUNCTIONS,
     sample={"input": "2 4 8", "weight": "2 8 5"},
