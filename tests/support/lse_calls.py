@@ -77,6 +77,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def on(device: str, call: Call) -> Call:
+    """The call of a back end with tensors of the host, on a device and back."""
+
+    def run(backend: str, **leaves: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = call(**{n: t.to(device) for n, t in leaves.items()}, backend=backend, return_lse=True)
+        return out.cpu(), lse.cpu()
+
+    return run
+
+
 def dense(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
     """A case's tensors, its call of a back end, and the formula."""
     case = dict(CASES[name])
@@ -84,13 +94,8 @@ def dense(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Ca
     shapes = {"q": (BATCH, HEADS, ROWS, DIM), "k": (BATCH, HEADS_KV, KEYS, DIM), "v": (BATCH, HEADS_KV, KEYS, DIM)}
     given = drawn(3, dtype, **shapes, **case)
     given |= {"sink": given["sink"].float()} if "sink" in given else {}
-    seen = SEEN.to(device)
-
-    def ours(backend: str, **leaves: Tensor) -> Any:
-        how = {"layout": "BNSD", "softcap": cap, "blocked": ~seen, "backend": backend}
-        return fa.attention(**leaves, **how, return_lse=True)  # type: ignore[call-overload]
-
-    return {n: t.to(device) for n, t in given.items()}, ours, partial(formula, seen=seen, cap=cap)
+    ours = partial(fa.attention, layout="BNSD", softcap=cap, blocked=~SEEN.to(device))
+    return given, on(device, ours), partial(formula, seen=SEEN, cap=cap)
 
 
 def lists(dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
@@ -98,14 +103,11 @@ def lists(dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
     given = drawn(7, dtype, q=(BATCH, ROWS, HEADS, DIM), k=(BATCH, KEYS, 1, DIM), v=(BATCH, KEYS, 1, DIM))
     given["sink"] = torch.randn(HEADS)
     listed = torch.stack([torch.randperm(KEYS)[:9] for _ in range(BATCH * ROWS)]).view(BATCH, ROWS, 1, 9).int()
-    listed = listed.to(device)
-    seen = torch.zeros(BATCH, 1, ROWS, KEYS, device=device).scatter_(-1, listed.transpose(1, 2).long(), 1) > 0
-
-    def ours(backend: str, **leaves: Tensor) -> Any:
-        return fa.sparse_attention(**leaves, indices=listed, causal=False, return_lse=True, backend=backend)  # type: ignore[call-overload]
+    seen = torch.zeros(BATCH, 1, ROWS, KEYS).scatter_(-1, listed.transpose(1, 2).long(), 1) > 0
+    ours = partial(fa.sparse_attention, indices=listed.to(device), causal=False)
 
     def wanted(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
         out, lse = formula(*(t.transpose(1, 2) for t in (q, k, v)), seen=seen, sink=sink)
         return out.transpose(1, 2), lse
 
-    return {n: t.to(device) for n, t in given.items()}, ours, wanted
+    return given, on(device, ours), wanted
