@@ -217,6 +217,46 @@ def test_integers_in_groups(act: int) -> None:
     same_bits(y, ACTIVATIONS[act](whole * per_token.unsqueeze(1)).bfloat16())
 
 
+@pytest.mark.parametrize("packed", ["no", "rows", "columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_blocks_are_rounded_to_the_rows(dtype: torch.dtype, packed: str) -> None:
+    x, weight = torch.randn(M, K).to(dtype), torch.randint(-8, 8, (E, K, 8 * N), dtype=torch.int32)
+    scale, shift = (torch.randn(E, 4, 8 * N).to(dtype) for _ in range(2))
+    given = {"no": weight.to(torch.int8), "rows": nibbles(weight), "columns": nibbles(weight.mT).mT}[packed]
+    call: dict[str, Any] = {"group_list": [3, 5, M], "split_item": 2, "antiquant_scale": [scale]}
+    (y,) = npu.npu_grouped_matmul([x], [given], antiquant_offset=[shift], **call)
+    parts = npu.npu_grouped_matmul(
+        list(x.split([3, 2, 4])), list(given), group_type=-1, antiquant_offset=list(shift), antiquant_scale=list(scale)
+    )
+
+    def golden() -> list[Any]:
+        by, of = (t.repeat_interleave(K // 4, 1) for t in (scale, shift))
+        if dtype == torch.bfloat16:  # rounded twice, which is no error
+            wide = ((weight.float() + of.float()).to(dtype).float() * by.float()).to(dtype).double()
+        else:
+            wide = (weight.double() + of.double()) * by.double()
+        rows = [x[a:b].double() @ wide[i] for i, (a, b) in enumerate(of_groups([3, 5, M]))]
+        return [torch.cat(rows), rows]
+
+    compare_with("[y, parts]", [y, parts], golden, draws=DRAWS)
+
+
+def test_integers_without_scale_and_of_four_bits() -> None:
+    x, weight = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-8, 8, (E, K, 8 * N), dtype=torch.int32)
+    bias, ends = torch.randint(-(2**30), 2**30, (E, 8 * N), dtype=torch.int32), [3, 5, M]
+    call: dict[str, Any] = {"group_list": ends, "split_item": 2}
+    (y,) = npu.npu_grouped_matmul([x], [weight.to(torch.int8)], bias=[bias], output_dtype=torch.int32, **call)
+    same_bits(y, torch.cat([x[a:b].int() @ weight[i] + bias[i] for i, (a, b) in enumerate(of_groups(ends))]))
+    with pytest.raises(ContractError, match="weight: expected"):
+        npu.npu_grouped_matmul([x], [weight.to(torch.int8)], output_dtype=torch.bfloat16, **call)
+    scale, rows, make_up = torch.rand(E, 2, 8 * N), torch.rand(M), torch.randn(E, 8 * N)
+    call |= {"per_token_scale": [rows], "output_dtype": torch.bfloat16, "scale": [scale]}
+    (y,) = npu.npu_grouped_matmul([x], [nibbles(weight)], bias=[make_up], **call)
+    wide = weight.double() * scale.double().repeat_interleave(K // 2, 1)
+    want = [(x[a:b].double() - 8) @ wide[i] + make_up[i].double() for i, (a, b) in enumerate(of_groups(ends))]
+    compare_with("y", y, lambda: torch.cat(want) * rows.double().unsqueeze(1), draws=DRAWS)
+
+
 def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     x, weight = torch.randn(M, K), torch.randn(E, K, N)
     empty: dict[str, Any] = {p.name: [] for p in GROUPED.tensors() if p.optional}
@@ -229,9 +269,9 @@ def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
         with pytest.raises(ContractError, match="group_list: expected"):
             npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor(pairs), **call)
-    for name in ("x", "weight"):
+    for name, words in (("x", weight), ("weight", weight), ("x", nibbles(weight.int().repeat(1, 1, 4)))):
         with pytest.raises(ContractError, match=f"{name}: expected a tensor or a list"):
-            npu.npu_grouped_matmul(**{"x": [x], "weight": [weight], name: [], "group_type": -1})
+            npu.npu_grouped_matmul(**{"x": [x], "weight": [words], name: [], "group_type": -1})
 
 
 @pytest.mark.parametrize("kind", [0, 2])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusion_attention.contract import to_array
 from fusion_attention.npu.companions.call import as_given, checked
 from fusion_attention.npu.companions.gates import fast_gelu
-from fusion_attention.npu.companions.quantised import Dtype, exact, read_scale, rounded
+from fusion_attention.npu.companions.quantised import Dtype, block_sums, exact, read_scale, rounded, unpacked
 from fusion_attention.ops.companions import products
 from fusion_attention.ops.companions.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -57,12 +57,16 @@ def npu_grouped_matmul(
     """Rows times the matrix of their group.
 
     y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows
+    y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits
     y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else
 
     Args:
         x: [rows [M, K]], or one tensor of every group; floats or int8.
-        weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8.
-        bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group.
+        weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8, or four bits, eight in an int32
+            as npu_convert_weight_to_int4pack makes it, of the matrix or of its transpose.
+        bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group; but for bias of every
+            block of rows too, [[E, blocks, N]]. Without scale int8 rows become int32. Beside int8 rows and four bits
+            bias makes up for the 8 that the chip takes off every element of x. Weights are rounded to the dtype of x.
         per_token_scale: [[M]] of int8 rows.
         group_list: int64 [E], or a list: where each group's rows end, or how many it has; or [pairs, 2].
         split_item: 0, 1: a result of every group; 2, 3: one.
@@ -91,6 +95,8 @@ def npu_grouped_matmul(
     """
     # locals() is what was given, by name: the record knows the names.
     given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
+    given["weight"] = _whole(weight, x)
+    given["lowered"] = 0 if given["weight"] is weight else 8
     if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
         given["group_list"] = group_list.flatten()
     if group_type is None and isinstance(group_list, (list, tuple)):
@@ -120,10 +126,17 @@ def _listed(given: Tensor | Tensors | None) -> Tensors | None:
     return (given,) if isinstance(given, Tensor) else given
 
 
-def _vectors(given: Tensor | Tensors | None) -> Tensors | None:
-    """A vector for every group."""
-    found = _listed(given)
-    return None if found is None else products.vectors(found)
+def _whole(weight: Tensors, x: Tensors) -> Tensors:
+    """Matrices of four bits as int8, others as they came; rows of x say along which axis eight lie together."""
+    ours, rows = _listed(weight), _listed(x)
+    if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
+        return weight
+    if not all(isinstance(t, Tensor) and t.dim() > 1 for t in (*ours, *rows)) or {w.dtype for w in ours} != {
+        torch.int32
+    }:
+        return weight
+    inner = [rows[min(i, len(rows) - 1)].shape[-1] for i in range(len(ours))]
+    return [unpacked(w) if n == w.shape[-2] else unpacked(w.mT).mT for w, n in zip(ours, inner, strict=True)]
 
 
 class _Product:
@@ -133,7 +146,9 @@ class _Product:
         """given: by the record's names; dtype: of results."""
 
         self.weights = products.matrices(_listed(given["weight"]) or ())
-        self.vectors = {name: _vectors(given[name]) for name in products.ONE_EACH}
+        listed = [_listed(given[name]) for name in products.ONE_EACH]
+        self.vectors = [None if one is None else products.vectors(one, len(self.weights)) for one in listed]
+        self.lowered = given["lowered"]
         rows = _listed(given["per_token_scale"])
         self.per_token = None if rows is None else rows[0]
         self.act, self.dtype = ACTIVATIONS[given["act_type"] or 0], dtype
@@ -143,22 +158,28 @@ class _Product:
     def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
         """The product of rows, the first of which is row `start` of all, with the matrix of a group."""
         weight = self.weights[group]
-        bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors.values()]
+        bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors]
         if x.dtype == torch.int8:
-            y = exact(x, weight)
-            y = y if bias is None else y + bias
-            if scale is None and self.per_token is None and self.dtype == torch.int32:
-                return self.act(y).to(self.dtype)
-            y = y.float()
-            factors, offset = (None, None) if scale is None else read_scale(scale)
-            y = y if factors is None else y * factors
+            if scale is None:
+                y = exact(x, weight)
+                return self.act(y if bias is None else y + bias).to(self.dtype)
+            factors, offset = read_scale(scale)
+            if self.lowered or factors.dim() == 2:
+                y = block_sums(x.double() - self.lowered, weight, factors)
+                y = y if bias is None else y + bias
+            else:
+                y = exact(x, weight)
+                y = (y if bias is None else y + bias).float() * factors
             if self.per_token is not None:
                 y = y * self.per_token[start : start + x.shape[0]].unsqueeze(-1)
             if self.dtype == torch.int8:
                 return rounded(self.act(y if offset is None else y + offset), 127)
         elif anti is not None and weight.dtype == torch.int8:
-            wide = weight.float() if shift is None else weight.float() + shift.float()
-            y = x.float() @ (wide * anti.float())
+            blocks = (1 if anti.dim() == 1 else len(anti), -1)
+            wide = weight.float().unflatten(0, blocks)
+            wide = wide if shift is None else (wide + shift.float().unsqueeze(-2)).to(x.dtype).float()
+            wide = (wide * anti.float().unsqueeze(-2)).to(x.dtype).float().flatten(0, 1)
+            y = x.float() @ wide
             y = y if bias is None else y + bias
         else:
             y = x @ weight if bias is None else x.float() @ weight.float() + bias

@@ -250,9 +250,7 @@ def npu_quant_matmul(
     x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
     factors, own = read_scale(scale)
     if by_block and pertoken_scale is not None:
-        blocks = (len(scale), -1)
-        sums = exact((x1.double() - 8).unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
-        found = (sums.float() * factors.unsqueeze(1)).sum(0)
+        found = block_sums(x1.double() - 8, x2, factors)
         return ((found if offset is None else found + offset) * pertoken_scale).to(dtype)
     whole = bias is not None and not bias.dtype.is_floating_point
     product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
@@ -270,6 +268,13 @@ def npu_quant_matmul(
     return rounded(found, 127) if dtype == torch.int8 else found.to(dtype)
 
 
+def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:
+    """The product of a matrix of whole numbers and one whose blocks of rows have factors of their own, [blocks, N]."""
+    blocks = (1 if factors.dim() == 1 else len(factors), -1)
+    sums = exact(x1.unflatten(1, blocks).transpose(0, 1), x2.unflatten(0, blocks))
+    return (sums.float() * factors.unsqueeze(-2)).sum(0)
+
+
 def exact(x1: Tensor, x2: Tensor) -> Tensor:
-    """The product of integers of eight bits: float64 holds every sum."""
+    """The product of whole numbers of eight bits: float64 holds every sum."""
     return x1.double() @ x2.double()

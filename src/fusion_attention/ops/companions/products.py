@@ -17,6 +17,7 @@ Given = Sequence[torch.Tensor]
 OTHERS = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
 RESERVED = ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset")
 ONE_EACH = ("bias", "scale", "antiquant_scale", "antiquant_offset")
+BLOCKS = "of every group's columns, perhaps of every block of rows"
 
 
 def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
@@ -24,9 +25,10 @@ def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
     return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
 
 
-def vectors(given: Given) -> tuple[torch.Tensor, ...]:
-    """A vector for every group, of a list of them or of one tensor [E, N]."""
-    return given[0].unbind(0) if len(given) == 1 and given[0].dim() == 2 else tuple(given)
+def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
+    """A vector, or one for every block of rows, for each of so many groups: of a list, or of one tensor [E, ...]."""
+    whole = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
+    return given[0].unbind(0) if whole else tuple(given)
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
@@ -48,10 +50,16 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
     return (rank and inner and same and width) or said
 
 
-def each(given: Given, weight: Given) -> bool:
-    """Whether there is a vector of as many elements as columns for every group."""
-    found, columns = vectors(given), matrices(weight)
-    return len(found) == len(columns) and all(v.shape == w.shape[1:] for v, w in zip(found, columns, strict=True))
+def each(given: Given, weight: Given, blocks: bool) -> bool:
+    """Whether there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
+    wide = matrices(weight)
+    found = vectors(given, len(wide))
+
+    def fits(v: torch.Tensor, w: torch.Tensor) -> bool:
+        several = blocks and v.dim() == 2 and len(v) > 0 and w.shape[0] % len(v) == 0
+        return v.shape[-1:] == w.shape[1:] and (v.dim() == 1 or several)
+
+    return len(found) == len(wide) and all(map(fits, found, wide))
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
@@ -85,13 +93,16 @@ GROUPED = companion(
     "torch_npu's products of rows with the matrix of their group: a list of tensors.",
     (
         Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
-        Tensors("weight", "[E, K, N], or a matrix of every group.", dtypes=f"{FLOATS} int8", shape="E K N"),
+        Tensors("weight", "[E, K, N], or a matrix of every group; of four bits int32 of an eighth.",
+                dtypes=f"{FLOATS} int8", shape="E K N"),
         Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
         Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them.",
                 optional=True, dtypes=SCALES, shape="E N"),
         Tensors("offset", "Not computed here.", optional=True),
-        Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
-        Tensors("antiquant_offset", "Added to int8 weights: [E, N].", optional=True, dtypes=FLOATS, shape="E N"),
+        Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N] or [E, blocks, N].", optional=True,
+                dtypes=FLOATS, shape="E N"),
+        Tensors("antiquant_offset", "Added to int8 weights, as antiquant_scale.", optional=True, dtypes=FLOATS,
+                shape="E N"),
         Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
         Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
         *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
@@ -117,17 +128,18 @@ GROUPED = companion(
         invalid("alike(x) and alike(weight)", "weight", "one dtype in a list", "tensors of one dtype",
               spoil={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
         invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
-              "(x[0].dtype != int8 or scale is not None or output_dtype == 3) and "
+              "(x[0].dtype != int8 or (scale is None) == (output_dtype == 3)) and "
               "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
-              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows, or int32 results",
-              "the dtype of x, or int8 with its scale", spoil={"weight": ("E K N", "int8")}),
+              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows unless these "
+              "become int32", "the dtype of x, or int8 with its scale", spoil={"weight": ("E K N", "int8")}),
         invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)", "weight",
                 "rows of x meet columns of their group's matrix", "a matrix [K, N] for every group",
                 spoil={"weight": "E 7 N"}),
         *(
-            invalid(f"{name} is None or group_type == 2 or not fits_all or each({name}, weight)"
+            invalid(f"{name} is None or group_type == 2 or not fits_all or each({name}, weight, {name != 'bias'})"
                     .replace("fits_all", "fit(x, weight, group_type, split_item > 1) is True"), name,
-                    "of every group's columns", "[E, N], or [N] of every group",
+                    *(("of every group's columns", "[E, N], or [N] of every group") if name == "bias" else
+                      (BLOCKS, "[E, N] or [E, blocks, N], or [N] or [blocks, N] of every group")),
                     when="group_type in (-1, 0, 2)", given={name: True}, spoil={name: "E 5"})
             for name in ONE_EACH
         ),
@@ -146,6 +158,7 @@ GROUPED = companion(
         *(_reserved(name, "3") for name in RESERVED),
     ),
     formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows\n"
+    "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits\n"
     "y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else",
     functions={
         "fit": fit, "each": each, "grouped": grouped, "int8": torch.int8,
