@@ -1,5 +1,6 @@
 """Rows as integers, products of integers, and products of rows with their group's matrix, against plain loops."""
 
+import itertools
 import struct
 from typing import Any
 
@@ -37,6 +38,42 @@ def test_dynamic_quant_of_four_bits_and_groups() -> None:
         for i in range(K):
             nibble = (y[row, i // 8].item() >> (4 * (i % 8))) & 15
             assert (nibble ^ 8) - 8 == (wide[i] / scale[row]).round().item()
+
+
+QUANTIZED = [
+    *((dtype, True) for dtype in (torch.qint8, torch.quint8, torch.qint32)),
+    *((dtype, False) for dtype in (torch.qint8, torch.quint4x2)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "divides"), QUANTIZED)
+@pytest.mark.parametrize("axis", [1, -2, -1])
+def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
+    x = torch.randn(2, M, K).bfloat16()
+    x[0, 0, 0], x[0, 0, 1], x[0, 0, 2] = torch.nan, 1e30, -torch.inf
+    of = (axis if axis == -2 else -1) if not divides else axis
+    scales = (torch.rand(x.shape[of]) / 9 + 0.01).bfloat16()
+    zeros = torch.randint(-9, 9, scales.shape, dtype=torch.int32) if divides else torch.randn_like(scales)
+    for by, to in ((scales, zeros), (scales[:1], None)):
+        found = npu.npu_quantize(x, by, to, dtype, axis, divides)
+        low, high = {torch.quint8: (0, 255), torch.quint4x2: (-8, 7), torch.qint32: (-(2**31), 2**31 - 1)}.get(
+            dtype, (-128, 127)
+        )
+        wide = torch.zeros(x.shape, dtype=torch.int64)
+        for at in itertools.product(*map(range, x.shape)):
+            where = at[of] if len(by) > 1 else 0
+            number = x[at].float() / by[where].float() if divides else x[at].float() * by[where].float()
+            number = (number if to is None else number + to[where].float()).nan_to_num(0.0).item()
+            wide[at] = min(max(round(number), low), high)
+        kind = {torch.quint8: torch.uint8, torch.qint32: torch.int32, torch.quint4x2: torch.int32}.get(
+            dtype, torch.int8
+        )
+        same_bits(found, nibbles(wide) if dtype == torch.quint4x2 else wide.to(kind))
+        whole = [1, 1, 1]
+        whole[of] = len(by)
+        same_bits(
+            npu.npu_quantize(x, by.view(whole), to if to is None else to.view(whole), dtype, axis, divides), found
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])

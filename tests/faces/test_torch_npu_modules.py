@@ -68,7 +68,7 @@ def modules_in_order(modules: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "name", "text"),
     [
-        ("", "npu_nothing", "torch_npu has no npu_nothing (`fusion-attention npu` lists what is there; docs/asc"),
+        ("", "npu_of_nobody", "torch_npu has no npu_of_nobody (`fusion-attention npu` lists what is there; docs/asc"),
         ("", "npu_dynamic_mx_quant", "; instead: MX and float8 formats are the chip's alone; npu_dynamic_quant"),
         ("contrib", "module", "fusion_attention's torch_npu.contrib has no module; instead: torch.nn, and"),
         ("npu", "MemPool", "fusion_attention's torch_npu.npu has no MemPool; instead: nothing: the host's allocator"),
@@ -93,7 +93,7 @@ def test_what_is_absent_says_so(module: str, name: str, text: str, torch_npu: An
 # Functions of torch_npu that are not here, of every kind.
 ABSENT = re.findall(r"\w+", """
 npu_add_rms_norm_quant npu_rms_norm_quant npu_add_rms_norm_dynamic_quant npu_dequant_swiglu_quant npu_swiglu_quant
-npu_rope_quant_kvcache npu_quant_scatter npu_weight_quant_batchmatmul npu_anti_quant npu_quantize npu_group_quant
+npu_rope_quant_kvcache npu_quant_scatter npu_weight_quant_batchmatmul npu_anti_quant npu_group_quant
 npu_dynamic_quant_asymmetric npu_dynamic_mx_quant npu_dtype_cast
 npu_grouped_dynamic_mx_quant npu_multi_head_attention npu_fused_attention_score npu_mla_prolog_v3 npu_nsa_compress
 npu_block_sparse_attention npu_moe_compute_expert_tokens npu_moe_re_routing npu_moe_distribute_dispatch_v2

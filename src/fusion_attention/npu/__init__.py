@@ -55,6 +55,7 @@ from fusion_attention.npu.companions.quantised import (
     npu_convert_weight_to_int4pack,
     npu_dynamic_quant,
     npu_quant_matmul,
+    npu_quantize,
     npu_trans_quant_param,
 )
 from fusion_attention.npu.companions.quantised_sparse import (
@@ -191,6 +192,7 @@ __all__ = [
     "npu_prompt_flash_attention",
     "npu_quant_lightning_indexer",
     "npu_quant_matmul",
+    "npu_quantize",
     "npu_ring_attention_update",
     "npu_rms_norm",
     "npu_rms_norm_backward",

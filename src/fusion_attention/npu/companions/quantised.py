@@ -9,7 +9,13 @@ import torch
 from fusion_attention.npu.companions.call import checked
 from fusion_attention.ops.companions import quantised
 
-__all__ = ["npu_convert_weight_to_int4pack", "npu_dynamic_quant", "npu_quant_matmul", "npu_trans_quant_param"]
+__all__ = [
+    "npu_convert_weight_to_int4pack",
+    "npu_dynamic_quant",
+    "npu_quant_matmul",
+    "npu_quantize",
+    "npu_trans_quant_param",
+]
 
 Tensor = torch.Tensor
 Dtype = int | torch.dtype | None
@@ -87,6 +93,62 @@ def npu_dynamic_quant(
     wide = scale if given["quant_mode"] == "pertensor" else scale.unsqueeze(axes[0])
     y = rounded(x / torch.where(wide == 0, 1.0, wide), largest)
     return (y if bits == 8 else _packed(y)), scale.reshape(1) if given["quant_mode"] == "pertensor" else scale
+
+
+def npu_quantize(
+    input: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    dtype: torch.dtype | int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> Tensor:
+    """Elements as integers, by scales that are given.
+
+    out = round(input / scales + zero_points)
+    out = round(input * scales + zero_points)        without div_mode
+
+    Args:
+        input: float16, bfloat16 or float32.
+        scales: [1], or one for every element of the axis; or with all axes of input, 1 but for that one.
+        zero_points: added; as scales, floats or integers.
+        dtype: torch.qint8; with div_mode torch.quint8 and torch.qint32 or int32, without it int8 and quint4x2 too.
+        axis: of scales; without div_mode -2, and else the last one whatever it says.
+        div_mode: divide by scales; otherwise multiply.
+
+    Returns:
+        int8, uint8 or int32 as input, clipped, halves to even; of quint4x2 int32 [..., W / 8], the first element in the
+        lowest bits.
+
+    Raises:
+        ContractError: a call that the record docs/ops/npu_quantize.md does not allow.
+
+    Source: Ascend op-plugin, npu_quantize.
+
+    Example:
+        >>> npu_quantize(torch.tensor([[1.0, -2.0, 90.0]]), torch.tensor([0.5]), None, torch.qint8).tolist()
+        [[2, -4, 127]]
+    """
+    args = {"input": input, "scales": scales, "zero_points": zero_points, "axis": axis, "div_mode": div_mode}
+    number = quantised.number_of(dtype)
+    given = checked(quantised.QUANTIZE, {**args, "dtype": number})
+    of = quantised.axis_of(given["axis"], given["div_mode"])
+    shape = [-1 if i == of % input.dim() else 1 for i in range(input.dim())]
+    factors = scales.float().reshape(shape)
+    found = input.float() / factors if given["div_mode"] else input.float() * factors
+    found = found if zero_points is None else found + zero_points.float().reshape(shape)
+    low, high, kind = _RANGES.get(quantised.DTYPES[given["dtype"]], (-(2**31), 2**31 - 1, torch.int32))
+    y = found.double().nan_to_num(0.0, high, low).round().clamp(low, high).to(kind)
+    return _packed(y) if number == quantised.NUMBERS[torch.quint4x2] else y
+
+
+# What is no int32.
+_RANGES = {
+    torch.qint8: (-128, 127, torch.int8),
+    torch.int8: (-128, 127, torch.int8),
+    torch.quint8: (0, 255, torch.uint8),
+    torch.quint4x2: (-8, 7, torch.int8),
+}
 
 
 def _packed(y: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _INSTEAD = (
         r"npu_\w*(rope|scatter)_\w*quant\w*|npu_quant_scatter\w*",
         "npu_interleave_rope, npu_scatter_pa_kv_cache of floats",
     ),
-    (r"npu_(weight_quant_\w+|dequant_\w+|anti_quant|quantize|quant_\w+|group_quant|add_quant_matmul_?)", _INTEGERS),
+    (r"npu_(weight_quant_\w+|dequant_\w+|anti_quant|quant_\w+|group_quant|add_quant_matmul_?)", _INTEGERS),
     (r"npu_(ifmr|dynamic_quant_\w+|dynamic_block_quant)", _INTEGERS),
     (
         r"npu_(flash_attention\w*|multi_head_attention\w*|fused_attention_\w+|advance_step_\w+|attn_softmax\w*)",

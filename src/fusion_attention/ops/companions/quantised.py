@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
-from fusion_attention.ops.companions.common import FLOATS, companion, floats, result
+from fusion_attention.ops.companions.common import FLOATS, companion, floats, has_axis, result
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
@@ -18,6 +18,7 @@ SCALES = "float32 bfloat16 int64 uint64"
 # torch's own numbers of dtypes, which torch_npu takes in their place.
 NUMBERS = {
     torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
+    torch.qint8: 12, torch.quint8: 13, torch.qint32: 14,
 }  # fmt: skip
 DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
 
@@ -83,6 +84,55 @@ def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
     fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
     return inner(x1) // rest[2] if fit else 0
 
+
+def axis_of(axis: int, div_mode: bool) -> int:
+    """The axis whose elements have scales of their own: of products the last one, or the one before."""
+    return axis if div_mode or axis == -2 else -1
+
+
+def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
+    """Whether there is one number for a tensor, or one for every element of an axis, which is there."""
+    if not has_axis(x, axis):
+        return True
+    if scales.dim() == 1:
+        return scales.shape[0] in (1, x.shape[axis])
+    whole = [1] * x.dim()
+    whole[axis] = x.shape[axis]
+    return list(scales.shape) in (whole, [1] * x.dim())
+
+
+QUANTIZE = companion(
+    "npu_quantize",
+    "torch_npu's elements as integers, by scales that are given.",
+    (
+        floats("input", "What is rounded."),
+        floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
+        Tensor("zero_points", "Added; as scales.", optional=True, dtypes=f"int8 uint8 int32 {FLOATS}"),
+        Attr("dtype", "torch.qint8 (12), with div_mode torch.quint8 (13) and qint32 (14) or int32 (3), without it "
+             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))",
+             bad=16),
+        Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
+        Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
+    ),
+    (result("out", "int8, uint8 or int32 as input; of quint4x2 int32, eight elements in each, the first lowest.", ""),),
+    rules=(
+        invalid("has_axis(input, axis_of(axis, div_mode))", "axis", "scales are along it", "an axis of input",
+                spoil={"axis": 2}),
+        *(
+            invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))", name, "of elements of the axis",
+                    "[1], or as many as the axis has", given={name: "K"}, spoil={name: "7"})
+            for name in ("scales", "zero_points")
+        ),
+        invalid("dtype != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
+                "a multiple of 8 elements", given={"dtype": 16, "div_mode": False},
+                spoil={"input": "4 6", "scales": "1"}),
+    ),
+    formula="out = round(input / scales + zero_points)\n"
+    "out = round(input * scales + zero_points)        without div_mode",
+    functions={"axis_of": axis_of, "along": along},
+    sizes=SIZES,
+    sample={"input": "M K", "scales": "K", "dtype": 12},
+)  # fmt: skip
 
 DYNAMIC = companion(
     "npu_dynamic_quant",
@@ -260,4 +310,4 @@ MATMUL = companion(
     sample={"x1": "M K", "x2": "K N", "scale": "N"},
 )  # fmt: skip
 
-RECORDS = (DYNAMIC, PARAM, INT4PACK, MATMUL)
+RECORDS = (DYNAMIC, QUANTIZE, PARAM, INT4PACK, MATMUL)
