@@ -12,7 +12,7 @@ EXPERTS = [
           "(4 * torch.arange(8, device=y.device))", "(28 - 4 * torch.arange(8, device=y.device))",
           "faces/test_integer_products.py::test_dynamic_quant_of_four_bits_and_groups"),
     house("a group of rows begins where the one before it began", "npu/companions/products.py",
-          "self(x[start:end], i, start)", "self(x[start:end], i, 0)",
+          "self(x[a:b], i, a)", "self(x[a:b], i, 0)",
           "faces/test_integer_products.py::test_integers_in_groups"),
     house("an operator of torch.ops.npu loses its gradient", "npu/operators.py",
           "if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):", "if False:",

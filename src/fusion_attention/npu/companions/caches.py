@@ -10,7 +10,7 @@ from fusion_attention.npu.companions.call import checked
 from fusion_attention.npu.companions.norms import normalised
 from fusion_attention.npu.companions.quantised import rounded
 from fusion_attention.npu.companions.rotary import npu_interleave_rope
-from fusion_attention.ops.companions import caches
+from fusion_attention.ops.companions import caches, latent_caches
 
 __all__ = [
     "npu_gather_pa_kv_cache",
@@ -241,10 +241,10 @@ def npu_kv_rmsnorm_rope_cache(
         "k_rope_scale": k_rope_scale, "c_kv_scale": c_kv_scale, "k_rope_offset": k_rope_offset,
         "c_kv_offset": c_kv_offset, "v": v, "epsilon": epsilon, "cache_mode": cache_mode, "is_output_kv": is_output_kv,
     }  # fmt: skip
-    given = checked(caches.KV_RMSNORM_ROPE, args)
+    given = checked(latent_caches.KV_RMSNORM_ROPE, args)
     mode = given["cache_mode"]
     with torch.no_grad():
-        if v is not None and caches.stands_apart(v):
+        if v is not None and latent_caches.stands_apart(v):
             y, rows = v.float(), normalised(kv.float(), gamma, given["epsilon"])[0]
             rope, rest = rows.split([cos.shape[-1], kv.shape[-1] - cos.shape[-1]], -1)
             k_embed = torch.cat((npu_interleave_rope(rope, cos.float(), sin.float()), rest), -1)

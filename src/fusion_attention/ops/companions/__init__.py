@@ -13,6 +13,7 @@ from fusion_attention.ops.companions import (
     caches,
     experts,
     gates,
+    latent_caches,
     losses,
     merging,
     norms,
@@ -27,7 +28,7 @@ from fusion_attention.ops.companions import (
 )
 
 FAMILIES = (
-    *(norms, gates, rotary, caches, shapes, softmax, experts, routing, quantised, products),
+    *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
     *(losses, atb, quantised_sparse, merging, prolog),
 )
 COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
