@@ -64,6 +64,13 @@ def test_tensors_that_are_written_are_declared() -> None:
     assert written == WRITTEN
 
 
+def test_one_number_stands_for_two(ops: Any) -> None:
+    x, ids = torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int32)
+    for call in (ops.npu_moe_init_routing_v2, npu.npu_moe_init_routing_v2):
+        with pytest.raises(ContractError, match=r"active_expert_range: expected \[start, end\) .* got .*\[2, 2\]"):
+            call(x, ids, expert_num=5, active_expert_range=2)
+
+
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name: str) -> None:
     overload = packet_of(name).default

@@ -28,7 +28,6 @@ def plain(schema: str) -> str:
     text = str(torch._C.parse_schema(f"npu::{schema}"))
     for theirs, ours in (
         ("SymInt", "int"),
-        ("int[2]", "int[]"),
         ("Scalar scale=1,", "float scale=1.,"),
         ("Scalar", "float"),
     ):

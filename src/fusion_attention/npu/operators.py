@@ -26,6 +26,7 @@ Face = Callable[..., Any]
 
 # What torch calls the types of arguments and results. Of a union the first counts: it is the one that torch_npu takes.
 # Annotated[Tensor, "a!"] is a tensor that is written, and so is a result that is that tensor.
+# Annotated[Sequence[int], 2] are two numbers, for which one may stand.
 _TYPES = {torch.Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 # Operators that torch_npu declares under an overload with a name.
 _OVERLOADS = {"_npu_dropout_gen_mask": "Tensor"}
@@ -177,13 +178,13 @@ def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         members = typing.get_args(annotation)
     first = next(t for t in members if t is not NoneType)
-    alias = ""
+    alias = size = ""
     if typing.get_origin(first) is typing.Annotated:
-        first, alias = typing.get_args(first)
-        alias = f"({alias})"
+        first, said = typing.get_args(first)
+        alias, size = ("", str(said)) if isinstance(said, int) else (f"({said})", "")
     if typing.get_origin(first) is not None:
         (element,) = set(typing.get_args(first)) - {...}
-        found = "SymInt[]" if element is int else f"{_TYPES[element]}{alias}[]"
+        found = (f"int[{size}]" if size else "SymInt[]") if element is int else f"{_TYPES[element]}{alias}[]"
     else:
         found = _TYPES[first] + alias
     return found + "?" if NoneType in members else found

@@ -64,7 +64,7 @@ def npu_moe_token_permute(
         tokens: [T, H].
         indices: the experts of every token, int32 or int64 [T, K], or [T].
         num_out_tokens: how many rows are kept; None or 0: all; below 0: all but so many.
-        padded_mode: reserved.
+        padded_mode: False: the chip takes nothing else.
 
     Returns:
         (permuted_tokens [num_out_tokens, H], sorted_indices int32 [T*K]): where the row of each choice lies, for
@@ -148,7 +148,7 @@ def npu_moe_token_unpermute(
         permuted_tokens: [rows, H].
         sorted_indices: [T*K], as npu_moe_token_permute returned it. Rows that are not there count as zeros.
         probs: [T, K], perhaps in another dtype; None: K is 1 and every weight too.
-        padded_mode, restore_shape: reserved.
+        padded_mode, restore_shape: False and None: the chip takes nothing else.
 
     Returns:
         [T, H] in the dtype of permuted_tokens; differentiable in permuted_tokens and probs. Without probs nothing of

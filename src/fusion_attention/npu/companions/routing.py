@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -138,27 +138,27 @@ def npu_moe_init_routing_v2(
     expert_tokens_num_type: int = 0,
     expert_tokens_num_flag: bool = False,
     quant_mode: int = -1,
-    active_expert_range: Sequence[int] = (),
+    active_expert_range: Annotated[Sequence[int], 2] | int = (),
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows of tokens in the order of experts, how many each expert has, and perhaps the rows as int8.
 
-    order = stable sort of the choices by expert, active ones first
+    order = stable sort of the choices by expert, those below the active ones last
     expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i
 
     Args:
         x: [T, H]; float16, bfloat16, float32 or int8.
         expert_idx: the experts of every token, int32 or int64 [T, K].
         scale: float32. Without quantisation: [T], carried along; dynamic: factors of the elements, [experts, H] or
-            [1, H]; static: [1].
+            [1, H]; static: [1]. Without elements it is absent.
         offset: float32 [1], static quantisation.
         active_num: at most so many rows; -1 and 0: all. expert_num: how many experts there are.
         expert_capacity, drop_pad_mode, x_dtype: only their defaults are computed here.
         expert_tokens_num_type: 0: cumulative counts; 1: a count of each active expert; 2: pairs (expert, count).
         expert_tokens_num_flag: whether counts are wanted.
         quant_mode: -1: none; 0: static; 1: each row by its own largest element.
-        active_expert_range: [start, end) of the experts that count; empty: all.
+        active_expert_range: [start, end) of the experts that count; empty: all. One number is both, and no range.
         row_idx_type: 0: the place of each choice, -1 without one; 1: the choice at each place; behind those of active
             experts those of higher ones, in their order, then those of lower ones.
 
@@ -178,6 +178,8 @@ def npu_moe_init_routing_v2(
         >>> rows[:, 0].tolist(), places.tolist(), counts.tolist()
         ([1.0, 1.0, 2.0, 2.0], [1, 0, 2, 3], [1, 2, 1])
     """
+    if isinstance(active_expert_range, int):
+        active_expert_range = (active_expert_range, active_expert_range)
     scale, offset = (None if isinstance(t, Tensor) and t.numel() == 0 else t for t in (scale, offset))
     given = checked(routing.INIT, dict(locals()))
     start, end = tuple(active_expert_range or ()) or (0, expert_num)

@@ -150,7 +150,7 @@ INIT = moe(
                 given={"quant_mode": 0, "scale": "1", "offset": "1"}, spoil={"offset": "2"}),
     ),
     functions={"active": lambda bounds, count: count if bounds is None or len(bounds) != 2 else bounds[1] - bounds[0]},
-    formula="order = stable sort of the choices by expert, active ones first\n"
+    formula="order = stable sort of the choices by expert, those below the active ones last\n"
     "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
     sample={"expert_num": 3},
 )  # fmt: skip
