@@ -246,7 +246,7 @@ def line(mutant: Mutant, seconds: float, blind: list[str]) -> str:
 
 
 def row(mutant: Mutant, seconds: float) -> str:
-    """Its row in docs/testing.md."""
+    """Its row of --table."""
     file = mutant.file.removeprefix("src/fusion_attention/")
     tests = ", ".join(f"`{name.removeprefix('tests/')}`" for name in mutant.tests)
     return f"| {mutant.name} | `{file}` | {tests} | {seconds:.0f} |"
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this mutant; may be repeated")
     parser.add_argument("--list", action="store_true", help="names them, and runs nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: all cores)")
-    parser.add_argument("--table", action="store_true", help="prints the rows of the table in docs/testing.md")
+    parser.add_argument("--table", action="store_true", help="prints rows of a table: names, tests, CPU seconds")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Both take the copies away.
     mutants = chosen(given.only)

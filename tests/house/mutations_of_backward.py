@@ -20,4 +20,12 @@ BACKWARD = [
     house("Triton: edges wrap around", "backends/triton/common.py",
           "tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)", "lo, hi",
           f"{TESTS}::test_edges_as_far_away_as_they_may_be"),
+    house("Triton: lse's gradient of the other sign", "backends/triton/backward.py",
+          "delta -= tl.load(dlse", "delta += tl.load(dlse", f"{TESTS}::test_gradients_through_lse"),
+    house("golden: lse's gradient of the other sign", "backends/golden/attention.py",
+          "delta = delta - grads.dlse", "delta = delta + grads.dlse",
+          "training/test_lse_gradient.py::test_gradients_through_lse"),
+    house("lse's gradient of lists is left out", "ops/sparse/call.py",
+          "dlse=None if dlse is None else self._ungrouped(dlse),", "dlse=None,",
+          "training/test_lse_gradient.py::test_of_lists"),
 ]  # fmt: skip
