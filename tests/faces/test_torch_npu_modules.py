@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fusion_attention import npu
 from fusion_attention.npu import inference
@@ -155,6 +156,48 @@ def test_random_states(torch_npu: Any) -> None:
     assert chance.initial_seed() != 5
 
 
+def test_dropout_draws_from_the_generator(torch_npu: Any) -> None:
+    q = torch.randn(1, 2, 24, 16).npu()
+
+    def call(x: torch.Tensor) -> Any:
+        return torch_npu.npu_fusion_attention(x, x, x, 2, "BNSD", scale=0.25, keep_prob=0.75)
+
+    for seed in (2, 0, 2**63 + 5):
+        for seeds in (torch.npu.manual_seed, torch.manual_seed):  # type: ignore[attr-defined]
+            seeds(seed)
+            pairs = [call(q)[4:6] for _ in range(2)]
+            assert pairs == [(seed - (seed >> 63 << 64), offset) for offset in (0, 12)]
+        seeds(seed)
+        mask = torch_npu._npu_dropout_gen_mask(q, [1, 2, 24, 24], p=0.25, seed=seed, offset=0)
+        given = torch_npu.npu_fusion_attention(q, q, q, 2, "BNSD", scale=0.25, keep_prob=0.75, dropout_mask=mask)
+        assert torch.equal(call(q)[0], given[0])
+    state = torch.npu.get_rng_state()  # type: ignore[attr-defined]
+    one = call(q)
+    torch.npu.set_rng_state(state)  # type: ignore[attr-defined]
+    assert torch.equal(call(q)[0], one[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch_npu.npu_fusion_attention(x, x, x, 2, "BNSD", scale=0.25, keep_prob=0.75)[0]
+        return x
+
+    torch.manual_seed(1)
+    q = torch.randn(1, 2, 24, 16).npu().requires_grad_()
+    found = []
+    for kept in (True, False):
+        torch.manual_seed(7)
+        x = q * 1
+        for _ in range(2):
+            x = call(x) if kept else checkpoint(call, x, use_reentrant=reentrant)
+        q.grad = None
+        x.square().sum().backward()
+        found.append(q.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_scaler_is_of_the_device_that_computes(torch_npu: Any) -> None:
     scaler = torch_npu.npu.amp.GradScaler(init_scale=8.0, dynamic=True)
@@ -248,6 +291,7 @@ from fusion_attention import npu
 npu.install()
 import unittest
 import torch
+from torch.utils.checkpoint import checkpoint
 import torch_npu
 import torch_npu.npu.utils as utils
 from torch_npu.testing.testcase import TestCase, run_tests

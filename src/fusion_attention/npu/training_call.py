@@ -15,7 +15,7 @@ from fusion_attention.ops.training.call import BIAS
 from fusion_attention.ops.training.lower import dense_call
 from fusion_attention.ops.training.statistics import LANES, from_lanes, to_lanes
 from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
-from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
+from fusion_attention.waist.dropout import draw_pair, draw_seed_tensor
 
 Tensor = torch.Tensor
 _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")
@@ -33,7 +33,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
         drops = bound["keep_prob"] < 1
         drawn = drops and bound["drop_mask"] is None
         if drawn and not seed and not offset:
-            seed = draw_seed()
+            seed, offset = draw_pair()
         call = dense_call(bound, seed=seed, offset=offset)
         if drops and not drawn and (seed or offset):
             glance_at_mask(op.name, call)

@@ -17,6 +17,7 @@ import torch
 
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.spelling import suggested
+from fusion_attention.waist import dropout
 
 Tensor = torch.Tensor
 P = ParamSpec("P")
@@ -34,11 +35,13 @@ class Ways(NamedTuple):
         to_base: the alias of a tensor of that device; autograd goes on.
         back: the tensor of that device on an alias, or on any memory of the device that computes; the list names
             tensors that may lie in the same memory.
+        draw: the next (seed, offset) of the device's generator.
     """
 
     device: str
     to_base: Callable[[Tensor], Tensor]
     back: Callable[[Tensor, list[Tensor]], Tensor]
+    draw: Callable[[], tuple[int, int]]
 
 
 _ways: Ways | None = None  # one for the process, as the device is
@@ -75,8 +78,12 @@ def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
             return own(*args, **kwargs)
         if crossing.strange is not None and crossing.strange.type != "meta":
             raise _elsewhere(function, crossing, args, kwargs)
-        with crossing.autocast():
-            made = own(*given, **named)
+        generator = dropout.generator.set(_ways.draw)
+        try:
+            with crossing.autocast():
+                made = own(*given, **named)
+        finally:
+            dropout.generator.reset(generator)
         found: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
         return found
 

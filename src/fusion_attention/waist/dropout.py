@@ -7,7 +7,8 @@ so packed and padded batches, and all back ends, drop the same positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 
 import torch
 
@@ -105,6 +106,15 @@ def drawn_bits(
 def signed(seed: int) -> int:
     """The int64 of a seed's 64 bits: torch knows unsigned seeds, its operators do not."""
     return seed - (1 << 64) if 1 << 63 <= seed < 1 << 64 else seed
+
+
+generator: ContextVar[Callable[[], tuple[int, int]] | None] = ContextVar("generator", default=None)
+
+
+def draw_pair() -> tuple[int, int]:
+    """The (seed, offset) of a call that names none: of the generator in force, by default (draw_seed(), 0)."""
+    draw = generator.get()
+    return (draw_seed(), 0) if draw is None else draw()
 
 
 def draw_seed() -> int:

@@ -68,8 +68,13 @@ def load(base: str) -> None:
         torch.autograd._engine_run_backward = _in_this_thread(run)  # type: ignore[attr-defined]
     # For good: torch goes on asking the module of its accelerator whether there is one.
     torch.npu = sys.modules[MODULE] = _absent()  # type: ignore[attr-defined]
-    connect(Ways(NAME, ops.to_base.default, ops.to_npu.default))
+    connect(Ways(NAME, ops.to_base.default, ops.to_npu.default, _draw))
     _loaded = base
+
+
+def _draw() -> tuple[int, int]:
+    pair: tuple[int, int] = torch.npu.draw_pair()  # type: ignore[attr-defined]
+    return pair
 
 
 def _start_engine() -> None:

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 
+from fusion_attention.waist.dropout import signed
+
 DEVICES = 8  # of a machine of the chip's
+OFFSET_STEP = 12  # of a generator, by each call that drops: ten draws, in fours
 
 
 def visible() -> int:
@@ -110,7 +113,7 @@ class _Host:
 
     def __init__(self, *, own: bool) -> None:
         self.Stream, self.Event = Stream, Event
-        self._own, self._chosen, self._count = own, _Chosen(), 0
+        self._own, self._chosen, self._count, self._offset = own, _Chosen(), 0, 0
 
     def is_available(self) -> bool:
         """Whether there is a device."""
@@ -189,20 +192,26 @@ class _Host:
                 self.set_stream(before)
 
     def manual_seed(self, seed: int) -> None:
-        """Seeds the host's generator, which is this device's."""
+        """Seeds the host's generator, which is this device's, and sets the offset of its draws to 0."""
         torch.default_generator.manual_seed(int(seed))
+        self._offset = 0
 
     manual_seed_all = manual_seed
 
     def seed(self) -> None:
         """Seeds the host's generator by chance."""
-        torch.default_generator.seed()
+        self.manual_seed(torch.default_generator.seed())
 
     seed_all = seed
 
     def initial_seed(self) -> int:
         """What the host's generator was seeded with."""
         return torch.default_generator.initial_seed()
+
+    def draw_pair(self) -> tuple[int, int]:
+        """The (seed, offset) that the next dropout of attention draws from; the offset grows as on the chip."""
+        offset, self._offset = self._offset, (self._offset + OFFSET_STEP) % (1 << 32)
+        return signed(self.initial_seed()), offset
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         """The state of every device: of the one generator that they have."""
@@ -213,14 +222,18 @@ class _Host:
         self.set_rng_state(states[0])
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The state of the host's generator."""
+        """The state of the host's generator, and the offset of its draws in eight bytes."""
         number(device)
-        return torch.default_generator.get_state()
+        offset = torch.tensor([self._offset]).view(torch.uint8)
+        return torch.cat([torch.default_generator.get_state(), offset])
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Puts the host's generator back into a state."""
+        """Puts the host's generator back into a state; one of torch.get_rng_state() leaves the offset of draws."""
         number(device)
-        torch.default_generator.set_state(state)
+        of_host = torch.default_generator.get_state().numel()
+        torch.default_generator.set_state(state[:of_host])
+        if state.numel() > of_host:
+            self._offset = int(state[of_host:].clone().view(torch.int64))
 
     def get_device_name(self, device: Any = None) -> str:
         """What computes: never a chip's name."""
@@ -288,6 +301,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
         "config": SimpleNamespace(allow_internal_format=False),
         "_lazy_call": lambda call: call(),  # Megatron's random.py asks for it: nothing has to be waited for
         "_lazy_init": found["init"],
+        "_initialized": True,  # torch.utils.checkpoint asks it before it keeps the generator's state
         "_is_in_bad_fork": lambda: False,  # a host may be forked
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
     }
