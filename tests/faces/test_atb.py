@@ -89,6 +89,30 @@ def test_a_mask_of_every_sequence() -> None:
     same_bits(again, out)
 
 
+def test_masks_in_fractals() -> None:
+    def fractals(mask: torch.Tensor) -> torch.Tensor:
+        return torch.stack([mask[:, 16 * j : 16 * j + 16] for j in range(mask.shape[1] // 16)])[None]
+
+    lengths, k, triangle = torch.tensor([7, 9]), torch.randn(16, N2, D, generator=GENERATOR), torch.ones(32, 32).triu(1)
+    q, table = torch.randn(16, N1, D, generator=GENERATOR), torch.tensor([[1], [2]], dtype=torch.int32)
+    rows = triangle[torch.cat([torch.arange(7), torch.arange(9)])]
+    calls: tuple[Callable[[torch.Tensor, torch.Tensor], None], ...] = (
+        lambda mask, out: npu._npu_flash_attention(q, k, k, mask, lengths, SCALE, N1, N2, out),
+        lambda mask, out: npu._npu_flash_attention_v3(q, k, k, mask, lengths, SCALE, N1, N2, out=out),
+        lambda mask, out: npu._npu_flash_attention_qlens(
+            q, PAGES, PAGES, table, mask, lengths, lengths, N2, N1, SCALE, out
+        ),
+        lambda mask, out: npu._npu_paged_attention_splitfuse(
+            q, PAGES, PAGES, table, lengths, mask, lengths, N2, N1, SCALE, out
+        ),
+    )
+    for call, mask in zip(calls, (triangle, triangle, triangle, rows), strict=True):
+        found = torch.full((2, 16, N1, D), math.nan)
+        call(mask, found[0])
+        call(fractals(mask), found[1])
+        same_bits(*found)
+
+
 @pytest.mark.parametrize("kernel", [0, 2, None])
 def test_a_choice_of_kernels_changes_nothing(kernel: int | None) -> None:
     npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted := room())

@@ -228,6 +228,7 @@ def case() -> Any:
         (torch.ones(4).half(), torch.ones(4).half() + 9e-4, {}),
         (torch.ones(4).bfloat16(), torch.ones(4).bfloat16(), {}),
         (np.ones(4), np.ones(4), {}),
+        (torch.ones(2000).bfloat16(), torch.ones(2000).index_fill(0, torch.tensor([3]), 1.0078125).bfloat16(), {}),
         (torch.tensor([torch.nan, torch.inf, 1]), torch.tensor([torch.nan, torch.inf, 1]), {}),
         (True, True, {}),
         ([torch.ones(2), 3.0], (torch.ones(2), 3.0), {}),

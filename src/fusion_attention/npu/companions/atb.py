@@ -51,7 +51,8 @@ def _npu_flash_attention(
 
     Args:
         query: [T, N1, D]; float16, bfloat16 or float32. key, value: [T, N2, D], [T, N2, Dv].
-        mask: 1, or -1000 and below, hides a key, 0 leaves it: [S, S] for all sequences, or [B, S, S].
+        mask: 1, or -1000 and below, hides a key, 0 leaves it: [S, S] for all sequences, or [B, S, S]; in
+            FRACTAL_NZ by hand [B or 1, S / 16, S, 16], as every mask here may be.
         seq_len: rows of every sequence.
         scale_value: factor on the scores.
         num_heads, num_kv_heads: N1, N2.
@@ -68,6 +69,7 @@ def _npu_flash_attention(
         >>> torch.allclose(out[0, 0], k[0, 0])
         True
     """
+    mask = atb.in_rows(mask)
     given = dict(locals())
     ends = _ends(atb.FLASH, given)
     _attend(atb.FLASH, given, (key, value), ends, ends, atten_mask=atb.hides(mask), sparse_mode=MASK_ALONE)
@@ -106,6 +108,7 @@ def _npu_flash_attention_v3(
         >>> torch.allclose(out[2, 0], k[2, 0])
         True
     """
+    mask = atb.in_rows(mask)
     given = dict(locals())
     ends = _ends(atb.FLASH_V3, given)
     _attend(atb.FLASH_V3, given, (key, value), ends, ends, **_causal(query))
@@ -218,6 +221,7 @@ def _npu_flash_attention_qlens(
         >>> torch.allclose(out[0, 0], pages[2, 0, 0])
         True
     """
+    mask = atb.in_rows(mask)
     given = dict(locals())
     ends = _ends(atb.QLENS, given)
     _attend(atb.QLENS, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
@@ -372,6 +376,7 @@ def _npu_paged_attention_splitfuse(
         >>> torch.allclose(out[0, 0], pages[2, 0, 0])
         True
     """
+    mask = atb.in_rows(mask)
     given = dict(locals())
     ends = _ends(atb.SPLITFUSE, given)
     rows = _read(atb.SPLITFUSE, seq_len)
@@ -419,6 +424,7 @@ def _npu_paged_attention_splitfuse_v2(
         >>> torch.allclose(out[0, 0], pages[2, 0, 0])
         True
     """
+    mask = atb.in_rows(mask)
     given = dict(locals())
     ends = _ends(atb.SPLITFUSE_V2, given)
     _attend(atb.SPLITFUSE_V2, given, (key_cache, value_cache), ends, context_lens, **_causal(query))

@@ -104,7 +104,7 @@ class TestCase(unittest.TestCase):
         """Fails where shapes or dtypes differ, NaN lies elsewhere, or too many elements are too far apart.
 
         Too many are a share of more than prec of all, both with |x - y| > prec and with |x - y| > prec * max(|x|, |y|)
-        (prec16 for float16).
+        (prec16 for float16 and bfloat16).
         """
         if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
             self.assertEqual(len(x), len(y), message)
@@ -116,7 +116,8 @@ class TestCase(unittest.TestCase):
         if auto_trans_dtype:
             a = a.astype(b.dtype)
         self.assertEqual(a.dtype, b.dtype, message)
-        limit = prec16 if a.dtype == np.float16 else prec
+        half = a.dtype == np.float16 or any(getattr(t, "dtype", None) == torch.bfloat16 for t in (x, y))
+        limit = prec16 if half else prec
         p, q = a.astype(np.float64), b.astype(np.float64)
         self.assertTrue(np.array_equal(np.isnan(p), np.isnan(q)), message or "NaN in other places")
         same = (p == q) | np.isnan(p)

@@ -28,6 +28,17 @@ def hides(mask: torch.Tensor) -> torch.Tensor:
     return (mask > 0) | (mask <= UNSEEN)
 
 
+def in_rows(mask: torch.Tensor) -> torch.Tensor:
+    """A mask [rows, columns] or [B, rows, columns] of one in FRACTAL_NZ, [B, columns / 16, rows, 16]; others as they are.
+
+    One of 16 columns is the same in both.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[3] != 16 or mask.shape[1] == 1:
+        return mask
+    rows = mask.transpose(1, 2).flatten(2)
+    return rows[0] if mask.shape[0] == 1 else rows
+
+
 def decided(mask: torch.Tensor) -> bool | str:
     """Whether every element of a mask hides a key or leaves it as it is; reads them."""
     if mask.is_meta or mask.dtype == torch.bool:
