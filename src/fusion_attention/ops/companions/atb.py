@@ -29,9 +29,9 @@ def hides(mask: torch.Tensor) -> torch.Tensor:
 
 
 def in_rows(mask: torch.Tensor) -> torch.Tensor:
-    """A mask [rows, columns] or [B, rows, columns] of one in FRACTAL_NZ, [B, columns / 16, rows, 16]; others as they are.
+    """A mask [rows, columns] or [B, rows, columns], of one in FRACTAL_NZ: [B, columns / 16, rows, 16].
 
-    One of 16 columns is the same in both.
+    Any other shape stays; one of 16 columns is the same in both.
     """
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[3] != 16 or mask.shape[1] == 1:
         return mask
