@@ -116,9 +116,6 @@ wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into d
 	  "make wheels: needs a cross compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
 	$(BIN)/python release/wheels.py --pythons $(WHEEL_PYTHONS) --test $(WHEEL_TESTS) --pip="$(PIP_ARGS)"
 
-# What is generated from the records beside docs/ops.
-STUB := src/fusion_attention/_aclnn.pyi
-
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/native/*.cpp tests/native/*.h \
   tests/native/schedule/*.cpp tests/native/schedule/*.h tests/native/schedule/plan/*.h examples/capi/*.c \
   examples/capi/*.h src/fusion_attention/capi/include/acl/*.h src/fusion_attention/capi/include/aclnn/*.h \
@@ -132,7 +129,7 @@ DEVICE := src/fusion_attention/npu/device/cpp
 TORCH_HEADERS = $(shell $(BIN)/python -c "from importlib.util import find_spec as f; print(f('torch').submodule_search_locations[0])")/include
 AS_DEVICE = -std=c++20 -I$(DEVICE) -isystem $(TORCH_HEADERS) -isystem $(TORCH_HEADERS)/torch/csrc/api/include
 
-lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing stale that is generated
+lint: $(VENV)/.extra-lint ## style, format, types (two checkers)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
@@ -140,16 +137,12 @@ lint: $(VENV)/.extra-lint ## style, format, types (two checkers), and nothing st
 	$(BIN)/clang-tidy --quiet $(wildcard $(DEVICE)/*.cpp) -- $(AS_DEVICE)
 	$(BIN)/python -m mypy
 	$(BIN)/python -m basedpyright
-	$(BIN)/python -m fusion_attention ops --check docs/ops --stub $(STUB)
-	$(BIN)/python -m fusion_attention capi --check src/fusion_attention/capi/include --source csrc/capi
 
 bench: $(VENV)/.extra-bench $(VENV)/.extra-demo ## the benchmarks
 	$(BIN)/python -m benchmarks
 
-docs: $(VENV)/.extra-docs $(VENV)/.extra-demo ## regenerate what is made from the sources (operators' pages, reference, pictures), build the site into site/
-	$(BIN)/python -m fusion_attention ops --write docs/ops --stub $(STUB)
-	$(BIN)/python -m fusion_attention capi --write src/fusion_attention/capi/include --source csrc/capi
-	$(BIN)/python -m website
+docs: $(VENV)/.extra-docs $(VENV)/.extra-demo ## write the stub, the C headers and README's picture from the records, build the site into site/
+	$(BIN)/python -m codegen
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean: ## remove what builds, tests and checks left behind (not .venv)

@@ -11,12 +11,10 @@ from fusion_attention.judging.error_bound import LEAST
 from website.svg import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = "accuracy.md"
 FIGURES = ROOT / "docs" / "figures" / "accuracy.json"
 DTYPES = ("bfloat16", "float16", "float32")
 PROGRAMS = {"core": "native core", "Triton": "Triton", "golden": "golden", "SDPA": "SDPA", "tiles": "tiles",
             "eager": "eager"}  # fmt: skip
-START, END = "<!-- worst tiles -->\n", "<!-- end of worst tiles -->"
 RIGHT = {"core": ("a", "this library"), "SDPA": ("b", "torch SDPA"), "tiles": ("c", "tiles, as flash-attn")}
 FIRST, LAST = 0.25, 150.0  # z at the edges of the picture
 LIMIT = LEAST  # of a tile of so many rows
@@ -28,14 +26,9 @@ def figures() -> dict[str, Any]:
     return found
 
 
-def page() -> str:
-    """The page, with its table made anew."""
-    head, _, rest = (ROOT / "docs" / PAGE).read_text(encoding="utf-8").partition(START)
-    return f"{head}{START}\n{table(figures()['rows'])}\n{END}{rest.partition(END)[2]}"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def table() -> str:
     """z of the worst tile by family and program: of bfloat16, float16 and float32, of all calls and outputs."""
+    rows = figures()["rows"]
     lines = ["| worst tile of | " + " | ".join(PROGRAMS.values()) + " |", "|---" * (len(PROGRAMS) + 1) + "|"]
     for family in dict.fromkeys(row["family"] for row in rows):
         cells = []

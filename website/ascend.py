@@ -15,18 +15,7 @@ from website.ascend_calls import ALL_CALLS, EVERYWHERE
 from website.svg import Picture
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = "ascend_code.md"
 SHOWN = 8  # calls; what has fewer is summed up
-
-
-def page() -> str:
-    """The page, with what stands between its marks made anew."""
-    text = (ROOT / "docs" / PAGE).read_text(encoding="utf-8")
-    for name, made in (("functions", table()), ("coverage", coverage())):
-        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        head, _, rest = text.partition(start)
-        text = f"{head}{start}\n{made}\n{end}{rest.partition(end)[2]}"
-    return text
 
 
 def table() -> str:

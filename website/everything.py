@@ -1,10 +1,14 @@
-"""Every generated file of docs/ but the operators' pages, which the package's own command writes."""
+"""What the site shows and git does not hold: the operators' pages, the reference, pictures, tables inside pages."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
+from fusion_attention.cli import op_pages
+from fusion_attention.contract.doc_pages import versions
+from fusion_attention.ops.companions import CONTRACTS
 from website import accuracy, ascend, charts, house, masks, pictures, reference
 from website.svg import Picture, site_stylesheet
 
@@ -29,9 +33,30 @@ PICTURES: dict[str, Callable[[], Picture]] = {
 }
 
 
+# A comment inside a page, in whose place its table stands.
+TABLES: dict[str, Callable[[], str]] = {
+    "functions": ascend.table,
+    "coverage": ascend.coverage,
+    "worst tiles": accuracy.table,
+}
+MARK = re.compile(r"<!-- table: ([\w ]+) -->")
+
+
+def operators() -> dict[str, str]:
+    """A page for each record, their index, and the parameters of all versions beside each other."""
+    texts = {name: op_pages.page(record) for name, record in CONTRACTS.items()}
+    texts |= {"index": op_pages.index(CONTRACTS), "versions": versions(CONTRACTS.values())}
+    return {f"ops/{name}.md": text.rstrip() + "\n" for name, text in texts.items()}
+
+
+@cache
 def generated() -> dict[str, str]:
     """Text by name inside docs/."""
     found = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
     found["assets/pictures.css"] = site_stylesheet()
-    found[ascend.PAGE], found[accuracy.PAGE] = ascend.page(), accuracy.page()
-    return found | reference.generated()
+    return found | reference.generated() | operators()
+
+
+def with_tables(markdown: str) -> str:
+    """A page with its tables."""
+    return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)

@@ -1,4 +1,4 @@
-"""mkdocs' hooks: the operators in the navigation, pictures inside pages, the explorer, what search leaves out."""
+"""mkdocs' hooks: generated pages and tables, pictures inside pages, the mask explorer, weights of search."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from fusion_attention.cli.op_pages import groups
+from fusion_attention.ops.companions import CONTRACTS
+from website.everything import generated, with_tables
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Sections of the operators' pages that would be found for every word.
 QUIET = re.compile(r'(<h2 id="(?:rules|limits|notes|hints|doubts|shapes|parameters|call|example|support)[^"]*")')
 PICTURE = re.compile(r'<p><img alt="([^"]*)" src="(?:\.\./)*pictures/(\w+)\.svg"\s*/?></p>')
 
 
 def operators() -> list[dict[str, list[str]] | str]:
-    """The pages of docs/ops by family, as their index lists them."""
-    found = groups(sorted(path.stem for path in (DOCS / "ops").glob("*.md") if path.stem not in ("index", "versions")))
-    families = [{title: [f"ops/{name}.md" for name in names]} for title, names in found.items()]
+    """The operators' pages by family, as their index lists them."""
+    families = [{title: [f"ops/{name}.md" for name in names]} for title, names in groups(sorted(CONTRACTS)).items()]
     return ["ops/index.md", "ops/versions.md", *families]
 
 
@@ -25,6 +25,17 @@ def on_config(config: Any) -> Any:
     """Puts the operators where mkdocs.yml says "ops/"."""
     config.nav = [{"Operators": operators()} if entry == {"Operators": "ops/"} else entry for entry in config.nav]
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds what is generated."""
+    from mkdocs.structure.files import File
+
+    for name, text in generated().items():
+        if known := files.get_file_from_path(name):  # README's picture, which git holds
+            files.remove(known)
+        files.append(File.generated(config, name, content=text))
+    return files
 
 
 def on_post_build(config: Any) -> None:
@@ -36,14 +47,14 @@ def on_post_build(config: Any) -> None:
 
 def _of_the_page(name: str) -> str:
     """A picture without colours and ground of its own."""
-    text = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+    text = generated()[f"pictures/{name}.svg"]
     text = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r'<rect class="f-bg ground"[^>]*/>', "", text)
     return text.replace("head-", f"{name}-head-")  # ids are the page's
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Tells search which pages answer: one that translates words does, one that records figures seldom."""
+    """Puts tables into a page, and tells search which pages answer: one that translates words does, figures seldom."""
     boost = {
         "words.md": 4,
         "lab_book.md": 0.4,
@@ -55,7 +66,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri in boost or uri.startswith("ops/npu_"):
         page.meta.setdefault("search", {"boost": boost.get(uri, 2)})
-    return markdown
+    return with_tables(markdown)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
@@ -64,7 +75,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     def inside(found: re.Match[str]) -> str:
         wide = _of_the_page(found[2])
         tall = f"{found[2]}_tall"
-        if (DOCS / "pictures" / f"{tall}.svg").exists():
+        if f"pictures/{tall}.svg" in generated():
             wide = _of_the_page(tall).replace('class="fa-pic"', 'class="fa-pic fa-tall"', 1) + wide
         return f'<figure class="fa-figure fa-{found[2]}">{wide}</figure>'
 

@@ -76,7 +76,7 @@ def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
 
 def documented() -> list[str]:
     """The two commands of the page."""
-    return blocks(EXAMPLES / "README.md", "sh")[0].splitlines()
+    return blocks((EXAMPLES / "README.md").read_text(encoding="utf-8"), "sh")[0].splitlines()
 
 
 @pytest.fixture(scope="module")

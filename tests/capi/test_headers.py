@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.sources import ROOT
 
-from fusion_attention.capi import headers
+from codegen import headers
 from fusion_attention.capi.environment import INCLUDE
 from fusion_attention.ops import RECORDS
 

@@ -1,4 +1,4 @@
-"""`fusion-attention capi`: lines for build systems, and headers written and checked."""
+"""`fusion-attention capi`: lines for build systems."""
 
 from __future__ import annotations
 
@@ -71,25 +71,6 @@ def test_nothing_asked_is_said() -> None:
     code, text = invoke()
     assert code == 2
     assert "say what to print" in text
-
-
-def test_headers_are_written_and_checked(tmp_path: Path) -> None:
-    assert invoke("--write", tmp_path, "--source", tmp_path / "source")[0] == 0
-    assert invoke("--check", tmp_path, "--source", tmp_path / "source")[0] == 0
-    (tmp_path / "source/operators.inc").write_text("", encoding="utf-8")
-    (tmp_path / "aclnnop/aclnn_other.h").touch()
-    code, text = invoke("--check", tmp_path, "--source", tmp_path / "source")
-    assert code == 2
-    assert "operators.inc" in text
-    assert "aclnn_other.h" in text
-    assert "lightning" not in text
-
-
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    code, text = invoke("--write", tmp_path / "file/folder")
-    assert code == 2
-    assert text.startswith("fusion-attention capi: --write: [Errno 20] Not a directory")
 
 
 def test_builds_are_told_without_torch() -> None:

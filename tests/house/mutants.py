@@ -34,7 +34,7 @@ from mutations_site import SITE
 T = TypeVar("T")
 R = TypeVar("R")
 ROOT = Path(__file__).parents[2]
-COPIED = ("pyproject.toml", "src", "tests", "csrc", "docs", "website", "benchmarks", "examples")
+COPIED = ("pyproject.toml", "src", "tests", "csrc", "docs", "website", "codegen", "benchmarks", "examples")
 COPIED += ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")
 MUTANTS = (*OF_THE_PACKAGE, *SITE)
 CORE_TEST = "make test-core"  # what the mutants of csrc name, in place of tests of Python

@@ -9,7 +9,7 @@ SITE = (
           f"{PAGES}::test_what_a_back_end_refuses_is_on_the_page"),
     house("an argument behind a named one goes by its place", "cli/op_examples.py",
           "by_place = by_place and needed", "by_place = by_place or needed",
-          f"{PAGES}::test_pages_of_operators_are_fresh"),
+          "house/test_examples.py::test_pages_run"),
     house("a star of a docstring begins an emphasis", "cli/docstrings.py",
           r'r"([*_<>\[\]|])"', r'r"([_<>\[\]|])"', f"{PAGES}::test_docstrings_become_markdown"),
     Mutant("a picture of a mask shows what is not seen", "website/masks.py",

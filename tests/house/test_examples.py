@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from support.markdown import blocks
+from support.markdown import blocks, pages
 from support.sources import ROOT, modules
 
 import fusion_attention as fa
@@ -62,18 +62,17 @@ def test_docstrings_say_what_happens(name: str) -> None:
     assert found.failed == 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
-def test_pages_run(path: Path) -> None:
+@pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])
+def test_pages_run(page: str) -> None:
     """From top to bottom: a page is read so."""
     names: dict[str, object] = {}
-    for block in blocks(path):
-        exec(compile(block, str(path), "exec"), names)
+    for block in blocks(pages()[page]):
+        exec(compile(block, page, "exec"), names)
 
 
-@pytest.mark.parametrize("number", range(len(blocks(ROOT / "README.md"))))
-def test_every_block_of_the_readme_runs_alone(number: int) -> None:
-    """Somebody pastes it."""
-    exec(compile(blocks(ROOT / "README.md")[number], "README.md", "exec"), {})
+@pytest.mark.parametrize("block", blocks(pages()["README.md"]))
+def test_every_block_of_the_readme_runs_alone(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
 
 
 FOLDERS = (".", "src/fusion_attention", "csrc", "tests")

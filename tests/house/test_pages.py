@@ -1,9 +1,9 @@
 """What pages say is true: generated ones are fresh, links lead somewhere, commands exist, pictures are right."""
 
 import json
+import posixpath
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from support.sources import ROOT
 from typer.main import get_command
 
 import fusion_attention as fa
+from codegen.__main__ import files
 from fusion_attention.cli import app, docstrings, op_pages, op_support
 from fusion_attention.contract import BackendError
 from fusion_attention.ops import RECORDS
@@ -28,46 +29,39 @@ LANGUAGES = {
 }  # fmt: skip
 
 
-def page_id(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
-def test_what_is_generated_is_fresh() -> None:
-    stale = [
-        name
-        for name, text in everything.generated().items()
-        if not (DOCS / name).is_file() or (DOCS / name).read_text(encoding="utf-8") != text
-    ]
-    assert not stale, "run `make docs`"
+@pytest.mark.parametrize("name", files())
+def test_what_git_holds_is_what_the_records_give(name: str) -> None:
+    """python -m codegen writes it."""
+    assert (ROOT / name).read_text(encoding="utf-8") == files()[name]
 
 
 def test_no_block_is_of_an_unknown_kind() -> None:
-    unknown = {(page_id(path), kind) for path in pages() for kind, _ in fenced(path) if kind not in LANGUAGES}
+    unknown = {(name, kind) for name, text in pages().items() for kind, _ in fenced(text) if kind not in LANGUAGES}
     assert not unknown
 
 
 def test_no_link_is_dead() -> None:
-    known = {path: anchors(path) for path in pages()}
+    known = {name: anchors(text) for name, text in pages().items()}
+    made = known.keys() | {f"docs/{name}" for name in everything.generated()}
     dead = []
-    for path in pages():
-        for target in links(path):
+    for name, text in pages().items():
+        for target in links(text):
             file, _, anchor = target.partition("#")
-            found = (path.parent / file).resolve() if file else path
-            if not found.exists() or (anchor and anchor not in known.get(found, {anchor})):
-                dead.append(f"{page_id(path)}: {target}")
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            if not (found in made or (ROOT / found).exists()) or (anchor and anchor not in known.get(found, {anchor})):
+                dead.append(f"{name}: {target}")
     assert not dead
 
 
 @pytest.mark.parametrize(("text", "name"), [("## Codes", "codes"), ("### `a_b`, c", "a_b-c"), ("# V1 (x)", "v1-x")])
-def test_the_names_of_headings(text: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text(f"{text}\n")
-    assert anchors(tmp_path / "page.md") == {name}
+def test_the_names_of_headings(text: str, name: str) -> None:
+    assert anchors(f"{text}\n") == {name}
 
 
 def commands() -> list[tuple[str, str]]:
     """(page, command line) of every shell block, without its comment."""
-    found = [(path, text) for path in pages() for kind in ("bash", "sh") for text in blocks(path, kind)]
-    lines = [(page_id(path), line.partition(" #")[0].strip()) for path, text in found for line in text.splitlines()]
+    found = [(name, b) for name, text in pages().items() for kind in ("bash", "sh") for b in blocks(text, kind)]
+    lines = [(name, line.partition(" #")[0].strip()) for name, block in found for line in block.splitlines()]
     return [(page, line) for page, line in lines if line]
 
 
@@ -116,7 +110,8 @@ def test_commands_that_do_not_exist(line: str, unknown: list[str]) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
     named = {name for line in lines if "#" not in line for name in re.findall(r"[\w/]+\.md", line)}
-    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.parent.name != "ops"} <= named
+    site = {name.removeprefix("docs/") for name in pages() if name.startswith("docs/")}
+    assert {name for name in site if not name.startswith("ops/")} <= named
     grouped = str(hooks.operators())
     assert all(f"'ops/{name}.md'" in grouped for name in CONTRACTS)
     assert op_pages.OTHERS not in grouped, "an operator is in no family: cli/op_pages.py, GROUPS"
@@ -124,10 +119,10 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None:
-    page = (DOCS / "ops" / f"{name}.md").read_text(encoding="utf-8")
+    page = pages()[f"docs/ops/{name}.md"]
     for heading in ("Call", "Example", "Support", "Parameters"):
         assert page.count(f"\n## {heading}\n") == 1, heading
-    assert f"{name}(" in blocks(DOCS / "ops" / f"{name}.md")[0] or f"{name}GetWorkspaceSize(" in page
+    assert f"{name}(" in blocks(page)[0] or f"{name}GetWorkspaceSize(" in page
     assert "\n$$\n" in page or name in COMPANIONS, "its record has no formula in TeX"
 
 
@@ -143,23 +138,17 @@ def test_the_matrix_of_support_is_true(dtype: str) -> None:
                 fa.attention(x, x, x, backend=backend)
 
 
-@pytest.mark.parametrize("name", ["decode_attention", "npu_fusion_attention", "aclnnLightningIndexer"])
-def test_pages_of_operators_are_fresh(name: str) -> None:
-    """`make lint` looks at all of them."""
-    assert (DOCS / "ops" / f"{name}.md").read_text(encoding="utf-8").rstrip() == op_pages.page(RECORDS[name]).rstrip()
-
-
 def test_a_call_has_the_types_that_one_passes() -> None:
     """What a schema is told of a tensor that is written is no type of a reader's."""
     for op in COMPANIONS.values():
-        assert "Annotated" not in (DOCS / "ops" / f"{op.name}.md").read_text()
+        assert "Annotated" not in op_pages.page(op)
 
 
 def test_docstrings_become_markdown() -> None:
     """Stars and brackets stay what they are, code stays code, and names that share a line become entries."""
-    text = "Rows [T, N*D], see docs/ops/attention.md.\n\n    out = a * b\n\nUse `a*b`."
+    text = "Rows [T, N*D], see docs/decode.md.\n\n    out = a * b\n\nUse `a*b`."
     assert docstrings.prose(text, "../") == (
-        "Rows \\[T, N\\*D\\], see [attention](../ops/attention.md).\n\n    out = a * b\n\nUse `a*b`."
+        "Rows \\[T, N\\*D\\], see [decode](../decode.md).\n\n    out = a * b\n\nUse `a*b`."
     )
     listed = docstrings.arguments("heads: how many. dim: of a row;\n    else: 0.", "", ["heads", "dim"])
     assert listed == ["* `heads`: how many.", "* `dim`: of a row; else: 0."]

@@ -3,41 +3,46 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 from support.sources import ROOT
+
+from website.everything import generated, with_tables
 
 _FENCE = re.compile(r"^( *)```([\w+-]*)[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!`)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`[^`\n]*`")
 
 
-def pages() -> list[Path]:
-    """Every page of the site, and what stands beside it in the tree."""
+@cache
+def pages() -> dict[str, str]:
+    """The text of every page of the site, generated ones and tables included, and of others in the tree, by path."""
     others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")]
-    return [path for path in (*others, *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+    written = [*others, *sorted((ROOT / "docs").rglob("*.md"))]
+    found = {path.relative_to(ROOT).as_posix(): with_tables(path.read_text(encoding="utf-8")) for path in written}
+    return found | {f"docs/{name}": text for name, text in generated().items() if name.endswith(".md")}
 
 
-def fenced(path: Path) -> Iterator[tuple[str, str]]:
+def fenced(page: str) -> Iterator[tuple[str, str]]:
     """(language, text) of every block, inside lists and tabs too."""
-    for _, language, text in _FENCE.findall(path.read_text(encoding="utf-8")):
+    for _, language, text in _FENCE.findall(page):
         yield language, textwrap.dedent(text)
 
 
-def blocks(path: Path, language: str = "python") -> list[str]:
+def blocks(page: str, language: str = "python") -> list[str]:
     """The blocks of a language."""
-    return [text for found, text in fenced(path) if found == language]
+    return [text for found, text in fenced(page) if found == language]
 
 
-def links(path: Path) -> list[str]:
+def links(page: str) -> list[str]:
     """Where a page's links and pictures lead, those outside the tree left out."""
-    text = _CODE.sub("", _FENCE.sub("", path.read_text(encoding="utf-8")))
+    text = _CODE.sub("", _FENCE.sub("", page))
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 
-def anchors(path: Path) -> set[str]:
+def anchors(page: str) -> set[str]:
     """The names of a page's headings, as the site's builder makes them."""
-    text = _FENCE.sub("", path.read_text(encoding="utf-8"))
+    text = _FENCE.sub("", page)
     found: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("\\", "")

@@ -136,7 +136,7 @@ def attention(
         out in q's layout with Dv elements per head, or (out, lse).
 
     Raises:
-        ContractError: a call that docs/ops/attention.md does not allow; the message says what to do.
+        ContractError: a call that `fusion-attention ops attention` does not allow; the message says what to do.
         BackendError: no back end computes it, and why.
         TypeError: a word that it does not know, with the one that it does.
 

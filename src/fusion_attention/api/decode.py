@@ -120,8 +120,8 @@ def decode_attention(
         out in q's layout with Dv elements per head, or (out, lse). A row that sees nothing is zero (lse -inf).
 
     Raises:
-        ContractError: a call that docs/ops/decode_attention.md does not allow; a length or page that does not exist is
-            named with its position.
+        ContractError: a call that `fusion-attention ops decode_attention` does not allow; a length or page that does
+            not exist is named with its position.
         BackendError: no back end computes it, and why.
 
     Source: this library; the same Problem as CANN's IncreFlashAttention.

@@ -59,7 +59,7 @@ def lightning_indexer(
         score and, among equals, ascending index; -1 behind the last. The scores in q's dtype; -inf behind the last.
 
     Raises:
-        ContractError: a call that docs/ops/lightning_indexer.md does not allow; the message says what to do.
+        ContractError: a call that `fusion-attention ops lightning_indexer` does not allow; the message says what to do.
         BackendError: no back end computes it, and why.
 
     Source: this library; the same problem as CANN's LightningIndexer.
@@ -153,8 +153,8 @@ def sparse_attention(
         out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
 
     Raises:
-        ContractError: a call that docs/ops/sparse_attention.md does not allow; an index out of range is named by batch,
-            row and slot.
+        ContractError: a call that `fusion-attention ops sparse_attention` does not allow; an index out of range is
+            named by batch, row and slot.
         BackendError: no back end computes it, and why.
 
     Source: this library; the same Problem as CANN's SparseFlashAttention.
@@ -253,8 +253,8 @@ def indexer_loss(
         it may fall a little below 0.
 
     Raises:
-        ContractError: a call that docs/ops/indexer_loss.md does not allow; an index out of range is named by batch,
-            row and slot.
+        ContractError: a call that `fusion-attention ops indexer_loss` does not allow; an index out of range is named
+            by batch, row and slot.
         BackendError: no back end computes it, and why.
 
     Source: this library; the same problem as CANN's Sparse- and DenseLightningIndexerGradKLLoss.

@@ -1,17 +1,10 @@
-"""What builds need to know of the C face, one line each; and the files of it that are written from the records.
-
-Knows files and lines. Refuses to know what a header says: `capi.headers` does.
-"""
+"""What builds need to know of the C face, one line each."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import typer
 
 from fusion_attention.cli.output import refuse, show_json
-
-DEFINITIONS = "operators.inc"
 
 
 def capi(
@@ -23,15 +16,6 @@ def capi(
     cmake_dir: bool = typer.Option(False, "--cmake-dir", help="For CMAKE_PREFIX_PATH: find_package(fusion_attention)."),
     pkg_config_dir: bool = typer.Option(False, "--pkg-config-dir", help="For PKG_CONFIG_PATH: fusion_attention.pc."),
     as_json: bool = typer.Option(False, "--json", help="All of these as JSON, and which libraries are missing."),
-    write: Path | None = typer.Option(
-        None, metavar="DIR", file_okay=False, hidden=True, help="Write the operators' headers into this folder."
-    ),
-    check: Path | None = typer.Option(
-        None, metavar="DIR", file_okay=False, hidden=True, help="Fail where its files are not what the records give."
-    ),
-    source: Path | None = typer.Option(
-        None, metavar="DIR", file_okay=False, hidden=True, help="With --write or --check: operators.inc's folder too."
-    ),
 ) -> None:
     """Print what a C or C++ program for CANN is built with here.
 
@@ -42,9 +26,6 @@ def capi(
     """
     from fusion_attention.capi import environment as places
 
-    if write or check:
-        _write_or_check(write, check, source)
-        return
     if libs and places.missing():
         lacks = ", ".join(path.name for path in places.missing())
         refuse("capi", f"{lacks}: not in {places.LIBRARY}; wheels for Linux have them: pip install fusion-attention")
@@ -66,27 +47,3 @@ def capi(
     if not lines:
         refuse("capi", "say what to print: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")
     typer.echo("\n".join(lines))
-
-
-def _write_or_check(write: Path | None, check: Path | None, source: Path | None) -> None:
-    from fusion_attention.capi import headers
-    from fusion_attention.ops import RECORDS
-
-    folder = write or check
-    assert folder is not None
-    texts = {folder / name: text for name, text in headers.files(RECORDS).items()}
-    if source is not None:
-        texts[source / DEFINITIONS] = headers.definitions(RECORDS)
-    if write:
-        try:
-            for path, text in texts.items():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8", newline="\n")
-        except OSError as error:
-            refuse("capi", f"--write: {error}")
-    there = {*texts, *(folder / "aclnnop").glob("*")}
-    stale = sorted(path for path in there if not path.is_file() or path.read_text(encoding="utf-8") != texts.get(path))
-    if stale:
-        names = ", ".join(map(str, stale))
-        refuse("capi", f"{names}: not what the records give; write them with --write, delete what no record declares")
-    typer.echo(f"{len(texts)} files are what the records give")

@@ -16,7 +16,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Exam
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
 # A page of docs/ that a docstring names.
 _PAGE = re.compile(r"\bdocs/([\w/]+)\.md")
-_ANNOTATED = re.compile(r"Annotated\[(\w+), [^]]*\]")  # what a schema is told of a tensor that is written
+_ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # what a schema is told of a tensor that is written
 
 
 def signature(function: Callable[..., Any], name: str) -> str:

@@ -1,12 +1,8 @@
-"""The operators as their records describe them: a list, a page, the pages of docs/ops, and aclnn's stub.
-
-Knows files and tables. Refuses to know what a page or a stub says: `pages.render` and `stubs.stub` do.
-"""
+"""The operators as their records describe them: a list, or the page of one."""
 
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,70 +16,15 @@ if TYPE_CHECKING:
 
     from fusion_attention.contract import Op
 
-INDEX, VERSIONS = "index.md", "versions.md"
-
-
-def pages(records: Mapping[str, Op]) -> dict[str, str]:
-    """Every generated page by file name: one per record, what versions differ in, and the index."""
-    from fusion_attention.cli.op_pages import index, page
-    from fusion_attention.contract.doc_pages import versions
-
-    texts = {f"{name}.md": page(record) for name, record in records.items()}
-    texts[INDEX], texts[VERSIONS] = index(records), versions(records.values())
-    return {name: text.rstrip() + "\n" for name, text in texts.items()}
-
-
-def files(folder: Path, stub: Path | None, records: Mapping[str, Op]) -> dict[Path, str]:
-    """Every generated file: the pages in a folder, and aclnn's stub where it is asked for."""
-    found = {folder / name: text for name, text in pages(records).items()}
-    if stub is not None:
-        from fusion_attention import aclnn
-        from fusion_attention.cli import stubs
-
-        found[stub] = stubs.stub([getattr(aclnn, name) for name in aclnn.__all__])
-    return found
-
-
-def problems(folder: Path, expected: Mapping[Path, str]) -> list[str]:
-    """One line for each file that is missing or stale, and each page that is extra in a folder."""
-    found = []
-    for path in sorted(expected.keys() | {*folder.glob("*.md")}):
-        if path not in expected:
-            found.append(f"extra: {path} (no operator has this name: delete it)")
-        elif not path.is_file():
-            found.append(f"missing: {path}")
-        elif path.read_text(encoding="utf-8") != expected[path]:
-            found.append(f"stale: {path}")
-    return found
-
 
 def ops(
     name: str = typer.Argument("", help="Print this operator's page; without it, list all operators."),
-    write: Path | None = typer.Option(
-        None, metavar="DIR", file_okay=False, help="Write all pages and index.md into this folder."
-    ),
-    check: Path | None = typer.Option(
-        None, metavar="DIR", file_okay=False, help="Fail and name each page of this folder that is not as generated."
-    ),
-    stub: Path | None = typer.Option(
-        None, metavar="FILE", dir_okay=False, help="With --write or --check: the type checkers' stub of aclnn too."
-    ),
     as_json: bool = typer.Option(False, "--json", help="Print the list, or NAME's parameters and rules, as JSON."),
 ) -> None:
-    """List the operators, print one operator's page, or write or check the pages of docs/ops."""
+    """List the operators, or print one operator's page."""
     from fusion_attention.ops.companions import CONTRACTS
 
-    if sum(bool(given) for given in (name, write, check)) > 1:
-        raise typer.BadParameter("NAME, --write and --check exclude each other.")
-    if as_json and (write or check):
-        raise typer.BadParameter("--json goes with NAME, or with the list.")
-    if stub and not (write or check):
-        raise typer.BadParameter("--stub goes with --write or --check.")
-    if write:
-        _write(write, files(write, stub, CONTRACTS))
-    elif check:
-        _check(check, files(check, stub, CONTRACTS))
-    elif as_json:
+    if as_json:
         show_json(_described(_known(name, CONTRACTS)) if name else [_entry(r) for _, r in sorted(CONTRACTS.items())])
     elif name:
         _print_page(_known(name, CONTRACTS))
@@ -91,31 +32,6 @@ def ops(
         from rich.console import Console
 
         Console().print(_listing(CONTRACTS))
-
-
-def _write(folder: Path, expected: Mapping[Path, str]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in expected.items():
-            # The same bytes on every system.
-            path.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write: {error}", param_hint="--write") from None
-    typer.echo(f"{len(expected)} files in {folder}{_beside(folder, expected)}")
-
-
-def _check(folder: Path, expected: Mapping[Path, str]) -> None:
-    found = problems(folder, expected)
-    for line in found:
-        typer.echo(line, err=True)
-    if found:
-        typer.echo(f"{len(found)} files differ from the records: write them with --write in place of --check", err=True)
-        raise typer.Exit(1)
-    typer.echo(f"{len(expected)} files in {folder}{_beside(folder, expected)} are as generated")
-
-
-def _beside(folder: Path, expected: Mapping[Path, str]) -> str:
-    return "".join(f" and {path}" for path in expected if path.parent != folder)
 
 
 def _known(name: str, records: Mapping[str, Op]) -> Op:

@@ -59,7 +59,7 @@ def decode_attention(
 
     Raises:
         GroupError: ranks make different calls, over sequences of other lengths, or one of them is gone.
-        ContractError: a call that docs/ops/decode_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops decode_attention` does not allow.
 
     Source: this library; what vLLM calls decode context parallel.
 

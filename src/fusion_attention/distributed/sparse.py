@@ -75,7 +75,7 @@ def lightning_indexer(
 
     Raises:
         GroupError: no group, other calls on other ranks, or a rank that is gone.
-        ContractError: a call that docs/ops/lightning_indexer.md does not allow.
+        ContractError: a call that `fusion-attention ops lightning_indexer` does not allow.
 
     Source: this library.
     """

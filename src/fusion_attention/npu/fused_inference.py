@@ -94,7 +94,7 @@ def npu_prompt_flash_attention(
         those that the mask alone empties the mean of the values.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_prompt_flash_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_prompt_flash_attention` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_prompt_flash_attention.
@@ -195,7 +195,7 @@ def npu_fused_infer_attention_score(
         row sees no key. Not asked for: without elements.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_fused_infer_attention_score.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_fused_infer_attention_score` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_fused_infer_attention_score. `npu_fused_infer_attention_score.out(..., workspace=None,
@@ -286,7 +286,7 @@ def npu_fused_infer_attention_score_v2(
         (attention_out, softmax_lse), as npu_fused_infer_attention_score.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_fused_infer_attention_score_v2.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_fused_infer_attention_score_v2` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_fused_infer_attention_score_v2, which has an `.out` too.

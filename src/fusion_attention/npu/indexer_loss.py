@@ -69,7 +69,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         (d_query_index, d_key_index, d_weights, loss): gradients of the sum over all rows, and that sum, float32 [1].
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_sparse_lightning_indexer_grad_kl_loss.md does not allow; an
+        ContractError: a call that `fusion-attention ops npu_sparse_lightning_indexer_grad_kl_loss` does not allow; an
             index out of range is named by batch, row and slot.
         BackendError: no back end computes it.
 
@@ -123,7 +123,7 @@ def npu_dense_lightning_indexer_softmax_lse(
         (softmax_max, softmax_sum): float32 [B, 1, S1] or [1, T1]; 0 and 0 where a row sees no key.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_dense_lightning_indexer_softmax_lse.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_dense_lightning_indexer_softmax_lse` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_dense_lightning_indexer_softmax_lse.

@@ -76,7 +76,7 @@ def npu_incre_flash_attention(
         whose tokens are all masked the mean of its values.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_incre_flash_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_incre_flash_attention` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_incre_flash_attention.

@@ -53,7 +53,7 @@ def npu_ring_attention_update(
         step keeps its statistics.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_ring_attention_update.md does not allow. There is no
+        ContractError: a call that `fusion-attention ops npu_ring_attention_update` does not allow. There is no
             derivative: npu_fusion_attention_grad takes merged statistics.
 
     Source: Ascend op-plugin, npu_ring_attention_update.
@@ -108,7 +108,7 @@ def npu_attention_update(
         its lse_m -inf.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_attention_update.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_attention_update` does not allow.
 
     Source: Ascend op-plugin, npu_attention_update.
 

@@ -65,7 +65,7 @@ def npu_lightning_indexer(
         empty.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_lightning_indexer.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_lightning_indexer` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_lightning_indexer.
@@ -186,7 +186,7 @@ def npu_sparse_flash_attention(
         [N2, T1, N1/N2], 0 and 0 where a row sees no key, or empty.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_sparse_flash_attention.md does not allow; an index out of
+        ContractError: a call that `fusion-attention ops npu_sparse_flash_attention` does not allow; an index out of
             range is named by batch, row and slot.
         BackendError: no back end computes it.
 

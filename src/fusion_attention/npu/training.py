@@ -92,7 +92,7 @@ def npu_fusion_attention(
         gradient needs to draw again.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_fusion_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_fusion_attention` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_fusion_attention.

@@ -59,7 +59,7 @@ def _npu_flash_attention(
         out: [T, N1, Dv]; written. Rows behind the last sequence stay as they are.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_flash_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_flash_attention` does not allow.
 
     Source: Ascend op-plugin, _npu_flash_attention.
 
@@ -98,7 +98,7 @@ def _npu_flash_attention_v3(
         all others: as in _npu_flash_attention.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_flash_attention_v3.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_flash_attention_v3` does not allow.
 
     Source: Ascend op-plugin, _npu_flash_attention_v3.
 
@@ -132,7 +132,7 @@ def _npu_flash_attention_unpad(
         all: as in _npu_flash_attention.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_flash_attention_unpad.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_flash_attention_unpad` does not allow.
 
     Source: Ascend op-plugin, _npu_flash_attention_unpad.
 
@@ -168,7 +168,7 @@ def _npu_flash_attention_unpad_v2(
         all others: as in _npu_flash_attention.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_flash_attention_unpad_v2.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_flash_attention_unpad_v2` does not allow.
 
     Source: Ascend op-plugin, _npu_flash_attention_unpad_v2.
 
@@ -209,7 +209,7 @@ def _npu_flash_attention_qlens(
         all others: as in _npu_flash_attention.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_flash_attention_qlens.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_flash_attention_qlens` does not allow.
 
     Source: Ascend op-plugin, _npu_flash_attention_qlens.
 
@@ -251,7 +251,7 @@ def _npu_paged_attention(
         all others: as in _npu_flash_attention_qlens.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_paged_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_paged_attention` does not allow.
 
     Source: Ascend op-plugin, _npu_paged_attention.
 
@@ -289,7 +289,7 @@ def _npu_paged_attention_get_workspace(
         A tensor without elements, as query.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_paged_attention_get_workspace.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_paged_attention_get_workspace` does not allow.
 
     Source: Ascend op-plugin, _npu_paged_attention_get_workspace.
 
@@ -324,7 +324,7 @@ def _npu_paged_attention_mla(
         all others: as in _npu_paged_attention.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_paged_attention_mla.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_paged_attention_mla` does not allow.
 
     Source: Ascend op-plugin, _npu_paged_attention_mla.
 
@@ -363,7 +363,7 @@ def _npu_paged_attention_splitfuse(
         all others: as in _npu_flash_attention_qlens.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_paged_attention_splitfuse.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_paged_attention_splitfuse` does not allow.
 
     Source: Ascend op-plugin, _npu_paged_attention_splitfuse.
 
@@ -412,7 +412,7 @@ def _npu_paged_attention_splitfuse_v2(
         all others: as in _npu_flash_attention_qlens.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_paged_attention_splitfuse_v2.md does not allow.
+        ContractError: a call that `fusion-attention ops _npu_paged_attention_splitfuse_v2` does not allow.
 
     Source: Ascend op-plugin, _npu_paged_attention_splitfuse_v2.
 

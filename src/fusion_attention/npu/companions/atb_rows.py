@@ -34,7 +34,7 @@ def _npu_reshape_and_cache(
         slot_indices: [tokens]; a slot below 0 stores nothing. Of equal slots the last row stays.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_reshape_and_cache.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops _npu_reshape_and_cache` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, _npu_reshape_and_cache.
 
@@ -58,7 +58,7 @@ def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Annotated[Tensor, "a!"],
         all: as in _npu_reshape_and_cache.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_reshape_and_cache_siso.md does not allow. Nothing is
+        ContractError: a call that `fusion-attention ops _npu_reshape_and_cache_siso` does not allow. Nothing is
             written.
 
     Source: Ascend op-plugin, _npu_reshape_and_cache_siso.
@@ -93,7 +93,7 @@ def _npu_rotary_embedding(
         is_neox_style: element i turns with i + head_size / 2; otherwise 2i with 2i + 1.
 
     Raises:
-        ContractError: a call that the record docs/ops/_npu_rotary_embedding.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops _npu_rotary_embedding` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, _npu_rotary_embedding.
 

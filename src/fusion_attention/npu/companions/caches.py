@@ -49,7 +49,7 @@ def npu_scatter_pa_kv_cache(
             is pieces where these are as wide as the chip's, 32 bytes.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_scatter_pa_kv_cache.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_scatter_pa_kv_cache` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_scatter_pa_kv_cache.
 
@@ -93,7 +93,7 @@ def npu_gather_pa_kv_cache(
         is_seq_lens_cumsum: whether seq_lens is cumulative.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_gather_pa_kv_cache.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_gather_pa_kv_cache` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_gather_pa_kv_cache.
 
@@ -143,7 +143,7 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
         y as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_scatter_nd_update.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_scatter_nd_update` does not allow.
 
     Source: Ascend op-plugin, npu_scatter_nd_update.
 
@@ -167,7 +167,7 @@ def npu_scatter_nd_update_(input: Annotated[Tensor, "a!"], indices: Tensor, upda
         input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_scatter_nd_update_.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_scatter_nd_update_` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_scatter_nd_update_.
 
@@ -222,7 +222,7 @@ def npu_kv_rmsnorm_rope_cache(
         empty without is_output_kv.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_kv_rmsnorm_rope_cache.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_kv_rmsnorm_rope_cache` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_kv_rmsnorm_rope_cache.
 

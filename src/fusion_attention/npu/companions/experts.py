@@ -71,7 +71,7 @@ def npu_moe_token_permute(
         npu_moe_token_unpermute. The first is differentiable in tokens.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_permute.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_permute` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_permute.
 
@@ -108,7 +108,7 @@ def npu_moe_token_permute_grad(
         The gradient of tokens.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_permute_grad.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_permute_grad` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_permute_grad.
 
@@ -155,7 +155,7 @@ def npu_moe_token_unpermute(
         permuted_tokens is kept for the backward.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_unpermute.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_unpermute` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_unpermute.
 
@@ -237,7 +237,7 @@ def npu_moe_token_unpermute_grad(
         (dpermuted, dprobs), dprobs None without probs.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_unpermute_grad.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_unpermute_grad` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_unpermute_grad.
 
@@ -288,7 +288,7 @@ def npu_moe_token_permute_with_routing_map(
         The first is differentiable in tokens, the second in probs.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_permute_with_routing_map.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_permute_with_routing_map` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_permute_with_routing_map.
 
@@ -351,7 +351,7 @@ def npu_moe_token_unpermute_with_routing_map(
         [T, H] in the dtype of permuted_tokens; differentiable in permuted_tokens and probs.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_token_unpermute_with_routing_map.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_token_unpermute_with_routing_map` does not allow.
 
     Source: Ascend op-plugin, npu_moe_token_unpermute_with_routing_map.
 

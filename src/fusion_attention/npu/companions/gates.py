@@ -41,7 +41,7 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
         y in the dtype of input, half as long along dim.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_swiglu.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_swiglu` does not allow.
 
     Source: Ascend op-plugin, npu_swiglu.
 
@@ -72,7 +72,7 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
         dx as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_swiglu_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_swiglu_backward` does not allow.
 
     Source: Ascend op-plugin, npu_swiglu_backward.
 
@@ -109,7 +109,7 @@ def npu_geglu(input: Tensor, dim: int = -1, approximate: int = 1, activate_left:
         (y, gelu): both in the dtype of input, half as long along dim. y alone has a derivative.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_geglu.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_geglu` does not allow.
 
     Source: Ascend op-plugin, npu_geglu.
 
@@ -151,7 +151,7 @@ def npu_geglu_grad(
         dx as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_geglu_grad.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_geglu_grad` does not allow.
 
     Source: Ascend op-plugin, npu_geglu_grad.
 
@@ -190,7 +190,7 @@ def npu_gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
         y as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_gelu.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_gelu` does not allow.
 
     Source: Ascend op-plugin, npu_gelu.
 
@@ -219,7 +219,7 @@ def npu_gelu_backward(grad_output: Tensor, input: Tensor, *, approximate: str = 
         dx as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_gelu_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_gelu_backward` does not allow.
 
     Source: Ascend op-plugin, npu_gelu_backward.
 
@@ -248,7 +248,7 @@ def npu_fast_gelu(input: Tensor) -> Tensor:
         y as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_fast_gelu.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_fast_gelu` does not allow.
 
     Source: Ascend op-plugin, npu_fast_gelu.
 
@@ -279,7 +279,7 @@ def npu_fast_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
         dx as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_fast_gelu_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_fast_gelu_backward` does not allow.
 
     Source: Ascend op-plugin, npu_fast_gelu_backward.
 

@@ -46,7 +46,7 @@ def npu_cross_entropy_loss(
         alone is differentiable; log_prob [T, C]; the others have no elements. The mean of no row is NaN.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_cross_entropy_loss.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_cross_entropy_loss` does not allow.
 
     Source: Ascend op-plugin, npu_cross_entropy_loss.
 
@@ -109,7 +109,7 @@ def npu_cross_entropy_loss_backward(
         dx [T, C] as log_prob.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_cross_entropy_loss_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_cross_entropy_loss_backward` does not allow.
 
     Source: Ascend op-plugin, npu_cross_entropy_loss_backward.
 

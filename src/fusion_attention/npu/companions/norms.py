@@ -29,7 +29,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> tuple[
         (y, rstd): y as input; rstd in float32, the normalised axes of size 1. y alone has a derivative.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_rms_norm.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_rms_norm` does not allow.
 
     Source: Ascend op-plugin, npu_rms_norm.
 
@@ -57,7 +57,7 @@ def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
         (dx, dgamma): dx as input; dgamma in float32.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_rms_norm_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_rms_norm_backward` does not allow.
 
     Source: Ascend op-plugin, npu_rms_norm_backward.
 
@@ -87,7 +87,7 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
         (y, rstd, x): y and x as x1; rstd in float32. y and x have a derivative.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_add_rms_norm.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_add_rms_norm` does not allow.
 
     Source: Ascend op-plugin, npu_add_rms_norm.
 
@@ -113,7 +113,7 @@ def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-06) -> 
         (y, rstd), as npu_rms_norm.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_gemma_rms_norm.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_gemma_rms_norm` does not allow.
 
     Source: Ascend op-plugin, npu_gemma_rms_norm.
 

@@ -83,7 +83,7 @@ def npu_grouped_matmul(
         rows meet all matrices.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_grouped_matmul.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_grouped_matmul` does not allow.
 
     Source: Ascend op-plugin, npu_grouped_matmul.
 

@@ -68,7 +68,7 @@ def npu_mla_prolog(
         (query [.., N1, Ckv], query_rope [.., N1, Dr], kv_cache, kr_cache).
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_mla_prolog.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_mla_prolog` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_mla_prolog.
 
@@ -123,7 +123,7 @@ def npu_mla_prolog_v2(
         (query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope), the last without elements.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_mla_prolog_v2.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_mla_prolog_v2` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_mla_prolog_v2.
 
@@ -200,7 +200,7 @@ def npu_mla_prolog_v3(
         scales have no elements, nor has query_norm without query_norm_flag.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_mla_prolog_v3.md does not allow. Nothing is written.
+        ContractError: a call that `fusion-attention ops npu_mla_prolog_v3` does not allow. Nothing is written.
 
     Source: Ascend op-plugin, npu_mla_prolog_v3.
 

@@ -58,7 +58,7 @@ def npu_dynamic_quant(
         0 of a row of zeros.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_dynamic_quant.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_dynamic_quant` does not allow.
 
     Source: Ascend op-plugin, npu_dynamic_quant.
 
@@ -121,7 +121,7 @@ def npu_quantize(
         lowest bits.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_quantize.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_quantize` does not allow.
 
     Source: Ascend op-plugin, npu_quantize.
 
@@ -176,7 +176,7 @@ def npu_convert_weight_to_int4pack(weight: Tensor, inner_k_tiles: int = 0) -> Te
         int32 [K, N / 8] or [N, K / 8].
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_convert_weight_to_int4pack.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_convert_weight_to_int4pack` does not allow.
 
     Source: Ascend op-plugin, npu_convert_weight_to_int4pack.
 
@@ -203,7 +203,7 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mod
         int64, in the shape that both broadcast to.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_trans_quant_param.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_trans_quant_param` does not allow.
 
     Source: Ascend op-plugin, npu_trans_quant_param.
 
@@ -275,7 +275,7 @@ def npu_quant_matmul(
         [..., M, N] in output_dtype.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_quant_matmul.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_quant_matmul` does not allow.
 
     Source: Ascend op-plugin, npu_quant_matmul.
 

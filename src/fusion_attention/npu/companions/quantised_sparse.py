@@ -63,7 +63,7 @@ def npu_quant_lightning_indexer(
         that more of them are equal there.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_quant_lightning_indexer.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_quant_lightning_indexer` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_quant_lightning_indexer.
@@ -146,7 +146,7 @@ def npu_kv_quant_sparse_flash_attention(
         attention_out: as query, with the latent's elements. Computed in float32, rounded once.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_kv_quant_sparse_flash_attention.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_kv_quant_sparse_flash_attention` does not allow.
         BackendError: no back end computes it.
 
     Source: Ascend op-plugin, npu_kv_quant_sparse_flash_attention.

@@ -38,7 +38,7 @@ def npu_rotary_mul(
         y as input.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_rotary_mul.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_rotary_mul` does not allow.
 
     Source: Ascend op-plugin, npu_rotary_mul.
 
@@ -73,7 +73,7 @@ def npu_rotary_mul_backward(
         (dx, dr1, dr2), each as what it is the gradient of.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_rotary_mul_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_rotary_mul_backward` does not allow.
 
     Source: Ascend op-plugin, npu_rotary_mul_backward.
 
@@ -109,7 +109,7 @@ def npu_apply_rotary_pos_emb(
         (query, key), turned; those that came stay as they are.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_apply_rotary_pos_emb.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_apply_rotary_pos_emb` does not allow.
 
     Source: Ascend op-plugin, npu_apply_rotary_pos_emb.
 
@@ -139,7 +139,7 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y as x.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_interleave_rope.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_interleave_rope` does not allow.
 
     Source: Ascend op-plugin, npu_interleave_rope.
 
@@ -182,7 +182,7 @@ def npu_mrope(
         (query, key), turned; those that came stay as they are.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_mrope.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_mrope` does not allow.
 
     Source: Ascend op-plugin, npu_mrope.
 

@@ -44,7 +44,7 @@ def npu_moe_gating_top_k_softmax(
         (y in the dtype of x, expert_idx int32, row_idx int32): j * T + i for choice j of token i. y is differentiable.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_gating_top_k_softmax.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_gating_top_k_softmax` does not allow.
 
     Source: Ascend op-plugin, npu_moe_gating_top_k_softmax.
 
@@ -99,7 +99,7 @@ def npu_moe_gating_top_k(
         (y [T, k] in the dtype of x, expert_idx int32 [T, k], out float32 [T, E]). y and out are differentiable.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_gating_top_k.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_gating_top_k` does not allow.
 
     Source: Ascend op-plugin, npu_moe_gating_top_k.
 
@@ -167,7 +167,7 @@ def npu_moe_init_routing_v2(
         leaves undefined is 0: rows and scales behind those of active experts.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_init_routing_v2.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_init_routing_v2` does not allow.
 
     Source: Ascend op-plugin, npu_moe_init_routing_v2.
 
@@ -256,7 +256,7 @@ def npu_moe_finalize_routing(
         [T, H] in the dtype of the rows; differentiable in rows, skips, bias and scales.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_moe_finalize_routing.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_moe_finalize_routing` does not allow.
 
     Source: Ascend op-plugin, npu_moe_finalize_routing.
 

@@ -42,7 +42,7 @@ def npu_confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[
         y as input, in memory of its own.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_confusion_transpose.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_confusion_transpose` does not allow.
 
     Source: Ascend op-plugin, npu_confusion_transpose.
 
@@ -76,7 +76,7 @@ def npu_confusion_transpose_backward(
         dx of this shape, as grad.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_confusion_transpose_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_confusion_transpose_backward` does not allow.
 
     Source: Ascend op-plugin, npu_confusion_transpose_backward.
 
@@ -113,7 +113,7 @@ def npu_format_cast(
         y as input: a copy, or input where it has the format. get_npu_format() tells.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_format_cast.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_format_cast` does not allow.
 
     Source: Ascend op-plugin, npu_format_cast.
 
@@ -149,7 +149,7 @@ def npu_format_cast_(
         input, which now has the format.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_format_cast_.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_format_cast_` does not allow.
 
     Source: Ascend op-plugin, npu_format_cast_.
 
@@ -220,7 +220,7 @@ def npu_transpose_batchmatmul(
         [M, B, N], or as perm_y says; with a batch_split_factor f above 1 [f, M, B*N/f]; with scale int8 [M, 1, B*N].
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_transpose_batchmatmul.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_transpose_batchmatmul` does not allow.
 
     Source: Ascend op-plugin, npu_transpose_batchmatmul.
 

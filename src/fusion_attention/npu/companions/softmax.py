@@ -31,7 +31,7 @@ def npu_scaled_masked_softmax(x: Tensor, mask: Tensor, scale: float = 1, fixed_t
         y as x.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_scaled_masked_softmax.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_scaled_masked_softmax` does not allow.
 
     Source: Ascend op-plugin, npu_scaled_masked_softmax.
 
@@ -67,7 +67,7 @@ def npu_scaled_masked_softmax_backward(
         dx as y.
 
     Raises:
-        ContractError: a call that the record docs/ops/npu_scaled_masked_softmax_backward.md does not allow.
+        ContractError: a call that `fusion-attention ops npu_scaled_masked_softmax_backward` does not allow.
 
     Source: Ascend op-plugin, npu_scaled_masked_softmax_backward.
 

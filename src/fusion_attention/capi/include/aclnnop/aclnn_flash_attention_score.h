@@ -1,4 +1,4 @@
-/* Written from the operators' records by `make docs`. */
+/* Written from the operators' records by `python -m codegen`. */
 #ifndef FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
 #define FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_H
 
@@ -40,29 +40,15 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScore(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScore with pse_type and start indices.
- *   query: Query rows.
- *   key: Key rows.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
  *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
  *   scaleValueOptional: Factor on query . key.
  *   keepProbOptional: Share of probabilities that dropout keeps.
  *   preTokensOptional: Window to the left (modes 0 and 4).
  *   nextTokensOptional: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
  *   innerPreciseOptional: 2: rows that see no key return zeros.
  *   sparseModeOptional: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseTypeOptional: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+ *   pseTypeOptional: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -76,30 +62,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreV2 with sinks.
- *   query: Query rows.
- *   key: Key rows.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
  *   sinkOptional: One more logit per query head in every denominator. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -112,30 +76,12 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* Attention for training, forward, packed sequences.
- *   query: Query rows.
- *   key: Key rows.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
  *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
  *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
  *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
  *       token by token only where a softmax_layout asks for it.
  *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+ *       end, token by token only where a softmax_layout asks for it. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -147,34 +93,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreGetWorkspaceSize(
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScore(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScore with pse_type and start indices.
- *   query: Query rows.
- *   key: Key rows.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+/* VarLenScore with pse_type and start indices. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -188,35 +107,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScoreV2 with rope parts of query and key.
- *   query: Query rows.
  *   queryRope: Rope part of the query rows. Null: absent.
- *   key: Key rows.
- *   keyRope: Rope part of the key rows. Null: absent.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+ *   keyRope: Rope part of the key rows. Null: absent. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,
@@ -231,31 +123,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScore with a choice of the statistics' order.
- *   query: Query rows.
- *   key: Key rows.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+ *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -268,38 +136,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* VarLenScoreV3 with sinks and a choice of the statistics' order.
- *   query: Query rows.
- *   queryRope: Rope part of the query rows. Null: absent.
- *   key: Key rows.
- *   keyRope: Rope part of the key rows. Null: absent.
- *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   sinkOptional: One more logit per query head in every denominator. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major.
- *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
- *       end, token by token only where a softmax_layout asks for it.
- *   softmaxOutOut: Reserved: empty.
- *   attentionOutOut: The output rows. */
+/* VarLenScoreV3 with sinks and a choice of the statistics' order. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV5GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *key, const aclTensor *keyRope,
     const aclTensor *value, const aclTensor *realShiftOptional, const aclTensor *dropMaskOptional,

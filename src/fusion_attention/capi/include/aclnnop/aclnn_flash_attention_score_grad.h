@@ -1,4 +1,4 @@
-/* Written from the operators' records by `make docs`. */
+/* Written from the operators' records by `python -m codegen`. */
 #ifndef FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_GRAD_H
 #define FUSION_ATTENTION_ACLNN_FLASH_ATTENTION_SCORE_GRAD_H
 
@@ -46,34 +46,9 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreGrad with pse_type and start indices.
- *   query: Query rows.
- *   keyIn: Key rows.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned.
- *   softmaxSumOptional: Row sums that the forward returned.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
  *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   dqOut: Gradient of query.
- *   dkOut: Gradient of key.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape. */
+ *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -87,35 +62,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* FlashAttentionScoreGradV2 with sinks.
- *   query: Query rows.
- *   keyIn: Key rows.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned.
- *   softmaxSumOptional: Row sums that the forward returned.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
  *   sinkInOptional: One more logit per query head in every denominator. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   dqOut: Gradient of query.
- *   dkOut: Gradient of key.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape.
  *   dsinkOut: Gradient of sink. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
@@ -131,35 +78,12 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* Gradients of FlashAttentionVarLenScore.
- *   query: Query rows.
- *   keyIn: Key rows.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
  *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
  *       token by token only where a softmax_layout asks for it.
  *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
  *       by token only where a softmax_layout asks for it.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
  *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   dqOut: Gradient of query.
- *   dkOut: Gradient of key.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape. */
+ *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -172,39 +96,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradGetWorkspac
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGrad(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* UnpaddingScoreGrad with pse_type and start indices.
- *   query: Query rows.
- *   keyIn: Key rows.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   dqOut: Gradient of query.
- *   dkOut: Gradient of key.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape. */
+/* UnpaddingScoreGrad with pse_type and start indices. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -219,42 +111,10 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV2(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* UnpaddingScoreGradV2 with rope parts of query and key.
- *   query: Query rows.
  *   queryRope: Rope part of the query rows. Null: absent.
- *   keyIn: Key rows.
  *   keyInRope: Rope part of the key rows. Null: absent.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   dqOut: Gradient of query.
  *   dqRopeOut: Gradient of query_rope.
- *   dkOut: Gradient of key.
- *   dkRopeOut: Gradient of key_rope.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape. */
+ *   dkRopeOut: Gradient of key_rope. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *keyIn, const aclTensor *keyInRope,
     const aclTensor *value, const aclTensor *dy, const aclTensor *pseShiftOptional,
@@ -271,35 +131,6 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* UnpaddingScoreGrad with a choice of the statistics' order.
- *   query: Query rows.
- *   keyIn: Key rows.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   dqOut: Gradient of query.
- *   dkOut: Gradient of key.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape.
  *   softmaxInLayout: Order of packed statistics: per sequence head-major, or token-major. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
@@ -313,46 +144,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorksp
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
-/* UnpaddingScoreGradV3 with sinks and a choice of the statistics' order.
- *   query: Query rows.
- *   queryRope: Rope part of the query rows. Null: absent.
- *   keyIn: Key rows.
- *   keyInRope: Rope part of the key rows. Null: absent.
- *   value: Value rows.
- *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
- *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
- *   softmaxMaxOptional: Row maxima that the forward returned. TND: [N1, q_len, 8] of each sequence end to end,
- *       token by token only where a softmax_layout asks for it.
- *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
- *       by token only where a softmax_layout asks for it.
- *   softmaxInOptional: Reserved. Null: absent.
- *   attentionInOptional: The forward's output.
- *   sinkInOptional: One more logit per query head in every denominator. Null: absent.
- *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
- *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
- *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValue: Factor on query . key.
- *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
- *   headNum: Query heads.
- *   inputLayout: Axis order of query, key, value and the output.
- *   innerPrecise: 2: rows that see no key return zeros.
- *   sparseMode: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.
- *   softmaxInLayout: Order of packed statistics: per sequence head-major, or token-major.
- *   dqOut: Gradient of query.
- *   dqRopeOut: Gradient of query_rope.
- *   dkOut: Gradient of key.
- *   dkRopeOut: Gradient of key_rope.
- *   dvOut: Gradient of value.
- *   dpseOut: Gradient of pse, in its shape.
- *   dsinkOut: Gradient of sink. */
+/* UnpaddingScoreGradV3 with sinks and a choice of the statistics' order. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV5GetWorkspaceSize(
     const aclTensor *query, const aclTensor *queryRope, const aclTensor *keyIn, const aclTensor *keyInRope,
     const aclTensor *value, const aclTensor *dy, const aclTensor *pseShiftOptional,

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `make docs`. */
+/* Written from the operators' records by `python -m codegen`. */
 #ifndef FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V3_H
 #define FUSION_ATTENTION_ACLNN_FUSED_INFER_ATTENTION_SCORE_V3_H
 

@@ -1,4 +1,4 @@
-/* Written from the operators' records by `make docs`. */
+/* Written from the operators' records by `python -m codegen`. */
 #ifndef FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V4_H
 #define FUSION_ATTENTION_ACLNN_INCRE_FLASH_ATTENTION_V4_H
 

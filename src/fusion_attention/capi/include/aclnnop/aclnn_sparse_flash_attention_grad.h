@@ -1,4 +1,4 @@
-/* Written from the operators' records by `make docs`. */
+/* Written from the operators' records by `python -m codegen`. */
 #ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
 #define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_ATTENTION_GRAD_H
 

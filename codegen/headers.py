@@ -13,7 +13,7 @@ from fusion_attention.contract import Attr, Op, Param, Prototype, Tensor, Tensor
 
 PHASE_1 = "GetWorkspaceSize"
 _NUMBERS = {int: "int64_t ", float: "double ", bool: "bool ", str: "char *"}
-_WRITTEN = "Written from the operators' records by `make docs`."
+_WRITTEN = "Written from the operators' records by `python -m codegen`."
 _TAIL = ["uint64_t *workspaceSize", "aclOpExecutor **executor"]
 _RUN = ["void *workspace", "uint64_t workspaceSize", "aclOpExecutor *executor", "const aclrtStream stream"]
 
@@ -50,7 +50,10 @@ def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
 def header(name: str, ops: Iterable[Op]) -> str:
     """The text of aclnnop/<name>."""
     guard = "FUSION_ATTENTION_" + name.upper().replace(".", "_")
-    functions = "\n".join(f"{_comment(op)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops)
+    explained: set[str] = set()
+    functions = "\n".join(
+        f"{_comment(op, explained)}\n{_declaration(op, True)};\n{_declaration(op, False)};\n" for op in ops
+    )
     return f"""/* {_WRITTEN} */
 #ifndef {guard}
 #define {guard}
@@ -78,12 +81,14 @@ def definitions(records: Mapping[str, Op]) -> str:
     return f"// {_WRITTEN}\n\n{includes}\n\n{bodies}"
 
 
-def _comment(op: Op) -> str:
-    """What the record says of an operator and of its parameters."""
+def _comment(op: Op, explained: set[str]) -> str:
+    """The texts of an operator and of its parameters, but for those that the header has explained."""
     lines = [fill(op.summary, 116, initial_indent="/* ", subsequent_indent=" * ")]
     for p, name in zip(op.params, op.prototypes[op.name].names, strict=True):
         text = f"{name}: {p.text}{' Null: absent.' if p.optional else ''}".replace("*/", "* /")
-        lines.append(fill(text, 116, initial_indent=" *   ", subsequent_indent=" *       "))
+        if text not in explained:
+            lines.append(fill(text, 116, initial_indent=" *   ", subsequent_indent=" *       "))
+        explained.add(text)
     return "\n".join(lines) + " */"
 
 

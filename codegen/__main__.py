@@ -1,0 +1,27 @@
+"""python -m codegen: writes the stub of aclnn, the operators' C headers and definitions, and README's picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from codegen import headers, stub
+from fusion_attention import aclnn
+from fusion_attention.ops import RECORDS
+from website.house import hourglass
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "src/fusion_attention"
+
+
+def files() -> dict[str, str]:
+    """Text by path below the root."""
+    found = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
+    found["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
+    found[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
+    found["docs/pictures/hourglass.svg"] = hourglass().render()
+    return found
+
+
+if __name__ == "__main__":
+    for name, text in files().items():
+        (ROOT / name).write_text(text, encoding="utf-8", newline="\n")
