@@ -60,7 +60,7 @@ build/triton/%:
 test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, and the mutants that tests must catch
 	$(call both,-m "")
 	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -m "" tests/backends/test_triton_ahead.py && ) true
-	$(BIN)/python tests/house/mutants.py
+	$(BIN)/python tests/repository/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= python3

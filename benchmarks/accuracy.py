@@ -31,13 +31,13 @@ from fusion_attention import _native
 from fusion_attention.backends import cpu
 from fusion_attention.bench.report import Report
 from fusion_attention.contract import BackendError
-from fusion_attention.judging import index, trials
+from fusion_attention.ir.call import Lowered
+from fusion_attention.judging import evaluate, indexer
 from fusion_attention.judging.error_bound import Errors
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM, Grade
 from fusion_attention.judging.outputs import setting_of, units
 from fusion_attention.judging.setting import Edit
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.lowered import Lowered
 
 Tensor = torch.Tensor
 Results = dict[str, Tensor]
@@ -105,12 +105,12 @@ def measured(call: Any, found: Mapping[str, Results], grade: Grade) -> Iterator[
     """(program, output, errors) of results of a call, which may lack some of its outputs."""
     asked = {name for results in found.values() for name in results}
     given = {name: t for name, t in call.results().items() if name in asked}
-    if index.serves(call):
-        result = index.measured(index.setting_of(call), call, given, grade, beside=found)
+    if indexer.serves(call):
+        result = indexer.measured(indexer.setting_of(call), call, given, grade, beside=found)
     else:
         setting, outputs = setting_of(call, given)
         held = {who: setting_of(call, results)[1] for who, results in found.items()}
-        result = trials.measured(setting, outputs, units(setting, outputs), grade=grade, whole=True, beside=held)
+        result = evaluate.measured(setting, outputs, units(setting, outputs), grade=grade, whole=True, beside=held)
     for who, theirs in result.beside.items():
         yield from ((who, name, tally.errors) for name, tally in theirs.items() if tally.count)
 

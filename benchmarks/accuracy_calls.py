@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import bind
+from fusion_attention.ir.call import Lowered
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
@@ -18,7 +19,6 @@ from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing import Case, arguments, lowered, sparse
 from fusion_attention.testing import indexer_loss as loss
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.lowered import Lowered
 
 PAGE = 128
 CAUSAL: dict[str, Any] = {"sparse_mode": 3, "mask": "compressed"}

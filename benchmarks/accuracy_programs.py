@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judging import index, index_formulas
-from fusion_attention.judging.index_formulas import Index
+from fusion_attention.judging import indexer, indexer_formulas
+from fusion_attention.judging.indexer_formulas import Index
 from fusion_attention.judging.outputs import setting_of
 from fusion_attention.judging.setting import Block, Edit
 
@@ -124,10 +124,10 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
         change: what is done to every block before: a fault.
     """
     outputs: Leaves = call.results()
-    if index.serves(call):
+    if indexer.serves(call):
         if who != "eager" or call.verb not in ("indexer_topk", "indexer_backward"):
             return {}
-        _indexer(index.setting_of(call), index.views_of(call, outputs))
+        _indexer(indexer.setting_of(call), indexer.views_of(call, outputs))
         return outputs
     setting, known = setting_of(call, outputs)
     setting = setting if change is None else setting.changed(change)
@@ -173,7 +173,7 @@ def _indexer(x: Index, views: dict[str, Any]) -> None:
             for kind, t in chosen.items():
                 views[kind].sequence(b, 1, q_len)[0].copy_(t[:, : x.problem.top_k])
             continue
-        dscores = index_formulas.given(x, b, slice(0, q_len), torch.float64)[0].to(dtype)
+        dscores = indexer_formulas.given(x, b, slice(0, q_len), torch.float64)[0].to(dtype)
         dq, dk, dw = torch.autograd.grad(scores, given, dscores)
         for kind, t, heads, length in (("dq", dq, x.heads, q_len), ("dk", dk[None], 1, kv_len),
                                        ("dweights", dw[..., 0].mT[None], 1, q_len)):  # fmt: skip

@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from fusion_attention import npu
 from fusion_attention import plan as planning
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import zeros
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 READ_BYTES = 1 << 28
 

@@ -15,10 +15,10 @@ import torch
 from benchmarks.decode import rows
 from fusion_attention import plan as planning
 from fusion_attention.bench.pair import Pair
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import zeros
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 HEADS, DIM, PAGE = 32, 128, 128
 

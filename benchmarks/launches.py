@@ -20,10 +20,10 @@ import torch
 from rich.console import Console
 
 from fusion_attention.bench.report import Report
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.plan import plan
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 SEQUENCES, TOKENS, PAGE, GOAL_US = 4, 64, 64, 25.0
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

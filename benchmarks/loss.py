@@ -15,8 +15,8 @@ from benchmarks.sparse import CHOSEN, DIM, HEADS, INDEX_DIM, INDEX_HEADS, KEYS, 
 from fusion_attention.backends import cpu
 from fusion_attention.bench.pair import Pair
 from fusion_attention.contract import dtype_text
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,

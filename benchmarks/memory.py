@@ -21,8 +21,8 @@ import fusion_attention as fa
 from benchmarks.dense import DTYPES, rows
 from fusion_attention.backends import cpu
 from fusion_attention.bench.report import Report
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Problem
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Problem
 
 DIM = 64
 STATUS = Path("/proc/self/status")

@@ -15,9 +15,9 @@ from benchmarks.features import with_threads
 from fusion_attention.backends import cpu
 from fusion_attention.bench.pair import Pair, seconds
 from fusion_attention.contract import dtype_text
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import (
     Extents,
     Grads,
     IndexerOperands,

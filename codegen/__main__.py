@@ -7,7 +7,7 @@ from pathlib import Path
 from codegen import headers, stub
 from fusion_attention import aclnn
 from fusion_attention.ops import RECORDS
-from website.house import hourglass
+from website.overview import overview
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/fusion_attention"
@@ -18,7 +18,7 @@ def files() -> dict[str, str]:
     found = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
     found["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
     found[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
-    found["docs/pictures/hourglass.svg"] = hourglass().render()
+    found["docs/pictures/overview.svg"] = overview().render()
     return found
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from fusion_attention.explorer import gallery, page
 from fusion_attention.explorer.calls import call
 from fusion_attention.explorer.draw import cells_of, is_seen, svg, text
-from fusion_attention.explorer.remarks import remarks_on, verdict
-from fusion_attention.explorer.seen import Setting
+from fusion_attention.explorer.violations import remarks_on, verdict
+from fusion_attention.explorer.visible import Setting
 
 # A prompt of five tokens after three cached ones, beside a whole sequence, in a window of four keys.
 batch = Setting(mode=4, q_len=(5, 6), kv_len=(8, 6), packed=True, pre=3, next=0)

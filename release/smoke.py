@@ -16,7 +16,7 @@ def runtimes() -> list[str]:
     return sorted(f for f in files if any(name in Path(f).name for name in ("gomp", "iomp5", "libomp")))
 
 
-def check_c_face() -> None:
+def check_c_api() -> None:
     """A program in this process asks the C libraries: memory, and an operator that refuses what it was given."""
     from fusion_attention.capi import environment
 
@@ -70,7 +70,7 @@ def main(first: str) -> None:
         all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
         for name, mine, exact, plain in all_three:
             compare(f"{name}, {dtype}", mine, exact, plain, 300)
-    check_c_face()
+    check_c_api()
     found = runtimes()
     assert len(found) == 1, f"one OpenMP runtime serves torch and the core, but there are {found}"
     python = ".".join(map(str, sys.version_info[:2]))

@@ -8,14 +8,14 @@ from functools import cache, partial
 
 from fusion_attention.cli import op_pages
 from fusion_attention.contract.doc_pages import versions
-from fusion_attention.ops.companions import CONTRACTS
-from website import accuracy, ascend, charts, house, masks, pictures, reference
+from fusion_attention.ops.auxiliary import CONTRACTS
+from website import accuracy, ascend, charts, masks, overview, pictures, reference
 from website.svg import Picture, site_stylesheet
 
 PICTURES: dict[str, Callable[[], Picture]] = {
-    "hourglass": house.hourglass,
-    "hourglass_tall": house.hourglass_tall,
-    "floors": house.floors,
+    "overview": overview.overview,
+    "overview_tall": overview.overview_tall,
+    "floors": overview.floors,
     "beside_sdpa": charts.beside_sdpa,
     "beside_sdpa_tall": partial(charts.beside_sdpa, tall=True),
     "beside_masks": charts.beside_masks,

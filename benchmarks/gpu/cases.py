@@ -15,9 +15,9 @@ from benchmarks.gpu.lists import indexer, loss, selected
 from benchmarks.gpu.row import Call, Row
 from fusion_attention import Band, attention
 from fusion_attention.backends import triton as backend
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 
 TOKENS, WIDTH = 16384, 2048  # of all sequences together; heads x dim
 SDPA = {

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from fusion_attention.api.attention import attention
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
     from fusion_attention.api.decode import decode_attention
-    from fusion_attention.api.latents import divided_rope
+    from fusion_attention.api.int8_rope import divided_rope
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, pack_lists, sparse_attention
     from fusion_attention.backends import use_backend
-    from fusion_attention.calls.explanation import explain
     from fusion_attention.captures.capture import capture
-    from fusion_attention.captures.files import CaptureError
+    from fusion_attention.captures.reader import CaptureError
     from fusion_attention.captures.replay import Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
+    from fusion_attention.explain.explanation import explain
+    from fusion_attention.ir.mask import Band
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.judge import diagnose, judge
     from fusion_attention.judging.verdict import Judgement
     from fusion_attention.settings import strict
-    from fusion_attention.waist.mask import Band
 
 __all__ = [
     "BackendError",
@@ -57,9 +57,9 @@ __version__ = "0.1.0"
 # Where the names are that are loaded late.
 _HOMES = {
     "BackendError": "contract",
-    "Band": "waist.mask",
+    "Band": "ir.mask",
     "CacheFullError": "api.cache",
-    "CaptureError": "captures.files",
+    "CaptureError": "captures.reader",
     "ContractError": "contract",
     "ContractWarning": "contract",
     "JudgeError": "judging.calls",
@@ -70,7 +70,7 @@ _HOMES = {
     "capture": "captures.capture",
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",
-    "divided_rope": "api.latents",
+    "divided_rope": "api.int8_rope",
     "explain": "calls.explanation",
     "indexer_loss": "api.sparse",
     "judge": "judging.judge",

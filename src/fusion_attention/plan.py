@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import Backend, choose, load
+from fusion_attention.ir.call import Lowered
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import AnyProblem, Extents
 from fusion_attention.settings import chosen
-from fusion_attention.waist.lowered import Lowered
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import AnyProblem, Extents
 
 _PLANS: OrderedDict[Any, Plan] = OrderedDict()
 _PLANS_KEPT = 128

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.backends import choose
 from fusion_attention.contract import BackendError
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
 
@@ -18,7 +18,7 @@ PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
 def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
     program = (
         "import sys, torch; from fusion_attention.backends import choose\n"
-        "from fusion_attention.waist.problem import Problem\n"
+        "from fusion_attention.ir.problem import Problem\n"
         "print(choose(Problem(4, 2, 64, 64), torch.device('cpu'), 'auto'))\n"
         "print('fusion_attention.backends.triton' in sys.modules)"
     )
@@ -47,7 +47,7 @@ import torch
 import fusion_attention
 import fusion_attention.npu, fusion_attention.testing
 from fusion_attention.backends import choose
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 q = torch.ones(1, 2, 1, 4)
 print(fusion_attention.attention(q, q, q, backend="golden").sum().item())

@@ -12,21 +12,21 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.native_dense import converted, gradients, native
-from support.witness import Call, Results, alone, make
+from support.oracle import Call, Results, alone, make
 from torch.nn.functional import scaled_dot_product_attention
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
-from fusion_attention.backends.cpu import means
+from fusion_attention.backends.cpu import mean_rows
 from fusion_attention.contract import bind
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.training import own
+from fusion_attention.ops.training import fa_record
 from fusion_attention.ops.training.run import PlainForward
 from fusion_attention.testing import compare, expected_of
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 LENGTHS = [(37, 37), (280, 300), (0, 4), (1, 600), (5, 0), (270, 3)]
 PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)
@@ -84,7 +84,7 @@ def test_threads_share_short_sequences(heads: int) -> None:
 
     each = zip(*(t.double().transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
     by_torch = torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
-    call = own.dense_call(bind(own.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths}))
+    call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths}))
     compare("out", found[0], Expected(by_torch, expected_of(PlainForward(call))["out"].size))
 
 
@@ -133,9 +133,9 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from fusion_attention.backends import cpu
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 
 def rows(dim, length):
     zero = np.zeros(1, np.int64)
@@ -182,7 +182,7 @@ def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
     kept, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
     values[0, 7], values[1, 9, 3] = 0.0, torch.inf
     order = torch.randperm(256)
-    found, turned = means._kept_sum(kept, values), means._kept_sum(kept[:, :, order], values[:, order])
+    found, turned = mean_rows._kept_sum(kept, values), mean_rows._kept_sum(kept[:, :, order], values[:, order])
     assert torch.equal(found, turned)
     added = torch.where(kept[..., None], values[:, None], 0.0).double()
     compare_with("sums", found, lambda: added.sum(2), draws=16)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.bits import same, same_bits
-from support.forgetting import Results, forgets, is_poison
-from support.forgotten import FAMILIES
+from support.unwritten import Results, forgets, is_poison
+from support.unwritten_calls import FAMILIES
 
 import fusion_attention as fa
 from fusion_attention import memory

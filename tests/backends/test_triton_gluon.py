@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_gluon, shapes
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 HOPPER = torch.device("cuda:0")
 BY_TMA = shapes.Tile(128, 128, 8, 2, shapes.TMA)

@@ -18,11 +18,11 @@ from support.caches import Cache, made, rows
 from support.launches import constants, watch
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching, layout_table
 from fusion_attention.contract import BackendError
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 
 Launch = tuple[str, dict[str, Any]]
 PROBLEM = Problem(2, 1, 16, 16, dtype="float16", scale=0.3)
@@ -102,7 +102,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         yield
         inside.pop()
 
-    monkeypatch.setattr(memory, "on", on)
+    monkeypatch.setattr(layout_table, "on", on)
     return inside
 
 
@@ -120,8 +120,8 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 
         return watched
 
-    monkeypatch.setattr(memory.Copied, "write", asking("write", memory.Copied.write))
-    monkeypatch.setattr(memory.Copied, "read", asking("read", memory.Copied.read))
+    monkeypatch.setattr(layout_table.Copied, "write", asking("write", layout_table.Copied.write))
+    monkeypatch.setattr(layout_table.Copied, "read", asking("read", layout_table.Copied.read))
     monkeypatch.setattr(launching, "launch", asking("launch", lambda *_: None))
     e = extents((20, 30), (40, 40))
     run(PROBLEM, e, *memory_of(2, 40))
@@ -139,13 +139,13 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """The tables of places that were made; nothing is computed."""
     found: list[np.ndarray] = []
-    real = memory.places
+    real = layout_table.places
 
     def made_table(*given: Any) -> np.ndarray:
         found.append(real(*given))
         return found[-1]
 
-    monkeypatch.setattr(memory, "places", made_table)
+    monkeypatch.setattr(layout_table, "places", made_table)
     return found
 
 

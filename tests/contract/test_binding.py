@@ -13,9 +13,9 @@ from support.records import ATTENTION, PACKED, Args, call, one, outcome
 from fusion_attention.contract import Bound, ContractError, bind, to_array
 from fusion_attention.contract.binding import SIGNATURES_KEPT
 from fusion_attention.contract.sampling import sample
+from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
-from fusion_attention.waist.mask import Band
 
 # ------------------------------------------------------------------------------------------------- values at the door
 

@@ -15,12 +15,12 @@ from support.records import EVERY_FACE, Args, call, layouts
 from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
 from fusion_attention.contract.sampling import sample
+from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.companions import CONTRACTS
+from fusion_attention.ops.auxiliary import CONTRACTS
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.fused.geometry import words
 from fusion_attention.plan import compute
-from fusion_attention.waist.mask import Band
 
 LARGEST = 1 << 20  # elements of a score matrix that golden is asked to make here
 
@@ -133,7 +133,7 @@ def try_call(op: Op, args: Args) -> None:
         if refused:
             assert refused.startswith(str(op.failure(bound.param, "", "")))
             assert bound.code in (161001, 161002, 561002)
-        if op.name in EVERY_FACE:  # the two-phase functions take handles: tests/faces/test_aclnn.py
+        if op.name in EVERY_FACE:  # the two-phase functions take handles: tests/acl/test_aclnn.py
             answer, error = refusal(lambda: call(op, args))
             if isinstance(error, BackendError):
                 assert not refused

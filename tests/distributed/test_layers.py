@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.plain_layers import LATENT, plain
+from support.reference_layers import LATENT, plain
 from support.worlds import Worlds
 from torch.nn.functional import pad
 

@@ -18,12 +18,12 @@ from support.pieces import Call, draw, each, expected, place, run, subset
 
 import fusion_attention.plan as plans
 from fusion_attention.backends import cpu
-from fusion_attention.distributed import pieces
-from fusion_attention.distributed.pieces import Gradients
+from fusion_attention.distributed import chunk_pairs
+from fusion_attention.distributed.chunk_pairs import Gradients
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.merge import Partial, empty_partial, join_sink, merge
+from fusion_attention.ir.problem import CUT
 from fusion_attention.testing import compare
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
-from fusion_attention.waist.problem import CUT
 
 ROW_GRADIENTS, KEY_GRADIENTS = ("dq", "dq_rope"), ("dk", "dv", "dk_rope")
 
@@ -56,11 +56,11 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
     all_rows, all_keys = call.pieces("q"), call.pieces("kv")
     torch.set_num_threads(1)
     rows, keys = call.pieces("q", cuts), call.pieces("kv", cuts)
-    together = pieces.forward(whole, call.rows(rows), call.keys(all_keys))
+    together = chunk_pairs.forward(whole, call.rows(rows), call.keys(all_keys))
     for piece in each(rows):
         b, at = place(piece)
-        alone = pieces.forward(whole, call.rows(piece), call.keys(all_keys))
-        g = pieces.backward(whole, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
+        alone = chunk_pairs.forward(whole, call.rows(piece), call.keys(all_keys))
+        g = chunk_pairs.backward(whole, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
         for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
             expected = call.tokens(want[name])[b, at]
             same_bits(one[b, at], expected, f"{name}, pieces together")
@@ -70,12 +70,12 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     for piece in each(keys):
         b, at = place(piece)
-        g = pieces.backward(whole, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
+        g = chunk_pairs.backward(whole, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
         for name in KEY_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     if "dsink" in want:
-        same_bits(pieces.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
+        same_bits(chunk_pairs.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +86,7 @@ def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> 
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
     rows = call.rows(call.pieces("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
-    found = pieces.forward(call.whole(), rows, call.keys(call.pieces("kv")))
+    found = chunk_pairs.forward(call.whole(), rows, call.keys(call.pieces("kv")))
     same_bits(found.out[0], run(call)["out"])
 
 
@@ -97,7 +97,7 @@ def test_golden_knows_parts(seed: int) -> None:
     call.args["keep_prob"] = 0.6
     whole, cuts = call.whole(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
-    found = pieces.forward(whole, rows, keys, backend="golden", partial=True)
+    found = chunk_pairs.forward(whole, rows, keys, backend="golden", partial=True)
     if whole.sink is not None:
         join_sink(found, whole.sink)
     wanted = expected(call)["out"].map(call.tokens)
@@ -106,7 +106,7 @@ def test_golden_knows_parts(seed: int) -> None:
         compare("out", found.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
-def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
+def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
     whole, cuts = call.whole(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
@@ -115,7 +115,7 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[pieces.Keys]]:
     found = empty_partial(rows.q, (batch, tokens, heads), whole.problem.dim_v)
     for lot in lots:
         if len(lot.pieces):
-            merge(found, pieces.forward(whole, rows, lot, partial=True))
+            merge(found, chunk_pairs.forward(whole, rows, lot, partial=True))
     if whole.sink is not None:
         join_sink(found, whole.sink)
     return found, lots
@@ -132,10 +132,10 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
     covered = call.pieces("q")
     ours = {"out": found.out.to(call.dout.dtype)}
     all_rows = call.rows(covered)
-    saved = pieces.Saved(call.tokens(call.dout), ours["out"], found.max, found.sum)
+    saved = chunk_pairs.Saved(call.tokens(call.dout), ours["out"], found.max, found.sum)
     added: dict[str, Any] = {}
     for lot in lots:
-        g = pieces.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
+        g = chunk_pairs.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
         for name, t in vars(g).items():
             if t is not None:
                 assert t.dtype == torch.float32 or (name == "dbias" and whole.owns_bias)

@@ -19,16 +19,16 @@ import fusion_attention.distributed as far
 from fusion_attention.contract import bind
 from fusion_attention.distributed.topk import best
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.indexer import own as indexer_own
+from fusion_attention.ops.indexer import fa_record as indexer_own
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
-from fusion_attention.ops.indexer_loss import own as loss_own
+from fusion_attention.ops.indexer_loss import fa_record as loss_own
 from fusion_attention.ops.indexer_loss.lower import lower
-from fusion_attention.ops.sparse import own as sparse_own
+from fusion_attention.ops.sparse import fa_record as sparse_own
 from fusion_attention.ops.sparse.lower import sparse_call
 from fusion_attention.testing import check, sparse
 from fusion_attention.testing.cases import Named
-from fusion_attention.testing.expected_index import expected_index
+from fusion_attention.testing.expected_indexer import expected_index
 from fusion_attention.torch_ops.eager import run
 
 Tensor = torch.Tensor

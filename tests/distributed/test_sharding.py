@@ -11,7 +11,7 @@ from support.worlds import Worlds
 from fusion_attention.distributed import GroupError, positions, shard, unshard
 from fusion_attention.distributed.groups import group_of
 from fusion_attention.distributed.layout import SCHEDULES, layout_of
-from fusion_attention.waist.problem import CUT
+from fusion_attention.ir.problem import CUT
 
 ONE = SCHEDULES[:4]  # on one dimension
 LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)

@@ -17,10 +17,10 @@ from support.settings import BY_SCRIPT, argument, by_python, random_setting
 from fusion_attention import Band
 from fusion_attention.explorer.draw import cells_of
 from fusion_attention.explorer.page import fragment, page
-from fusion_attention.explorer.remarks import remarks_on, verdict
-from fusion_attention.explorer.seen import BAND, MODES, Setting
+from fusion_attention.explorer.violations import remarks_on, verdict
+from fusion_attention.explorer.visible import BAND, MODES, Setting
 from fusion_attention.explorer.words import NAMES
-from fusion_attention.waist.mask import UNLIMITED
+from fusion_attention.ir.mask import UNLIMITED
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=MISSING)]
 SETTINGS = 440

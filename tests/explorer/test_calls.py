@@ -16,8 +16,8 @@ from fusion_attention import acl, npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.explorer.calls import call
 from fusion_attention.explorer.draw import cells_of, is_seen
-from fusion_attention.explorer.remarks import OPERATORS, asked, remarks_on, verdict
-from fusion_attention.explorer.seen import FACES, MODES, Setting
+from fusion_attention.explorer.violations import OPERATORS, asked, remarks_on, verdict
+from fusion_attention.explorer.visible import FACES, MODES, Setting
 
 SETTINGS = 24  # of every mode and face
 

@@ -23,7 +23,7 @@ from fusion_attention.cli import app
 from fusion_attention.explorer import gallery
 from fusion_attention.explorer.draw import LIGHT, OUTSIDE, SEEN, cells_of, is_seen, png, svg, text
 from fusion_attention.explorer.page import fragment, page, server
-from fusion_attention.explorer.seen import BAND, Setting
+from fusion_attention.explorer.visible import BAND, Setting
 from fusion_attention.explorer.words import RULES
 
 SVG = "{http://www.w3.org/2000/svg}"

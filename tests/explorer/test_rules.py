@@ -8,7 +8,7 @@ import quickjs
 from support.settings import BY_SCRIPT, argument, by_python, random_setting
 
 from fusion_attention.explorer.page import rules
-from fusion_attention.explorer.seen import MODES
+from fusion_attention.explorer.visible import MODES
 
 SETTINGS = 400
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import quickjs
 
-from fusion_attention.explorer import remarks, translate
+from fusion_attention.explorer import translate, violations
 from fusion_attention.explorer.page import page, rules
-from fusion_attention.explorer.seen import MODES
 from fusion_attention.explorer.translate import Program, Untranslatable
+from fusion_attention.explorer.visible import MODES
 
 RUNTIME = Path(translate.__file__).parent / "runtime.js"
 LIMIT = 7
@@ -178,10 +178,12 @@ def test_every_built_in_that_the_rules_use_is_there() -> None:
 
 def test_rules_of_masks_are_asked() -> None:
     """Each kind of refusal and each silent change that a setting can meet; a renamed one would fall out of the page."""
-    checks = {face: [rule.check for rule in remarks.asked(two[1], face)] for face, two in remarks.OPERATORS.items()}
+    checks = {
+        face: [rule.check for rule in violations.asked(two[1], face)] for face, two in violations.OPERATORS.items()
+    }
     assert [any("packed_window" in check for check in found) for found in checks.values()] == [True, False, True]
     assert "prefix_fits(prefix, q_len, kv_len)" in checks["training"]
-    padded = [rule.check for rule in remarks.asked(remarks.OPERATORS["training"][0], "training")]
+    padded = [rule.check for rule in violations.asked(violations.OPERATORS["training"][0], "training")]
     assert any("dense_window" in check for check in padded)
     assert "atten_mask is not None" in padded
     assert sum("mask_fits" in check for check in checks["inference"]) == 3

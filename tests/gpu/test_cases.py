@@ -17,8 +17,8 @@ from support.on_gpu import on_gpu
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.contract import BackendError
+from fusion_attention.ir.problem import Problem
 from fusion_attention.testing import Case, arguments, check, expected
-from fusion_attention.waist.problem import Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 

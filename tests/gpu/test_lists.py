@@ -11,7 +11,7 @@ import torch
 from support.bits import same_bits
 from support.lse_calls import dense, judge, lists
 from support.on_gpu import copied
-from support.plain_layers import plain
+from support.reference_layers import plain
 
 import fusion_attention as fa
 from fusion_attention import nn
@@ -20,7 +20,7 @@ from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.testing import check, indexer_loss, sparse
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 import pytest
 import torch
 from support.bits import same_bits
-from support.door_tables import table, write, written
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
+from support.support_tables import table, write, written
 
 import fusion_attention as fa
 from fusion_attention import npu

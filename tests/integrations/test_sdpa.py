@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.bits import same_bits
-from support.door_tables import table, write, written
+from support.support_tables import table, write, written
 
 from fusion_attention import npu
 from fusion_attention.api import attention as api

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fusion_attention as fa
 from fusion_attention.cli import app
-from fusion_attention.judging import dumps
+from fusion_attention.judging import loaders
 from fusion_attention.npu import npu_fusion_attention
 
 runner = CliRunner()
@@ -279,7 +279,7 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     bomb = tmp_path / "bomb.npz"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("query.npy", b"\0" * (1 << 20))
-    monkeypatch.setattr(dumps, "LIMIT", 1 << 19)
+    monkeypatch.setattr(loaders, "LIMIT", 1 << 19)
     refused(bomb, *SAID, what="GiB of values, more than")
 
 

@@ -9,7 +9,7 @@ from support import decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
-from fusion_attention.judging import index
+from fusion_attention.judging import indexer
 from fusion_attention.judging.calls import recorded
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, quantum, rounding
@@ -102,6 +102,6 @@ def test_the_indexer_and_its_loss(dtype: str) -> None:
         call = call.whole() if op.trains else call
         results = call.results()
         compute(call, results, "golden")
-        found = index.judged(recorded(name, inputs, results), call, search=False, backends=False)
+        found = indexer.judged(recorded(name, inputs, results), call, search=False, backends=False)
         assert found.passes, found
         assert {*found.outputs} == {*results}

@@ -12,8 +12,8 @@ from support.planted_cases import BASE, CAUSAL
 
 import fusion_attention as fa
 from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.judge import diagnose
-from fusion_attention.judging.places import Map
 from fusion_attention.judging.standards import Tally
 from fusion_attention.npu import npu_fusion_attention
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.native_dense import VARIANTS, draw_call, judge, native
-from support.witness import forward
+from support.oracle import forward
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusion_attention as fa

@@ -20,9 +20,9 @@ from support.pieces import expected as expected_of_call
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_dense, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query
+from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.problem import Extents
 from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, run
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents
 
 CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
 WIDE, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, shapes.TMA)

@@ -11,9 +11,9 @@ from support.bits import same_bits
 from support.cases import CASES, PACKED
 
 from fusion_attention.backends import triton as backend
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.testing import Case, arguments, check, expected, lowered, run
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 

@@ -13,12 +13,12 @@ from support.caches import CACHES, Cache, judge, made
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, shapes
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Operands, Problem
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import rounding, stored
 from fusion_attention.testing import compare
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Operands, Problem
 
 
 def compute(cache: Cache, operands: Operands, extents: Extents) -> None:

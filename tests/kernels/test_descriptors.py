@@ -11,10 +11,10 @@ import fusion_attention as fa
 from fusion_attention.backends.triton import shapes
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.contract import bind
-from fusion_attention.ops.training import own
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.training import fa_record
 from fusion_attention.ops.training.run import PlainForward
 from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, lowered, run
-from fusion_attention.waist.mask import Band
 
 HIGH = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a descriptor too
 CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
@@ -61,5 +61,5 @@ def test_rows_that_no_descriptor_describes(key: torch.Tensor, described: bool, b
     q, v = rows(1, 20, 2, 16, seed=4), rows(1, 40, 2, 16, seed=5)
     out = fa.attention(q, key, v, band=Band.causal(), backend="triton")
     assert by_descriptors == [described]
-    call = own.dense_call(bind(own.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
+    call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
     compare("out", out, expected_of(PlainForward(call))["out"])

@@ -15,7 +15,7 @@ from fusion_attention import plan as plans
 from fusion_attention.backends.triton import indexer_choice, launch_indexer, launch_key_sum, shapes_sparse
 from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, chosen, in_float64, indexer_gradients, lowered_indexer
 from fusion_attention.torch_ops.eager import run
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention.backends.triton import launch_key_sum, memory
+from fusion_attention.backends.triton import launch_key_sum, layout_table
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.problem import Extents
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
 
 NONE, KEYS = -1, 5
 LISTS = {
@@ -73,7 +73,7 @@ def test_every_key_is_written_where_its_view_lies() -> None:
     out = torch.full((int(lengths.sum()), heads, room), torch.nan, dtype=torch.bfloat16)
     view = RowView((out,), e.kv_start * heads * room, heads * room, np.full(3, room, np.int64), dim)
     views = {"ids": launch_key_sum.numbered(like, e, heads), "dk": view}
-    where = Where(torch.from_numpy(memory.places(views, 3)), torch.from_numpy(launch_key_sum.key_tiles(e)), 3)
+    where = Where(torch.from_numpy(layout_table.places(views, 3)), torch.from_numpy(launch_key_sum.key_tiles(e)), 3)
     total.write(out, "dk", 2, dim, heads, where)
     want = total.total.view(-1, heads, 6)[..., 2:5].to(torch.bfloat16)
     same_bits(out[..., :dim], want)

@@ -6,7 +6,7 @@ import pytest
 from support.long_calls import decode, dense, failing, gradient, pieces, sparse, sparse_gradient
 
 from fusion_attention import memory
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, indexer_arguments, lowered_indexer
 from fusion_attention.torch_ops.eager import run
 

@@ -13,15 +13,15 @@ from support.bits import same_bits
 from support.selected import cloned, operands
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_key_sum, launch_loss, launch_warm_up, shapes_loss
+from fusion_attention.backends.triton import launch_dense_kl_loss, launch_key_sum, launch_loss, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, IndexerLossProblem
 from fusion_attention.ops.indexer_loss.call import Loss
 from fusion_attention.testing.cases import Results
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import LossCase, lowered
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, IndexerLossProblem
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 
@@ -86,7 +86,7 @@ def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -
     for size in (1 << 25, 1):
         monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
         monkeypatch.setattr(launch_loss, "ROOM", size)
-        monkeypatch.setattr(launch_warm_up, "ROOM", size)
+        monkeypatch.setattr(launch_dense_kl_loss, "ROOM", size)
         found.append(dict(run(call, "triton")))
     same_bits(found[1], found[0])
 
@@ -98,8 +98,8 @@ def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.
     p = IndexerLossProblem(64, 1, 64, 64, 128, dtype="bfloat16")
     monkeypatch.undo()  # the tiles of a GPU
     served = [rows[1].target for rows in shapes_loss.WARM[90, 2]]
-    taken = [launch_warm_up.rooms_of(p, launch_warm_up.Work.of(e, t), t, 128, int(n.sum())) for t in served]
-    assert launch_warm_up.warm_bytes(p, e) >= max(map(launch_warm_up.bytes_of, taken))
+    taken = [launch_dense_kl_loss.rooms_of(p, launch_dense_kl_loss.Work.of(e, t), t, 128, int(n.sum())) for t in served]
+    assert launch_dense_kl_loss.warm_bytes(p, e) >= max(map(launch_dense_kl_loss.bytes_of, taken))
 
 
 def test_no_list_makes_the_loss_read_outside() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support.pieces import Call, expected
 
-from fusion_attention.distributed import pieces
+from fusion_attention.distributed import chunk_pairs
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.merge import empty_partial, join_sink, merge
 from fusion_attention.testing import compare
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.merge import empty_partial, join_sink, merge
 
 
 def call_of(dtype: torch.dtype, empty_rows: str, seed: int) -> Call:
@@ -39,17 +39,17 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
     found = empty_partial(rows.q, rows.q.shape[:3], 16)
-    lots = [call.keys(pieces.Pieces(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
+    lots = [call.keys(chunk_pairs.Pieces(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
     for lot in lots:
-        partial = pieces.forward(whole, rows, lot, backend="triton", partial=True)
+        partial = chunk_pairs.forward(whole, rows, lot, backend="triton", partial=True)
         assert partial.out.dtype == torch.float32
         merge(found, partial)
     if whole.sink is not None:
         join_sink(found, whole.sink)
     out = found.out.to(dtype)
     compare("out", out[0], wanted["out"])
-    saved = pieces.Saved(call.tokens(call.dout), out, found.max, found.sum)
-    parts = [pieces.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
+    saved = chunk_pairs.Saved(call.tokens(call.dout), out, found.max, found.sum)
+    parts = [chunk_pairs.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
         total = sum(getattr(part, name) for part in parts).to(dtype)
         compare(name, total[0], wanted[name])
@@ -63,5 +63,5 @@ def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
     everything = call.keys(call.pieces("kv"))
     rows = call.pieces("q", lambda length: list(range(64, length, 64)))
-    found = pieces.forward(call.whole(), call.rows(rows), everything, backend="triton")
+    found = chunk_pairs.forward(call.whole(), call.rows(rows), everything, backend="triton")
     compare("out", found.out[0], expected(call)["out"])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.forgetting import Results, forgets, is_poison
-from support.forgotten import FAMILIES
 from support.launches import watch
+from support.unwritten import Results, forgets, is_poison
+from support.unwritten_calls import FAMILIES
 
 import fusion_attention as fa
 from fusion_attention.backends.triton import launch_decode, launch_dense

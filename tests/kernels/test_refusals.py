@@ -16,9 +16,9 @@ from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton import launch_decode, launch_dense, shapes
 from fusion_attention.contract import BackendError
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import IndexerProblem, Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.problem import IndexerProblem, Operands, Problem
 
 CUDA = torch.device("cuda", 0)
 PLAIN = Problem(4, 2, 128, 128, dtype="bfloat16")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.plain_layers import HEADS, LATENT, plain
+from support.reference_layers import HEADS, LATENT, plain
 
 import fusion_attention as fa
 from fusion_attention import nn, npu
 from fusion_attention.backends import triton as backend
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem, Problem
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem, Problem
 
 DIM, LENGTH = 32, 12
 SIZES: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 5}

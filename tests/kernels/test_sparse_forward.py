@@ -12,11 +12,11 @@ from support.bits import same_bits
 
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton import launch_decode, launch_sparse, launching, shapes, shapes_sparse
+from fusion_attention.ir.problem import Problem
 from fusion_attention.testing import check
 from fusion_attention.testing.cases import Results
 from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.problem import Problem
 
 RESULTS = ("out", "max", "sum")
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")

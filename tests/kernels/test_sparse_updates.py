@@ -12,8 +12,10 @@ import torch
 from support.captured import Captured
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_warm_up, shapes_loss
+from fusion_attention.backends.triton import launch_dense_kl_loss, shapes_loss
 from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.plan import plan
@@ -21,8 +23,6 @@ from fusion_attention.testing import indexer_loss, sparse
 from fusion_attention.testing.indexer_loss import LossCase
 from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.problem import Extents
 
 CPU = torch.device("cpu")
 VERBS = ("attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse", "indexer_loss")
@@ -73,7 +73,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
     tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    monkeypatch.setattr(launch_warm_up, "SHARE", 16)
+    monkeypatch.setattr(launch_dense_kl_loss, "SHARE", 16)
 
 
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
@@ -113,9 +113,9 @@ def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: p
 def test_no_length_takes_more_turns_than_were_planned(window: int) -> None:
     q, tile, most = np.array([1, 40]), Tile(16, 16, 4, 1), 90
     capacity = of_window(q, np.array([most, most]), window)
-    room, turns = launch_warm_up.most_turns(capacity, tile), []
+    room, turns = launch_dense_kl_loss.most_turns(capacity, tile), []
     for kv_len in range(most + 1):
-        turns.append(launch_warm_up.turns_of(of_window(q, np.array([kv_len, most - kv_len]), window), tile)[2])
+        turns.append(launch_dense_kl_loss.turns_of(of_window(q, np.array([kv_len, most - kv_len]), window), tile)[2])
         assert (turns[-1] <= room).all()
     assert (np.max(turns, 0) == room).all()
 

@@ -15,10 +15,10 @@ import torch
 from support.bits import same_bits
 from support.caches import Cache, judge, made, rows
 
-from fusion_attention.backends.triton import launching, memory
+from fusion_attention.backends.triton import launching, layout_table
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.plan import Plan, plan
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
 
 
 def test_a_list_keeps_its_place_and_its_room() -> None:
-    kept = memory.Kept(extents((20, 40, 33)))
+    kept = layout_table.Kept(extents((20, 40, 33)))
     kept.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731
     held = kept.on(CPU, "list", make).tensor

@@ -15,14 +15,14 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_dense import CAPPED, VARIANTS, converted, draw_call, judge, native, spoil, unit_views, with_cap
-from support.witness import forward, make
+from support.oracle import forward, make
 
 from fusion_attention import _native, attention
 from fusion_attention.backends import cpu
-from fusion_attention.waist import dropout
-from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
+from fusion_attention.ir import dropout
+from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 
 
 @pytest.mark.parametrize(("seed", "softcap"), [*((n, 0.0) for n in range(60)), *CAPPED])

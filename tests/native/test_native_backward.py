@@ -28,15 +28,15 @@ from support.native_dense import (
     wanted,
     with_cap,
 )
-from support.witness import Call, Results, make
+from support.oracle import Call, Results, make
 
 import fusion_attention as fa
 from fusion_attention.backends import cpu
+from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.testing import compare
-from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 # The specification adds up a table that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")

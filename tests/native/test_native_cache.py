@@ -29,12 +29,12 @@ from support.native_decode import (
 )
 from support.native_dense import DECODE_VARIANTS as VARIANTS
 from support.native_dense import converted, judge
-from support.witness import Results, alone, forward, make, results, rows
+from support.oracle import Results, alone, forward, make, results, rows
 
 from fusion_attention.backends import cpu
-from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Operands, Problem
+from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Operands, Problem
 
 THREADS = (1, 2, 3, 5, 8)
 

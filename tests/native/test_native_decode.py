@@ -17,15 +17,15 @@ from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, native, plain_case, remade
 from support.native_dense import CAPPED, converted, judge, spoil, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
-from support.witness import alone, forward, load, make, results
+from support.oracle import alone, forward, load, make, results
 
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.native import Floats
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Problem
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
 
 
 def beneath(case: Case, softcap: float) -> Case:

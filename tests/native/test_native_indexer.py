@@ -18,15 +18,15 @@ from support.native_lowered import Args, Results, extents_of, far, in_pages, run
 from support.selected import ordered
 
 from fusion_attention.backends import cpu
+from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import (
     IndexerCase,
     indexer_arguments,
     lowered_indexer,
     part,
 )
-from fusion_attention.waist.problem import IndexerProblem
 
 
 def drawn(case: IndexerCase) -> Args:

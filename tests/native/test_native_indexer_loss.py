@@ -17,8 +17,9 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, extents_of, hostile, run
 
 from fusion_attention.backends import cpu
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INDEX_STATISTICS, Loss, Statistics
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import (
     LossCase,
     arguments,
@@ -27,7 +28,6 @@ from fusion_attention.testing.indexer_loss import (
     statistics,
     tokens_of,
 )
-from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -14,15 +14,15 @@ import torch
 from support.bits import same_bits
 from support.native_decode import alike, lay, pieces_of, plain_case
 from support.native_dense import VARIANTS, converted, judge
-from support.witness import Call, Results, forward, load, make, results, rows
+from support.oracle import Call, Results, forward, load, make, results, rows
 
 from fusion_attention import _native
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
 from fusion_attention.backends.cpu.native import plan_forward, run_forward
-from fusion_attention.waist.kv import PagedView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Operands, Problem
+from fusion_attention.ir.kv import PagedView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Operands, Problem
 
 DTYPE = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

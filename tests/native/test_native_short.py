@@ -14,14 +14,14 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_dense import VARIANTS, converted, judge, native
-from support.witness import Call, forward, make
+from support.oracle import Call, forward, make
 
 from fusion_attention import attention
 from fusion_attention._native import ForwardPlan
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import EXTENT_ROWS, Problem
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import EXTENT_ROWS, Problem
 
 DTYPES = ["bfloat16", "float16", "float32"]
 EVERY = (0, *random.Random(0).sample(range(1, 41), 40), 0)

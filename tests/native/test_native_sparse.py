@@ -19,10 +19,10 @@ from support.native_dense import VARIANTS
 from support.native_lowered import Args, Results, extents_of, far, hostile, in_pages, run
 
 from fusion_attention.backends import cpu
+from fusion_attention.ir.problem import Problem
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.testing import check
 from fusion_attention.testing.sparse import SparseCase, arguments, expected, lowered, part, selected
-from fusion_attention.waist.problem import Problem
 
 DTYPES = ("float32", "float16", "bfloat16")
 RESULTS = ("out", "max", "sum")

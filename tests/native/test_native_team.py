@@ -19,9 +19,9 @@ from support.families import FAMILIES, families
 from support.native_decode import plain_case
 
 from fusion_attention.backends import cpu
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.plan import plan
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Problem
 
 TESTS = Path(__file__).resolve().parents[1]
 

@@ -11,10 +11,10 @@ from support.selected import Args, backends, close, leaves_of, operands, ordered
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.ops.indexer import own as own_indexer
+from fusion_attention.ops.indexer import fa_record as own_indexer
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.testing.expected_index import check_index, golden_of
+from fusion_attention.testing.expected_indexer import check_index, golden_of
 from fusion_attention.testing.sparse import (
     IndexerCase,
     chosen,

@@ -14,11 +14,12 @@ from fusion_attention import npu
 from fusion_attention.backends import cpu
 from fusion_attention.contract import bind
 from fusion_attention.contract.sampling import sample
+from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import own as own_loss
+from fusion_attention.ops.indexer_loss import fa_record as own_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, RESULTS
-from fusion_attention.testing.expected_index import check_index
+from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.indexer_loss import (
     LEAST,
     LossCase,
@@ -35,7 +36,6 @@ from fusion_attention.testing.indexer_loss import (
 )
 from fusion_attention.testing.sparse import indexer_gradients, keys_of
 from fusion_attention.torch_ops.eager import run
-from fusion_attention.waist.problem import IndexerProblem
 
 PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
@@ -274,7 +274,7 @@ def test_npu_has_the_same_bits(case: LossCase) -> None:
 
 
 @pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
-def test_the_pythonic_face_scales_what_came_with_the_loss(case: LossCase) -> None:
+def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None:
     backend = backends(case)[-1]
     args = own(case, operands(case))
     leaves = leaves_of(args, "query", "key", *DIFFERENTIABLE)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.plain_layers import HEADS, LATENT, plain
+from support.reference_layers import HEADS, LATENT, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

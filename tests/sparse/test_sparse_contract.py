@@ -17,7 +17,7 @@ from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as indexer_loss
 from fusion_attention.ops.shared.checks import pages_exist
-from fusion_attention.ops.sparse import own
+from fusion_attention.ops.sparse import fa_record
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import narrow
 from fusion_attention.ops.sparse.checks import entries_fit
@@ -200,7 +200,7 @@ def test_an_empty_query() -> None:
 
 
 def test_lengths_of_every_kind() -> None:
-    op = own.RECORD
+    op = fa_record.RECORD
     legal = sample(op, layout="TND")
     for kind in (list, tuple, np.array, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)):
         given = {n: kind(legal[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen")}

@@ -11,7 +11,7 @@ from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
 from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
-from fusion_attention.waist.problem import IndexerProblem
+from fusion_attention.ir.problem import IndexerProblem
 
 WIDEST = {"float32": 4}  # elements of 16 bytes, of others 8
 

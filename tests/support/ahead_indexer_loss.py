@@ -8,17 +8,17 @@ import torch
 from support.ahead_run import Compiled, Config, pointers
 
 from fusion_attention.backends.triton import (
+    dense_kl_loss,
+    launch_dense_kl_loss,
     launch_indexer,
     launch_loss,
-    launch_warm_up,
     loss_parts,
     selected_loss,
     shapes_loss,
     shapes_sparse,
-    warm_up,
 )
 from fusion_attention.backends.triton.indexer_gradient import index_gradient
-from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")
 WIDE = ("max_", "sum_", "notes", "index_max", "index_sum", "differences", "losses", "factors", "added", "partial")
@@ -49,7 +49,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
         tiles = shapes_loss.warm_tiles(problem, chip, align or 8)
         if tiles is None:
             return None
-        known = launch_warm_up.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
+        known = launch_dense_kl_loss.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
         tile = {
             "warm_target": tiles.target,
             "warm_difference": tiles.difference,
@@ -57,7 +57,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
             "warm_key": tiles.key,
         }
         name = kernel.__name__
-        small = launch_warm_up.FINISH if name == "finish_keys" else launch_warm_up.NOTE
+        small = launch_dense_kl_loss.FINISH if name == "finish_keys" else launch_dense_kl_loss.NOTE
         return Compiled(kernel, known[name], types(problem), tile.get(name, small), name in tile, ahead)
 
     return config
@@ -70,8 +70,8 @@ def lse(problem: IndexerProblem, align: int = 0, ahead: int = 0) -> Config:
         tiles = shapes_loss.warm_tiles(problem, chip)
         if tiles is None:
             return None
-        known, _ = launch_warm_up.lse_constants(problem, tiles.lse, align or 16 // problem.torch_dtype.itemsize)
-        return Compiled(warm_up.warm_lse, known, types(problem), tiles.lse, True, ahead)
+        known, _ = launch_dense_kl_loss.lse_constants(problem, tiles.lse, align or 16 // problem.torch_dtype.itemsize)
+        return Compiled(dense_kl_loss.warm_lse, known, types(problem), tiles.lse, True, ahead)
 
     return config
 
@@ -86,7 +86,9 @@ def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: in
         known = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
         tile = {"target": tiles.target, "score": tiles.score}
         name = kernel.__name__
-        return Compiled(kernel, known[name], types(problem), tile.get(name, launch_warm_up.NOTE), name in tile, ahead)
+        return Compiled(
+            kernel, known[name], types(problem), tile.get(name, launch_dense_kl_loss.NOTE), name in tile, ahead
+        )
 
     return config
 
@@ -128,14 +130,19 @@ FLOAT16 = {"dtype": "float16", "weights_dtype": "float16"}
 def configs() -> dict[str, Config]:
     """Every kernel with every row of its table."""
     found: dict[str, Config] = {}
-    for kernel in (warm_up.warm_target, warm_up.warm_difference, warm_up.warm_query, warm_up.warm_key):
+    for kernel in (
+        dense_kl_loss.warm_target,
+        dense_kl_loss.warm_difference,
+        dense_kl_loss.warm_query,
+        dense_kl_loss.warm_key,
+    ):
         name = kernel.__name__
-        found[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is warm_up.warm_difference else 2)
+        found[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is dense_kl_loss.warm_difference else 2)
         found[f"{name} wide"] = warm(kernel, problem(dim=512, heads_kv=1, index=256))
         found[f"{name} float32"] = warm(kernel, problem(**FLOAT32))
         found[f"{name} float16"] = warm(kernel, problem(**FLOAT16, has_sink=True))
-    found["warm_target odd strides"] = warm(warm_up.warm_target, problem(dim=72, dim_rope=0), align=1)
-    found["warm_query odd strides"] = warm(warm_up.warm_query, problem(index=72), align=1)
+    found["warm_target odd strides"] = warm(dense_kl_loss.warm_target, problem(dim=72, dim_rope=0), align=1)
+    found["warm_query odd strides"] = warm(dense_kl_loss.warm_query, problem(index=72), align=1)
     found["warm_lse"] = lse(indexer(), ahead=1)
     found["warm_lse wide"] = lse(indexer(256, "float16"))
     found["warm_lse float32"] = lse(indexer(dtype="float32"))
@@ -153,7 +160,7 @@ def configs() -> dict[str, Config]:
     found["selected_gradients float16"] = gradient(problem(**LATENT, **FLOAT16, has_sink=True))
     found["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
     found["selected_target 200 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 200}), ahead=2)
-    found["warm_target 200 heads"] = warm(warm_up.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
+    found["warm_target 200 heads"] = warm(dense_kl_loss.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
     found["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
     found["clean_keys"] = warm(loss_parts.clean_keys, problem())
     found["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))

@@ -12,9 +12,9 @@ from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton import sparse_backward as kernels
 from fusion_attention.backends.triton.backward import prepare
-from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.recompute_list_gradients import mend_rows, mend_slots
 from fusion_attention.backends.triton.selection import read_lists
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 COUNT = 2048
 ROWS = ("q", "k", "v", "dout", "q_rope", "k_rope", "x", "also", "weights", "weights_also", "ds", "out", "o", "rows")

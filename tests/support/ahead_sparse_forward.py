@@ -8,7 +8,7 @@ from support.ahead_run import Compiled, Config, pointers
 from support.triton_ahead import problem
 
 from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
-from fusion_attention.backends.triton.mend_lists import mend_lists
+from fusion_attention.backends.triton.recompute_lists import mend_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
 
 LATENT: dict[str, Any] = {"dim": 512, "dim_rope": 64, "shares_kv": True}

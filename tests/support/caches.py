@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from fusion_attention.backends import golden
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.testing import check
 from fusion_attention.testing.expected import sizes
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import INFINITE
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 UNUSED = 1 << 30
 NAMES = ("out", "max", "sum")

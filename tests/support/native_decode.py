@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from support.native_dense import converted
-from support.witness import Call, Results, load, make, poison, results, rows
+from support.oracle import Call, Results, load, make, poison, results, rows
 
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Operands, Problem
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Operands, Problem
 
 LIMITS = {"int8": (-128, 128), "int4": (-8, 8)}
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.witness import INPUTS, Call, Results, backward, load, make, read, results
-from support.witness import run as specified
+from support.oracle import INPUTS, Call, Results, backward, load, make, read, results
+from support.oracle import run as specified
 
 from fusion_attention import _native
 from fusion_attention.backends import cpu
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import FLOAT32
 from fusion_attention.testing import compare
 from fusion_attention.testing.expected import sizes
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 DECODE_VARIANTS = _native.cpu_features()["runnable"]
 # The others are another one's with a decode of their own.

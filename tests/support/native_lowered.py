@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.witness import rows
+from support.oracle import rows
 
 from fusion_attention.backends import cpu
+from fusion_attention.ir.call import Lowered
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents
 from fusion_attention.testing.sparse import Maker, Rows, lengths_of, part
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.lowered import Lowered
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents
 
 Args = dict[str, Any]
 Results = dict[str, torch.Tensor]

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.distributed.pieces import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.distributed.chunk_pairs import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.training import own
+from fusion_attention.ops.training import fa_record
 from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.expected import dense
 from fusion_attention.torch_ops import dense_eager
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import CUT
 
 Tensor = torch.Tensor
 SEED = 0x123456789ABCDEF
@@ -47,7 +47,7 @@ class Call:
             made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
             args = args | made
         # Without a memo: no plan of another variant is found again.
-        return replace(own.dense_call(bind(own.RECORD, args), seed=self.seed))
+        return replace(fa_record.dense_call(bind(fa_record.RECORD, args), seed=self.seed))
 
     def saved(self, of: dict[str, Tensor]) -> Saved:
         """What a backward has of all rows."""

@@ -267,7 +267,7 @@ def in_bands(case: Case) -> bool:
 
 def made_own(case: Case, wrong: str) -> Capture:
     """A capture of fusion_attention.attention."""
-    from fusion_attention.testing.faces import pythonic
+    from fusion_attention.testing.python_calls import pythonic
 
     args = arguments(case)
     given = pythonic(case, args)

@@ -8,7 +8,7 @@ import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.companions import COMPANIONS
+from fusion_attention.ops.auxiliary import COMPANIONS
 
 FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}

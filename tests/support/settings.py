@@ -5,9 +5,9 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from fusion_attention.explorer import calls, draw, remarks, seen, words
-from fusion_attention.explorer.seen import BAND, FACES, MODES, PREFIX_MODES, Setting
-from fusion_attention.waist.mask import UNLIMITED
+from fusion_attention.explorer import calls, draw, violations, visible, words
+from fusion_attention.explorer.visible import BAND, FACES, MODES, PREFIX_MODES, Setting
+from fusion_attention.ir.mask import UNLIMITED
 
 COUNTS = (UNLIMITED, UNLIMITED - 1, 0, 1, 2, 3, 7, -1, -2, -5, -UNLIMITED, 40)
 
@@ -38,12 +38,12 @@ def by_python(s: Setting) -> dict[str, Any]:
     """Everything that is said of a setting at every face."""
     found: dict[str, Any] = {}
     for face in FACES:
-        p = seen.picture(s, face)
+        p = visible.picture(s, face)
         cells = draw.cells_of(s, face)
         found[face] = {
             "picture": p,
             "cells": "" if cells is None else "".join(map(str, cells.ravel().tolist())),
-            "remarks": remarks.remarks_on(s, face),
+            "remarks": violations.remarks_on(s, face),
             "call": calls.call(s, face),
             "formulas": [words.formula(p, b) for b in range(len(s.q_len))] if p else [],
         }

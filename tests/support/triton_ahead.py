@@ -40,11 +40,11 @@ from fusion_attention.backends.triton import (
     launch_decode,
     launch_dense,
     launching,
-    mend,
+    recompute,
     shapes,
 )
 from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 Figures = dict[str, float]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -57,9 +57,9 @@ KERNELS = {
     "key": backward.backward_key,
     "decode": decode.decode,
     "join": decode.join,
-    "mend_out": mend.mend_out,
-    "mend_query": mend.mend_query,
-    "mend_key": mend.mend_key,
+    "mend_out": recompute.mend_out,
+    "mend_query": recompute.mend_query,
+    "mend_key": recompute.mend_key,
 }
 
 

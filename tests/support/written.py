@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Op, Tensor
-from fusion_attention.waist.mask import Band
+from fusion_attention.ir.mask import Band
 
 
 def text(op: Op, args: Mapping[str, Any], face: bool = True) -> str:

@@ -11,8 +11,8 @@ from support.bits import same_bits
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.contract import ContractError, ContractWarning
+from fusion_attention.ir import dropout
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.waist import dropout
 
 SIZES = (2, 4, 5, 13)  # B, N1, S1, S2
 KEEP = 0.7
@@ -94,7 +94,7 @@ def test_a_mask_beside_a_seed_of_packed_rows() -> None:
         npu.npu_fusion_attention(q, q, q, 4, "TND", keep_prob=KEEP, dropout_mask=mask, seed=9, offset=3, **ends)
 
 
-def test_a_mask_needs_something_to_drop_and_the_pythonic_face_one_source() -> None:
+def test_a_mask_needs_something_to_drop_and_the_pythonic_api_one_source() -> None:
     q, k, v = tensors()
     with pytest.raises(ContractError, match="dropout_mask: expected no mask with keep_prob 1"):
         npu.npu_fusion_attention(q, k, v, 4, "BSND", dropout_mask=mask_of(9, 2), seed=9)

@@ -19,12 +19,12 @@ from support import native_decode
 from support.bits import same_bits, same_where_not_finite
 from support.cases import BITS, CAUSAL, DRAWN, compute
 from support.native_dense import VARIANTS, converted, draw_call, gradients, judge, native, wanted
-from support.witness import Call, Results, forward, full_bias, kept, make, run, seen_by
+from support.oracle import Call, Results, forward, full_bias, kept, make, run, seen_by
 
 import fusion_attention as fa
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Problem
 from fusion_attention.testing import Case, arguments, check, expected, golden, part, pythonic
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Problem
 
 # The specification adds up a bias that lies broadcast.
 pytestmark = pytest.mark.filterwarnings("ignore:Use of index_put_")

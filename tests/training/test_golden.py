@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.witness import INF, Call, Results, forward, kept, load, make, read, room, rows, run, seen_by, witness
+from support.oracle import INF, Call, Results, forward, kept, load, make, read, room, rows, run, seen_by, witness
 
 from fusion_attention.backends import golden
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Grads, Problem, Stats
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Grads, Problem, Stats
 
 PLAIN = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
 

@@ -26,8 +26,8 @@ from support.lse_calls import (
 from torch.utils.checkpoint import checkpoint
 
 import fusion_attention as fa
-from fusion_attention.judging.dumps import Reading, read_calls
 from fusion_attention.judging.judge import judged
+from fusion_attention.judging.loaders import Reading, read_calls
 from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor

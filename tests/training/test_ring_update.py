@@ -10,11 +10,11 @@ from support.bits import same_bits
 from support.pieces import Call, expected
 
 from fusion_attention import ContractError, npu
+from fusion_attention.ir.merge import Partial, empty_partial, join_sink, merge
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import stored
 from fusion_attention.testing import compare
 from fusion_attention.testing.drawn import compare_with
-from fusion_attention.waist.merge import Partial, empty_partial, join_sink, merge
 
 Tensor = torch.Tensor
 HEADS, DIM = 4, 32

@@ -13,14 +13,14 @@ import pytest
 import torch
 from support.bits import same
 from support.native_dense import VARIANTS, converted, gradients, native
+from support.oracle import forward, make, run
 from support.two_phase import Args, call, done, outputs_of
-from support.witness import forward, make, run
 
 from fusion_attention import Band, ContractError, acl, attention, npu
 from fusion_attention.contract import Op
 from fusion_attention.contract.sampling import sample
+from fusion_attention.ir.problem import Problem
 from fusion_attention.ops import RECORDS
-from fusion_attention.waist.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -139,7 +139,7 @@ def test_statistics_of_another_shape_are_refused(change: str, name: str) -> None
         of_npu(wrong)
 
 
-def test_the_pythonic_face_keeps_its_own() -> None:
+def test_the_pythonic_api_keeps_its_own() -> None:
     q, k, v = (torch.randn(2, 9, 2, 16, requires_grad=True) for _ in range(3))
     out, lse = attention(q, k, v, return_lse=True)
     want = torch.autograd.grad(out, (q, k, v), torch.ones_like(out), retain_graph=True)

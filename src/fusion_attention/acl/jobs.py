@@ -16,8 +16,8 @@ from fusion_attention.acl.state import Refusal
 from fusion_attention.acl.tensors import TensorList
 from fusion_attention.acl.workspace import workspace
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Bound, Op, Tensor, evaluate, members, scope, show
+from fusion_attention.ir.call import Filled, Lowered
 from fusion_attention.plan import Plan, plan
-from fusion_attention.waist.lowered import Filled, Lowered
 
 
 def refusal(op: Op, param: str, expected: str, got: str, advice: str = "", code: int = INVALID) -> Refusal:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from fusion_attention.ir.call import Filled, tensors_in
 from fusion_attention.plan import Plan
-from fusion_attention.waist.lowered import Filled, tensors_in
 
 
 def workspace(filled: Filled, own: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:

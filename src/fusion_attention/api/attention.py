@@ -7,14 +7,14 @@ from typing import Any, Literal, overload
 
 import torch
 
-from fusion_attention.api.foreign import refuse
+from fusion_attention.api.foreign_arguments import refuse
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind
-from fusion_attention.ops.training import own as record
+from fusion_attention.ir.dropout import draw_seed, draw_seed_tensor
+from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.ops.training import fa_record as record
 from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
 from fusion_attention.torch_ops.aliases import aliased
-from fusion_attention.waist.dropout import draw_seed, draw_seed_tensor
-from fusion_attention.waist.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

@@ -10,10 +10,10 @@ import torch
 from fusion_attention.api.cache import PagedKVCache
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import ContractError, Failure, show
-from fusion_attention.ops.inference import own as record
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.inference import fa_record as record
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
-from fusion_attention.waist.mask import Band
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

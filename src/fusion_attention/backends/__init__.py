@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fusion_attention.contract import BackendError
-from fusion_attention.settings import override
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.problem import (
     AnyProblem,
     Extents,
     Grads,
@@ -25,6 +24,7 @@ from fusion_attention.waist.problem import (
     Operands,
     Problem,
 )
+from fusion_attention.settings import override
 
 # In the order in which "auto" tries them. golden is asked for by name, never chosen.
 AUTO = ("triton", "cpu")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.waist.problem import AnyProblem, Extents
+from fusion_attention.ir.problem import AnyProblem, Extents
 
 NAME = "meta"
 

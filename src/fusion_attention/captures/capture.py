@@ -21,16 +21,16 @@ from typing import Any
 import torch
 
 from fusion_attention.api import attention
-from fusion_attention.captures.files import FORMAT, OUTPUT, VERSION, packed_bits
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
+from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bits
 from fusion_attention.captures.replay import CaptureError, Replay, replay
 from fusion_attention.captures.results import BACKWARD, FORWARD, OWN, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
+from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.waist.dropout import draw_seed
 
 __all__ = ["CaptureError", "Replay", "capture", "replay"]
 

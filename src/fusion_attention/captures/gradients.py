@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Op
-from fusion_attention.waist.lowered import Lowered
+from fusion_attention.ir.call import Lowered
 
 Tensor = torch.Tensor
 Seen = Callable[[dict[str, Tensor], dict[str, Tensor]], None]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.captures.files import CaptureError, Recording, read
 from fusion_attention.captures.gradients import backward_of, gradient_name
+from fusion_attention.captures.reader import CaptureError, Recording, read
 from fusion_attention.contract import BackendError, ContractError, bind
+from fusion_attention.ir.call import Lowered
 from fusion_attention.plan import compute
-from fusion_attention.waist.lowered import Lowered
 
 if TYPE_CHECKING:
     from fusion_attention.judging.verdict import Judgement

@@ -34,7 +34,7 @@ from fusion_attention.cli.encoder import (
     padded_tokens,
 )
 from fusion_attention.cli.output import show_json
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 # Embeddings are unit vectors in float32; two correct encoders differ by far less than this.
 TOLERANCE = 2e-5

@@ -16,7 +16,7 @@ from fusion_attention.cli.output import refuse, show_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusion_attention.calls.explanation import Explanation, Finding
+    from fusion_attention.explain.explanation import Explanation, Finding
 
 COMMAND, LONGEST = "explain", 4 << 20
 _HEADINGS = {
@@ -49,13 +49,13 @@ def explain(
     fusion-attention explain 'fa.attention(f16[2,5,8,64], ...)'
     fusion-attention explain call.py --log failed.log
     fusion-attention explain failed.log
-    fusion-attention explain calls/0003-npu_fusion_attention.safetensors
+    fusion-attention explain explain/0003-npu_fusion_attention.safetensors
 
     Exit code: 0 for a legal call, 1 where a rule is broken, 2 where the text is not understood.
     """
     from rich.console import Console
 
-    from fusion_attention.calls.explanation import explain as explained
+    from fusion_attention.explain.explanation import explain as explained
 
     try:
         path = _file(text)
@@ -106,9 +106,9 @@ def _words(text: str) -> str:
 def _captured(path: Path, log: str) -> Explanation:
     import torch
 
-    from fusion_attention.calls.explanation import explain_arguments
-    from fusion_attention.calls.logs import read_log
-    from fusion_attention.captures.files import read
+    from fusion_attention.captures.reader import read
+    from fusion_attention.explain.cann_logs import read_log
+    from fusion_attention.explain.explanation import explain_arguments
 
     recorded = read(path, torch.device("cpu"))
     op, args = recorded.op, recorded.args
@@ -145,7 +145,7 @@ def _show(found: Explanation, console: Console) -> None:
 
 
 def _finding(one: Finding, line: object) -> None:
-    from fusion_attention.calls.logs import CODES
+    from fusion_attention.explain.cann_logs import CODES
 
     assert callable(line)
     style, heading = _HEADINGS[one.where]

@@ -137,7 +137,7 @@ def back_ends() -> dict[str, str]:
     import torch
 
     from fusion_attention.backends import BACKENDS, reasons_of
-    from fusion_attention.waist.problem import Problem
+    from fusion_attention.ir.problem import Problem
 
     problem = Problem(heads_q=1, heads_kv=1, dim_qk=64, dim_v=64, scale=0.125)
     found = {}

@@ -16,7 +16,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusion_attention.explorer.seen import Setting
+    from fusion_attention.explorer.visible import Setting
 
 NO_EDGE = 2**31 - 1
 EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no edge"}
@@ -105,7 +105,7 @@ def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
 
 def _setting(given: dict[str, Any]) -> Setting:
     """The setting that options describe."""
-    from fusion_attention.explorer.seen import FULL_MODES, MODES, PREFIX_MODES, Setting
+    from fusion_attention.explorer.visible import FULL_MODES, MODES, PREFIX_MODES, Setting
 
     q_len = _numbers(given["q"], "--q")
     kv_len = _numbers(given["kv"], "--kv") if given["kv"] else q_len
@@ -137,8 +137,8 @@ def _setting(given: dict[str, Any]) -> Setting:
 
 def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
     """The setting of a Band as text: a name of its makers with numbers, nothing that runs."""
-    from fusion_attention.explorer.seen import BAND
-    from fusion_attention.waist.mask import INFINITE, Band
+    from fusion_attention.explorer.visible import BAND
+    from fusion_attention.ir.mask import INFINITE, Band
 
     known = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")} | {"Band": Band}
     if given["prefix"] or (given["pre"], given["next"]) != (NO_EDGE, NO_EDGE):
@@ -252,7 +252,7 @@ def _serve(port: int, s: Setting | None) -> None:
 
 
 def _title(s: Setting) -> str:
-    from fusion_attention.explorer.seen import BAND, own_band
+    from fusion_attention.explorer.visible import BAND, own_band
     from fusion_attention.explorer.words import NAMES
 
     return repr(own_band(s)) if s.mode == BAND else f"sparse_mode {s.mode}: {NAMES[str(s.mode)]}"
@@ -262,10 +262,10 @@ def _report(s: Setting, face: str) -> dict[str, Any]:
     """Everything that is said of a setting; infinite edges are null."""
     from fusion_attention.explorer.calls import call
     from fusion_attention.explorer.draw import is_seen
-    from fusion_attention.explorer.remarks import remarks_on, verdict
-    from fusion_attention.explorer.seen import edges_of, picture
+    from fusion_attention.explorer.violations import remarks_on, verdict
+    from fusion_attention.explorer.visible import edges_of, picture
     from fusion_attention.explorer.words import RULES, formula
-    from fusion_attention.waist.mask import INFINITE
+    from fusion_attention.ir.mask import INFINITE
 
     p = picture(s, face)
     items: list[dict[str, Any]] = []
@@ -360,7 +360,7 @@ def _show_gallery(console: Console) -> None:
     from rich.text import Text
 
     from fusion_attention.explorer.draw import cells_of, example, text
-    from fusion_attention.explorer.seen import BAND, MODES
+    from fusion_attention.explorer.visible import BAND, MODES
     from fusion_attention.explorer.words import NAMES, RULES, USES
 
     plain = not (console.encoding or "").lower().startswith("utf")

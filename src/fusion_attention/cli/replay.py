@@ -71,7 +71,7 @@ def replay(
 
     \b
     fusion-attention replay calls/
-    fusion-attention replay calls/0003-attention.safetensors --backend golden
+    fusion-attention replay explain/0003-attention.safetensors --backend golden
 
     Exit code: 0 where every call is right, 1 where one is wrong, 2 where one cannot be read or judged.
     """

@@ -14,7 +14,7 @@ import typer
 from fusion_attention.cli.output import refuse
 
 if TYPE_CHECKING:
-    from fusion_attention.judging.dumps import Reading
+    from fusion_attention.judging.loaders import Reading
     from fusion_attention.judging.verdict import Judgement
 
 COMMAND = "verify"
@@ -53,7 +53,7 @@ def verify(
     if standard not in _STANDARDS:
         refuse(COMMAND, f"--standard: expected one of {', '.join(_STANDARDS)}, got {standard!r}")
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.dumps import Reading
+    from fusion_attention.judging.loaders import Reading
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
@@ -79,8 +79,8 @@ def _judged(
     from rich.progress import Progress
 
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.dumps import read_calls
     from fusion_attention.judging.judge import judged
+    from fusion_attention.judging.loaders import read_calls
 
     found = []
     with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
@@ -135,7 +135,7 @@ def _names(given: list[str]) -> dict[str, str]:
 
 def _values(given: list[str]) -> dict[str, Any]:
     from fusion_attention.judging.calls import JudgeError
-    from fusion_attention.judging.dumps import values_from
+    from fusion_attention.judging.loaders import values_from
 
     found = {}
     for text in given:

@@ -240,7 +240,7 @@ class Op:
         blank_is_absent: an optional tensor without dimensions or elements was not given.
         derive: from the names bound so far to further names (lengths per sequence), asked whenever arrays change.
         functions: what rules may call.
-        lower: from a bound call (and, of what drops, seed and offset) to its waist.lowered.Lowered.
+        lower: from a bound call (and, of what drops, seed and offset) to its ir.call.Lowered.
         results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
             lower gives a Differentiable); again: the names of q, k, v and the table of pages of a forward without a

@@ -14,10 +14,10 @@ import torch
 
 from fusion_attention.contract import ContractError, Failure, bind, show
 from fusion_attention.distributed.groups import Call
-from fusion_attention.ops.inference import own as record
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.merge import Partial, join_sink, merge
+from fusion_attention.ops.inference import fa_record as record
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.merge import Partial, join_sink, merge
 
 Tensor = torch.Tensor
 _OP = "distributed.decode_attention"

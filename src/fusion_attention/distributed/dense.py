@@ -15,25 +15,25 @@ import torch
 from fusion_attention.api.attention import EmptyRows, Layout, Lengths
 from fusion_attention.api.attention import attention as of_one_process
 from fusion_attention.api.attention import forward as forward_of_one_process
-from fusion_attention.api.foreign import refuse
+from fusion_attention.api.foreign_arguments import refuse
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind, intact
 from fusion_attention.distributed import schedules
+from fusion_attention.distributed.chunk_pairs import Keys, Rows, Saved, Whole
 from fusion_attention.distributed.groups import AnyGroup, Call, Group, group_of
-from fusion_attention.distributed.heads import Heads, indivisible
 from fusion_attention.distributed.layout import layout_of
-from fusion_attention.distributed.pieces import Keys, Rows, Saved, Whole
 from fusion_attention.distributed.schedules import Meeting, Side
 from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.distributed.ulysses import Heads, indivisible
+from fusion_attention.ir.dropout import draw_seed
+from fusion_attention.ir.mask import INFINITE, UNLIMITED, Band
+from fusion_attention.ir.merge import Partial
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
-from fusion_attention.ops.training import own as record
+from fusion_attention.ops.training import fa_record as record
 from fusion_attention.ops.training.call import DenseCall, owns_bias
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.refusals import constants, once
-from fusion_attention.waist.dropout import draw_seed
-from fusion_attention.waist.mask import INFINITE, UNLIMITED, Band
-from fusion_attention.waist.merge import Partial
+from fusion_attention.torch_ops.autograd_guards import constants, once
 
 Tensor = torch.Tensor
 _ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion_attention.waist.problem import CUT
+from fusion_attention.ir.problem import CUT
 
 SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
 # Those that give a rank an early and a late part of each sequence, so that causal bands load all ranks alike.

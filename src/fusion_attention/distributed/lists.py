@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fusion_attention.distributed.cut import Cut, Stretch
+from fusion_attention.distributed.sharded_call import Cut, Stretch
 
 Tensor = torch.Tensor
 # Rows whose lists are looked through together.

@@ -1,6 +1,6 @@
 """How rows and keys that lie on several ranks meet: gathered keys, keys that go round, or heads that change places.
 
-Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; pieces.py computes.
+Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py computes.
 Refuses to know layouts, and how a call was checked.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.distributed import pieces
+from fusion_attention.distributed import chunk_pairs
+from fusion_attention.distributed.chunk_pairs import Gradients, Keys, Pairs, Pieces, Rows, Saved, Whole
 from fusion_attention.distributed.groups import Call, Pending
 from fusion_attention.distributed.layout import Layout, Piece, joined
-from fusion_attention.distributed.pieces import Gradients, Keys, Pairs, Pieces, Rows, Saved, Whole
+from fusion_attention.ir.merge import Partial, join_sink, merge
 from fusion_attention.memory import empty
-from fusion_attention.waist.merge import Partial, join_sink, merge
 
 Tensor = torch.Tensor
 Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank's rows
@@ -91,7 +91,7 @@ class Meeting:
         """The pairs of two sets of pieces, which all calls of a signature share under a name."""
         found: Pairs | None = self.call.memo.get(name)
         if found is None:
-            found = self.call.memo[name] = pieces.pairs(self.whole, rows, keys, partial=partial)
+            found = self.call.memo[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
         return found
 
 
@@ -102,14 +102,14 @@ def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     """Every rank gathers all keys: its rows meet theirs in ascending order, as in one process."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.pieces, everything.pieces)
-    return pieces.forward(m.whole, rows, everything, met, m.backend)
+    return chunk_pairs.forward(m.whole, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """Gradients of keys are summed in the order of ranks; or computed by who has the keys, from all rows."""
     everything = _gather_keys(m, keys)
     met = m.pairs("gathered", rows.pieces, everything.pieces)
-    g = pieces.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
+    g = chunk_pairs.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
     names = ("dk", "dv", "dk_rope")
     if not m.deterministic:
         found = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
@@ -129,7 +129,7 @@ def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
         part = Pieces(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
         met = m.pairs(("owned", n), rows.pieces, part)
         # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
-        g = pieces.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend, dbias=m.dbias)
+        g = chunk_pairs.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
             continue
@@ -205,7 +205,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
     """What the sink gets of this rank's rows."""
-    return None if m.whole.sink is None else pieces.sink_gradient(m.whole, rows, saved, m.backend)
+    return None if m.whole.sink is None else chunk_pairs.sink_gradient(m.whole, rows, saved, m.backend)
 
 
 # -------------------------------------------------------------------------------------------------- keys that go round
@@ -217,7 +217,7 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     call = m.call
     if call.world == 1:
         keys = replace(keys, pieces=m.keys.all())
-        return pieces.forward(m.whole, rows, keys, m.pairs("own", rows.pieces, keys.pieces), m.backend)
+        return chunk_pairs.forward(m.whole, rows, keys, m.pairs("own", rows.pieces, keys.pieces), m.backend)
     block, result = _block(keys), None
     for step in range(call.world):
         source = (call.rank - step) % call.world
@@ -225,7 +225,9 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         met = _met(m, rows, source)
         with pending:
             if result is None or len(met):
-                part = pieces.forward(m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True)
+                part = chunk_pairs.forward(
+                    m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True
+                )
                 if result is None:
                     result = part
                 else:
@@ -247,7 +249,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     if call.world == 1:
         keys = replace(keys, pieces=m.keys.all())
         met = m.pairs("own", rows.pieces, keys.pieces)
-        g = pieces.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
+        g = chunk_pairs.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
     block, total = _block(keys), None
     mine: list[Tensor] = []
@@ -258,7 +260,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
         met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
         with pending, behind:
-            g = pieces.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+            g = chunk_pairs.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
             del of_block  # No more than this block and the next are in memory.
             if total is None:
                 total = g

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import ContractError, Failure
-from fusion_attention.distributed.cut import Cut, Sums, Tokens, cut_of
 from fusion_attention.distributed.groups import AnyGroup, group_of
 from fusion_attention.distributed.lists import found_bad, owned
+from fusion_attention.distributed.sharded_call import Cut, Sums, Tokens, cut_of
 from fusion_attention.distributed.topk import Merged
 from fusion_attention.ops.indexer import call as indexer
-from fusion_attention.ops.indexer import own as indexer_record
+from fusion_attention.ops.indexer import fa_record as indexer_record
 from fusion_attention.ops.indexer_loss import call as loss
-from fusion_attention.ops.indexer_loss import own as loss_record
+from fusion_attention.ops.indexer_loss import fa_record as loss_record
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.sparse import call as sparse
-from fusion_attention.ops.sparse import own as sparse_record
+from fusion_attention.ops.sparse import fa_record as sparse_record
 from fusion_attention.torch_ops import dispatch
-from fusion_attention.torch_ops.refusals import constants, once
+from fusion_attention.torch_ops.autograd_guards import constants, once
 
 Tensor = torch.Tensor
 Lengths = Sequence[int] | Tensor | None

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fusion_attention.distributed.cut import Cut
 from fusion_attention.distributed.lists import owned
+from fusion_attention.distributed.sharded_call import Cut
 from fusion_attention.distributed.sharding import _share as share
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.plan import compute
-from fusion_attention.torch_ops.refusals import once
+from fusion_attention.torch_ops.autograd_guards import once
 
 Tensor = torch.Tensor
 _ROWS = ("query", "weights")

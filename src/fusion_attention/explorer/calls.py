@@ -5,7 +5,7 @@ Refuses to know which keys it sees. Written in the Python that translate.py know
 
 from __future__ import annotations
 
-from fusion_attention.explorer.seen import (
+from fusion_attention.explorer.visible import (
     BAND,
     FULL_MODES,
     Mask,
@@ -17,8 +17,8 @@ from fusion_attention.explorer.seen import (
     picture,
     window_of,
 )
+from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.ops.shared.sparse_modes import sparse_band
-from fusion_attention.waist.mask import UNLIMITED, Band
 
 HEADS, DIM = 8, 64
 # An own mask with more ones than this, or of more elements, is not written out.

@@ -13,9 +13,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from fusion_attention.explorer.seen import BAND, MODES, Setting, picture
+from fusion_attention.explorer.visible import BAND, MODES, Setting, picture
 from fusion_attention.explorer.words import NAMES
-from fusion_attention.waist.mask import UNLIMITED
+from fusion_attention.ir.mask import UNLIMITED
 
 # Kinds of cells: outside every sequence; hidden by the band; removed by the mask; seen; seen as part of the prefix.
 OUTSIDE, HIDDEN, REMOVED, SEEN, PREFIX = range(5)

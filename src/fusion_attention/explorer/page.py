@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from fusion_attention.explorer import calls, remarks, seen, words
+from fusion_attention.explorer import calls, violations, visible, words
 from fusion_attention.explorer.draw import example
 from fusion_attention.explorer.translate import Program
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops import RECORDS
-from fusion_attention.waist.mask import UNLIMITED
 
 _HERE = Path(__file__).parent
 # What page.js and matrix.js call by name.
 ENTRIES = (
-    *(seen.Setting, seen.picture, seen.mask_row, seen.edges_of, seen.as_mode, seen.own_band),
-    *(remarks.remarks, remarks.names_of, remarks.verdict, calls.call, words.formula, words.reads),
+    *(visible.Setting, visible.picture, visible.mask_row, visible.edges_of, visible.as_mode, visible.own_band),
+    *(violations.remarks, violations.names_of, violations.verdict, calls.call, words.formula, words.reads),
 )
 TABLES = ("NAMES", "RULES", "USES")
 
@@ -32,14 +32,14 @@ TABLES = ("NAMES", "RULES", "USES")
 @functools.cache
 def rules() -> str:
     """The rules as JavaScript: runtime.js, the translated functions, and the records' rules for every face."""
-    program = Program({remarks.respell: "py.respell"})
+    program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)
     for name in TABLES:
         program.name(getattr(words, name), name)
-    tables = {face: [_table(program, face, packed) for packed in (False, True)] for face in remarks.OPERATORS}
+    tables = {face: [_table(program, face, packed) for packed in (False, True)] for face in violations.OPERATORS}
     asked = ",\n".join(f"  {face}: [\n{two[0]},\n{two[1]}\n  ]" for face, two in tables.items())
-    examples = json.dumps({str(mode): asdict(example(mode)) for mode in seen.MODES})
+    examples = json.dumps({str(mode): asdict(example(mode)) for mode in visible.MODES})
     return "\n".join(
         [
             _read("runtime.js"),
@@ -53,17 +53,17 @@ def rules() -> str:
 
 def _table(program: Program, face: str, packed: bool) -> str:
     """The rules of a face's operator, its expressions as functions."""
-    operator = remarks.OPERATORS[face][packed]
+    operator = violations.OPERATORS[face][packed]
     record = RECORDS[operator]
 
     def compiled(text: str, record: Any) -> str:
         return program.expression(text, record.functions)
 
     lines = []
-    for rule in remarks.table(face, packed, compiled):
+    for rule in violations.table(face, packed, compiled):
         plain = {name: value for name, value in rule.items() if name not in ("when", "check")}
         lines.append(f"{{ ...{json.dumps(plain)}, when: {rule['when'] or 'null'}, check: {rule['check']} }}")
-    spelled = json.dumps(remarks.spelled(record))
+    spelled = json.dumps(violations.spelled(record))
     return f'{{ operator: "{operator}", spelled: {spelled}, rules: [\n' + ",\n".join(lines) + "\n] }"
 
 
@@ -107,14 +107,14 @@ def server(port: int = 0) -> ThreadingHTTPServer:
     return ThreadingHTTPServer(("127.0.0.1", port), _Page)
 
 
-def address(running: ThreadingHTTPServer, s: seen.Setting | None = None) -> str:
+def address(running: ThreadingHTTPServer, s: visible.Setting | None = None) -> str:
     """Where a server's page is, at a setting."""
     return f"http://127.0.0.1:{running.server_address[1]}/{fragment(s) if s else ''}"
 
 
-def fragment(s: seen.Setting) -> str:
+def fragment(s: visible.Setting) -> str:
     """The part of an address that says a setting: "#mode=4&q=5&kv=8&pre=2&next=1"."""
-    given: dict[str, Any] = {"mode": "band" if s.mode == seen.BAND else s.mode}
+    given: dict[str, Any] = {"mode": "band" if s.mode == visible.BAND else s.mode}
     given |= {"q": _commas(s.q_len), "kv": _commas(s.kv_len)}
     if s.packed:
         given["packed"] = 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusion_attention.explorer.seen import FULL_MODES, PREFIX_MODES, WINDOWED_MODES
-from fusion_attention.waist.mask import INFINITE
+from fusion_attention.explorer.visible import FULL_MODES, PREFIX_MODES, WINDOWED_MODES
+from fusion_attention.ir.mask import INFINITE
 
 # By mode, -1 a Band: (name, rule, what it is for).
 NAMES = {

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fusion_attention.api.attention import attention
+from fusion_attention.ir.mask import Band
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops.aliases import crosses
-from fusion_attention.torch_ops.refusals import forward_mode
-from fusion_attention.waist.mask import Band
+from fusion_attention.torch_ops.autograd_guards import forward_mode
 
 __all__ = ["patched", "scaled_dot_product_attention"]
 

@@ -29,8 +29,8 @@ from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import sparse_attention
 from fusion_attention.contract import ContractWarning
 from fusion_attention.integrations.transformers_cache import StoredRows
+from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.torch_ops.dispatch import is_traced
-from fusion_attention.waist.mask import INFINITE, Band
 
 __all__ = ["TESTED", "attend", "mask", "register"]
 

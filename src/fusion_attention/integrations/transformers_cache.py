@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, get_layer_ty
 
 from fusion_attention.api.cache import CacheFullError, PagedKVCache
 from fusion_attention.api.decode import decode_attention
-from fusion_attention.waist.mask import Band
+from fusion_attention.ir.mask import Band
 
 __all__ = ["PagedCache", "PagedLayer", "StoredRows"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fusion_attention.backends import load
-from fusion_attention.captures.files import Recording
 from fusion_attention.captures.gradients import backward_of
+from fusion_attention.captures.reader import Recording
 from fusion_attention.captures.results import returned
 from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.ops import RECORDS

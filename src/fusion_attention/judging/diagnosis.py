@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from fusion_attention.contract import ContractError
+from fusion_attention.judging.evaluate import Result, drawn, measured
 from fusion_attention.judging.expected_error import POOR, PROGRAM
 from fusion_attention.judging.mistakes import MISTAKES, Case, Mistake, Try
 from fusion_attention.judging.outputs import Unit, units
-from fusion_attention.judging.trials import Result, drawn, measured
 from fusion_attention.judging.verdict import Explanation
 
 # A mistake that leaves more than this share of the error explains nothing, however near the bound allows it to be.

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir.problem import Problem
 from fusion_attention.judging.formulas import Scored, Softmax, at_sink
 from fusion_attention.judging.setting import Block
-from fusion_attention.waist.problem import Problem
 
 Tensor = torch.Tensor
 FLOAT32 = 2.0**-48 / 3  # a

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from fusion_attention.judging import index
+from fusion_attention.judging import indexer
 from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded, recorded
 from fusion_attention.judging.diagnosis import diagnosed
+from fusion_attention.judging.error_location import looks_like, most
+from fusion_attention.judging.evaluate import Result, measured
 from fusion_attention.judging.expected_error import KERNEL, PROGRAM
 from fusion_attention.judging.mistakes import Case
 from fusion_attention.judging.outputs import Output, setting_of, units
-from fusion_attention.judging.places import looks_like, most
 from fusion_attention.judging.setting import Setting
 from fusion_attention.judging.standards import STANDARDS, Tally
-from fusion_attention.judging.trials import Result, measured
 from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
 
 Tensor = torch.Tensor
@@ -85,8 +85,8 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
         raise JudgeError(f"standard {standard!r} is not known: one of {', '.join(STANDARDS)}")
     lowered = call.lowered()
     captured = call.judgeable(lowered)
-    if index.serves(lowered):
-        return index.judged(call, lowered, search=search, backends=backends, standard=standard)
+    if indexer.serves(lowered):
+        return indexer.judged(call, lowered, search=search, backends=backends, standard=standard)
     setting, outputs = setting_of(lowered, captured)
     unjudged = call.unjudged({o.name for o in outputs})
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})

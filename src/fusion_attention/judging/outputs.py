@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir import bias
+from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
@@ -19,8 +21,6 @@ from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
 from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
-from fusion_attention.waist import bias
-from fusion_attention.waist.kv import RowView
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.waist import bias
-from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.waist.kv import Dequant, MatrixView, PagedView, RowView
-from fusion_attention.waist.mask import blocked_by_tiles
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+from fusion_attention.ir import bias
+from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
+from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.mask import blocked_by_tiles
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 Tensor = torch.Tensor
 WIDE = torch.float64

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_attention.judging.error_location import Map
 from fusion_attention.judging.expected_error import Grade
-from fusion_attention.judging.places import Map
 from fusion_attention.judging.standards import STANDARDS, Judged, Tally
 
 RIGHT, NOISY, WRONG = "right", "noisy", "wrong"

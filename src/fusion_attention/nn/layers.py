@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fusion_attention.ir.mask import Band
 from fusion_attention.nn.indexer import LightningIndexer, Rope
 from fusion_attention.nn.ranks import Lengths, functions, rows_of, tokens_of
 from fusion_attention.nn.rope import apply_rope
-from fusion_attention.waist.mask import Band
 
 if TYPE_CHECKING:
     from fusion_attention.nn.indexer import called_as

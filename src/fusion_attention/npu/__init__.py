@@ -1,6 +1,6 @@
 """torch_npu's names: its functions, and install(), which makes them the module `torch_npu`."""
 
-from fusion_attention.npu.companions.atb import (
+from fusion_attention.npu.auxiliary.atb import (
     _npu_flash_attention,
     _npu_flash_attention_qlens,
     _npu_flash_attention_unpad,
@@ -12,19 +12,19 @@ from fusion_attention.npu.companions.atb import (
     _npu_paged_attention_splitfuse,
     _npu_paged_attention_splitfuse_v2,
 )
-from fusion_attention.npu.companions.atb_rows import (
+from fusion_attention.npu.auxiliary.atb_rows import (
     _npu_reshape_and_cache,
     _npu_reshape_and_cache_siso,
     _npu_rotary_embedding,
 )
-from fusion_attention.npu.companions.caches import (
+from fusion_attention.npu.auxiliary.caches import (
     npu_gather_pa_kv_cache,
     npu_kv_rmsnorm_rope_cache,
     npu_scatter_nd_update,
     npu_scatter_nd_update_,
     npu_scatter_pa_kv_cache,
 )
-from fusion_attention.npu.companions.experts import (
+from fusion_attention.npu.auxiliary.experts import (
     npu_moe_token_permute,
     npu_moe_token_permute_grad,
     npu_moe_token_permute_with_routing_map,
@@ -32,7 +32,7 @@ from fusion_attention.npu.companions.experts import (
     npu_moe_token_unpermute_grad,
     npu_moe_token_unpermute_with_routing_map,
 )
-from fusion_attention.npu.companions.gates import (
+from fusion_attention.npu.auxiliary.gates import (
     npu_fast_gelu,
     npu_fast_gelu_backward,
     npu_geglu,
@@ -42,40 +42,40 @@ from fusion_attention.npu.companions.gates import (
     npu_swiglu,
     npu_swiglu_backward,
 )
-from fusion_attention.npu.companions.losses import npu_cross_entropy_loss, npu_cross_entropy_loss_backward
-from fusion_attention.npu.companions.norms import (
+from fusion_attention.npu.auxiliary.losses import npu_cross_entropy_loss, npu_cross_entropy_loss_backward
+from fusion_attention.npu.auxiliary.norms import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
     npu_rms_norm,
     npu_rms_norm_backward,
 )
-from fusion_attention.npu.companions.products import npu_grouped_matmul
-from fusion_attention.npu.companions.prolog import npu_mla_prolog, npu_mla_prolog_v2, npu_mla_prolog_v3
-from fusion_attention.npu.companions.quantised import (
+from fusion_attention.npu.auxiliary.products import npu_grouped_matmul
+from fusion_attention.npu.auxiliary.prolog import npu_mla_prolog, npu_mla_prolog_v2, npu_mla_prolog_v3
+from fusion_attention.npu.auxiliary.quantised import (
     npu_convert_weight_to_int4pack,
     npu_dynamic_quant,
     npu_quant_matmul,
     npu_quantize,
     npu_trans_quant_param,
 )
-from fusion_attention.npu.companions.quantised_sparse import (
+from fusion_attention.npu.auxiliary.quantised_sparse import (
     npu_kv_quant_sparse_flash_attention,
     npu_quant_lightning_indexer,
 )
-from fusion_attention.npu.companions.rotary import (
+from fusion_attention.npu.auxiliary.rotary import (
     npu_apply_rotary_pos_emb,
     npu_interleave_rope,
     npu_mrope,
     npu_rotary_mul,
     npu_rotary_mul_backward,
 )
-from fusion_attention.npu.companions.routing import (
+from fusion_attention.npu.auxiliary.routing import (
     npu_moe_finalize_routing,
     npu_moe_gating_top_k,
     npu_moe_gating_top_k_softmax,
     npu_moe_init_routing_v2,
 )
-from fusion_attention.npu.companions.shapes import (
+from fusion_attention.npu.auxiliary.shapes import (
     get_npu_format,
     npu_confusion_transpose,
     npu_confusion_transpose_backward,
@@ -83,7 +83,7 @@ from fusion_attention.npu.companions.shapes import (
     npu_format_cast_,
     npu_transpose_batchmatmul,
 )
-from fusion_attention.npu.companions.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
+from fusion_attention.npu.auxiliary.softmax import npu_scaled_masked_softmax, npu_scaled_masked_softmax_backward
 from fusion_attention.npu.dropout import _npu_dropout_gen_mask
 from fusion_attention.npu.fused_inference import (
     _npu_fused_infer_attention_score_get_max_workspace,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusion_attention.npu import install
-from fusion_attention.npu.children import tell
+from fusion_attention.npu.subprocesses import tell
 
 DEFAULT = inspect.signature(install).parameters["device"].default
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import ContractError, ContractWarning, Failure, outside, show
+from fusion_attention.ir.dropout import drawn_bits, keep_from_bits, keep_from_philox
 from fusion_attention.ops.shared.layouts import LAYOUTS, bits_view
 from fusion_attention.ops.training.call import EXTRAS, DenseCall
 from fusion_attention.settings import current
 from fusion_attention.torch_ops.aliases import aliased
-from fusion_attention.waist.dropout import drawn_bits, keep_from_bits, keep_from_philox
 
 __all__ = ["_npu_dropout_gen_mask"]
 

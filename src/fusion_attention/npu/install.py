@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_attention.contract import ContractWarning
-from fusion_attention.npu.children import done
 from fusion_attention.npu.device import another_name, backend
 from fusion_attention.npu.device.build import BuildError
 from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
-from fusion_attention.npu.surface import host, torchair
+from fusion_attention.npu.subprocesses import done
+from fusion_attention.npu.surface import device_module, torchair
 from fusion_attention.npu.surface.modules import NAME, beside, functions, made
 from fusion_attention.npu.surface.transfer import Finder
 from fusion_attention.npu.windows import watch
@@ -41,7 +41,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     def place(device: Any) -> torch.device:
         if not way.own:
             return another_name.place(way.base, device)
-        return torch.device(kind, host.number(device))
+        return torch.device(kind, device_module.number(device))
 
     def npu(self: Any, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
         """A copy of the tensor on the device that stands for the NPU; the tensor itself if it lies there."""
@@ -53,7 +53,7 @@ def _changed(way: _Way, changes: Changes) -> None:
 
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         """Keeps the tensor's memory until a stream has run; on a host it has."""
-        if not isinstance(stream, host.Stream):
+        if not isinstance(stream, device_module.Stream):
             torch._C.TensorBase.record_stream(self, stream)
 
     modules = made(way.base, kind)

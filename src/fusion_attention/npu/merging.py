@@ -1,6 +1,6 @@
 """torch_npu's functions that merge partial results of attention: of a ring's two steps, and of a list of ranks.
 
-The arithmetic is waist/merge.py's; here layouts, lanes, and what the statistics of empty rows look like.
+The arithmetic is ir/merge.py's; here layouts, lanes, and what the statistics of empty rows look like.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import to_array
-from fusion_attention.npu.companions.call import checked
-from fusion_attention.ops.companions import merging
+from fusion_attention.ir.merge import Partial, empty_partial, merge
+from fusion_attention.npu.auxiliary.call import checked
+from fusion_attention.ops.auxiliary import merging
 from fusion_attention.torch_ops.aliases import aliased
-from fusion_attention.waist.merge import Partial, empty_partial, merge
 
 __all__ = ["npu_attention_update", "npu_ring_attention_update"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.companions import atb, atb_rows
-from fusion_attention.torch_ops.refusals import no_tangents
+from fusion_attention.npu.auxiliary import atb, atb_rows
+from fusion_attention.torch_ops.autograd_guards import no_tangents
 from fusion_attention.torch_ops.registration import register
 
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb")}

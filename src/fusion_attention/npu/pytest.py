@@ -14,7 +14,7 @@ import pytest
 
 from fusion_attention import npu
 from fusion_attention.npu.__main__ import DEFAULT
-from fusion_attention.npu.children import tell
+from fusion_attention.npu.subprocesses import tell
 
 NAME = "fusion_attention.npu.pytest"
 _UNSAY = pytest.StashKey[Callable[[], None]]()

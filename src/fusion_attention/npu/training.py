@@ -11,12 +11,12 @@ from functools import partial
 
 import torch
 
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.npu import training_call
 from fusion_attention.npu.fused_out import with_copies
 from fusion_attention.ops.shared.params import ONE, chosen
 from fusion_attention.ops.training import records as training
 from fusion_attention.torch_ops.aliases import aliased
-from fusion_attention.waist.mask import UNLIMITED
 
 __all__ = [
     "npu_fusion_attention",

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Attr, Op, bind, intact
+from fusion_attention.ir.dropout import draw_pair, draw_seed_tensor
 from fusion_attention.npu.dropout import glance_at_mask
 from fusion_attention.ops.training.call import BIAS
 from fusion_attention.ops.training.lower import dense_call
 from fusion_attention.ops.training.statistics import LANES, from_lanes, to_lanes
 from fusion_attention.torch_ops import dense_eager, dense_traced, dispatch
-from fusion_attention.waist.dropout import draw_pair, draw_seed_tensor
 
 Tensor = torch.Tensor
 _CAST = ("query", "key", "value", "query_rope", "key_rope", "pse")

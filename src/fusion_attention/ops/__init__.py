@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from fusion_attention.contract import Op
 from fusion_attention.ops.fused import records as fused_inference
-from fusion_attention.ops.indexer import own as lightning_indexer
+from fusion_attention.ops.indexer import fa_record as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
-from fusion_attention.ops.indexer_loss import own as own_indexer_loss
+from fusion_attention.ops.indexer_loss import fa_record as own_indexer_loss
 from fusion_attention.ops.indexer_loss import records as indexer_loss
-from fusion_attention.ops.inference import own as decode_attention
+from fusion_attention.ops.inference import fa_record as decode_attention
 from fusion_attention.ops.inference import records as inference
-from fusion_attention.ops.sparse import own as sparse_attention
+from fusion_attention.ops.sparse import fa_record as sparse_attention
 from fusion_attention.ops.sparse import records as sparse
-from fusion_attention.ops.training import own as attention
+from fusion_attention.ops.training import fa_record as attention
 from fusion_attention.ops.training import records as training
 
 FAMILIES = (

@@ -12,8 +12,8 @@ from __future__ import annotations
 from fusion_attention.testing.cases import Case, arguments, hostile, in_band, part, poisoned, seen, stats_part
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.expected import expected, expected_of
-from fusion_attention.testing.faces import call_face, golden, lowered, pythonic, run
 from fusion_attention.testing.plain import plain
+from fusion_attention.testing.python_calls import call_face, golden, lowered, pythonic, run
 from fusion_attention.testing.tiles import cut_tiles
 
 __all__ = [

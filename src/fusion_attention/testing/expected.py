@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.outputs import TOTALS, Output, computed, of_heads, setting_of, totals, units
@@ -20,8 +21,7 @@ from fusion_attention.ops.training.call import DenseCall, fresh, grads_of, opera
 from fusion_attention.ops.training.run import DenseForward
 from fusion_attention.ops.training.statistics import LANES, from_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor
-from fusion_attention.testing.faces import golden, lowered
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+from fusion_attention.testing.python_calls import golden, lowered
 
 _ROWS = ("dq", "dk", "dv", "dq_rope", "dk_rope")
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.ir.dropout import keep_from_philox
 from fusion_attention.testing.cases import (
     OFFSET,
     SEED,
@@ -24,7 +25,6 @@ from fusion_attention.testing.cases import (
     seen,
     stats_part,
 )
-from fusion_attention.waist.dropout import keep_from_philox
 
 FLT_MAX = float(np.finfo(np.float32).max)
 

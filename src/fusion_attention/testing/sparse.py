@@ -18,7 +18,7 @@ from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer.call import Indexer, IndexerBackward
 from fusion_attention.ops.indexer.lower import indexer_call
-from fusion_attention.ops.sparse import own as sparse_own
+from fusion_attention.ops.sparse import fa_record as sparse_own
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.ops.sparse.lower import sparse_call

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from fusion_attention.ir import dropout
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.spelling import suggested
-from fusion_attention.waist import dropout
 
 Tensor = torch.Tensor
 P = ParamSpec("P")

@@ -28,8 +28,8 @@ from fusion_attention.ops.training.call import (
 )
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
-from fusion_attention.torch_ops.laid import Laid
-from fusion_attention.torch_ops.refusals import once
+from fusion_attention.torch_ops.autograd_guards import once
+from fusion_attention.torch_ops.prepared import Laid
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]

@@ -15,14 +15,14 @@ from torch.autograd.function import _SingleLevelFunction
 from fusion_attention.contract import Attr, Op, intact
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
+from fusion_attention.ops.training import fa_record as attention
 from fusion_attention.ops.training import lower
-from fusion_attention.ops.training import own as attention
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.statistics import LANES, finite, from_finite
 from fusion_attention.torch_ops import dense_eager
-from fusion_attention.torch_ops.refusals import below, no_tangents
+from fusion_attention.torch_ops.autograd_guards import below, no_tangents
 from fusion_attention.torch_ops.registration import register
-from fusion_attention.torch_ops.text import CALL, SAVED, Given, Text, bound, check, names_of, pack, read, unpack
+from fusion_attention.torch_ops.serialize import CALL, SAVED, Given, Text, bound, check, names_of, pack, read, unpack
 
 Tensors = tuple[torch.Tensor, ...]
 

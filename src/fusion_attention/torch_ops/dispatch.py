@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Op, bind
+from fusion_attention.ir.mask import Band
 from fusion_attention.torch_ops import eager, traced
-from fusion_attention.torch_ops.refusals import forward_mode
-from fusion_attention.waist.mask import Band
+from fusion_attention.torch_ops.autograd_guards import forward_mode
 
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple, Band})
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Bound, Op, intact, lazy
+from fusion_attention.ir.call import Differentiable, Further, Lowered, Repeatable
 from fusion_attention.plan import compute, plan
 from fusion_attention.settings import chosen
-from fusion_attention.torch_ops.laid import Laid
-from fusion_attention.torch_ops.refusals import once
-from fusion_attention.waist.lowered import Differentiable, Further, Lowered, Repeatable
+from fusion_attention.torch_ops.autograd_guards import once
+from fusion_attention.torch_ops.prepared import Laid
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.torch_ops.refusals import below, no_tangents, once
+from fusion_attention.torch_ops.autograd_guards import below, no_tangents, once
 
 _LIBRARY = torch.library.Library("fusion_attention", "DEF")
 

@@ -14,12 +14,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from fusion_attention.contract import Op, ask, intact, trained
+from fusion_attention.ir.call import Differentiable
 from fusion_attention.memory import empty
 from fusion_attention.torch_ops import eager
-from fusion_attention.torch_ops.refusals import below, no_tangents
+from fusion_attention.torch_ops.autograd_guards import below, no_tangents
 from fusion_attention.torch_ops.registration import register
-from fusion_attention.torch_ops.text import CALL, Text, bound, check, constant, names_of, pack, read, unpack
-from fusion_attention.waist.lowered import Differentiable
+from fusion_attention.torch_ops.serialize import CALL, Text, bound, check, constant, names_of, pack, read, unpack
 
 Tensor = torch.Tensor
 

@@ -20,10 +20,10 @@ from fusion_attention.backends.cpu.indexer import (
     run_indexer_backward,
     run_indexer_loss,
 )
-from fusion_attention.backends.cpu.means import add_mean_gradients, add_means
+from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
 from fusion_attention.backends.cpu.native import KeptOperands, lay, plan_backward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.problem import (
     AnyProblem,
     Extents,
     Grads,

@@ -13,8 +13,8 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu import native
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.problem import Extents, Operands, Problem
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem
 
 _STORAGES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 _STORED = {"int8": torch.int8, "int4": torch.uint8}

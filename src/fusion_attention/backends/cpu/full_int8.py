@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fusion_attention.backends.cpu import stored
-from fusion_attention.waist import bias
-from fusion_attention.waist.kv import Dequant
-from fusion_attention.waist.problem import Extents, Operands, Problem
+from fusion_attention.backends.cpu import dequantize
+from fusion_attention.ir import bias
+from fusion_attention.ir.kv import Dequant
+from fusion_attention.ir.problem import Extents, Operands, Problem
 
 # Keys whose weights, up to 128 each, times values, up to 128 too, add up to less than 2**24: float32 holds every sum.
 _KEYS = 512
@@ -110,14 +110,14 @@ class _Block:
             weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()
             total += weights.sum(-1, keepdim=True)
             whole = (self.weight_scale * weights).round().clamp(-128, 127)
-            values = stored.values(p, o, b, keys)
+            values = dequantize.values(p, o, b, keys)
             if not scaled_last:
-                values, whole = stored.meant(values.double(), o.dequant_v, b, keys), whole.double()
+                values, whole = dequantize.meant(values.double(), o.dequant_v, b, keys), whole.double()
             out += whole.view(p.heads_kv, p.group * count, -1) @ values
         if scaled_last:
-            out = stored.meant(out, o.dequant_v, b, slice(0, 1))
+            out = dequantize.meant(out, o.dequant_v, b, slice(0, 1))
         result = out.view(p.heads_q, count, p.dim_v) / total.masked_fill(empty, 1.0)
-        self._store(stored.rounded(p, o, result), peak, total)
+        self._store(dequantize.rounded(p, o, result), peak, total)
         return int(empty.sum())
 
     def _store(self, *results: torch.Tensor) -> None:
@@ -128,9 +128,9 @@ class _Block:
     def _scores(self, keys: slice) -> torch.Tensor:
         """[heads_q, rows, keys] float32; -inf where a row does not see the key."""
         p, o, b, rows = self.problem, self.operands, self.b, self.rows
-        k = stored.keys(p, o, b, keys)
+        k = dequantize.keys(p, o, b, keys)
         if not self.exact:
-            k = stored.meant(k.double(), o.dequant_k, b, keys)
+            k = dequantize.meant(k.double(), o.dequant_k, b, keys)
         products = (self.q @ k.mT).float().view(p.heads_q, rows.stop - rows.start, -1)
         scores = products * self.factor
         if p.has_row_scale and o.row_scale is not None:

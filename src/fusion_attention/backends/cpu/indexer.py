@@ -12,8 +12,7 @@ import torch
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
 from fusion_attention.backends.cpu.sparse import arguments, key_rows, wide_keys
-from fusion_attention.memory import empty
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,
@@ -21,6 +20,7 @@ from fusion_attention.waist.problem import (
     IndexerOperands,
     IndexerProblem,
 )
+from fusion_attention.memory import empty
 
 
 def plan_indexer(

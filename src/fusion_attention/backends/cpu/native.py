@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 import fusion_attention._native as _native
+from fusion_attention.ir import dropout
+from fusion_attention.ir.kv import MatrixView, PagedView, RowView
+from fusion_attention.ir.mask import TILE
+from fusion_attention.ir.problem import EXTENT_ROWS, PART_ROWS, Extents, Grads, Operands, Problem
+from fusion_attention.ir.tiles import by_query
 from fusion_attention.memory import empty
-from fusion_attention.waist import dropout
-from fusion_attention.waist.kv import MatrixView, PagedView, RowView
-from fusion_attention.waist.mask import TILE
-from fusion_attention.waist.problem import EXTENT_ROWS, PART_ROWS, Extents, Grads, Operands, Problem
-from fusion_attention.waist.tiles import by_query
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}

@@ -12,9 +12,9 @@ import torch
 
 import fusion_attention._native as _native
 from fusion_attention.backends.cpu.native import DTYPES, Floats, extents_of, rows_of
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.memory import empty
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.backends.golden.attention import attention_backward, attention_forward
 from fusion_attention.backends.golden.indexer import indexer_backward, indexer_topk
 from fusion_attention.backends.golden.indexer_loss import indexer_loss, indexer_lse
-from fusion_attention.waist.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
+from fusion_attention.ir.problem import AnyProblem, Extents, IndexerLossProblem, IndexerProblem
 
 __all__ = [
     "NAME",

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fusion_attention.backends.golden.selection import added_up, scanned
-from fusion_attention.waist import bias
-from fusion_attention.waist.dropout import keep_from_bits, keep_from_philox
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.mask import blocked_by_tiles
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+from fusion_attention.backends.golden.gather import added_up, scanned
+from fusion_attention.ir import bias
+from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.mask import blocked_by_tiles
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 _INF = float("inf")
 

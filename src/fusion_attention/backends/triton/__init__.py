@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusion_attention.backends.triton import shapes, shapes_sparse
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.problem import (
     AnyProblem,
     Extents,
     Grads,
@@ -227,14 +227,14 @@ lay_forward = keep = nothing
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense, launch_sparse, memory
+    from fusion_attention.backends.triton import launch_decode, launch_dense, launch_sparse, layout_table
 
     if not len(extents):
         return
     run = launch_decode.run if schedule.decodes else launch_dense.run_forward
     if problem.select_count:
         run = launch_sparse.run
-    with memory.on(memory.tensor_of(operands.q).device):
+    with layout_table.on(layout_table.tensor_of(operands.q).device):
         run(problem, extents, schedule, operands)
 
 
@@ -245,13 +245,13 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import memory
+    from fusion_attention.backends.triton import layout_table
 
     if not len(extents):
         if grads.dsink is not None:
             grads.dsink.zero_()
         return
-    with memory.on(memory.tensor_of(operands.q).device):
+    with layout_table.on(layout_table.tensor_of(operands.q).device):
         if problem.select_count:
             from fusion_attention.backends.triton import launch_sparse_backward
 
@@ -271,10 +271,10 @@ def attention_backward(
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
     """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_indexer, memory
+    from fusion_attention.backends.triton import launch_indexer, layout_table
 
     if len(extents):
-        with memory.on(memory.tensor_of(operands.q).device):
+        with layout_table.on(layout_table.tensor_of(operands.q).device):
             launch_indexer.run_topk(problem, extents, schedule, operands)
 
 
@@ -282,20 +282,20 @@ def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
     """Writes dq, dk and dweights from the chosen indices; the same bits in every run."""
-    from fusion_attention.backends.triton import launch_indexer, memory
+    from fusion_attention.backends.triton import launch_indexer, layout_table
 
     if len(extents):
-        with memory.on(memory.tensor_of(operands.q).device):
+        with layout_table.on(layout_table.tensor_of(operands.q).device):
             launch_indexer.run_backward(problem, extents, schedule, operands, grads)
 
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
     """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
-    from fusion_attention.backends.triton import launch_warm_up, memory
+    from fusion_attention.backends.triton import launch_dense_kl_loss, layout_table
 
     if len(extents):
-        with memory.on(memory.tensor_of(operands.q).device):
-            launch_warm_up.run_lse(problem, extents, schedule, operands)
+        with layout_table.on(layout_table.tensor_of(operands.q).device):
+            launch_dense_kl_loss.run_lse(problem, extents, schedule, operands)
 
 
 def indexer_loss(
@@ -306,10 +306,10 @@ def indexer_loss(
     grads: IndexerGrads,
 ) -> None:
     """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights; the same bits in every run."""
-    from fusion_attention.backends.triton import launch_loss, memory
+    from fusion_attention.backends.triton import launch_loss, layout_table
 
     if not len(extents):
         operands.loss.zero_()
         return
-    with memory.on(memory.tensor_of(operands.q).device):
+    with layout_table.on(layout_table.tensor_of(operands.q).device):
         launch_loss.run_loss(problem, extents, schedule, operands, grads)

@@ -18,7 +18,7 @@ some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and 
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.bias import MATRIX, TABLE, add_dbias, biased, capped
 from fusion_attention.backends.triton.common import (
     LOG2E,
@@ -72,18 +72,18 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles,
     row = tl.load(tile + 1) + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
     wide = row.to(tl.int64)
-    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
-    at_dout, stride_dout = rows_at(places, count, b, h, views.DOUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+    at_dout, stride_dout = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
     if dlse is not None:
-        at_dlse, stride_dlse = rows_at(places, count, b, h, views.DLSE, 1)
+        at_dlse, stride_dlse = rows_at(places, count, b, h, layout_index.DLSE, 1)
         delta -= tl.load(dlse + at_dlse + wide * stride_dlse, mask=valid, other=0.0)
     if large is not None:  # all who write here write the same
         tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
-    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
     peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
     total = tl.load(sum_ + at_sum + wide * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
@@ -102,7 +102,7 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles,
     if MEAN:
         mean = empty & (total > 0)
         delta = tl.where(mean, 1.0 / total, delta)
-    at, stride = rows_at(places, count, b, h, views.FLAT, 1)
+    at, stride = rows_at(places, count, b, h, layout_index.FLAT, 1)
     at = flat + at + wide * stride
     tl.store(at, lse, mask=valid)
     tl.store(at + plane, delta, mask=valid)
@@ -209,21 +209,21 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     known = lengths_at(lengths, count, b)
     band = band_at(known)
     _, end_key, lo, hi, prefix = band
-    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
-    at_do, stride_do = rows_at(places, count, b, h, views.DOUT, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
+    at_do, stride_do = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     do = load_three(dout, at_do + wide * stride_do, valid, True, V0, V1, V2, DIM_V)
     k_rows = rows_of(k + at_k, stride_k, end_key, BN, D0, D1, D2, DIM, TMA)
     v_rows = rows_of(v + at_v, stride_v, end_key, BN, V0, V1, V2, DIM_V, TMA)
     rope, r_rows, dr = query[0], k_rows, tl.zeros([BM, R if R else 16], tl.float32)
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
         r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
-    at_flat, stride_flat = rows_at(places, count, b, h, views.FLAT, 1)
+    at_flat, stride_flat = rows_at(places, count, b, h, layout_index.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     delta *= shrink
@@ -267,10 +267,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
-    at_dq, stride_dq = rows_at(places, count, b, h, views.DQ, ALIGN)
+    at_dq, stride_dq = rows_at(places, count, b, h, layout_index.DQ, ALIGN)
     store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, h, views.DQ_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, h, layout_index.DQ_ROPE, ALIGN)
         store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
 
 
@@ -296,14 +296,14 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     known = lengths_at(lengths, count, b)
     band = band_at(known)
     rows, end_key, lo, hi, prefix = band
-    at_k, stride_k = rows_at(places, count, b, hk, views.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, hk, views.V, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, hk, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, hk, layout_index.V, ALIGN)
     keys = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
     values = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
     # Places are read before the loop: an address that is read in it keeps the rows behind it from being loaded ahead.
-    at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)
-    at_do, head_do, stride_do = heads_at(places, count, b, views.DOUT, ALIGN)
-    at_flat, head_flat, _ = heads_at(places, count, b, views.FLAT, 1)
+    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.Q, ALIGN)
+    at_do, head_do, stride_do = heads_at(places, count, b, layout_index.DOUT, ALIGN)
+    at_flat, head_flat, _ = heads_at(places, count, b, layout_index.FLAT, 1)
     q_rows = rows_of_group(q + at_q, head_q, stride_q, heads_q, rows, BM, D0, D1, D2, DIM, TMA)
     do_rows = rows_of_group(dout + at_do, head_do, stride_do, heads_q, rows, BM, V0, V1, V2, DIM_V, TMA)
     noted = flat + at_flat
@@ -312,8 +312,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     notes = (noted, heads_q, head_flat)
     tail, r_rows, dr = keys[0], q_rows, tl.zeros([BN, R if R else 16], tl.float32)
     if R:
-        at_kr, stride_kr = rows_at(places, count, b, hk, views.K_ROPE, ALIGN)
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, views.Q_ROPE, ALIGN)
+        at_kr, stride_kr = rows_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
         tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
         r_rows = rows_of_group(q_rope + at_qr, head_qr, stride_qr, heads_q, rows, BM, R, 0, 0, DIM_ROPE, TMA)
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
@@ -365,10 +365,10 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
                         (places, count, b, heads_q), (seed, offset, threshold), GROUP, DROPOUT, V0, V1, V2, DIM_V, BM,
                         BN, TMA)  # fmt: skip
         dv0, dv1, dv2 = acc
-    at_dk, stride_dk = rows_at(places, count, b, hk, views.DK, ALIGN)
-    at_dv, stride_dv = rows_at(places, count, b, hk, views.DV, ALIGN)
+    at_dk, stride_dk = rows_at(places, count, b, hk, layout_index.DK, ALIGN)
+    at_dv, stride_dv = rows_at(places, count, b, hk, layout_index.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
     store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, hk, views.DK_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(places, count, b, hk, layout_index.DK_ROPE, ALIGN)
         store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

@@ -7,9 +7,9 @@ gradient adds to the bias."""
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import LOG2E, matrix_at
-from fusion_attention.waist.bias import TABLE_ROWS as _TABLE_ROWS
+from fusion_attention.ir.bias import TABLE_ROWS as _TABLE_ROWS
 
 TABLE_ROWS = tl.constexpr(_TABLE_ROWS)
 BIASES = {"none": 0, "matrix": 1, "table": 2, "slopes": 3, "slopes_sqrt": 4}
@@ -49,7 +49,7 @@ def biased(
     else:
         x = x * scale
     if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
-        first, stride_row, stride_key = matrix_at(places, count, b, h, views.BIAS)
+        first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BIAS)
         stored, column = row.to(tl.int64), key.to(tl.int64)
         if KIND == TABLE:
             stored, column = table_place(stored, column, q_len, kv_len)
@@ -75,7 +75,7 @@ def table_place(row, key, q_len, kv_len):
 def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
     """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
     places, count, b, h, _ = where
-    first, stride_row, stride_key = matrix_at(places, count, b, h, views.DBIAS)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)
     if KIND == TABLE:
         stored, column = table_place(stored, column, lengths[0], lengths[1])

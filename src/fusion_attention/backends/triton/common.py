@@ -8,9 +8,9 @@ that scores may stand either way round.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
-from fusion_attention.backends.triton.memory import FIELDS, TILE_FIELDS
-from fusion_attention.waist.dropout import ROUNDS as _ROUNDS
+from fusion_attention.backends.triton import layout_index
+from fusion_attention.backends.triton.layout_table import FIELDS, TILE_FIELDS
+from fusion_attention.ir.dropout import ROUNDS as _ROUNDS
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROUNDS = tl.constexpr(_ROUNDS)
@@ -97,7 +97,7 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def not_blocked(blocked, places, count, b, h, row, key, there):
     """Whether the matrix leaves a key to a row."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, views.BLOCKED)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
 
@@ -105,7 +105,7 @@ def not_blocked(blocked, places, count, b, h, row, key, there):
 @triton.jit
 def kept_bits(bits, places, count, b, h, row, key, there):
     """Whether the caller's bits keep a probability; addresses count bits."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, views.BITS)
+    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
     return ((byte >> (bit & 7).to(tl.int32)) & 1) != 0
@@ -140,7 +140,7 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
     places, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
-        stream, row0, key0 = matrix_at(places, count, b, h, views.BITS)  # memory.py: what is drawn has no bits
+        stream, row0, key0 = matrix_at(places, count, b, h, layout_index.BITS)  # memory.py: what is drawn has no bits
         row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
         return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
     else:

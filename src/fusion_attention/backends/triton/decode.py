@@ -11,7 +11,7 @@ be loaded ahead.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
     PER_TILE,
@@ -62,10 +62,10 @@ def write_rows(out, max_, sum_, sink, places, count, b, h, row, valid, acc, m, l
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
     share = tl.where(none, 0.0, fade / tl.where(none, 1.0, l))
-    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
     store_three(out, at_out + row * stride_out, valid, acc, share[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + row * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + row * stride_sum, l, mask=valid)
 
@@ -101,23 +101,23 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     # Between these every row sees every key.
     whole, cut = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     wide = row.to(tl.int64)
-    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     rope = query[0]
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
         rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
-    cache_k = cache_at(places, count, b, hk, views.K, ALIGN_KV)
-    cache_v = cache_at(places, count, b, hk, views.V, ALIGN_KV)
+    cache_k = cache_at(places, count, b, hk, layout_index.K, ALIGN_KV)
+    cache_v = cache_at(places, count, b, hk, layout_index.V, ALIGN_KV)
     cache_r, scale_ks, offset_ks, scale_vs, offset_vs = cache_k, cache_k, cache_k, cache_v, cache_v
     if R:
-        cache_r = cache_at(places, count, b, hk, views.K_ROPE, ALIGN)
+        cache_r = cache_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
     if DEQUANT_K:
-        scale_ks = cache_at(places, count, b, hk, views.SCALE_K, 1)
-        offset_ks = cache_at(places, count, b, hk, views.OFFSET_K, 1)
+        scale_ks = cache_at(places, count, b, hk, layout_index.SCALE_K, 1)
+        offset_ks = cache_at(places, count, b, hk, layout_index.OFFSET_K, 1)
     if DEQUANT_V:
-        scale_vs = cache_at(places, count, b, hk, views.SCALE_V, 1)
-        offset_vs = cache_at(places, count, b, hk, views.OFFSET_V, 1)
+        scale_vs = cache_at(places, count, b, hk, layout_index.SCALE_V, 1)
+        offset_vs = cache_at(places, count, b, hk, layout_index.OFFSET_V, 1)
     added, unit_k = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     if DEQUANT_K == PER_CHANNEL:
         query, added, unit_k = channels_folded(query, scale_k, offset_k, scale_ks, offset_ks, D0, D1, D2, DIM)

@@ -11,7 +11,7 @@ the exponent's factor, and the maximum is scaled once, when it is stored.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.bias import biased
 from fusion_attention.backends.triton.common import (
     LOG2E,
@@ -148,9 +148,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     )  # fmt: skip
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
-    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
     wide = row.to(tl.int64)
     # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
     TMA_Q: tl.constexpr = TMA and BM >= 64
@@ -160,8 +160,8 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
     rope, kr = query[0], keys
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, views.Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, views.K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
                          BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
         kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
@@ -196,9 +196,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     l = tl.where(none, 0.0, l)
     share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
-    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
     store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)

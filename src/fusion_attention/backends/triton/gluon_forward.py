@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import PER_TILE, band_at, lengths_at, rows_at
 from fusion_attention.backends.triton.forward import finish, weigh
 
@@ -154,13 +154,13 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
     places, count, b, h = where
     top, l, share = stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK, MEAN)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
-    at_out, stride_out = rows_at(places, count, b, h, views.OUT, ALIGN)
+    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
     i = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
     d = gl.arange(0, DIM, gl.SliceLayout(0, STORED))
     at = out + at_out + i.to(gl.int64)[:, None] * stride_out + d[None, :]
     gl.store(at, gl.convert_layout(acc.to(dtype), STORED), mask=(i < row1)[:, None])
-    at_max, stride_max = rows_at(places, count, b, h, views.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, views.SUM, 1)
+    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
     wide = row.to(gl.int64)
     gl.store(max_ + at_max + wide * stride_max, top, mask=row < row1)
     gl.store(sum_ + at_sum + wide * stride_sum, l, mask=row < row1)
@@ -181,9 +181,9 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count:
     full, again, right = gl.load(tile + 5), gl.load(tile + 6), gl.load(tile + 7)
     walk = (begin, left, full, again, left + right, left + right + (again - full) // BN)
     band = band_at(lengths_at(lengths, count, b))
-    at_q, stride_q = rows_at(places, count, b, h, views.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, views.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, views.V, ALIGN)
+    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
     rows = described(q + at_q, [band[0], DIM], [stride_q, 1], [ROWS, DIM], HIGH)
     keys = described(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], WIDE)
     values = described(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], WIDE)

@@ -12,7 +12,7 @@ kept. Where the row is cut into pieces changes nothing.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import PER_TILE, lengths_at, rows_at
 from fusion_attention.backends.triton.selection import band_of
 
@@ -141,10 +141,10 @@ def index_write(entries, held, indices, values, places, tiles, count: tl.int32, 
         if SORTS:
             entry = tl.sort(entry, descending=True)
         there = entry != NO_ENTRY
-        at, stride = rows_at(places, count, b, 0, views.INDICES, 1)
+        at, stride = rows_at(places, count, b, 0, layout_index.INDICES, 1)
         key = tl.where(there, (entry & LARGEST).to(tl.int32) ^ LARGEST, -1)
         tl.store(indices + at + row * stride + s, key, mask=s < TOP)
         if values is not None:
-            at, stride = rows_at(places, count, b, 0, views.VALUES, 1)
+            at, stride = rows_at(places, count, b, 0, layout_index.VALUES, 1)
             value = tl.where(there, score_of((entry >> 32).to(tl.int32)), -float("inf"))
             tl.store(values + at + row * stride + s, value.to(values.dtype.element_ty), mask=s < TOP)

@@ -14,7 +14,7 @@ index_gradient() has noted.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import (
     add_three,
     heads_at,
@@ -26,8 +26,8 @@ from fusion_attention.backends.triton.common import (
 )
 from fusion_attention.backends.triton.indexer_scores import index_product
 from fusion_attention.backends.triton.loss_parts import is_finite
-from fusion_attention.backends.triton.mend import gather_three, mended_three, wrong_three
 from fusion_attention.backends.triton.pages import safe_unit
+from fusion_attention.backends.triton.recompute import gather_three, mended_three, wrong_three
 from fusion_attention.backends.triton.selection import SCANNED, token_at
 
 
@@ -57,7 +57,7 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 def dscores_at(dscores, places, count, b, row, own, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
     """Where dI of a token begins; VIEWED: in a view of the caller's, else in memory of the chunk."""
     if VIEWED:
-        at, token = rows_at(places, count, b, 0, views.DVALUES, 1)
+        at, token = rows_at(places, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
     else:
         return dscores + own * SLOTS
@@ -97,7 +97,7 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
     at, head, token = heads_at(places, count, b, Q, ALIGN)
     query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
     tl.store(noted + own, 1, mask=strange_three(query, D1, D2) > 0)
-    at, token = rows_at(places, count, b, 0, views.WEIGHTS, 1)
+    at, token = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
     weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
     unit, unit_w = 1.0, 1.0
     if UNITS:
@@ -129,12 +129,12 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
             parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
         store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
     tl.store(noted + own, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
-    at, head, token = heads_at(places, count, b, views.DQ, ALIGN)
+    at, head, token = heads_at(places, count, b, layout_index.DQ, ALIGN)
     if UNITS:
         acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
         dw = dw * unit
     store_three(dq + at + row * token, h * head, there, (acc0, acc1, acc2), 1.0, D0, D1, D2, DIM)
-    at, token = rows_at(places, count, b, 0, views.DWEIGHTS, 1)
+    at, token = rows_at(places, count, b, 0, layout_index.DWEIGHTS, 1)
     tl.store(dweights + at + row * token + h, dw.to(dweights.dtype.element_ty), mask=there)
 
 
@@ -158,11 +158,11 @@ def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, row
     dscores = dscores_at(dscores, places, count, b, row, own, SLOTS, VIEWED)
     at_q, head_q, token_q = heads_at(places, count, b, Q, ALIGN)
     at_k, token_k = rows_at(places, count, b, 0, K, ALIGN)
-    at_w, token_w = rows_at(places, count, b, 0, views.WEIGHTS, 1)
+    at_w, token_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
     index_q += at_q + row * token_q
     index_k += at_k
     weights += at_w + row * token_w
-    at_dq, head_dq, token_dq = heads_at(places, count, b, views.DQ, ALIGN)
+    at_dq, head_dq, token_dq = heads_at(places, count, b, layout_index.DQ, ALIGN)
     dq += at_dq + row * token_dq
     n, heads = tl.arange(0, BN), tl.where(slots > 0, HEADS, 0)
     for s0 in tl.range(0, slots, BN):

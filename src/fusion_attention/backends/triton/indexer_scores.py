@@ -10,7 +10,7 @@ several tokens of few heads fill one product. A tile of keys stays where it is w
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import PER_TILE, heads_at, inner_three, lengths_at, load_three
 from fusion_attention.backends.triton.pages import cache_at, offset_of, pages_of
 
@@ -54,16 +54,16 @@ def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl
     stop = tl.minimum(row1, j0 + BN - lo).to(tl.int32)
     if (j0 < kv_len) & (start < stop):
         j = j0 + tl.arange(0, BN)
-        cache = cache_at(places, count, b, 0, views.K, ALIGN)
+        cache = cache_at(places, count, b, 0, layout_index.K, ALIGN)
         page = pages_of(table, b, step, last, j, kv_len, PAGE)
         keys = load_three(k, offset_of(cache, page, j, PAGE), j < kv_len, True, D0, D1, D2, DIM)
-        first, head, token = heads_at(places, count, b, views.Q, ALIGN)
+        first, head, token = heads_at(places, count, b, layout_index.Q, ALIGN)
         n = tl.arange(0, BM)
         u, h = n // H, n % H
         if ADDS:  # a number that is not known while compiling costs each load of rows registers
             h += head0
         within = u * token + h * head
-        first_w, _, token_w = heads_at(places, count, b, views.WEIGHTS, 1)
+        first_w, _, token_w = heads_at(places, count, b, layout_index.WEIGHTS, 1)
         within_w, there = u * token_w + h, h < HEADS
         weights += first_w
         ahead = columns_ahead(weights + start * token_w, within_w, there & (start + u < stop))

@@ -14,7 +14,7 @@ any number of chunks.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import PER_TILE, rows_at
 
 TURN = tl.constexpr(8)  # rows whose loads are in flight together
@@ -137,7 +137,7 @@ def write_rows(total, out, places, tiles, count: tl.int32, VIEW: tl.constexpr, C
     j = tl.load(tile + 1) + tl.arange(0, BN)
     c = tl.program_id(2) * W + tl.arange(0, W)
     there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
-    first, step = rows_at(places, count, b, h, views.IDS, 1)
+    first, step = rows_at(places, count, b, h, layout_index.IDS, 1)
     key = first + j.to(tl.int64) * step
     found = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
     at, stride = rows_at(places, count, b, h, VIEW, 1)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import launch_dense, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton import launch_dense, launching, layout_table, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
-from fusion_attention.backends.triton.mend import mend_out
+from fusion_attention.backends.triton.recompute import mend_out
 from fusion_attention.contract import BackendError
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.problem import Extents, Operands, Problem
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem
 
 # The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
 WAVES = 3
@@ -134,7 +134,7 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
     share, count = np.arange(len(of)) - np.repeat(at, shares), np.repeat(shares, shares)
     per = -(-turns[of] // count) * size
     start = np.minimum(begin[of] + share * per, end[of])
-    listed = np.zeros((wanted + len(seq), memory.TILE_FIELDS), np.int32)
+    listed = np.zeros((wanted + len(seq), layout_table.TILE_FIELDS), np.int32)
     fields = (seq[of], row0[of], row1[of], start, np.minimum(start + per, end[of]), count)
     listed[: len(of), : len(fields)] = np.stack(fields, 1)
     many = shares > 1
@@ -149,7 +149,7 @@ def room_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wante
     return cut, min(wanted + cut, tiles * MOST_SHARES.value)
 
 
-def within(problem: Problem, views: dict[str, memory.View | None], tile: shapes.Tile) -> bool:
+def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
     """Whether each tile of keys lies in one page, its rows less than 2^31 elements apart."""
     strides = [abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)]
     return problem.page_size % tile.BN == 0 and max(strides) * tile.BN < 1 << 31
@@ -165,7 +165,7 @@ def pool_of(view: PagedView, heads: int) -> int:
     return (held - row_end) // view.stride_page if view.stride_page else LAST_PAGE
 
 
-def pages(problem: Problem, views: dict[str, memory.View | None]) -> tuple[torch.Tensor | None, int]:
+def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
     """(table, last page of every pool; -1: some pool holds none) of the caches.
 
     Raises:
@@ -208,25 +208,29 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(p, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
-    found = schedule.once(memory.layout(views, given), lambda: ready(p, extents, schedule, views, given))
+    found = schedule.once(layout_table.layout(views, given), lambda: ready(p, extents, schedule, views, given))
     found.run(given | launch_dense.draws(o))
 
 
 def ready(
-    p: Problem, e: Extents, schedule: launching.Schedule, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: Problem,
+    e: Extents,
+    schedule: launching.Schedule,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> launching.Ready:
     """What run() does with memory as these views and arguments lie."""
     table, last = pages(p, views)
-    device = memory.one_device(given)
+    device = layout_table.one_device(given)
     if not schedule.rows:
         return launching.Ready([], ())
-    kept, where = schedule.kept, memory.places(views, len(e))
-    align = memory.alignment(views, where)
+    kept, where = schedule.kept, layout_table.places(views, len(e))
+    align = layout_table.alignment(views, where)
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
     cut, shares = room_for_shares(p, e, tile, wanted)
     known, known_join = decode_constants(p, tile, align, within(p, views, tile))
     listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))

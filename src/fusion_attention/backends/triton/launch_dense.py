@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import bias, common, launch_gluon, memory, shapes
+from fusion_attention.backends.triton import bias, common, launch_gluon, layout_table, shapes
 from fusion_attention.backends.triton.backward import backward_key, backward_query, prepare
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.backends.triton.launching import Constants, Family, Launch, Ready, Schedule
-from fusion_attention.backends.triton.mend import mend_key, mend_out, mend_query
-from fusion_attention.waist import dropout, tiles
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
+from fusion_attention.backends.triton.recompute import mend_key, mend_out, mend_query
+from fusion_attention.ir import dropout, tiles
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
@@ -35,7 +35,7 @@ ABSENT: dict[str, Any] = dict.fromkeys(
 DRAWS = ("seed", "offset")
 LEAST_KEEP = 2.0**-60  # of keep_prob, as kernels take it; what is left is multiplied by later
 # What kernels call views that have another name in the table of places.
-ARGUMENTS = {name: name for name in memory.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
+ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
 
 
 def widths(problem: Problem) -> Constants:
@@ -155,7 +155,7 @@ def bytes_of(view: Any) -> torch.Tensor | None:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
+def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
     """The operands' views that the problem uses, by their names in the table of places."""
     p = problem
     return {
@@ -178,11 +178,11 @@ def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
     return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
 
 
-def given_by(problem: Problem, o: Operands, views: dict[str, memory.View | None]) -> dict[str, Any]:
+def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
     """The kernels' arguments that are a run's own memory; what the problem lacks is absent."""
     p = problem
     given: dict[str, Any] = {
-        ARGUMENTS[name]: memory.tensor_of(view) for name, view in views.items() if view is not None
+        ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
     }
     if p.has_blocked:
         given["blocked"] = bytes_of(views["blocked"])
@@ -287,19 +287,19 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
-        memory.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
+        layout_table.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
     )
     ready.run(given | draws(o))
     enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
 
 
 def ready_forward(
-    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
     """What run_forward() does with memory as these views and arguments lie."""
-    device, table = memory.one_device(given), memory.places(views, len(e), drawn(p, e))
-    align = memory.alignment(views, table)
-    tile = tile_on("forward", p, device, align if memory.apart(views) else 1)
+    device, table = layout_table.one_device(given), layout_table.places(views, len(e), drawn(p, e))
+    align = layout_table.alignment(views, table)
+    tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
     kernel, known, options = forward, forward_constants(p, tile, align), {}
     if launch_gluon.serves(p, device, tile):
         kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
@@ -308,7 +308,7 @@ def ready_forward(
     count = len(tiled.tensor)
     if not count:
         return Ready([], ())
-    places, lengths = memory.Copied.of(table, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     arguments = ABSENT | numbers(p) | {
         "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
     }  # fmt: skip
@@ -365,7 +365,9 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
     given = given_by(p, o, views)
     if p.dtype == "float16":
         given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
-    ready = schedule.once(memory.layout(views, given), lambda: ready_backward(p, extents, schedule.kept, views, given))
+    ready = schedule.once(
+        layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule.kept, views, given)
+    )
     given |= draws(o)
     ready.run(given)
     if g.dsink is not None:
@@ -374,22 +376,22 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
 
 
 def ready_backward(
-    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
     """What run_backward() does with memory as these views and arguments lie."""
-    device, rows, count = memory.one_device(given), noted(e), len(e)
+    device, rows, count = layout_table.one_device(given), noted(e), len(e)
     room = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, room, np.int64), 1)  # of any memory
-    table = memory.places(views | {"flat": flat}, count, drawn(p, e))
-    align, apart = memory.alignment(views, table), memory.apart(views)
+    table = layout_table.places(views | {"flat": flat}, count, drawn(p, e))
+    align, apart = layout_table.alignment(views, table), layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)
-    key = tile_on("key", p, device, align if apart and memory.heads_apart(views) else 1)
+    key = tile_on("key", p, device, align if apart and layout_table.heads_apart(views) else 1)
     known_prepare, known_query, _ = backward_constants(p, query, align)
     known_key = backward_constants(p, key, align)[2]
     mean = p.empty_rows != "zero"
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
-    places, lengths = memory.Copied.of(table, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * room,)}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:

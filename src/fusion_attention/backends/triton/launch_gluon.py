@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.backends.triton.shapes import TMA, Tile
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 # Rows of 128 elements: on an H100 1.2 to 1.3 times as fast as plain Triton, whose rows of 64 elements are as fast.
 DIM = 128

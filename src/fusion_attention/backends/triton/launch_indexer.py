@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import launch_decode, launching, memory, shapes, shapes_sparse
-from fusion_attention.backends.triton import views as all_views
+from fusion_attention.backends.triton import launch_decode, launching, layout_table, shapes, shapes_sparse
+from fusion_attention.backends.triton import layout_index as all_views
 from fusion_attention.backends.triton.indexer_choice import NO_ENTRY, index_choice, index_write
 from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
@@ -33,9 +33,9 @@ from fusion_attention.backends.triton.shapes import Tile
 from fusion_attention.backends.triton.shapes_sparse import Sizes
 from fusion_attention.backends.triton.shapes_sparse_backward import ENTRIES, LISTS
 from fusion_attention.contract import BackendError
+from fusion_attention.ir.kv import PagedView
+from fusion_attention.ir.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
-from fusion_attention.waist.kv import PagedView
-from fusion_attention.waist.problem import Extents, IndexerGrads, IndexerOperands, IndexerProblem
 
 Constants = launching.Constants
 CHUNK = 1 << 27  # bytes of a chunk's scores and candidates, or of the rows that it gives to keys; at least one tile's
@@ -59,7 +59,7 @@ def row_tiles(extents: Extents) -> np.ndarray:
     turns = -(-extents.q_len // size)
     seq = np.repeat(np.arange(len(extents)), turns)
     row0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * size
-    table = np.zeros((len(seq), memory.TILE_FIELDS), np.int32)
+    table = np.zeros((len(seq), layout_table.TILE_FIELDS), np.int32)
     table[:, 0], table[:, 1], table[:, 2] = seq, row0, np.minimum(row0 + size, extents.q_len[seq])
     return table
 
@@ -146,28 +146,32 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
 
 def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands) -> None:
     """Launches the scores and the choice of every chunk of rows."""
-    views: dict[str, memory.View | None] = {
+    views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "values": o.values,
     }  # fmt: skip
-    given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
+    given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
-    layout = memory.layout(views, given)
+    layout = layout_table.layout(views, given)
     schedule.once(layout, lambda: ready_topk(problem, extents, schedule.kept, views, given)).run(given)
 
 
 def ready_topk(
-    p: IndexerProblem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: IndexerProblem,
+    e: Extents,
+    kept: layout_table.Kept,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Choice:
     """What run_topk() does with memory as these views and arguments lie."""
     table, last = pages_of(views["k"])
-    device, where = memory.one_device(given), memory.places(views, len(e))
-    align = memory.alignment({name: views[name] for name in ("q", "k")}, where)
+    device, where = layout_table.one_device(given), layout_table.places(views, len(e))
+    align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
     if not len(planned):
         return Choice([], ())
     tiled = kept.on(device, "rows", row_tiles)
-    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     ends = ends_of(kept.capacity, planned)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
@@ -313,27 +317,27 @@ def run_backward(
     problem: IndexerProblem, extents: Extents, schedule: launching.Schedule, o: IndexerOperands, g: IndexerGrads
 ) -> None:
     """Launches the gradient of every chunk of tokens, and the sums per key."""
-    views: dict[str, memory.View | None] = {
+    views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "weights": o.weights, "indices": o.indices, "dvalues": g.dvalues, "dq": g.dq, "dk": g.dk,
         "dweights": g.dweights,
     }  # fmt: skip
-    given = {name: None if view is None else memory.tensor_of(view) for name, view in views.items()}
-    layout = memory.layout(views, given)
+    given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
+    layout = layout_table.layout(views, given)
     ready = schedule.once(layout, lambda: ready_backward(problem, extents, schedule, views, given))
     ready.run({RENAMED.get(name, name): memory_of for name, memory_of in given.items()})
 
 
 def ready_backward(
-    p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, memory.View | None],
+    p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
     """What run_backward() does with memory as these views and arguments lie."""
     kept, capacity = schedule.kept, schedule.kept.capacity
-    device = memory.one_device(given)
-    where = memory.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
-    align = memory.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
+    device = layout_table.one_device(given)
+    where = layout_table.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
+    align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
     tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
-    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
     shared = {"places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
     per = tokens_per_chunk(p, schedule.rows)

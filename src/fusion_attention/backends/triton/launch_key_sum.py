@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import memory, shapes, views
+from fusion_attention.backends.triton import layout_index, layout_table, shapes
 from fusion_attention.backends.triton.key_sum import add_blocks, add_rows, find_hot, mark, write_rows
 from fusion_attention.backends.triton.launching import launch_named, launch_some
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.problem import Extents
 
 PANEL = 256  # columns that one program sums, at most
 ADD, WRITE, NOTE = shapes.Tile(0, 0, 2, 1), shapes.Tile(0, 16, 4, 1), shapes.Tile(0, 1024, 4, 1)
@@ -43,7 +43,7 @@ class Where:
 def numbered(like: torch.Tensor, capacity: Extents, heads: int) -> RowView:
     """`ids` of the table of places: key j of head h of sequence b has the id (first[b] + j) * heads + h.
 
-    capacity: lengths that later ones do not exceed (memory.Kept): an id stays a key's.
+    capacity: lengths that later ones do not exceed (layout_table.Kept): an id stays a key's.
     """
     ones = np.ones(len(capacity), np.int64)
     return RowView((like,), capacity.kv_start * heads, heads, ones, 1)
@@ -54,7 +54,7 @@ def key_tiles(extents: Extents) -> np.ndarray:
     turns = -(-extents.kv_len // WRITE.BN)
     seq = np.repeat(np.arange(len(extents)), turns)
     key0 = (np.arange(len(seq)) - np.repeat(np.cumsum(turns) - turns, turns)) * WRITE.BN
-    table = np.zeros((len(seq), memory.TILE_FIELDS), np.int32)
+    table = np.zeros((len(seq), layout_table.TILE_FIELDS), np.int32)
     table[:, 0], table[:, 1], table[:, 2] = seq, key0, np.minimum(key0 + WRITE.BN, extents.kv_len[seq])
     return table
 
@@ -130,7 +130,7 @@ class KeySum:
             return
         w = min(PANEL, shapes.power(dim))
         known = {
-            "VIEW": views.AT[name],
+            "VIEW": layout_index.AT[name],
             "COLUMNS": self.total.shape[1],
             "FIRST": first,
             "DIM": dim,

@@ -1,4 +1,4 @@
-"""From the indexer's loss to launches: over whole bands by launch_warm_up.py, over selected keys here.
+"""From the indexer's loss to launches: over whole bands by launch_dense_kl_loss.py, over selected keys here.
 
 Selected keys: a chunk of rows has four kernels that find dI, after which all is as in launch_indexer.py.
 """
@@ -14,23 +14,15 @@ from fusion_attention.backends.triton import (
     common,
     launch_key_sum,
     launch_sparse,
+    layout_table,
     loss_parts,
-    memory,
     selected_loss,
     shapes,
     shapes_loss,
     shapes_sparse,
 )
 from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
-from fusion_attention.backends.triton.launch_indexer import (
-    Gradient,
-    gradient_launches,
-    gradient_rooms,
-    list_constants,
-    tile_on,
-)
-from fusion_attention.backends.triton.launch_key_sum import Where
-from fusion_attention.backends.triton.launch_warm_up import (
+from fusion_attention.backends.triton.launch_dense_kl_loss import (
     MOST,
     NOTE,
     given_by,
@@ -39,11 +31,19 @@ from fusion_attention.backends.triton.launch_warm_up import (
     run_lse,
     warm_bytes,
 )
+from fusion_attention.backends.triton.launch_indexer import (
+    Gradient,
+    gradient_launches,
+    gradient_rooms,
+    list_constants,
+    tile_on,
+)
+from fusion_attention.backends.triton.launch_key_sum import Where
 from fusion_attention.backends.triton.launching import Constants, Family, Launch, Schedule
 from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import LISTS
-from fusion_attention.waist import tiles
-from fusion_attention.waist.problem import (
+from fusion_attention.ir import tiles
+from fusion_attention.ir.problem import (
     Extents,
     IndexerGrads,
     IndexerLossOperands,
@@ -67,7 +67,7 @@ def run_loss(
 ) -> None:
     """Writes the loss and its gradients."""
     p, index = problem, o.index
-    views: dict[str, memory.View | None] = {
+    views: dict[str, layout_table.View | None] = {
         "q": o.q, "k": o.k, "max": o.stats.max, "sum": o.stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
@@ -84,7 +84,7 @@ def run_loss(
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make = ready_selected if p.select_count else ready_warm
-    ready = schedule.once(memory.layout(views, given), lambda: make(p, schedule.kept, views, given))
+    ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.kept, views, given))
     given["like"] = given["q"]
     ready.run(given)
     # In one order, whatever the chunks were.
@@ -152,16 +152,16 @@ def rooms_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dt
 
 
 def ready_selected(
-    p: IndexerLossProblem, held: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: IndexerLossProblem, held: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Gradient:
     """What run_loss() does over selected keys, with memory as these views lie."""
-    e, device = held.capacity, memory.one_device(given)
-    table = memory.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
-    t, align = tiles_on(p, device), memory.alignment(views, table)
+    e, device = held.capacity, layout_table.one_device(given)
+    table = layout_table.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
+    t, align = tiles_on(p, device), layout_table.alignment(views, table)
     known, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     tables = (
-        memory.Copied.of(table, device),
-        held.on(device, "lengths", memory.lengths),
+        layout_table.Copied.of(table, device),
+        held.on(device, "lengths", layout_table.lengths),
         held.on(device, "tokens", launch_sparse.tokens),
         held.on(device, "rows", row_table),
         held.on(device, "written", launch_key_sum.key_tiles),

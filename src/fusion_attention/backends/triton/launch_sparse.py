@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import launch_decode, launch_dense, launching, memory, shapes, shapes_sparse
+from fusion_attention.backends.triton import launch_decode, launch_dense, launching, layout_table, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, join
-from fusion_attention.backends.triton.mend_lists import mend_lists
+from fusion_attention.backends.triton.recompute_lists import mend_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.problem import Extents, Operands, Problem
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem
 
 FAMILY = launching.Family(sparse_forward, join, mend_lists)
 ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "part", "work")) | dict.fromkeys(
@@ -33,7 +33,7 @@ def tokens(extents: Extents) -> np.ndarray:
     return np.stack((seq, row), 1).astype(np.int32)
 
 
-def near(views: dict[str, memory.View | None], extents: Extents) -> bool:
+def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
     """Whether int32 holds every offset of a key's row from its sequence's first, or from the pool's."""
     most = int(extents.kv_len.max(initial=0))
     for view in (views[name] for name in KEYS):
@@ -45,7 +45,7 @@ def near(views: dict[str, memory.View | None], extents: Extents) -> bool:
     return True
 
 
-def views_of(problem: Problem, o: Operands) -> dict[str, memory.View | None]:
+def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
     """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
     p = problem
     return {
@@ -115,7 +115,7 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
     """[tokens * shares, 8] int32, as join() reads it: of the first share of a token (sequence, its first row and end
     among rows * group); of the n-th token, in the n-th row, its first share and how many there are."""
     listed, group = tokens(extents), problem.group
-    found = np.zeros((len(listed) * shares, memory.TILE_FIELDS), np.int32)
+    found = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
     found[::shares, 0], found[::shares, 1] = listed[:, 0], listed[:, 1] * group
     found[::shares, 2] = (listed[:, 1] + 1) * group
     found[: len(listed), 6], found[: len(listed), 7] = np.arange(len(listed)) * shares, shares
@@ -136,22 +136,24 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
-    found = schedule.once(memory.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given))
+    found = schedule.once(
+        layout_table.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given)
+    )
     found.run(given)
 
 
 def ready(
-    p: Problem, e: Extents, kept: memory.Kept, views: dict[str, memory.View | None], given: dict[str, Any]
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> launching.Ready:
     """What run() does with memory as these views and arguments lie."""
     table, last = launch_decode.pages(p, views)
-    device, where = memory.one_device(given), memory.places(views, len(e))
-    align = memory.alignment(views, where)
+    device, where = layout_table.one_device(given), layout_table.places(views, len(e))
+    align = layout_table.alignment(views, where)
     listed = kept.on(device, "tokens", tokens)
     if not len(listed.tensor):
         return launching.Ready([], ())
     tile = tile_on(p, device, align)
-    places, lengths = memory.Copied.of(where, device), kept.on(device, "lengths", memory.lengths)
+    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     numbers = launch_dense.numbers(p)
@@ -162,7 +164,7 @@ def ready(
     is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
     count, mended = len(listed.tensor), mend_constants(p, align, is_near)
     share = share_of(p, count, tile, launch_decode.processors(device))
-    tables: tuple[memory.Copied, ...] = places, lengths, listed
+    tables: tuple[layout_table.Copied, ...] = places, lengths, listed
     shares, own = shares_of(p, share), list(given)
     known = forward_constants(p, tile, align, is_near, cut=shares > 1)
     scratch: dict[str, tuple[int, ...]] = {}

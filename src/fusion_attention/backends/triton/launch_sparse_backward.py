@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.backends.triton import common, launch_key_sum, memory, shapes, views
+from fusion_attention.backends.triton import common, launch_key_sum, layout_index, layout_table, shapes
 from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton.backward import prepare
 from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, widths
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
 from fusion_attention.backends.triton.launching import Constants, Schedule, launch_some
-from fusion_attention.backends.triton.mend_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.recompute_list_gradients import mend_rows, mend_slots
 from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, weigh_slots
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.memory import empty
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 # Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
@@ -106,11 +106,11 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 class Laid:
     """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
 
-    places: memory.Copied
-    lengths: memory.Copied
-    by_row: memory.Copied
-    tokens: memory.Copied
-    by_key: memory.Copied
+    places: layout_table.Copied
+    lengths: layout_table.Copied
+    by_row: layout_table.Copied
+    tokens: layout_table.Copied
+    by_key: layout_table.Copied
     align: int
     cuts: dict[str, Cut]
     keys: int  # of all sequences and heads
@@ -121,19 +121,21 @@ class Laid:
             table.read()
 
 
-def lay(problem: Problem, extents: Extents, kept: memory.Kept, views: dict[str, Any], given: dict[str, Any]) -> Laid:
+def lay(
+    problem: Problem, extents: Extents, kept: layout_table.Kept, views: dict[str, Any], given: dict[str, Any]
+) -> Laid:
     """What run() does with memory as these views lie."""
     p, count = problem, len(extents)
-    device, like = memory.one_device(given), given["q"]
+    device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
     flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
     ids = launch_key_sum.numbered(like, kept.capacity, p.heads_kv)
-    table = memory.places(views | {"flat": flat, "ids": ids}, count)
-    align, chip = memory.alignment(views, table), shapes.chip_of(device)
+    table = layout_table.places(views | {"flat": flat, "ids": ids}, count)
+    align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() has looked
     return Laid(
-        memory.Copied.of(table, device),
-        kept.on(device, "lengths", memory.lengths),
+        layout_table.Copied.of(table, device),
+        kept.on(device, "lengths", layout_table.lengths),
         kept.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
         kept.on(device, "tokens", listed_tokens),
         kept.on(device, "keys", launch_key_sum.key_tiles),
@@ -146,8 +148,8 @@ def lay(problem: Problem, extents: Extents, kept: memory.Kept, views: dict[str, 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
     p, found = problem, views_of(problem, o, g)
-    given: dict[str, Any] = {name: None if v is None else memory.tensor_of(v) for name, v in found.items()}
-    laid = schedule.once(memory.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
+    given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in found.items()}
+    laid = schedule.once(layout_table.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
     laid.read()
     like, tokens = given["q"], schedule.rows
     given |= {"places": laid.places.tensor, "lengths": laid.lengths.tensor, "tokens": laid.tokens.tensor}
@@ -251,7 +253,12 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
     for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
         for first, width, count in cuts.panels(dim, cut.BC):
             own = cut._replace(BC=width)
-            known = {"DIM": dim, "READ": views.AT[read], "WRITTEN": views.AT[written], "FIRST": first} | known_of(own)
+            known = {
+                "DIM": dim,
+                "READ": layout_index.AT[read],
+                "WRITTEN": layout_index.AT[written],
+                "FIRST": first,
+            } | known_of(own)
             grid = count, -(-p.group // cut.BH), "own"
             found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
     found += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
@@ -283,8 +290,8 @@ def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: b
             known: Constants = {
                 "DIM": dim,
                 "DIM_ALSO": p.dim_v,
-                "VIEW": views.AT[x],
-                "VIEW_ALSO": views.AT["dout"],
+                "VIEW": layout_index.AT[x],
+                "VIEW_ALSO": layout_index.AT["dout"],
             } | at
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
             known |= {} if both else {"also": None, "weights_also": None}

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 import triton
 
-from fusion_attention.backends.triton import memory, shapes
+from fusion_attention.backends.triton import layout_table, shapes
+from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
-from fusion_attention.waist.problem import Extents
 
 T = TypeVar("T")
 Constants = dict[str, Any]
@@ -95,7 +95,7 @@ class Ready:
     float32 scratch that each run takes, by the names of arguments."""
 
     launches: list[Launch]
-    tables: tuple[memory.Copied, ...]
+    tables: tuple[layout_table.Copied, ...]
     scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
@@ -126,13 +126,13 @@ class Schedule:
     """What a verb needs on given lengths: its tiles, and what it has on devices."""
 
     verb: str
-    kept: memory.Kept
+    kept: layout_table.Kept
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
     known: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """What `make` makes, the first time on a layout of memory (memory.layout); the last LAYOUTS are known."""
+        """What `make` makes, the first time on a layout of memory (layout_table.layout); the last LAYOUTS are known."""
         found = self.known.get(layout)
         if found is None:
             found = self.known[layout] = make()
@@ -152,4 +152,4 @@ class Schedule:
 
 def plan(extents: Extents, verb: str, decodes: bool = False) -> Schedule:
     """What a verb needs; tiles are cut when a device is known."""
-    return Schedule(verb, memory.Kept(extents), int(extents.q_len.sum()), decodes)
+    return Schedule(verb, layout_table.Kept(extents), int(extents.q_len.sum()), decodes)

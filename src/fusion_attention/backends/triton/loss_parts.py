@@ -10,7 +10,7 @@ import math
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import LOG2E, PER_TILE, heads_at, load_part, rows_at, store_part
 
 LEAST = tl.constexpr(1e-8)  # below it probabilities enter the logarithms as this
@@ -107,8 +107,8 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
     b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
     row = (row0 + tl.arange(0, BM)).to(tl.int64)
     valid = row < row1
-    at_max, head_max, stride_max = heads_at(places, count, b, views.MAX, 1)
-    at_sum, head_sum, stride_sum = heads_at(places, count, b, views.SUM, 1)
+    at_max, head_max, stride_max = heads_at(places, count, b, layout_index.MAX, 1)
+    at_sum, head_sum, stride_sum = heads_at(places, count, b, layout_index.SUM, 1)
     to = notes + (flat + tl.arange(0, BM)).to(tl.int64) * step_row
     heads = tl.zeros([BM], tl.float32) + heads_q
     for h in tl.range(0, heads_q):
@@ -119,7 +119,7 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
             heads -= tl.exp2((tl.load(sink + h) - m) * LOG2E) / s
     tl.store(to + heads_q * step_head, heads, mask=valid)
     if largest is not None:
-        at_w, stride_w = rows_at(places, count, b, 0, views.WEIGHTS, 1)
+        at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
         found = tl.zeros([BM], tl.float32)
         for h in tl.range(0, heads_index):
             w = tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32)
@@ -134,7 +134,7 @@ def clean_keys(index_k, keys, places, tiles, count: tl.int32, E: tl.constexpr, D
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)
-    at, stride = rows_at(places, count, b, 0, views.INDEX_K, ALIGN)
+    at, stride = rows_at(places, count, b, 0, layout_index.INDEX_K, ALIGN)
     rows = load_part(index_k + at, key * stride, key < key1, 0, E, DIM_INDEX, True)
     out = (to + tl.arange(0, BN)).to(tl.int64) * E
     there = tl.arange(0, BN) < tl.load(tile + 6)
@@ -154,5 +154,5 @@ def finish_keys(added, dk, largest, places, tiles, count: tl.int32, plane: tl.in
     for _ in tl.static_range(1, SPLITS):
         place += plane
         total += tl.load(place)
-    at_dk, stride_dk = rows_at(places, count, b, 0, views.DK, 1)
+    at_dk, stride_dk = rows_at(places, count, b, 0, layout_index.DK, 1)
     store_part(dk + at_dk, key * stride_dk, key < key1, total / unit_of(largest), 0, E, DIM_INDEX)

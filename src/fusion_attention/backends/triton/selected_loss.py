@@ -11,7 +11,7 @@ does not count loads zeros, and belongs to no key.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import heads_at, load_part, rows_at
 from fusion_attention.backends.triton.loss_parts import at_least, columns_at, difference, steps
 from fusion_attention.backends.triton.selection import token_at
@@ -37,13 +37,13 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, places, tokens, count: tl
     slot, lane, d = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BH), tl.arange(0, BC)
     key = listed(keys + at_token * slots, slot, slots).to(tl.int64)
     there = key >= 0
-    at_q, head_q, stride_q = heads_at(places, count, b, views.Q, ALIGN)
-    at_k, head_k, stride_k = heads_at(places, count, b, views.K, ALIGN)
+    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.Q, ALIGN)
+    at_k, head_k, stride_k = heads_at(places, count, b, layout_index.K, ALIGN)
     at_q += row * stride_q
     at_qr, head_qr, at_kr, head_kr, stride_kr = at_q, head_q, at_k, head_k, stride_k
     if DIM_ROPE:
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, views.Q_ROPE, ALIGN)
-        at_kr, head_kr, stride_kr = heads_at(places, count, b, views.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, head_kr, stride_kr = heads_at(places, count, b, layout_index.K_ROPE, ALIGN)
         at_qr += row * stride_qr
     of_notes = notes + (first + at_token) * (heads_kv * GROUP + 1)
     s, p = tl.zeros([BK, BH], tl.float32), tl.zeros([BK], tl.float32)
@@ -80,9 +80,9 @@ def score(index_q, index_k, weights, keys, scores, places, tokens, count: tl.int
     at_token = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + at_token)
     h = tl.arange(0, HI)
-    at_q, head_q, stride_q = heads_at(places, count, b, views.INDEX_Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, 0, views.INDEX_K, ALIGN)
-    at_w, stride_w = rows_at(places, count, b, 0, views.WEIGHTS, 1)
+    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.INDEX_Q, ALIGN)
+    at_k, stride_k = rows_at(places, count, b, 0, layout_index.INDEX_K, ALIGN)
+    at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
     there = h < heads_index
     query = load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True)
     w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)

@@ -11,7 +11,7 @@ the row's band is row 0 that nobody reads.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import lengths_at, rows_at
 
 SCANNED = tl.constexpr(512)  # entries at once
@@ -35,7 +35,7 @@ def band_of(row, kv_len, lo, hi, prefix):
 @triton.jit
 def list_at(indices, places, count, b, hk, row):
     """Where the list of a row starts."""
-    first, token = rows_at(places, count, b, hk, views.INDICES, 1)
+    first, token = rows_at(places, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
@@ -91,7 +91,7 @@ def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: 
     first_key, end = band_of(row, kv_len, lo, hi, prefix)
     entries = list_at(indices, places, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
-    id0, step = rows_at(places, count, b, hk, views.IDS, 1)
+    id0, step = rows_at(places, count, b, hk, layout_index.IDS, 1)
     keys, ids = keys + own * SLOTS, ids + own * SLOTS
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, SLOTS, N):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion_attention.waist.problem import AnyProblem, Problem
+from fusion_attention.ir.problem import AnyProblem, Problem
 
 WIDEST_PART = 256  # a wider accumulator does not stay in registers as one
 MOST_PARTS = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fusion_attention.backends.triton.shapes import Tile, power, widest
-from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 WIDEST_INDEX = 256  # elements of an indexer's row, which kernels hold as one
 

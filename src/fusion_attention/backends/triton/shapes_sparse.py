@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.shapes import (
     spans,
     widest,
 )
-from fusion_attention.waist.problem import AnyProblem, IndexerLossProblem, IndexerProblem, Problem
+from fusion_attention.ir.problem import AnyProblem, IndexerLossProblem, IndexerProblem, Problem
 
 # ------------------------------------------------------------------------------------------- attention to lists
 

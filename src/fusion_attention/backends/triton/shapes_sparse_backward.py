@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fusion_attention.backends.triton import shapes
-from fusion_attention.waist.problem import Problem
+from fusion_attention.ir.problem import Problem
 
 
 class Cut(NamedTuple):

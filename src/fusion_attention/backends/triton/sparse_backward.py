@@ -10,7 +10,7 @@ across a loop: P and dS go through memory, and nothing spills. lse and D are tho
 dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
 A slot that weighs nothing still multiplies, and 0 * inf is NaN. So the kernels note the tokens where that may be, and
-mend_list_gradients.py computes those once more.
+recompute_list_gradients.py computes those once more.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ mend_list_gradients.py computes those once more.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.backward import shrinking
 from fusion_attention.backends.triton.common import heads_at, rows_at
 from fusion_attention.backends.triton.selection import token_at
@@ -76,9 +76,9 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         valid, head = h < GROUP, hk * GROUP + h
         j = tl.load(keys + own * SLOTS + slot)
         chosen = j >= 0
-        at_q = (q, heads_of(places, count, b, row, head, views.Q, ALIGN), valid)
-        at_do = (dout, heads_of(places, count, b, row, head, views.DOUT, ALIGN), valid)
-        at_k = (k, keys_of(places, count, b, hk, j, views.K, ALIGN), chosen)
+        at_q = (q, heads_of(places, count, b, row, head, layout_index.Q, ALIGN), valid)
+        at_do = (dout, heads_of(places, count, b, row, head, layout_index.DOUT, ALIGN), valid)
+        at_k = (k, keys_of(places, count, b, hk, j, layout_index.K, ALIGN), chosen)
         s, dp = tl.zeros([BH, BN], tl.float32), tl.zeros([BH, BN], tl.float32)
         # The first elements of a key are its value: they are loaded once for both products.
         BOTH: tl.constexpr = DIM_V // BC * BC if SHARED else 0
@@ -92,13 +92,13 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         if BOTH < DIM_V:
             at_v = at_k
             if not SHARED:
-                at_v = (v, keys_of(places, count, b, hk, j, views.V, ALIGN), chosen)
+                at_v = (v, keys_of(places, count, b, hk, j, layout_index.V, ALIGN), chosen)
             dp = inner(dp, at_do, at_v, BOTH, DIM_V, BC)
         if DIM_ROPE:
-            at_qr = (q_rope, heads_of(places, count, b, row, head, views.Q_ROPE, ALIGN), valid)
-            at_kr = (k_rope, keys_of(places, count, b, hk, j, views.K_ROPE, ALIGN), chosen)
+            at_qr = (q_rope, heads_of(places, count, b, row, head, layout_index.Q_ROPE, ALIGN), valid)
+            at_kr = (k_rope, keys_of(places, count, b, hk, j, layout_index.K_ROPE, ALIGN), chosen)
             s = inner(s, at_qr, at_kr, 0, DIM_ROPE, BC)
-        notes = flat + heads_of(places, count, b, row, head, views.FLAT, 1)
+        notes = flat + heads_of(places, count, b, row, head, layout_index.FLAT, 1)
         lse = tl.load(notes, mask=valid, other=float("inf"))
         delta = tl.load(notes + plane, mask=valid, other=0.0)
         # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.

@@ -12,7 +12,7 @@ Every value that a turn hands on is computed in it: of a loop that only passes o
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton import views
+from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import (
     add_three,
     heads_at,
@@ -110,16 +110,16 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
     entries = list_at(indices, places, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
 
-    at_q, head_q, token_q = heads_at(places, count, b, views.Q, ALIGN)
+    at_q, head_q, token_q = heads_at(places, count, b, layout_index.Q, ALIGN)
     query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
-    cache_k = cache_at(places, count, b, hk, views.K, ALIGN)
+    cache_k = cache_at(places, count, b, hk, layout_index.K, ALIGN)
     cache_v, cache_r, rope = cache_k, cache_k, query[0]
     if not SHARED:
-        cache_v = cache_at(places, count, b, hk, views.V, ALIGN)
+        cache_v = cache_at(places, count, b, hk, layout_index.V, ALIGN)
     if R:
-        at_r, head_r, token_r = heads_at(places, count, b, views.Q_ROPE, ALIGN)
+        at_r, head_r, token_r = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
         rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
-        cache_r = cache_at(places, count, b, hk, views.K_ROPE, ALIGN)
+        cache_r = cache_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
 
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.torch_ops.dispatch import is_traced
-from fusion_attention.waist.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
 Window = Sequence[int] | Tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion_attention.integrations.flex_attention import mods
-from fusion_attention.waist.mask import INFINITE, Band
+from fusion_attention.ir.mask import INFINITE, Band
 
 TILE = 128  # rows, and keys, of a tile
 NONE, ALL = -1, -2  # what stands for a tile of which nothing, or everything, is seen

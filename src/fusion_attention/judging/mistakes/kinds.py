@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Setting
-from fusion_attention.waist.mask import INFINITE
 
 
 @dataclass(frozen=True, eq=False)

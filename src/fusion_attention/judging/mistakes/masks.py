@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from fusion_attention.ir.kv import MatrixView, PagedView
+from fusion_attention.ir.mask import INFINITE
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite, moved, same_band
 from fusion_attention.judging.setting import Block, Setting
-from fusion_attention.waist.kv import MatrixView, PagedView
-from fusion_attention.waist.mask import INFINITE
 
 TILES = (512, 128, 256, 64, 32, 16, 1024, 2048)
 

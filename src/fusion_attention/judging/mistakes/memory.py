@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try, finite
 from fusion_attention.judging.setting import Setting
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
 
 _CACHED = ("k", "v", "k_rope")
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_attention.ir.kv import RowView
 from fusion_attention.judging import formulas
 from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.mistakes.kinds import Case, Mistake, Try
 from fusion_attention.judging.outputs import Output
 from fusion_attention.judging.setting import Block, Setting
-from fusion_attention.waist.kv import RowView
 
 Tensor = torch.Tensor
 Raw = dict[str, Tensor]

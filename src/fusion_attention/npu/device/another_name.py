@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from fusion_attention.npu.device.process_groups import read_meshes
-from fusion_attention.npu.surface import host
+from fusion_attention.npu.surface import device_module
 from fusion_attention.patches import Changes, Layer
 
 _DEVICE = re.compile(r"npu(:\d+)?")
@@ -47,7 +47,7 @@ class _Devices(TorchFunctionMode):
             given = [a for a in (type, index) if a is not None]
             return torch.device(*given, **kwargs)
         name = type if index is None else f"{type}:{index}"
-        number = host.index(name, torch.npu.device_count())  # type: ignore[attr-defined]
+        number = device_module.index(name, torch.npu.device_count())  # type: ignore[attr-defined]
         return self.base if self.base.type == "cpu" or name == "npu" else torch.device(self.base.type, number)
 
     def word(self, value: Any) -> Any:
@@ -91,9 +91,9 @@ DEVICES = _Devices()  # one for all threads: without a base it does nothing, on 
 def place(base: torch.device, device: Any) -> torch.device:
     """The device that "npu", an index of it or None means."""
     if base.type == "cpu":
-        host.number(device)
+        device_module.number(device)
         return base
-    return base if device is None else torch.device(base.type, host.index(device, torch.cuda.device_count()))
+    return base if device is None else torch.device(base.type, device_module.index(device, torch.cuda.device_count()))
 
 
 def enter(base: torch.device, changes: Changes) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
-from fusion_attention.waist.mask import UNLIMITED, Band
+from fusion_attention.ir.mask import UNLIMITED, Band
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusion_attention.npu.surface.host import Event
+from fusion_attention.npu.surface.device_module import Event
 
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
 _IDS = itertools.count(1)

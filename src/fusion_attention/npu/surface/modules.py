@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
-from fusion_attention.npu.companions import (
+from fusion_attention.npu.auxiliary import (
     atb,
     atb_rows,
     caches,
@@ -32,7 +32,7 @@ from fusion_attention.npu.companions import (
     softmax,
 )
 from fusion_attention.npu.device import process_groups
-from fusion_attention.npu.surface import cann_ops, elsewhere, host, profiler, runtime, testcase, torchair
+from fusion_attention.npu.surface import cann_ops, device_module, mindspeed, profiler, runtime, testcase, torchair
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 from fusion_attention.torch_ops.spelling import suggested
 
@@ -86,8 +86,8 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     faces = functions()
-    npu = {**runtime.names(base), **host.names(base, kind), **faces}
-    amp = host.amp(kind)
+    npu = {**runtime.names(base), **device_module.names(base, kind), **faces}
+    amp = device_module.amp(kind)
     contents: dict[str, dict[str, Any]] = {
         NAME: {**runtime.types(), "Format": runtime.Format, **faces},
         f"{NAME}.atb": {name: faces[name] for module in (atb, atb_rows) for name in module.__all__},
@@ -106,7 +106,7 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         f"{NAME}.testing.testcase": {name: getattr(testcase, name) for name in testcase.CASES},
         f"{NAME}.testing.common_utils": {name: getattr(testcase, name) for name in testcase.HELPERS},
     }
-    contents[f"{NAME}.npu.utils"] |= host.CHECKS
+    contents[f"{NAME}.npu.utils"] |= device_module.CHECKS
     modules = _modules(contents)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
     vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
@@ -119,7 +119,7 @@ def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
     Args:
         faces: the functions of torch_npu.
     """
-    return _modules(elsewhere.contents(faces) | cann_ops.contents(faces) | torchair.contents())
+    return _modules(mindspeed.contents(faces) | cann_ops.contents(faces) | torchair.contents())
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

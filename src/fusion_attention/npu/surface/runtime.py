@@ -18,7 +18,7 @@ import torch
 from torch.utils import collect_env, flop_counter
 
 from fusion_attention.npu.surface import graphs
-from fusion_attention.npu.surface.host import number
+from fusion_attention.npu.surface.device_module import number
 
 _OPEN: dict[int, Any] = {}  # ranges that are open: a program hands the number of one from thread to thread
 _NUMBERS = itertools.count(1)

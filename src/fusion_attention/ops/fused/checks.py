@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import dtype_text, members, show
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
     TRIANGLE,
@@ -21,7 +22,6 @@ from fusion_attention.ops.fused.geometry import (
     page_layout,
 )
 from fusion_attention.ops.inference import checks
-from fusion_attention.waist.mask import UNLIMITED
 
 Tensor = torch.Tensor
 Outcome = bool | str

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import members
-from fusion_attention.waist.mask import INFINITE, UNLIMITED
+from fusion_attention.ir.mask import INFINITE, UNLIMITED
 
 # Axis words of each tensor layout: batch B, sequence S, packed rows T, heads N and elements D of one head.
 WORDS = {

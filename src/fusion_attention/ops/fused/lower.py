@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Bound, dtype_text, members
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.fused.geometry import (
     geometry,
@@ -23,8 +25,6 @@ from fusion_attention.ops.fused.geometry import (
 )
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import LSE, InferenceCall, extents_of
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Problem
 
 __all__ = ["PROMPT_RESULTS", "RESULTS", "fresh", "geometry", "lower"]
 

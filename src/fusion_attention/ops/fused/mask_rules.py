@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Rule
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.geometry import PACKED
 from fusion_attention.ops.fused.rules import PAGES, ROPE
 from fusion_attention.ops.shared.rules import content, limit, note, typed
-from fusion_attention.waist.mask import UNLIMITED
 
 FULL: dict[str, Any] = {"atten_mask": "S1 S2", "next_tokens": UNLIMITED}
 SQUARE: dict[str, Any] = {"atten_mask": "2048 2048", "sparse_mode": 3}

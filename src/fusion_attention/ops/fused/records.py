@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.fused.cache_rules import CACHE_LIMITS, CACHES, PADDING, PREFIXES
 from fusion_attention.ops.fused.cache_rules import ROPES as ROPE_RULES
 from fusion_attention.ops.fused.checks import FUNCTIONS
@@ -71,7 +72,6 @@ from fusion_attention.ops.inference.records import (
 from fusion_attention.ops.inference.records import ATTEN_MASK as PLAIN_MASK
 from fusion_attention.ops.shared.params import FLOATS, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.waist.mask import UNLIMITED
 
 
 @functools.cache

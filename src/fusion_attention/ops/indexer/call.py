@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.sparse.call import key_view, narrow, unpaged
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.lowered import Filled, room
-from fusion_attention.waist.problem import IndexerGrads, IndexerOperands, IndexerProblem
 
 Tensor = torch.Tensor
 DIFFERENTIABLE = ("query", "key", "weights")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.ir.problem import IndexerProblem
 from fusion_attention.ops.indexer.call import INPUTS, Indexer, IndexerBackward
 from fusion_attention.ops.sparse.call import page_table
 from fusion_attention.ops.sparse.checks import keys_in
 from fusion_attention.ops.sparse.lower import extents_of
-from fusion_attention.waist.problem import IndexerProblem
 
 
 def indexer_call(bound: Bound) -> Indexer:

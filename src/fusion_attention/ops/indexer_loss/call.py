@@ -11,13 +11,9 @@ from typing import Any
 
 import torch
 
-from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import Results, Run, TensorCall
-from fusion_attention.ops.shared.layouts import row_view
-from fusion_attention.ops.sparse.call import grouped, narrow, statistics
-from fusion_attention.waist.kv import RowView
-from fusion_attention.waist.lowered import Filled, room
-from fusion_attention.waist.problem import (
+from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import (
     IndexerGrads,
     IndexerLossOperands,
     IndexerLossProblem,
@@ -25,6 +21,10 @@ from fusion_attention.waist.problem import (
     IndexerProblem,
     Stats,
 )
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import Results, Run, TensorCall
+from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.sparse.call import grouped, narrow, statistics
 
 Tensor = torch.Tensor
 DIFFERENTIABLE = ("query_index", "key_index", "weights")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE, INPUTS, Loss, Statistics
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.lower import extents_of
-from fusion_attention.waist.problem import IndexerLossProblem, IndexerProblem
 
 
 def lower(bound: Bound) -> Loss | Statistics:

@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.shared.layouts import LAYOUTS, keep
-from fusion_attention.waist.kv import Dequant, PagedView, RowView
-from fusion_attention.waist.problem import Extents
 
 Tensor = torch.Tensor
 View = TypeVar("View", RowView, PagedView, RowView | PagedView)

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Memo
+from fusion_attention.ir.call import Filled, Further, room
+from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Places, Scales, as_float, narrowed
 from fusion_attention.ops.shared.call import over, over_nothing
@@ -28,9 +31,6 @@ from fusion_attention.ops.shared.layouts import (
     stats_view,
     wide,
 )
-from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.lowered import Filled, Further, room
-from fusion_attention.waist.problem import Extents, Operands, Problem, Stats
 
 Tensor = torch.Tensor
 
@@ -42,7 +42,7 @@ _ROWS = 256
 
 @dataclass(eq=False)
 class InferenceCall:
-    """A lowered call of inference (waist.lowered.Lowered).
+    """A lowered call of inference (ir.call.Lowered).
 
     Args:
         layout: of q and q_rope; cache: of k, v and k_rope.
@@ -199,7 +199,7 @@ class InferenceCall:
         return self
 
     def again(self) -> tuple[Operands, Operands, tuple[Tensor, Tensor, Tensor]] | None:
-        """As waist.lowered.Repeatable."""
+        """As ir.call.Repeatable."""
         if len(self.k) > 1 or not covered(self.q, self.layout, self.extents, "q"):
             return None
         results = another(self._templates()[0]), *self.stats()
@@ -209,7 +209,7 @@ class InferenceCall:
 
     @property
     def further(self) -> Further | None:
-        """As waist.lowered.Repeatable."""
+        """As ir.call.Repeatable."""
         names, absent, by_batch = self.names, self.absent, self.lse_by_batch
         if names[1:] == (LSE,):
             return Further(True, lambda out, *stats: {names[0]: out, LSE: _shaped(_logarithm(*stats), by_batch)})

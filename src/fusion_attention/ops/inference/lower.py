@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
 from fusion_attention.ops.inference.call import InferenceCall, extents_of
 from fusion_attention.ops.inference.checks import page_layout, sizes
-from fusion_attention.waist.mask import INFINITE, Band
-from fusion_attention.waist.problem import Extents, Problem
 
 RESULTS = ("attention_out",)
 

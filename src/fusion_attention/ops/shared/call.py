@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusion_attention.ir.call import Lowered, tensors_in
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Stats
 from fusion_attention.ops.shared.layouts import covered, row_view
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.lowered import Lowered, tensors_in
-from fusion_attention.waist.problem import Extents, Operands, Stats
 
 Tensor = torch.Tensor
 Results = Mapping[str, Tensor]

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import show
+from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.settings import current
-from fusion_attention.waist.mask import INFINITE, Band
 
 Outcome = bool | str
 

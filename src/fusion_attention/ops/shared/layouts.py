@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from fusion_attention.waist.kv import MatrixView, RowView
-from fusion_attention.waist.problem import Extents
+from fusion_attention.ir.kv import MatrixView, RowView
+from fusion_attention.ir.problem import Extents
 
 Found = TypeVar("Found")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fusion_attention.waist.mask import INFINITE, Band, tokens
-from fusion_attention.waist.problem import Extents
+from fusion_attention.ir.mask import INFINITE, Band, tokens
+from fusion_attention.ir.problem import Extents
 
 
 def sparse_band(mode: int, pre: int, next_: int, prefix: np.ndarray | None) -> Band:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.sparse.checks import PAGED
-from fusion_attention.waist.kv import PagedView, RowView
-from fusion_attention.waist.lowered import Filled, room
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
 # Inputs with a gradient, in the order of their gradients, and those without.

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from fusion_attention.contract import Bound, dtype_text
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, OTHERS, STATISTICS, Sparse, SparseBackward, page_table
 from fusion_attention.ops.sparse.checks import keys_in
-from fusion_attention.waist.mask import Band
-from fusion_attention.waist.problem import Extents, Problem
 
 
 def extents_of(n: Mapping[str, Any]) -> Extents:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Memo
+from fusion_attention.ir.kv import MatrixView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import over_nothing
 from fusion_attention.ops.shared.layouts import (
@@ -25,8 +27,6 @@ from fusion_attention.ops.shared.layouts import (
     stats_shape,
     stats_view,
 )
-from fusion_attention.waist.kv import MatrixView
-from fusion_attention.waist.problem import Extents, Grads, Operands, Problem, Stats
 
 Tensor = torch.Tensor
 EXTRAS = ("q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink", "blocked_tiles", "blocked_bits")

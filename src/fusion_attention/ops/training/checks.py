@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import dtype_text, trained
+from fusion_attention.ir.bias import TABLE_ROWS
+from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
 from fusion_attention.ops.shared.lengths import last_end, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
-from fusion_attention.waist.bias import TABLE_ROWS
-from fusion_attention.waist.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
 

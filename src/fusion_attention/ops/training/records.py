@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor
+from fusion_attention.ir.bias import TABLE_ROWS
+from fusion_attention.ir.mask import UNLIMITED
 from fusion_attention.ops.shared.lengths import lengths_of
 from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
@@ -31,8 +33,6 @@ from fusion_attention.ops.training.rules import (
     ROPE_RULES,
     RULES,
 )
-from fusion_attention.waist.bias import TABLE_ROWS
-from fusion_attention.waist.mask import UNLIMITED
 
 
 def rows(side: str, dim: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fusion_attention.ir.call import Filled, room
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.shared.call import OfCall, over
 from fusion_attention.ops.shared.layouts import stats_shape
@@ -22,7 +23,6 @@ from fusion_attention.ops.training.call import (
     pattern,
 )
 from fusion_attention.ops.training.statistics import LANES, from_lanes, lay_lanes
-from fusion_attention.waist.lowered import Filled, room
 
 Tensor = torch.Tensor
 # The outputs of a gradient in the order of grads_of().

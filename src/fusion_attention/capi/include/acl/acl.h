@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* configPath: a JSON file, or null or ""; docs/c_face.md says what this library reads of it. */
+/* configPath: a JSON file, or null or ""; docs/c_api.md says what this library reads of it. */
 ACL_FUNC_VISIBILITY aclError aclInit(const char *configPath);
 ACL_FUNC_VISIBILITY aclError aclFinalize(void);
 ACL_FUNC_VISIBILITY aclError aclrtGetVersion(int32_t *majorVersion, int32_t *minorVersion, int32_t *patchVersion);

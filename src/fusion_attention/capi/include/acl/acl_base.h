@@ -1,7 +1,7 @@
 /* What every header of this interface shares: codes, kinds of data, the handles of the runtime.
  *
  * Names, values and order are CANN's, so that programs written for it compile unchanged, as C11 and as C++11.
- * What they do here, and where that differs from the chip: docs/c_face.md. */
+ * What they do here, and where that differs from the chip: docs/c_api.md. */
 #ifndef FUSION_ATTENTION_ACL_BASE_H
 #define FUSION_ATTENTION_ACL_BASE_H
 

@@ -1,0 +1,64 @@
+"""Rows of a cache as float32 numbers, and results as they are stored, for what torch computes beside the core.
+
+Knows how integers are stored, and which rows are common to all sequences. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fusion_attention.ir.kv import Dequant, PagedView, RowView
+from fusion_attention.ir.problem import Operands, Problem
+
+
+def keys(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
+    """[heads_kv, keys, dim_qk]: some keys of sequence b as they are stored."""
+    return _rows(problem, operands.k, operands.k_common, b, which)
+
+
+def values(problem: Problem, operands: Operands, b: int, which: slice) -> torch.Tensor:
+    """[heads_kv, keys, dim_v]: as keys()."""
+    return _rows(problem, operands.v, operands.v_common, b, which)
+
+
+def meant(stored: torch.Tensor, dequant: Dequant | None, b: int, which: slice) -> torch.Tensor:
+    """(stored + offset) * scale, of the same keys."""
+    if dequant is None:
+        return stored
+    heads = stored.shape[0]
+    if dequant.offset is not None:
+        stored = stored + dequant.offset.sequence(b, heads, which.stop)[:, which]
+    return stored * dequant.scale.sequence(b, heads, which.stop)[:, which]
+
+
+def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tensor:
+    """[heads_q, rows, dim_v]: rounded and saturated where the result is int8."""
+    if problem.out_quant == "none":
+        return x
+    assert operands.out_scale is not None
+    x = x * operands.out_scale[:, None]
+    if operands.out_offset is not None:
+        x = x + operands.out_offset[:, None]
+    whole = x.round() if problem.out_quant == "tensor" else x.trunc() + ((x - x.trunc()) * 2).trunc()
+    return whole.nan_to_num(0.0).clamp(-128, 127)
+
+
+def _rows(problem: Problem, own: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:
+    shared, parts = problem.common_keys, []
+    if common is not None and which.start < shared:
+        stop = min(which.stop, shared)
+        parts.append(_numbers(problem, common, 0, slice(which.start, stop)))
+    if which.stop > shared:
+        parts.append(_numbers(problem, own, b, slice(max(which.start - shared, 0), which.stop - shared)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _numbers(problem: Problem, view: RowView | PagedView, b: int, which: slice) -> torch.Tensor:
+    heads = problem.heads_kv
+    if problem.kv_dtype != "int4":
+        return view.sequence(b, heads, which.stop)[:, which].float()
+    packed = replace(view, dim=-(-view.dim // 2)).sequence(b, heads, which.stop)[:, which].int()
+    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)[..., : view.dim]
+    return ((nibbles ^ 8) - 8).float()

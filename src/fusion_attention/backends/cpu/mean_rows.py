@@ -1,0 +1,127 @@
+"""Empty rows in mean form: out = (1/n) sum_j M_j v_j over all n keys, seen or not, a sum of n, and dv_j += M_j dout/n.
+
+Added after the core, which leaves such rows as 0 with a maximum of -inf. Refuses to know why a row is empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.cpu import dequantize
+from fusion_attention.ir.dropout import keep_from_bits, keep_from_philox
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
+
+# Rows and keys at a time: memory stays linear in a sequence's length.
+_ROWS = _KEYS = 256
+# Binary digits of a value in a sum of that many: float64 holds 53 of the sum's.
+_DIGITS = 53 - 1 - 8
+
+
+@torch.no_grad()
+def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
+    """Overwrites out and sum of the empty rows that problem.empty_rows wants as means."""
+    heads = problem.heads_q
+    for b, tile, rows in _tiles(extents):
+        empty = operands.stats.max.sequence(b, heads, rows.stop)[:, rows] == -math.inf
+        if problem.empty_rows == "mean_in_band":
+            first, end = extents.row_interval(b, np.arange(rows.start, rows.stop))
+            empty &= torch.from_numpy(end > first)[:, None]
+        if not empty.any():
+            continue
+        kv_len = int(extents.kv_len[b])
+        mean = torch.zeros(heads, tile.stop - tile.start, problem.dim_v, dtype=torch.float32)
+        for keys in _steps(kv_len, _KEYS):
+            v = dequantize.meant(dequantize.values(problem, operands, b, keys), operands.dequant_v, b, keys)
+            mean += _kept_sum(_kept(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0))
+        mean = mean[:, rows.start - tile.start : rows.stop - tile.start]
+        if problem.has_weight_scale and operands.weight_scale is not None:
+            mean *= operands.weight_scale.round().clamp(-128, 127)
+        mean = dequantize.rounded(problem, operands, (mean.double() / (kv_len * problem.keep_prob)).float())
+        for view, value in ((operands.out, mean), (operands.stats.sum, float(kv_len))):
+            target = view.sequence(b, heads, rows.stop)[:, rows]
+            target.copy_(torch.where(empty, value, target.float()))
+
+
+@torch.no_grad()
+def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, grads: Grads) -> None:
+    """Adds to every key's dv what the rows in mean form give it, all together: what is stored is rounded once more."""
+    p, heads = problem, problem.heads_q
+    for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
+        kv_len, whole = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
+        first = 0 if extents.part is None else int(extents.part.first_key[b])
+        given = None
+        for _, _, rows in tiles:
+            stats = operands.stats.max, operands.stats.sum
+            peak, total = (view.sequence(b, heads, rows.stop)[:, rows] for view in stats)
+            mean = (peak == -math.inf) & (total > 0)
+            if not mean.any():
+                continue
+            dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
+            share = torch.where(mean, dout / (total.double() * p.keep_prob), 0.0).float()
+            if given is None:
+                given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
+            for tile, keys in _cut(first, kv_len, whole, _KEYS):
+                by_head = _kept_sum(_kept(p, extents, operands, b, rows, tile).mT, share)
+                by_head = by_head[:, keys.start - tile.start : keys.stop - tile.start]
+                given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
+        if given is not None:
+            assert grads.dv is not None  # a problem with means has a v of its own
+            target = grads.dv.sequence(b, p.heads_kv, kv_len)
+            target.copy_(target.float() + given)
+
+
+def _steps(length: int, size: int) -> Iterator[slice]:
+    return (slice(first, min(first + size, length)) for first in range(0, length, size))
+
+
+def _cut(first: int, length: int, whole: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """(tile, own): the tiles of a whole sequence that a part of it meets, counted from the part's first token, and
+    what of each is its own. Products are of whole tiles: torch's bits depend on their size."""
+    for start in range(first // size * size, first + length, size):
+        tile = slice(start - first, min(start + size, whole) - first)
+        yield tile, slice(max(tile.start, 0), min(tile.stop, length))
+
+
+def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
+    """(sequence, tile, rows): as _cut(), of all sequences with keys."""
+    whole = extents.chosen_by[0]
+    for b in np.flatnonzero(extents.kv_len).tolist():
+        first = 0 if extents.part is None else int(extents.part.first_row[b])
+        for tile, rows in _cut(first, int(extents.q_len[b]), int(whole[b]), _ROWS):
+            yield b, tile, rows
+
+
+def _kept(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
+    """[heads_q, rows, keys] bool: the pairs that dropout keeps."""
+    p = problem
+    if p.dropout == "none":
+        return torch.ones(1, 1, 1, dtype=torch.bool).expand(p.heads_q, rows.stop - rows.start, keys.stop - keys.start)
+    if p.dropout == "bits":
+        assert operands.drop_bits is not None
+        return keep_from_bits(operands.drop_bits, b, p.heads_q, rows, keys)
+    stream, *first = extents.drawn(b, p.heads_q)
+    rows, keys = (slice(a.start + at.start, a.start + at.stop) for a, at in zip(first, (rows, keys), strict=True))
+    return keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
+
+
+def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN.
+
+    Sums are of integers, too few and too small for float64 to round: in whatever order they are added, by however many
+    threads, the bits are the same.
+    """
+    finite = values.isfinite()
+    clean = values.where(finite, 0.0).double()
+    peak = clean.abs().amax((1, 2), keepdim=True)
+    unit = torch.ldexp(torch.ones_like(peak), peak.frexp().exponent - _DIGITS)
+    total = ((kept.double() @ (clean / unit).round_()) * unit).float()
+    for n in (~finite).any(-1).any(0).nonzero().flatten().tolist():
+        wild = values[:, n].where(~finite[:, n], 0.0)[:, None]
+        total += wild.where(kept[:, :, n, None], 0.0)
+    return total

@@ -1,0 +1,355 @@
+"""A call of several ranks, checked and lowered as one, and cut into the rows that lie on this rank; keys are gathered.
+
+Everything below is packed: the tokens of padded sequences lie end to end, and lengths say which of them count. Refuses
+to know what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import ContractError, Op, bind
+from fusion_attention.distributed.groups import AnyGroup, Call, group_of
+from fusion_attention.distributed.layout import Layout, layout_of
+from fusion_attention.distributed.sharding import _gathered as gathered
+from fusion_attention.distributed.sharding import _share as share
+from fusion_attention.distributed.sharding import _summed_shares as summed_shares
+from fusion_attention.distributed.sharding import shape_of
+from fusion_attention.ir.call import Lowered
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import EXTENT_ROWS, Extents
+from fusion_attention.memory import empty
+from fusion_attention.plan import compute
+from fusion_attention.settings import chosen
+
+Tensor = torch.Tensor
+Given = Mapping[str, Tensor | None]
+Tokens = int | tuple[int, int] | None
+PACKED = "TND"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Extents):
+    """Extents of sequences that do not lie end to end: q_start and kv_start are where they begin."""
+
+    q_start: np.ndarray = None  # type: ignore[assignment]
+    kv_start: np.ndarray = None  # type: ignore[assignment]
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tokens of one sequence on this rank.
+
+    Args:
+        sequence: whose; first: the first of them there; tokens: how many.
+        at: the first of them among this rank's tokens.
+    """
+
+    sequence: int
+    first: int
+    tokens: int
+    at: int
+
+
+class Side:
+    """How the tokens of queries, or of keys, lie: on ranks, and in the whole.
+
+    Attributes:
+        lengths: tokens of every sequence that count; starts: where it begins in the whole.
+        stretches: of this rank, in their order, without tokens that no sequence counts.
+        tokens: of this rank; whole: of all.
+    """
+
+    def __init__(self, laid: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
+        self.laid, self.lengths, self.padded, self.rank = laid, lengths, padded, rank
+        batch = len(lengths) if padded else 1
+        self.tokens, self.whole = batch * laid.sizes[rank], batch * sum(laid.lengths)
+        starts = np.arange(batch) * sum(laid.lengths) if padded else np.cumsum((0, *laid.lengths))[:-1]
+        self.starts = starts.astype(np.int64)
+        self.stretches: list[Stretch] = []
+        for b in range(batch):
+            at = b * laid.sizes[rank]
+            for piece in laid.ranks[rank]:
+                sequence = b if padded else piece.sequence
+                count = min(piece.end, int(lengths[sequence])) - piece.first
+                if count > 0:
+                    self.stretches.append(Stretch(sequence, piece.first, count, at))
+                at += piece.end - piece.first
+
+    @functools.cached_property
+    def rounds(self) -> list[list[Stretch]]:
+        """The stretches, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
+        found: list[list[Stretch]] = []
+        met = [0] * len(self.lengths)
+        for own in self.stretches:
+            if met[own.sequence] == len(found):
+                found.append([])
+            found[met[own.sequence]].append(own)
+            met[own.sequence] += 1
+        return found or [[]]
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Tokens of this rank, or of the whole, on one axis."""
+        return tensor.flatten(0, 1) if self.padded else tensor
+
+    def lying(self, tensor: Tensor) -> Tensor:
+        """flat(), the other way round."""
+        if not self.padded:
+            return tensor
+        return tensor.unflatten(0, (len(self.lengths), len(tensor) // max(len(self.lengths), 1)))
+
+    def gathered(self, call: Call, tensor: Tensor) -> Tensor:
+        """Flat tokens of all ranks, from those of this one."""
+        return self.flat(gathered(self.lying(tensor), call, self.laid, int(self.padded)))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's of flat tokens of all ranks."""
+        return self.flat(share(self.lying(whole), self.laid, self.rank, int(self.padded)))
+
+    def summed(self, call: Call, whole: Tensor) -> Tensor:
+        """This rank's of flat tokens of all ranks, summed over ranks in their order."""
+        parts = (share(self.lying(whole), self.laid, rank, int(self.padded)) for rank in range(len(self.laid.ranks)))
+        return self.flat(summed_shares(call, [part.contiguous() for part in parts]))
+
+
+class Cut:
+    """One call of all ranks, and this rank's share of it.
+
+    Attributes:
+        whole: the lowered call of all ranks together, on tensors without memory.
+        call: what passes between the ranks.
+        q, kv: the two sides.
+        backend: that computes.
+    """
+
+    def __init__(self, whole: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
+        self.whole, self.call, self.q, self.kv, self.backend = whole, call, q, kv, backend
+
+    def extents(self, stretches: Sequence[Stretch]) -> Placed:
+        """Lengths and bands of rows of this rank, against all keys of their sequences."""
+        e: Extents = self.whole.extents
+        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
+        # A stretch's row 0 is its sequence's row `first`.
+        lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] + first, edge[b]) for edge in (e.lo, e.hi))
+        places = {"q_start": at, "kv_start": self.kv.starts[b]}
+        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **places)
+
+    def rows(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
+        """The call over some of this rank's rows.
+
+        Args:
+            tensors: flat rows of this rank, and flat keys of all.
+        """
+        return self._on(tensors, self.extents(stretches))
+
+    def keys_of(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
+        """The call of all rows over some of this rank's keys, from which indices then count.
+
+        Args:
+            tensors: flat rows of all ranks, and flat keys of this one. stretches: one of a sequence at most.
+        """
+        e: Extents = self.whole.extents
+        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
+        lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
+        places = {"q_start": self.q.starts[b], "kv_start": at}
+        prefix = np.maximum(e.prefix[b] - first, 0)
+        return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **places))
+
+    def everything(self, tensors: Given) -> Any:
+        """The call over all rows; tensors: all of them, flat."""
+        e: Extents = self.whole.extents
+        edges = {name: getattr(e, name) for name in EXTENT_ROWS}
+        return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
+
+    def _on(self, tensors: Given, extents: Placed) -> Any:
+        changes: dict[str, Any] = {"layout": PACKED, "extents": extents, "tensors": tensors}
+        if hasattr(self.whole, "layout_kv"):
+            changes["layout_kv"] = PACKED
+        return replace(self.whole, **changes)
+
+    def run(self, call: Lowered, wide: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The results of a lowered call; `wide` ones in float32 at least."""
+        results = call.results()
+        for name in results.keys() & set(wide):
+            t = results[name]
+            results[name] = empty(t, t.shape, torch.promote_types(t.dtype, torch.float32))
+        compute(call, results, self.backend)
+        return results
+
+    def keys(self, tensors: Given, names: Iterable[str]) -> dict[str, Tensor | None]:
+        """Keys of all ranks by name, which pass together; flat."""
+        given = {name: t for name in names if (t := tensors[name]) is not None}
+        widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
+        packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
+        split = packed.split(widths, 1)
+        found = {name: part.unflatten(1, t.shape[1:]) for (name, t), part in zip(given.items(), split, strict=True)}
+        return {name: found.get(name) for name in names}
+
+    def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
+        """Rows of all ranks by name, flat."""
+        return {name: None if t is None else self.q.gathered(self.call, t) for name, t in tensors.items()}
+
+
+class Sums:
+    """Gradients that rounds leave: of rows, each written once, and of keys, wide, summed over rounds and ranks.
+
+    Args:
+        rows: which of the gradients are rows'. dtype: of keys.
+    """
+
+    def __init__(self, cut: Cut, rows: Sequence[str], dtype: torch.dtype) -> None:
+        self.cut, self._names, self._dtype = cut, rows, dtype
+        self.rows: dict[str, Tensor] = {}
+        self._keys: dict[str, Tensor] = {}
+
+    def add(self, stretches: Sequence[Stretch], found: Mapping[str, Tensor]) -> None:
+        """The gradients of one round."""
+        for name, tensor in found.items():
+            if name not in self._names:
+                self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
+            elif name not in self.rows:
+                self.rows[name] = tensor
+            else:
+                for one in stretches:
+                    own = slice(one.at, one.at + one.tokens)
+                    self.rows[name][own] = tensor[own]
+
+    def scaled(self, factor: Tensor) -> Sums:
+        """The same sums times a factor."""
+        made = Sums(self.cut, self._names, self._dtype)
+        made.rows = {name: t * factor for name, t in self.rows.items()}
+        made._keys = {name: t * factor for name, t in self._keys.items()}
+        return made
+
+    def keys(self) -> dict[str, Tensor]:
+        """Of this rank's keys, summed over ranks; they pass together."""
+        widths = [t.shape[1:].numel() for t in self._keys.values()]
+        packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
+        split = self.cut.kv.summed(self.cut.call, packed).split(widths, 1)
+        return {
+            name: part.unflatten(1, t.shape[1:]).to(self._dtype)
+            for (name, t), part in zip(self._keys.items(), split, strict=True)
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------ the whole
+
+
+def cut_of(
+    function: str,
+    op: Op,
+    args: Mapping[str, Any],
+    rows: Sequence[str],
+    keys: Sequence[str],
+    *,
+    group: AnyGroup,
+    schedule: str,
+    tokens: Tokens,
+    backend: str,
+    said: Mapping[str, Any],
+) -> Cut:
+    """A call of all ranks.
+
+    Args:
+        function: as errors call it. op: its record; args: this rank's arguments, by the record's names.
+        rows, keys: the names of tensors along query rows and along keys; the first of each is always there.
+        tokens: S, or (S1, S2), of whole padded sequences; None: as many on every rank as here.
+        said: what else must be the same on every rank.
+
+    Raises:
+        ContractError: the call of all ranks is wrong.
+        GroupError: ranks make different calls, or one's share is not what its layout says.
+    """
+    ranks = group_of(group)
+    shape, padded = shape_of(function, ranks, schedule), args["layout"] != PACKED
+    counts = _counts(args, (rows[0], keys[0]), tokens, ranks.world)
+    whole, sides, fault, broken = None, [], "", None
+    try:
+        assert op.lower is not None
+        whole = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)))))
+    except ContractError as error:
+        fault, broken = str(error), error
+    for name, count, lengths in ((rows[0], counts[0], "q_len"), (keys[0], counts[1], "kv_len")):
+        if whole is None:
+            break
+        used = getattr(whole.extents, lengths)
+        laid = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
+        sides.append(Side(laid, used, padded, ranks.rank))
+        have, want = args[name].shape[int(padded)], laid.sizes[ranks.rank]
+        if have != want:
+            fault = (
+                f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
+                "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
+            )
+    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, "backend": chosen(backend), **said}
+    try:
+        call = ranks.call(function, words, args[rows[0]].device, fault)
+    finally:
+        if broken is not None:
+            raise broken
+    return Cut(whole, call, sides[0], sides[1], backend)
+
+
+def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
+    """Tokens of the whole along queries and along keys, as far as a call says them; what is wrong bind() says."""
+    sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
+        raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
+    found = []
+    for name, size, lengths in zip(names, sizes, ("actual_seq_qlen", "actual_seq_kvlen"), strict=True):
+        if args["layout"] == PACKED:
+            found.append(_total(args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
+        else:
+            tensor = args[name]
+            local = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
+            found.append(ranks * local if size is None else size)
+    return found
+
+
+def _total(lengths: Any) -> int:
+    """The sum of lengths; 0 where they are none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        total = sum(int(n) for n in lengths)
+        return total if 0 <= total < INFINITE else 0
+    return 0
+
+
+def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
+    """What a call says, without what lies in tensors and how many tokens a rank has."""
+    found: dict[str, Any] = {}
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
+            found[name] = value.tolist()
+        elif isinstance(value, torch.Tensor):
+            axis = _axis(name, args["layout"]) if name in along else value.dim()
+            found[name] = (*value.shape[:axis], *value.shape[axis + 1 :], value.dtype)
+        else:
+            found[name] = list(value) if isinstance(value, np.ndarray) else value
+    return found
+
+
+def _axis(name: str, layout: str) -> int:
+    """The axis of tokens; an lse has heads before them."""
+    return 0 if layout == PACKED else 2 if name == "lse" else 1
+
+
+def _whole(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
+    """The arguments of the whole call, whose tensors have no memory."""
+    found = dict(args)
+    for names, count in counts.items():
+        for name in names:
+            tensor = args.get(name)
+            if isinstance(tensor, torch.Tensor):
+                axis = _axis(name, args["layout"])
+                sizes = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
+                found[name] = torch.zeros(sizes, dtype=tensor.dtype, device="meta")
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor) and not value.is_meta and not name.startswith("actual_seq"):
+            found[name] = torch.zeros(value.shape, dtype=value.dtype, device="meta")
+    return found

@@ -1,0 +1,183 @@
+"""Heads that change places: every rank of a line gets all of the line's tokens for some of the heads, and hands the
+results back.
+
+Key heads that several ranks need go to each of them; their gradients are added in the order of ranks. What happens to
+tokens and heads in between another schedule decides. Refuses to know which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.distributed.chunk_pairs import Gradients, Keys, Rows, Saved
+from fusion_attention.distributed.groups import Call
+from fusion_attention.distributed.schedules import Meeting, Results
+from fusion_attention.ir.merge import Partial
+from fusion_attention.ir.problem import Problem
+
+Tensor = torch.Tensor
+Forward = Callable[[Meeting, Rows, Keys], Partial]
+Backward = Callable[[Meeting, Rows, Keys, Saved], Results]
+Ranges = list[tuple[int, int]]
+Some = Sequence[Tensor | None]
+
+
+def indivisible(problem: Problem, ranks: int) -> str:
+    """Why a problem's heads cannot be divided among ranks; empty: they can."""
+    q, kv = problem.heads_q, problem.heads_kv
+    if q % ranks or (kv % ranks and ranks % kv):
+        return f"expected N1 a multiple of {ranks} ranks, and N2 a multiple or a divisor, got N1={q}, N2={kv}"
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """How heads are divided among the ranks of a line, and how many tokens each of them has.
+
+    Args:
+        call: among whom.
+        of_q, of_kv: the heads [first, end) of each rank.
+        rows, keys: tokens of each rank.
+        inner: what a rank then computes.
+    """
+
+    call: Call
+    of_q: Ranges
+    of_kv: Ranges
+    rows: Sequence[int]
+    keys: Sequence[int]
+    inner: Meeting
+
+    @classmethod
+    def divided(cls, m: Meeting, line: Call, rest: Call) -> Heads:
+        """Those of a meeting on the neighbouring ranks of a line; the rest of the ranks compute."""
+        p, ranks = m.whole.problem, line.world
+        n, group = p.heads_q // ranks, p.group
+        of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
+        of_kv = [(first // group, (end - 1) // group + 1) for first, end in of_q]
+        (first, end), (first_kv, end_kv) = of_q[line.rank], of_kv[line.rank]
+        at = m.call.rank // ranks * ranks
+        rows, keys = (side.laid.sizes[at : at + ranks] for side in (m.rows, m.keys))
+        slopes, sink = m.whole.slopes, m.whole.sink
+        whole = replace(
+            m.whole,
+            problem=replace(p, heads_q=n, heads_kv=end_kv - first_kv),
+            first_head=first,
+            slopes=None if slopes is None else slopes[:, first:end].contiguous(),
+            sink=None if sink is None else sink[first:end].contiguous(),
+        )
+        inner = replace(m, whole=whole, call=rest, rows=m.rows.joined(ranks), keys=m.keys.joined(ranks))
+        return cls(line, of_q, of_kv, rows, keys, inner)
+
+    def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
+        """Results for this rank's tokens and all heads."""
+        part = compute(self.inner, *self._given(rows, keys))
+        out, max_, sum_ = self._back("handing results back", [part.out, part.max[..., None], part.sum[..., None]])
+        return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
+
+    def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
+        """Gradients for this rank's tokens and all heads; of a bias that rows share, and of sinks, what this rank's
+        heads give."""
+        given = [saved.dout, saved.out, saved.max[..., None], saved.sum[..., None]]
+        dout, out, max_, sum_ = self._taken("handing gradients round", given, self.of_q, self.rows)
+        of_heads = Saved(dout, out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
+        g, dsink = compute(self.inner, *self._given(rows, keys), of_heads)
+        # What is whole is rounded before it passes, not behind; of a head that several ranks have it is a part.
+        alone = len(set(self.of_kv)) == len(self.of_kv)
+        of_keys = [t if t is None or not alone else t.to(keys.k.dtype) for t in (g.dk, g.dv, g.dk_rope)]
+        of_rows = [None if t is None else t.to(rows.q.dtype) for t in (g.dq, g.dq_rope)]
+        dq, dq_rope = self._back("handing gradients back", of_rows)
+        dk, dv, dk_rope = self._back_keys("handing gradients back", of_keys)
+        dbias = g.dbias
+        if dbias is not None and rows.bias is not None:
+            dbias = self._matrix_back(dbias, rows.bias, rows.q.shape[1])
+        if dsink is not None:
+            dsink = self._among_all(dsink, 0)
+        return Gradients(dq, dk, dv, dq_rope, dk_rope, dbias), dsink
+
+    def _given(self, rows: Rows, keys: Keys) -> tuple[Rows, Keys]:
+        """All tokens of the line, for this rank's heads."""
+        q, q_rope = self._taken("handing rows round", [rows.q, rows.q_rope], self.of_q, self.rows)
+        k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
+        bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
+        rank = self.inner.call.rank
+        in_rows, in_keys = self.inner.rows.pieces(rank), self.inner.keys.pieces(rank)
+        return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
+
+    def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
+        """A bias or a blocked matrix of all rows of the line, for this rank's heads."""
+        if t is None:
+            return None
+        first, end = self.of_q[self.call.rank]
+        if t.shape[-2] == 1 != rows:  # a row for all
+            return t if t.shape[1] == 1 else t[:, first:end]
+        (taken,) = self._taken("handing a matrix round", [t.movedim(2, 1)], self._heads_of(t), self.rows)
+        found: Tensor = taken.movedim(1, 2)
+        return found
+
+    def _heads_of(self, matrix: Tensor) -> Ranges:
+        return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
+
+    def _matrix_back(self, own: Tensor, like: Tensor, rows: int) -> Tensor:
+        """_matrix() of a gradient, the other way."""
+        if like.shape[-2] == 1 != rows:
+            return own if like.shape[1] == 1 else self._among_all(own, 1)
+        heads = self._heads_of(like)
+        (parts,) = self._returned("handing gradients back", [own.movedim(2, 1)], heads, self.rows)
+        found: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
+        return found.movedim(1, 2)
+
+    def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
+        """[batch, own tokens, all heads, dim] -> [batch, all tokens, own heads, dim]."""
+        first, end = heads[self.call.rank]
+        passing = [
+            (
+                [t[:, :, a:b].contiguous() for a, b in heads],
+                [(t.shape[0], n, end - first, t.shape[-1]) for n in sizes],
+            )
+            for t in tensors
+            if t is not None
+        ]
+        found = iter(self.call.all_to_each(step, passing))
+        return [None if t is None else torch.cat(next(found), 1) for t in tensors]
+
+    def _back(self, step: str, tensors: Some) -> list[Any]:
+        """_taken() of rows, the other way."""
+        returned = self._returned(step, tensors, self.of_q, self.rows)
+        return [None if parts is None else torch.cat(parts, 2) for parts in returned]
+
+    def _back_keys(self, step: str, tensors: Some) -> list[Any]:
+        """_taken() of keys, the other way; what several ranks give a head is added in their order."""
+        found: list[Any] = []
+        for parts in self._returned(step, tensors, self.of_kv, self.keys):
+            if parts is None:
+                found.append(None)
+                continue
+            heads: dict[tuple[int, int], Tensor] = {}
+            for place, part in zip(self.of_kv, parts, strict=True):
+                heads[place] = heads[place] + part if place in heads else part
+            found.append(torch.cat(list(heads.values()), 2))
+        return found
+
+    def _returned(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
+        own = sizes[self.call.rank]
+        passing = [
+            (
+                [part.contiguous() for part in t.split(list(sizes), 1)],
+                [(t.shape[0], own, b - a, t.shape[-1]) for a, b in heads],
+            )
+            for t in tensors
+            if t is not None
+        ]
+        found = iter(self.call.all_to_each(step, passing))
+        return [None if t is None else next(found) for t in tensors]
+
+    def _among_all(self, own: Tensor, axis: int) -> Tensor:
+        """What this rank has for its heads, and zeros for all others."""
+        first, end = self.of_q[self.call.rank]
+        pad = (0, 0) * (own.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
+        return torch.nn.functional.pad(own, pad)

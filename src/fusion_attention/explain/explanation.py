@@ -1,0 +1,404 @@
+"""Which rules of its record a call breaks, in our words and with the mend; of a call that failed on the chip, which
+it likely broke.
+
+A call is bound as every call is (contract.bind), once for what it means and once for what the chip takes. Refuses to
+know any operator.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fusion_attention.backends import BACKENDS, reasons_of
+from fusion_attention.contract import (
+    Array,
+    Attr,
+    ContractError,
+    ContractWarning,
+    Failure,
+    Op,
+    Rule,
+    Tensor,
+    Tensors,
+    bind,
+    members,
+)
+from fusion_attention.explain.cann_logs import CODES, SAME, Log, is_log, read_log
+from fusion_attention.explain.fixes import TRIANGLE, mends
+from fusion_attention.explain.likely_rules import likely
+from fusion_attention.explain.parser import PHASE_1, Written, WrittenError, parse_call
+from fusion_attention.ops import RECORDS
+
+# Other libraries' words, the parameter of CANN's functions that stands for each, and how it is said.
+_CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"
+_FOREIGN = {
+    **dict.fromkeys(("is_causal", "causal"), ("sparse_mode", _CAUSAL)),
+    **dict.fromkeys(("attn_mask", "attention_mask"), ("atten_mask", "atten_mask=, true where a key is removed")),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ("scale", "scale=")),
+    **dict.fromkeys(("dropout_p", "dropout"), ("keep_prob", "keep_prob=1 - dropout_p")),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q"), ("actual_seq_qlen", "actual_seq_qlen=cu_seqlens_q[1:]")),
+    "cu_seqlens_k": ("actual_seq_kvlen", "actual_seq_kvlen=cu_seqlens_k[1:]"),
+}
+# Arguments of functions that no record has.
+_BESIDE = ("return_lse", "backend", "strict", "check_content", "out", "workspace")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that is broken, or likely is.
+
+    Attributes:
+        where: "everywhere" (the call has no meaning), "chip" (it runs here, the chip refuses it), "warning" (it runs,
+            and probably does not mean what it says) or "likely" (what a log points at).
+        param: as the function spells it; cann: as CANN does, "" where nothing is known.
+        expected, got, mend: the error's words.
+        code: CANN's for it.
+    """
+
+    where: str
+    param: str
+    expected: str
+    got: str = ""
+    mend: str = ""
+    code: int = 0
+    cann: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """All of it in a line."""
+        cann = f" ({self.cann})" if self.cann not in ("", self.param) else ""
+        got = f", got {self.got}" if self.got else ""
+        return f"{self.param}{cann}: expected {self.expected}{got}" if self.param else self.expected
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to say of a call.
+
+    Attributes:
+        operator: the record's name, "" where a log names none that is known here.
+        summary: what it computes.
+        verdict: in a sentence.
+        findings: broken rules, the gravest first.
+        sizes: what was read from the call: axes, and how many tokens its sequences have.
+        results: dtype and shape of every result of a legal call.
+        computes: for every back end "yes", or why not.
+        log: what the log says, if there was one.
+        unread: parameters whose numbers were not there to be checked.
+        mends: single changes with which the call breaks nothing, or at least has a meaning; each was tried.
+    """
+
+    operator: str
+    summary: str
+    verdict: str
+    findings: tuple[Finding, ...] = ()
+    sizes: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, str] = field(default_factory=dict)
+    computes: dict[str, str] = field(default_factory=dict)
+    log: Log | None = None
+    unread: tuple[str, ...] = ()
+    mends: tuple[str, ...] = ()
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rule is broken, here or on the chip, or a log says so."""
+        return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
+
+    def __str__(self) -> str:
+        told = [f"{f.where}: {f.sentence}" + (f" ({f.mend})" if f.mend else "") for f in self.findings]
+        mends = [f"mend: {mend}" for mend in self.mends]
+        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *told, *mends])
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        found = asdict(self)
+        if self.log is not None:
+            found["log"] |= {"name": self.log.name, "meaning": self.log.meaning}
+        for one in found["findings"]:
+            one["name"] = CODES.get(one["code"], ("", ""))[0]
+        return found
+
+
+def explain(text: str, *, log: str = "") -> Explanation:
+    """Which rule a call breaks, and what to do: from its Python text, from its log, or from both.
+
+    The text is parsed, never executed. A tensor is its dtype and shape, as in q=bf16[2,1024,8,64], or what torch.empty,
+    randn and their kin make of literal shapes, perhaps in lines before the call.
+
+    Args:
+        text: a call of any face (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize); or what the chip printed.
+        log: what the chip printed of the call.
+
+    Raises:
+        WrittenError, LogError: it is neither; one sentence says why.
+
+    Example:
+        >>> found = explain('npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")')
+        >>> found.findings[0].sentence
+        'key: expected N2 > 0 and N1 % N2 == 0, got N2=3, N1=8'
+    """
+    if not log and is_log(text):
+        return explain_log(read_log(text))
+    said = read_log(log) if log else None
+    return explain_call(parse_call(text), said)
+
+
+def explain_call(call: Written, log: Log | None = None) -> Explanation:
+    """explain() of a call that is parsed."""
+    op = RECORDS[call.operator]
+    args, wrong = _arguments(op, call)
+    if wrong:
+        return _explained(op, wrong, log)
+    return explain_arguments(op, args, log)
+
+
+def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -> Explanation:
+    """explain() of arguments by canonical name; numbers that are there are checked too."""
+    tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
+    there = bool(tensors) and not any(t.is_meta for t in tensors)
+    found = _failures(op, args, there, strict=False)
+    if any(f.where == "everywhere" for f in found):
+        return replace(_explained(op, found, log), mends=_mends(op, args, there, True))
+    of_chip = _failures(op, args, there, strict=True)
+    told = {(f.param, f.expected) for f in of_chip}
+    rest = [f for f in found if (f.param, f.expected) not in told]  # a doubt is said once
+    told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
+    return replace(told_of, mends=_mends(op, args, there, False)) if told_of.broken else told_of
+
+
+def explain_log(log: Log) -> Explanation:
+    """explain() of a log alone: the rules that it points at."""
+    name = log.function or log.operator
+    if not name:
+        what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
+        return Explanation("", "", f"{what}{log.told}: {log.meaning}", log=log)
+    op = RECORDS[name]
+    found = tuple(_likely(op, log))
+    verdict = f"{log.operator or log.said or name} failed with {log.told}: {log.meaning}"
+    return Explanation(name, op.summary, verdict, found, log=log)
+
+
+# -------------------------------------------------------------------------------------------------------- arguments
+
+
+def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
+    """Arguments by canonical name; or what is wrong with the words of the call."""
+    spelled = {cann: shown for shown, cann in op.cann.items()}
+    given: dict[str, Any] = {}
+    for word, value in call.named.items():
+        shown = spelled.get(word, word)
+        if shown in given:
+            raise WrittenError(f"{word} is given twice: as {shown} too")
+        given[shown] = value
+    function = _function(op)
+    positional = call.positional
+    extra = [word for word in _BESIDE if word not in (p.shown for p in op.params)]
+    beside = {word: given.pop(word) for word in extra if word in given}
+    try:
+        parameters = inspect.signature(function)
+        known = [word for word in beside if word in parameters.parameters]
+        bound = parameters.bind_partial(*positional, **given, **{word: beside[word] for word in known})
+    except TypeError as error:
+        return {}, [_wrong_words(op, function, given, str(error))]
+    if foreign := bound.arguments.pop("foreign", None):
+        return {}, [_wrong_words(op, function, foreign, f"got an unexpected keyword argument '{next(iter(foreign))}'")]
+    for word in extra:
+        bound.arguments.pop(word, None)
+    values = _cache_apart(bound.arguments) if op.name == "decode_attention" else dict(bound.arguments)
+    args = {p.name: _as_taken(p, values[p.shown]) for p in op.params if p.shown in values}
+    return args, []
+
+
+def _function(op: Op) -> Any:
+    if op.name.startswith("aclnn"):
+        from fusion_attention import aclnn
+
+        return getattr(aclnn, op.name + PHASE_1)
+    if op.name.startswith("npu_"):
+        from fusion_attention import npu
+
+        return getattr(npu, op.name)
+    from fusion_attention.api import attention, decode, sparse
+
+    return next(getattr(module, op.name) for module in (attention, decode, sparse) if hasattr(module, op.name))
+
+
+def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
+    """A finding for words that the function does not take."""
+    parameters = inspect.signature(function).parameters
+    strange = [word for word in given if word not in parameters]
+    mend = ""
+    if strange and op.name == "attention":
+        from fusion_attention.api.foreign_arguments import refuse
+
+        try:
+            refuse(function, strange[:1])
+        except TypeError as refusal:
+            mend = str(refusal).split(": ", 2)[-1]
+    elif strange:
+        import difflib
+
+        meant, said = _FOREIGN.get(strange[0], ("", ""))
+        near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
+        mend = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
+        mend = f"another library's word; here: {said}" if meant in parameters else mend
+    return Finding("everywhere", "", f"{op.name}() {error}", mend=mend, code=0)
+
+
+def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
+    """decode_attention()'s cache as the record's k and v."""
+    found = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
+    cache = values.get("cache")
+    if isinstance(cache, tuple) and len(cache) == 2:
+        return {**found, "k": cache[0], "v": cache[1]}
+    return {**found, "k": cache}
+
+
+def _as_taken(p: Any, value: Any) -> Any:
+    """A value as bind() takes it without memory: tensors on the meta device, lengths as numbers."""
+    if isinstance(p, Tensor):
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        if isinstance(p, Tensors) and isinstance(value, (list, tuple)):
+            return [one.to("meta") if isinstance(one, torch.Tensor) else one for one in value]
+    elif isinstance(p, Array) and isinstance(value, torch.Tensor) and value.is_meta:
+        raise WrittenError(f"{p.shown}: its numbers decide: write them, as {p.shown}=[3, 8]")
+    elif isinstance(p, Attr) and isinstance(value, torch.Tensor) and not value.is_meta and value.numel() == 1:
+        return value.item()
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------- checking
+
+
+def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> list[Finding]:
+    """What bind() says of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            bind(op, args, strict=strict, check_content=there, reads=there, memory=there)
+            failures: tuple[Failure, ...] = ()
+        except ContractError as error:
+            failures = error.failures
+        except (RuntimeError, NotImplementedError) as error:  # a rule that cannot do without numbers
+            raise WrittenError(f"{op.name} cannot be checked without its tensors' numbers: {error}") from None
+    where = "chip" if strict and op.source else "everywhere"
+    found = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
+    notes = [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
+    return found + [_note(op, text) for text in dict.fromkeys(notes)]
+
+
+def _mends(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
+    """Changes after which the chip takes a call; of one without a meaning, else those that give it one."""
+    if there:
+        args = {name: _without_memory(value) for name, value in args.items()}
+
+    def is_legal(strict: bool) -> Callable[[Mapping[str, Any]], bool]:
+        def legal(changed: Mapping[str, Any]) -> bool:
+            try:
+                return not any(f.where != "warning" for f in _failures(op, changed, False, strict=strict))
+            except ValueError:
+                return False
+
+        return legal
+
+    return tuple(mends(op, args, is_legal(True)) or (mends(op, args, is_legal(False)) if grave else ()))
+
+
+def _without_memory(value: Any) -> Any:
+    """Tensors on the meta device; lengths stay what they are."""
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return [one.to("meta") for one in value]
+    return value
+
+
+def _where(rule: Rule | None, where: str) -> str:
+    if rule is not None and rule.level == "limit" and where == "everywhere":
+        return "chip"
+    return where
+
+
+def _note(op: Op, text: str) -> Finding:
+    """A warning, which is text, as a finding."""
+    match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
+    if match is None:
+        return Finding("warning", "", text.removeprefix(f"{op.name}: "))
+    param, cann, expected, got, mend = (part or "" for part in match.groups())
+    return Finding("warning", param, expected, got, mend, cann=cann)
+
+
+def _explained(
+    op: Op, findings: list[Finding], log: Log | None, *, args: Mapping[str, Any] | None = None, there: bool = True
+) -> Explanation:
+    grave = [f for f in findings if f.where == "everywhere"]
+    of_chip = [f for f in findings if f.where == "chip"]
+    rules = "one rule" if len(grave or of_chip) == 1 else f"{len(grave or of_chip)} rules"
+    if grave:
+        verdict = f"breaks {rules} of {op.name}: it has no meaning, here or on the chip"
+    elif of_chip:
+        verdict = f"runs here; the chip refuses it, or may: it breaks {rules} of its limits"
+    else:
+        verdict = f"a legal call of {op.name}"
+    extra: list[Finding] = []
+    if log is not None:
+        verdict += _beside_log(log, grave or of_chip)
+        extra = [] if grave or of_chip else list(_likely(op, log))
+    reads: dict[str, Any] = {} if args is None else _reading(op, args, there)
+    unread = () if there or args is None else tuple(_unread(op, args))
+    return Explanation(op.name, op.summary, verdict, (*findings, *extra), log=log, unread=unread, **reads)
+
+
+def _likely(op: Op, log: Log) -> list[Finding]:
+    found = likely(op, log)
+    return [Finding("likely", param, expected, "", mend, code, cann) for param, cann, expected, mend, code in found]
+
+
+def _beside_log(log: Log, found: list[Finding]) -> str:
+    """Whether what was found explains the code of a log."""
+    if not found:
+        return f"; but the log says {log.code}: the call that failed was another one, or CANN knows a rule more"
+    same = [f for f in found if f.code in (log.code, SAME.get(log.code))]
+    return (
+        f"; this is what {log.code} says" if same else f"; the log's code is {log.code}, for which CANN has other rules"
+    )
+
+
+def _reading(op: Op, args: Mapping[str, Any], there: bool) -> dict[str, dict[str, Any]]:
+    """How a legal call is read: sizes, results, and what computes it."""
+    assert op.lower is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        bound = bind(op, args, strict=False, check_content=False, reads=False, memory=there)
+        call = op.lower(bound)
+        results = {name: _shape_of(t) for name, t in call.results().items()}
+    names = bound.names
+    axes = {
+        n: v for n, v in names.items() if type(v) is int and re.fullmatch(r"[A-Z][A-Za-z]?\d?", n) and n not in args
+    }
+    lengths: dict[str, Any] = {
+        n: [int(x) for x in names[n]] for n in ("q_len", "kv_len") if n in names and names[n] is not None
+    }
+    computes = {}
+    for name in BACKENDS:
+        reasons = reasons_of(name, call.problem, torch.device("cuda" if name == "triton" else "cpu"))
+        computes[name] = " ".join(reasons) or "yes"
+    return {"sizes": {**axes, **lengths}, "results": results, "computes": computes}
+
+
+def _shape_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
+    """Parameters whose numbers some rule reads, and which were not there."""
+    asked = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
+    return [op.by_name[name].shown for name in dict.fromkeys(asked) if args.get(name) is not None]

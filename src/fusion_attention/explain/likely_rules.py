@@ -1,0 +1,118 @@
+"""Which rules of a record a log points at, where no call is there to be checked.
+
+CANN's texts name its own parameters, in several spellings; rules are found by them. Refuses to know any operator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Op, Rule
+from fusion_attention.explain.cann_logs import SAME, Log
+from fusion_attention.ops import RECORDS
+
+MOST = 4  # rules that a log alone is answered with
+_ROWS = ("actual_seq_qlen", "actual_seq_lengths")
+_KEYS = ("actual_seq_kvlen", "actual_seq_lengths_kv")
+# How CANN's texts name what parameters of ours are about.
+_WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"atten_?mask|attention mask|\bmask\b", ("atten_mask",)),
+    (r"pse", ("pse", "pse_shift", "pse_type")),
+    (r"drop_?mask|drop mask", ("drop_mask",)),
+    (r"actualseq\w*kv|key/value's actual|actual_seq\w*_kv|kv('s)? actual", _KEYS),
+    (r"actualseq\w*q\b|query's actual|actual_seq\w*_q|queryt\b", _ROWS),
+    (r"actual ?seq", _ROWS + _KEYS),
+    (r"block_?table|page attention|paged", ("block_table", "block_size")),
+    (r"block_?size", ("block_size", "block_table")),
+    (r"layout", ("input_layout", "layout")),
+    (r"sparse_?mode|sparse mode", ("sparse_mode", "atten_mask")),
+    (r"next_?to(c)?kens?|pre_?to(c)?kens?|token line", ("next_tokens", "pre_tokens")),
+    (r"query_?rope|key_?rope|\brope\b", ("query_rope", "key_rope")),
+    (r"head_?num|num_?heads|key_?value_?heads|num of head", ("head_num", "num_heads", "num_key_value_heads", "key")),
+    (r"antiquant", ("antiquant_scale", "key_antiquant_scale", "antiquant_mode")),
+    (r"quant_?scale", ("quant_scale1", "quant_scale2")),
+    (r"prefix", ("prefix", "key_shared_prefix")),
+    (r"keep_?prob", ("keep_prob",)),
+    (r"query_?d\b|headdim|head dim", ("query",)),
+    (r"sink", ("sink", "learnable_sink")),
+    (r"\bdtype|data ?type", ("query", "key", "value")),
+    (r"\bkey\b", ("key",)),
+    (r"\bvalue\b", ("value",)),
+    (r"\bquery\b", ("query",)),
+)
+# CANN's texts that stand for one rule of ours: the text, the parameter that its rule blames, and words of the rule.
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|end with query"),
+    (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per item"),
+    (r"unsupported atten_?mask shape|mask.*shape", r"atten_mask", r"\[.*\]|fits\("),
+    (r"mask.*(not be null|cannot be null|is null|must be provided)", r"atten_mask|sparse_mode", r"is not None"),
+    (r"next ?token line|higher than pre token", r"pre_tokens|next_tokens", r"pre_tokens \+ next_tokens"),
+    (r"(query|value|key)_?d\b.*must be", r"query|value|key", r"\bD\b.*\b(64|128|192)"),
+    (r"not support page attention", r"block_table|input_layout", r"page|table"),
+    (r"drop_?mask.*(null|size)", r"drop_mask", r"bit|byte|None"),
+)
+
+
+def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
+    """(parameter, CANN's name of it, what is expected, the mend, code) of rules, the likeliest first.
+
+    Args:
+        op: the record of the function that was called; CANN's names are those of the operator that failed.
+        log: what was printed.
+    """
+    names = (RECORDS[log.operator] if log.operator else op).cann
+    spelled = {p.name: names.get(p.shown, "") for p in RECORDS[log.operator or op.name].params}
+    rules = _rules(op, log)
+    for rule in rules:
+        shown = op.by_name[rule.param].shown
+        yield shown, spelled.get(rule.param, ""), op.spell(rule.expected), op.spell(rule.advice), rule.code
+    if not rules:
+        yield from _of_code(op, SAME.get(log.code, log.code))
+
+
+def _rules(op: Op, log: Log) -> list[Rule]:
+    code, text = SAME.get(log.code, log.code), " ; ".join(log.reasons).lower()
+    asked = [rule for rule in op.asked if rule.level in ("meaning", "limit", "doubt")]
+    known = [rule for rule in asked if _is_known(rule, text)]
+    scores = {rule.id: _score(op, rule, text, code) for rule in known or asked}
+    best = max(scores.values(), default=0)
+    ranked = sorted((rule for rule in asked if rule in known or scores.get(rule.id)), key=lambda r: -scores[r.id])
+    return [rule for rule in ranked if 2 * scores[rule.id] >= best][:MOST]
+
+
+def _is_known(rule: Rule, text: str) -> bool:
+    told = f"{rule.expected} {rule.check} {rule.advice}"
+    return any(
+        re.search(pattern, text) and re.fullmatch(param, rule.param) and re.search(words, told)
+        for pattern, param, words in _KNOWN
+    )
+
+
+def _score(op: Op, rule: Rule, text: str, code: int) -> int:
+    """How much of what CANN printed speaks of a rule; 0: nothing does."""
+    shown = op.by_name[rule.param].shown
+    flat = re.sub(r"[^a-z0-9]", "", text)
+    names = (rule.param, shown, op.cann.get(shown, shown).removesuffix("Optional"))
+    score = 3 * any(len(name) > 3 and re.sub(r"[^a-z0-9]", "", name.lower()) in flat for name in names)
+    score += 2 * any(rule.param in params and re.search(pattern, text) for pattern, params in _WORDS)
+    layout = re.search(r"layout is (\w+)", text)
+    if score and layout and rule.only:
+        score += 1 if layout[1].upper() in rule.only else -2
+    return max(score + (rule.code == code), 0) if score else 0
+
+
+def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
+    """What a code alone says: which kinds of rules give it."""
+    kinds = {
+        NULL_POINTER: "every parameter that this call needs (one of query_rope and key_rope without the other is none)",
+        INVALID: "dtypes of its record, alike where it says so; the layout string; ranks and axes that agree",
+        TILING: "lengths, masks, biases, windows and attributes that its rules allow",
+        **dict.fromkeys(
+            (507015, 507035), "lengths, ends, block tables and indices inside their tensors: kernels trust them"
+        ),
+        361001: "device memory and a stream that are there, and an executor that has not run",
+    }
+    mend = f"`fusion-attention ops {op.name}` lists them; explain of the call itself, with its shapes, says which"
+    if code in kinds:
+        yield "", "", kinds[code], mend, code

@@ -1,0 +1,428 @@
+"""A call as Python text: parsed, never executed. Shapes and dtypes are enough; no tensor has memory.
+
+    npu_fusion_attention(q=bf16[2,1024,8,64], ...)      a tensor: its dtype with its shape
+    q = torch.randn(2, 1024, 8, 64).bfloat16()          or as torch makes one, in lines before the call
+
+What may stand in it is listed here: numbers and their arithmetic, lists, torch's ways to make and to turn a tensor,
+bands. Refuses to know what any operator means.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops import RECORDS
+
+LONGEST = 100_000  # characters of a text, and elements of a list
+_DTYPES = {
+    "f16": torch.float16, "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "f32": torch.float32, "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "f64": torch.float64, "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
+    "i8": torch.int8, "int8": torch.int8, "u8": torch.uint8, "uint8": torch.uint8,
+    "i16": torch.int16, "int16": torch.int16, "i32": torch.int32, "int32": torch.int32, "int": torch.int32,
+    "i64": torch.int64, "int64": torch.int64, "long": torch.int64, "bool": torch.bool,
+    "complex64": torch.complex64, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+_SIZED = ("empty", "zeros", "ones", "randn", "rand")
+_LIKE = ("empty_like", "zeros_like", "ones_like", "randn_like", "rand_like")
+_CASTS = ("half", "bfloat16", "float", "double", "bool", "int", "long")
+# What a tensor may be asked to do: none of it reads memory, since there is none.
+_TURNS = (
+    *("contiguous", "clone", "detach", "transpose", "permute", "view", "reshape", "unsqueeze", "squeeze", "expand"),
+    *("flatten", "t", "triu", "tril", "diff", "cumsum", "movedim", "repeat", "unflatten"),
+)
+# Of a tensor whose numbers were written: what makes it no larger.
+_SMALL = ("contiguous", "clone", "detach", "view", "reshape", "unsqueeze", "squeeze", "flatten", "diff", "cumsum")
+_PLACES = ("npu", "cuda", "cpu")
+_BANDS = ("causal", "window", "full")
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_UNARY: dict[type, Callable[[Any], Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
+}
+PHASE_1 = "GetWorkspaceSize"
+_FORM = "bf16[2,1024,8,64]"
+
+
+class WrittenError(ValueError):
+    """A text that is no call which can be explained; one sentence."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A call as it was written.
+
+    Attributes:
+        operator: the record's name.
+        positional, named: its arguments; tensors without memory, but for those whose numbers were written.
+    """
+
+    operator: str
+    positional: tuple[Any, ...]
+    named: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_call(text: str) -> Written:
+    """The last call of one of our operators in a text, with what the lines before it name.
+
+    Raises:
+        WrittenError: none, or something in it is not understood.
+    """
+    if not text.strip():
+        raise WrittenError(f"there is no text: give a call, as npu_fusion_attention(q={_FORM}, ...), or a log")
+    if len(text) > LONGEST:
+        raise WrittenError(f"the text has {len(text)} characters: a call has at most {LONGEST}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in strings, say
+            tree = ast.parse(text.strip(), mode="exec")
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise WrittenError(f"this is not Python: {what}{where}") from None
+    except (RecursionError, MemoryError):
+        raise WrittenError("the text is nested too deeply to be a call") from None
+    try:
+        return _Reader().read(tree)
+    except RecursionError:
+        raise WrittenError("the text is nested too deeply to be a call") from None
+
+
+def operator_named(name: str) -> str | None:
+    """The record of a function's name, which may be that of a first phase; None where there is none."""
+    name = name.removesuffix(PHASE_1)
+    return name if name in RECORDS else None
+
+
+class _Reader:
+    """The values of a text's names, and the call in it."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.found: Written | None = None
+
+    def read(self, tree: ast.Module) -> Written:
+        last: str | None = None
+        for statement in tree.body:
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                continue
+            if isinstance(statement, ast.Return) and statement.value:
+                statement = ast.Expr(statement.value)
+            if isinstance(statement, ast.AnnAssign) and statement.value:
+                statement = ast.Assign([statement.target], statement.value)
+            if not isinstance(statement, (ast.Expr, ast.Assign)):
+                raise WrittenError(
+                    f"line {getattr(statement, 'lineno', 1)}: only assignments and a call are read, "
+                    f"got {_shown(statement)}"
+                )
+            call = _outer_call(statement.value)
+            if call is not None:
+                name = _dotted(call.func)
+                last = name
+                if self._operator(call):
+                    continue
+            if isinstance(statement, ast.Assign):
+                self._assign(statement)
+            elif call is None:
+                raise WrittenError(f"expected a call, got {_shown(statement)}: npu_fusion_attention(q={_FORM}, ...)")
+        if self.found is None:
+            raise WrittenError(_no_operator(last))
+        return self.found
+
+    def _operator(self, call: ast.Call) -> bool:
+        """Reads a call of one of our operators; False where it is something else."""
+        parts = _dotted(call.func).split(".")
+        while parts and parts[-1] in ("out", "default"):
+            parts.pop()
+        name = operator_named(parts[-1]) if parts else None
+        if name is None or (name == "attention" and len(parts) > 1 and parts[-2] not in ("fa", "fusion_attention")):
+            return False
+        positional: list[Any] = []
+        for value in call.args:
+            if isinstance(value, ast.Starred):
+                positional += self.value(value.value)
+            else:
+                positional.append(self.value(value))
+        named: dict[str, Any] = {}
+        for keyword in call.keywords:
+            value = self.value(keyword.value)
+            given = {keyword.arg: value} if keyword.arg is not None else value
+            if not isinstance(given, dict):
+                raise WrittenError(f"behind ** stands a dictionary, got {_shown(keyword.value)}")
+            twice = [word for word in given if word in named]
+            if twice:
+                raise WrittenError(f"{twice[0]} is given twice")
+            named |= given
+        if not all(isinstance(word, str) for word in named):
+            raise WrittenError("the names of arguments are strings")
+        self.found = Written(name, tuple(positional), named)
+        return True
+
+    def _assign(self, statement: ast.Assign) -> None:
+        value = self.value(statement.value)
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                self.names[target.id] = value
+            elif isinstance(target, ast.Tuple) and all(isinstance(name, ast.Name) for name in target.elts):
+                several = list(value) if isinstance(value, (list, tuple)) else []
+                if len(several) != len(target.elts):
+                    raise WrittenError(f"line {statement.lineno}: as many values as names, got {_shown(statement)}")
+                self.names |= {name.id: one for name, one in zip(target.elts, several, strict=True)}  # type: ignore[attr-defined]
+            else:
+                raise WrittenError(f"line {statement.lineno}: only names are assigned to, got {_shown(target)}")
+
+    # ---------------------------------------------------------------------------------------------------- values
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression stands for, made of nothing but what this module lists."""
+        try:
+            found = self._value(node)
+        except WrittenError:
+            raise
+        except RecursionError:
+            raise
+        except Exception as error:  # torch refuses a shape, a number divides by zero: the text's fault, whatever it is
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise WrittenError(f"{_shown(node)}: {first}") from None
+        if isinstance(found, (list, tuple, str, bytes)) and len(found) > LONGEST:
+            raise WrittenError(f"{_shown(node)}: a list of {len(found)} elements is too long to be written")
+        if type(found) is int and abs(found) >= 1 << 70:
+            raise WrittenError(f"{_shown(node)}: a number of more than 64 bits")
+        return found
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, (ast.List, ast.Tuple)):
+            values = [self.value(element) for element in node.elts]
+            return values if isinstance(node, ast.List) else tuple(values)
+        if isinstance(node, ast.Dict):
+            return {self.value(k): self.value(v) for k, v in zip(node.keys, node.values, strict=True) if k is not None}
+        if isinstance(node, ast.Name):
+            return self._named(node)
+        if isinstance(node, ast.UnaryOp):
+            return _UNARY[type(node.op)](self.value(node.operand))
+        if isinstance(node, ast.BinOp):
+            return self._arithmetic(node)
+        if isinstance(node, ast.Subscript):
+            return self._subscript(node)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node)
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        raise WrittenError(f"{_shown(node)} is not read here: write the value itself, a tensor as {_FORM}")
+
+    def _named(self, node: ast.Name) -> Any:
+        if node.id in self.names:
+            return self.names[node.id]
+        if node.id in _DTYPES:
+            return _DTYPES[node.id]
+        raise WrittenError(f"{node.id} has no value: write it out, a tensor as {_FORM}, or assign it in a line before")
+
+    def _arithmetic(self, node: ast.BinOp) -> Any:
+        one, other = self.value(node.left), self.value(node.right)
+        if isinstance(node.op, ast.Pow):
+            small = isinstance(one, (int, float)) and isinstance(other, (int, float)) and abs(other) <= 128
+            if not small or (type(one) is int and abs(one) > 1 << 16 and abs(other) > 4):
+                raise WrittenError(f"{_shown(node)}: a power is of small numbers")
+            return one**other
+        lists = [value for value in (one, other) if isinstance(value, (list, tuple, str, bytes))]
+        if isinstance(node.op, ast.Mult) and lists:
+            times = other if lists[0] is one else one
+            if type(times) is not int or len(lists[0]) * times > LONGEST:
+                raise WrittenError(f"{_shown(node)}: too long to be written")
+        if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and lists):
+            raise WrittenError(f"{_shown(node)} is not read here")
+        if any(
+            isinstance(value, torch.Tensor) and value.dim() > 1 for value in (one, other)
+        ):  # as large as their product
+            one, other = (value.to("meta") if isinstance(value, torch.Tensor) else value for value in (one, other))
+        return _BINARY[type(node.op)](one, other)
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        index = self._index(node.slice)
+        name = node.value.id if isinstance(node.value, ast.Name) else ""
+        owner = _DTYPES[name] if name in _DTYPES and name not in self.names else self.value(node.value)
+        if isinstance(owner, torch.dtype):
+            shape = index if isinstance(index, (tuple, list)) else (index,)
+            return _tensor(shape, owner)
+        if not isinstance(owner, (list, tuple, dict, torch.Tensor, torch.Size)):
+            raise WrittenError(f"{_shown(node)}: expected a dtype, a tensor or a list before the brackets")
+        return owner[index]
+
+    def _index(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Tuple):
+            return tuple(self._index(part) for part in node.elts)
+        if isinstance(node, ast.Slice):
+            ends = (node.lower, node.upper, node.step)
+            return slice(*(None if end is None else self.value(end) for end in ends))
+        return self.value(node)
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        dotted = _dotted(node)
+        if dotted.startswith("torch.") and node.attr in _DTYPES:
+            return _DTYPES[node.attr]
+        if dotted == "math.inf":
+            return math.inf
+        owner = self.value(node.value)
+        if isinstance(owner, torch.Tensor) and node.attr in ("shape", "dtype", "T", "mT"):
+            return getattr(owner, node.attr)
+        raise WrittenError(f"{_shown(node)} is not read here: write its value")
+
+    def _call(self, node: ast.Call) -> Any:
+        args = [self.value(argument) for argument in node.args]
+        words = {str(k.arg): self.value(k.value) for k in node.keywords if k.arg not in ("device", "pin_memory")}
+        dotted = _dotted(node.func)
+        root, _, name = dotted.rpartition(".")
+        if root in ("torch", "np", "numpy"):
+            return _made(name, args, words, node)
+        if root.split(".")[-1] == "Band" and name in _BANDS:
+            return getattr(Band, name)(*args, **words)
+        if name == "Band":
+            return Band(*args, **words)
+        if dotted in ("math.sqrt", "sqrt"):
+            return math.sqrt(*args)
+        if (
+            dotted in ("float", "int", "list", "tuple", "range", "abs", "min", "max", "sum")
+            and dotted not in self.names
+        ):
+            return _plain(dotted, args, node)
+        if isinstance(node.func, ast.Attribute):
+            owner = self.value(node.func.value)
+            if isinstance(owner, torch.Tensor):
+                return _turned(owner, node.func.attr, args, words, node)
+            if isinstance(owner, torch.Size) and node.func.attr == "numel":
+                return owner.numel()
+        raise WrittenError(f"{_shown(node)} is not read here: write what it gives, a tensor as {_FORM}")
+
+
+# ---------------------------------------------------------------------------------------------------------- tensors
+
+
+def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    sizes = tuple(shape)
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+        raise WrittenError(f"a shape is of integers from 0 on, got {list(sizes)}"[:200])
+    return torch.zeros(sizes, dtype=dtype, device="meta")
+
+
+def _made(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
+    """What torch, or numpy, makes."""
+    dtype = words.pop("dtype", None)
+    if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
+        raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
+    if name in _DTYPES and not args:
+        return _DTYPES[name]
+    if name in _SIZED:
+        sizes = words["size"] if "size" in words else args[0] if args and isinstance(args[0], (list, tuple)) else args
+        return _tensor(sizes, dtype or torch.float32)
+    if name == "full":
+        filled = torch.bool if type(args[1]) is bool else torch.int64 if type(args[1]) is int else torch.float32
+        return _tensor(args[0], dtype or filled)
+    if name == "randint":
+        return _tensor(words.get("size", args[-1] if args else ()), dtype or torch.int64)
+    if name in _LIKE:
+        return _tensor(args[0].shape, dtype or args[0].dtype)
+    if name in ("tensor", "as_tensor", "array", "asarray"):
+        _count(args[0], LONGEST)
+        return torch.tensor(args[0], dtype=dtype)
+    if name == "arange":
+        if not all(type(n) is int and abs(n) <= LONGEST for n in args):
+            raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
+        return torch.arange(*args, dtype=dtype)
+    if name in ("triu", "tril"):
+        return _turned(args[0], name, args[1:], words, node)
+    raise WrittenError(f"{_shown(node)} is not read here: write what it gives, as {_FORM}")
+
+
+def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
+    """What a method of a tensor gives."""
+    if name in _CASTS:
+        return tensor.to(_DTYPES[name])
+    if name in ("to", "type"):
+        wanted = [value for value in (*args, *words.values()) if isinstance(value, torch.dtype)]
+        return tensor.to(wanted[0]) if wanted else tensor
+    if name in _PLACES:
+        return tensor
+    if name == "requires_grad_":
+        return tensor.detach().requires_grad_(*args)
+    if name in ("size", "dim", "numel"):
+        return getattr(tensor, name)(*args)
+    if name == "tolist" and not tensor.is_meta:
+        return tensor.tolist()
+    if name in _TURNS:
+        return getattr(tensor if name in _SMALL else tensor.to("meta"), name)(*args, **words)
+    raise WrittenError(f"{_shown(node)}: .{name}() is not read here: write what it gives, as {_FORM}")
+
+
+def _count(values: Any, left: int) -> int:
+    """How many more elements a nested list may have."""
+    if not isinstance(values, (list, tuple)):
+        return left - 1
+    for value in values:
+        left = _count(value, left)
+        if left < 0:
+            raise WrittenError(f"a tensor of more than {LONGEST} numbers is given by its shape: {_FORM}")
+    return left
+
+
+def _plain(name: str, args: list[Any], node: ast.Call) -> Any:
+    if name == "range":
+        if not all(type(n) is int and abs(n) <= LONGEST for n in args):
+            raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
+        return list(range(*args))
+    known: dict[str, Any] = {"float": float, "int": int, "list": list, "tuple": tuple, "abs": abs}
+    return (known | {"min": min, "max": max, "sum": sum})[name](*args)
+
+
+# ------------------------------------------------------------------------------------------------------------- text
+
+
+def _outer_call(node: ast.expr) -> ast.Call | None:
+    """The call that a statement is, or takes one result of: f(...)[0]."""
+    while isinstance(node, (ast.Subscript, ast.Await)):
+        node = node.value
+    return node if isinstance(node, ast.Call) else None
+
+
+def _dotted(node: ast.expr) -> str:
+    """a.b.c as text; "" of what is no such name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*parts, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def _shown(node: ast.AST) -> str:
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except (RecursionError, ValueError):
+        return "something nested too deeply"
+    return text if len(text) <= 80 else text[:76] + " ..."
+
+
+def _no_operator(last: str | None) -> str:
+    import difflib
+
+    if last is None:
+        return f"there is no call in the text: npu_fusion_attention(q={_FORM}, ...)"
+    name = last.split(".")[-1]
+    near = difflib.get_close_matches(name, RECORDS, 2)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`fusion-attention ops` lists them"
+    return f"{name or 'this'} is no operator that has a record here ({hint})"

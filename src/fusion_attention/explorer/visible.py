@@ -1,0 +1,209 @@
+"""Which keys each row sees in a setting of the explorer, at each face: what the lowering makes of it.
+
+Knows settings, and the few names that the lowering and the rules read of a call. Refuses to know rules, words and
+pictures. Written in the Python that translate.py knows: the page runs the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusion_attention.ir.mask import INFINITE, UNLIMITED, Band, tokens
+from fusion_attention.ops.fused.geometry import TRIANGLE, visibility
+from fusion_attention.ops.fused.lower import fused_band
+from fusion_attention.ops.training.lower import dense_extents
+
+BAND = -1  # in place of a sparse mode: this library's own words
+MODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, BAND)
+FACES = ("own", "training", "inference", "two_phase")
+FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One call, as far as it says which keys are seen.
+
+    Args:
+        mode: a sparse mode, or BAND.
+        q_len, kv_len: tokens of every sequence.
+        packed: layout TND; else one sequence in BSND.
+        pre, next: tokens before and behind the diagonal; 2**31 - 1: no edge.
+        prefix: per sequence; empty for none.
+        align: of a Band.
+        mask: of the modes whose mask removes keys "zeros", "triangle" (triu(1)) or "own"; "none": no mask is passed.
+        own: the elements of an own mask, rows of 0 and 1.
+    """
+
+    mode: int
+    q_len: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    packed: bool = False
+    pre: int = UNLIMITED
+    next: int = UNLIMITED
+    prefix: tuple[int, ...] = ()
+    align: str = "end"
+    mask: str = "zeros"
+    own: Sequence[Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask tensor by its shape, which is all that rules and lowering ask of one here."""
+
+    shape: tuple[int, ...]
+
+    def dim(self) -> int:
+        """As a tensor's."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """As a tensor's."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def own_band(s: Setting) -> Band:
+    """The Band of a setting that is one."""
+    return Band(-tokens(s.pre), min(tokens(s.next) + 1, INFINITE), s.align, s.prefix)
+
+
+def as_mode(s: Setting) -> Setting | None:
+    """The setting with a sparse mode in place of a Band; None where no mode says the same."""
+    if s.mode != BAND:
+        return s
+    if len(s.prefix) > 0:
+        causal = s.align == "end" and s.next == 0
+        return Setting(6, s.q_len, s.kv_len, s.packed, prefix=s.prefix) if causal else None
+    causal = s.pre >= UNLIMITED and s.next == 0
+    mode = (2 if causal else 0) if s.align == "start" else (3 if causal else 4)
+    return Setting(mode, s.q_len, s.kv_len, s.packed, s.pre, s.next)
+
+
+def window_of(s: Setting) -> list[int]:
+    """[pre_tokens, next_tokens] as a call hands them over: where the mode reads none, none are given."""
+    return [s.pre, s.next] if s.mode in WINDOWED_MODES else [UNLIMITED, UNLIMITED]
+
+
+def own_says(s: Setting) -> bool:
+    """Whether our own function says the same as a mode: a tree's rows are the newest keys, so there are as many."""
+    return s.mode != 9 or all(rows <= keys for rows, keys in zip(s.q_len, s.kv_len, strict=True))
+
+
+def mask_of(s: Setting) -> Mask | None:
+    """The mask that a call of CANN's has beside this setting's mode."""
+    if s.mask == "none":
+        return None
+    if s.mode == 9:
+        rows = max(s.q_len)
+        return Mask((sum([r * r for r in s.q_len]),)) if s.packed else Mask((1, rows, rows))
+    if s.mode in FULL_MODES:
+        return Mask((max(s.q_len), max(s.kv_len)))
+    return Mask((TRIANGLE + TRIANGLE // 2 if s.mode == 6 else TRIANGLE, TRIANGLE))
+
+
+def training_names(s: Setting) -> dict[str, Any]:
+    """What lowering and rules of training attention read of a call."""
+    return {
+        "sparse_mode": s.mode,
+        "pre_tokens": window_of(s)[0],
+        "next_tokens": window_of(s)[1],
+        "prefix": np.array(s.prefix) if len(s.prefix) > 0 else None,
+        "q_len": np.array(s.q_len),
+        "kv_len": np.array(s.kv_len),
+        "S1": max(s.q_len),
+        "S2": max(s.kv_len),
+        "atten_mask": mask_of(s),
+        "pse_type": 1,
+        "q_start_idx": None,
+        "kv_start_idx": None,
+    }
+
+
+def inference_names(s: Setting) -> dict[str, Any]:
+    """What lowering and rules of fused inference read of a call."""
+    one_token = not s.packed and s.q_len[0] == 1
+    given = {
+        "sparse_mode": s.mode,
+        "pre_tokens": window_of(s)[0],
+        "next_tokens": window_of(s)[1],
+        "atten_mask": mask_of(s),
+        "query_padding_size": None,
+        "kv_padding_size": None,
+    }
+    return {
+        **given,
+        **visibility(given, one_token),
+        "one_token": one_token,
+        "q_used": np.array(s.q_len),
+        "kv_used": np.array(s.kv_len),
+        "common": 0,
+        "B": len(s.q_len),
+        "S1": max(s.q_len),
+        "T1": sum(s.q_len) if s.packed else None,
+        "columns": max(s.kv_len),
+        "query_rope": None,
+        "key_shared_prefix": None,
+        "pse_shift": None,
+        "quant_scale2": None,
+    }
+
+
+def picture(s: Setting, face: str) -> dict[str, Any] | None:
+    """Per sequence lo, hi and prefix, and how a mask acts beside them: "", "full" or "tree". None: there is no call.
+
+    Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask leaves.
+    """
+    q_len, kv_len = np.array(s.q_len), np.array(s.kv_len)
+    if face == "own" and s.mode == BAND:
+        return _found(q_len, kv_len, own_band(s).resolve(q_len, kv_len), "")
+    known = as_mode(s)
+    if known is None or (face == "own" and not own_says(known)):
+        return None
+    if face == "inference":
+        n = inference_names(known)
+        edges, kind = fused_band(n).resolve(q_len, kv_len), n["mask_kind"]
+    elif face == "own" and known.mode == 9:
+        edges, kind = Band.full().resolve(q_len, kv_len), "tree"
+    else:
+        e = dense_extents(training_names(known))
+        edges, kind = (e.lo, e.hi, e.prefix), "full" if known.mode in (0, 1, 5) else ""
+    acts = kind in ("full", "tree") and known.mask in ("triangle", "own")
+    return _found(q_len, kv_len, edges, kind if acts else "")
+
+
+def _found(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, ...], kind: str) -> dict[str, Any]:
+    lo, hi, prefix = edges
+    return {
+        "q_len": q_len.tolist(),
+        "kv_len": kv_len.tolist(),
+        "lo": lo.tolist(),
+        "hi": hi.tolist(),
+        "prefix": prefix.tolist(),
+        "mask": kind,
+    }
+
+
+def mask_row(s: Setting, kind: str, b: int, i: int) -> list[Any]:
+    """[first, start, cells]: what the mask removes of row i of sequence b; kind: how a picture says that it acts.
+
+    Every key from `first` on, and key start + n where cells[n] is not 0.
+    """
+    start = s.kv_len[b] - s.q_len[b] if kind == "tree" else 0
+    if kind == "":
+        return [INFINITE, start, []]
+    if s.mask == "triangle":
+        return [max(0, start + i + 1), start, []]
+    return [INFINITE, start, s.own[i] if s.own is not None and i < len(s.own) else []]
+
+
+def edges_of(p: dict[str, Any], b: int, i: int) -> list[int]:
+    """[first key, first key not seen any more] of a row, by the band alone."""
+    first = max(0, i + p["lo"][b])
+    last = min(p["kv_len"][b], max(p["prefix"][b], i + p["hi"][b]))
+    return [first, max(first, last)]

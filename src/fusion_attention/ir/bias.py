@@ -1,0 +1,79 @@
+"""The values added to the scores of one sequence, and where their gradient goes.
+
+Three sources: a matrix in memory, a table of the last TABLE_ROWS rows from which earlier rows are rebuilt, and
+distances computed from slopes. Refuses to know how the score is scaled.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.ir.kv import MatrixView
+
+TABLE_ROWS = 1024
+
+
+def from_matrix(view: MatrixView, b: int, heads: int, rows: slice, keys: slice) -> torch.Tensor:
+    """[heads, rows, keys]: the stored values, broadcast axes repeated by stride 0."""
+    return view.sequence(b, heads, rows.stop, keys.stop)[:, rows, keys]
+
+
+def from_slopes(slopes: torch.Tensor, shift: int, rows: slice, keys: slice, root: bool) -> torch.Tensor:
+    """[heads, rows, keys]: -slope * |j - i + shift|, or its square root form -slope * sqrt(|j - i + shift|)."""
+    row = torch.arange(rows.start, rows.stop, device=slopes.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=slopes.device)[None, :]
+    distance = (key - row + shift).abs().to(slopes.dtype)
+    return -slopes[:, None, None] * (distance.sqrt() if root else distance)
+
+
+def table_position(q_len: int, rows: slice, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the table holds (row, key): the table's row [rows, 1] and its column [rows, keys].
+
+    The last TABLE_ROWS rows are stored as they are. An earlier row i is rebuilt from the stored row with the same
+    remainder, at the column with the same distance to the diagonal; it has no stored value beyond the diagonal, and
+    there the column is clamped to the row's last one (such keys are never visible: lowering refuses them).
+    """
+    row = torch.arange(rows.start, rows.stop)[:, None]
+    key = torch.arange(keys.start, keys.stop)[None, :]
+    first = q_len - TABLE_ROWS
+    stored = torch.where(row >= first, row - first, row % TABLE_ROWS)
+    return stored, key + (first + stored - row)
+
+
+def from_table(
+    view: MatrixView, b: int, heads: int, lengths: tuple[int, int], rows: slice, keys: slice
+) -> torch.Tensor:
+    """[heads, rows, keys]: values rebuilt from the stored last TABLE_ROWS rows; lengths = (q_len, kv_len)."""
+    table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
+    row, column = table_position(lengths[0], rows, keys)
+    return table[:, row, column.clamp(max=lengths[1] - 1)]
+
+
+def add_matrix_gradient(view: MatrixView, b: int, gradient: torch.Tensor, rows: slice, keys: slice) -> None:
+    """Adds gradient [heads, rows, keys] where from_matrix read; broadcast axes are summed."""
+    if not gradient.numel():  # a sequence without rows or keys may have an address behind the memory's end
+        return
+    broadcast = (view.stride_head[b] == 0, view.stride_row[b] == 0, view.stride_key == 0)
+    axes = [axis for axis, repeated in enumerate(broadcast) if repeated]
+    if axes:
+        gradient = gradient.sum(axes, keepdim=True)
+    heads, n_rows, n_keys = gradient.shape
+    row0 = 0 if broadcast[1] else rows.start
+    key0 = 0 if broadcast[2] else keys.start
+    target = view.sequence(b, heads, row0 + n_rows, key0 + n_keys)[:, row0:, key0:]
+    target += gradient.to(target.dtype)
+
+
+def add_table_gradient(
+    view: MatrixView, b: int, lengths: tuple[int, int], gradient: torch.Tensor, rows: slice, keys: slice
+) -> None:
+    """Adds gradient [heads, rows, keys] to the stored elements that from_table read; heads that share are summed."""
+    if not gradient.numel():
+        return
+    if view.stride_head[b] == 0:
+        gradient = gradient.sum(0, keepdim=True)
+    heads = gradient.shape[0]
+    table = view.sequence(b, heads, TABLE_ROWS, lengths[1])
+    row, column = table_position(lengths[0], rows, keys)
+    head = torch.arange(heads)[:, None, None]
+    table.index_put_((head, row, column.clamp(max=lengths[1] - 1)), gradient.to(table.dtype), accumulate=True)

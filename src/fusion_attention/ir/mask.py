@@ -1,0 +1,161 @@
+"""Which keys a row sees: one interval of keys per row, plus (elsewhere) an explicit `blocked` matrix, or tiles of one.
+
+Knows intervals, their two alignments and prefixes, and what tiles block. Refuses to know what any interface calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.kv import MatrixView
+
+# More tokens than any sequence has, and so few that sums of several never leave int64.
+INFINITE = 1 << 40
+# Token counts from here on mean "no limit" in every interface.
+UNLIMITED = (1 << 31) - 1
+# Rows and keys of a tile that is blocked as a whole, not at all, or bit by bit; and how it says the first two.
+TILE = 128
+ALL_BLOCKED, NONE_BLOCKED = -1, -2
+
+
+def tokens(count: int) -> int:
+    """A caller's token count, with everything at or beyond +-(2**31 - 1) saturated to +-INFINITE."""
+    if count >= UNLIMITED:
+        return INFINITE
+    return -INFINITE if count <= -UNLIMITED else count
+
+
+@dataclass(frozen=True, repr=False)
+class Band:
+    """An interval of keys for every query row, with an optional prefix that all rows see.
+
+    Row i of a sequence sees the keys
+
+        max(0, i + lo + a)  <=  j  <  min(kv_len, max(prefix, i + hi + a))
+
+    with a = 0 (align="start": the diagonal starts at the first key) or a = kv_len - q_len (align="end": the
+    diagonal ends at the last key, the alignment of decoding and of chunked prompts).
+
+    Args:
+        lo: first key seen, relative to the diagonal; -INFINITE for no left edge.
+        hi: first key not seen any more, relative to the diagonal; INFINITE for no right edge.
+        align: "start" or "end".
+        prefix: per sequence, how many leading keys every row sees besides; empty for none. Needs lo = -INFINITE.
+
+    Raises:
+        ValueError: an unknown alignment, or a prefix together with a left edge.
+
+    Example:
+        >>> Band.causal().visible(2, 3).int().tolist()
+        [[1, 1, 0], [1, 1, 1]]
+    """
+
+    lo: int = -INFINITE
+    hi: int = INFINITE
+    align: str = "end"
+    prefix: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("lo", "hi"):
+            object.__setattr__(self, name, _whole(getattr(self, name)))
+        with contextlib.suppress(TypeError):
+            object.__setattr__(self, "prefix", tuple(map(_whole, self.prefix)))
+        if self.align not in ("start", "end"):
+            raise ValueError(f'Band: align: expected "start" or "end", got {self.align!r}')
+        if self.prefix and self.lo > -INFINITE:
+            raise ValueError(
+                f"Band: prefix: expected no left edge beside a prefix, got lo={self.lo} (drop one of the two)"
+            )
+
+    @classmethod
+    def full(cls) -> Band:
+        """Every row sees every key."""
+        return cls()
+
+    @classmethod
+    def causal(cls, align: str = "end") -> Band:
+        """Row i sees the keys up to the diagonal: j <= i (+ kv_len - q_len with align="end")."""
+        return cls(hi=1, align=align)
+
+    @classmethod
+    def window(cls, left: int, right: int = 0, align: str = "end") -> Band:
+        """Row i sees `left` keys before the diagonal, the diagonal's key, and `right` keys behind it (causal: none).
+
+        Negative counts move an edge across the diagonal; 2**31 - 1 or more means no edge.
+        """
+        return cls(-tokens(left), min(tokens(right) + 1, INFINITE), align)
+
+    @classmethod
+    def prefix_causal(cls, prefix: Sequence[int]) -> Band:
+        """Every row of sequence b sees its first prefix[b] keys, and the keys up to the diagonal (align "end")."""
+        return cls(hi=1, prefix=tuple(int(n) for n in prefix))
+
+    def resolve(self, q_len: np.ndarray, kv_len: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(lo, hi, prefix) per sequence, int64, relative to key = row; infinite edges stay infinite."""
+        shift = kv_len - q_len if self.align == "end" else np.zeros_like(q_len)
+        prefix = np.zeros_like(q_len)
+        if self.prefix:
+            prefix[:] = np.asarray(self.prefix, np.int64)
+        return saturate(self.lo, shift), saturate(self.hi, shift), prefix
+
+    def __repr__(self) -> str:
+        """As it is made."""
+        plain = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
+        if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
+            return plain  # what is no whole number a call names
+        left = UNLIMITED if self.lo == -INFINITE else -self.lo
+        right = UNLIMITED if self.hi == INFINITE else self.hi - 1
+        align = () if self.align == "end" else (self.align,)
+        forms = {"full": (), "causal": align, "window": (left, right, *align), "prefix_causal": (list(self.prefix),)}
+        for name, arguments in forms.items():
+            if getattr(Band, name)(*arguments) == self:
+                return f"Band.{name}({', '.join(map(repr, arguments))})"
+        return plain
+
+    def visible(self, q_len: int, kv_len: int) -> torch.Tensor:
+        """The band of one sequence as a boolean matrix [q_len, kv_len], True where a row sees a key."""
+        edges = self.resolve(np.array([q_len]), np.array([kv_len]))
+        return interval_matrix(q_len, kv_len, *(int(e[0]) for e in edges))
+
+
+def _whole(number: Any) -> Any:
+    """A whole number as an int, whatever it comes as: equal bands are alike. What is none a call names."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if int(number) == number:
+            return int(number)
+    return number
+
+
+def saturate(edge: int, shift: np.ndarray) -> np.ndarray:
+    """edge + shift per sequence; an infinite edge stays infinite."""
+    if abs(edge) >= INFINITE:
+        return np.full_like(shift, INFINITE if edge > 0 else -INFINITE)
+    return np.clip(edge + shift, -INFINITE, INFINITE)
+
+
+def interval_matrix(q_len: int, kv_len: int, lo: int, hi: int, prefix: int) -> torch.Tensor:
+    """[q_len, kv_len] bool: the keys i + lo <= j < max(prefix, i + hi) of each row i."""
+    row = torch.arange(q_len)[:, None]
+    key = torch.arange(kv_len)[None, :]
+    return (key >= row + lo) & (key < torch.clamp(row + hi, min=prefix))
+
+
+def blocked_by_tiles(
+    tiles: MatrixView, bits: torch.Tensor | None, b: int, heads: int, rows: int, keys: int
+) -> torch.Tensor:
+    """[heads, rows, keys] bool: the pairs of sequence b that tiles remove."""
+    numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
+    whole = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
+    whole[ALL_BLOCKED] = True
+    if bits is not None:
+        place = torch.arange(8, dtype=torch.uint8, device=bits.device)
+        whole = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), whole))
+    # Counted from the end, the numbers of the two whole tiles are where they lie.
+    known = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(whole) - 2), ALL_BLOCKED)
+    return whole[known].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]

@@ -1,0 +1,140 @@
+"""Judges a call by the formulas: every output of the whole call, or of pieces drawn from it, under any setting.
+
+Knows nothing of mistakes: a setting that has one is a setting like another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.error_location import Map
+from fusion_attention.judging.expected_error import KERNEL, Grade
+from fusion_attention.judging.outputs import Output, Unit, Wanted, computed, of_heads, totals
+from fusion_attention.judging.setting import Setting
+from fusion_attention.judging.standards import Tally
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a setting gives on some pieces: each output's tally, (of whole calls) its map, and tallies of other results
+    of the same call, by who computed them."""
+
+    tallies: dict[str, Tally]
+    maps: dict[str, Map]
+    beside: dict[str, dict[str, Tally]]
+
+    @property
+    def passes(self) -> bool:
+        """Every output is within the error bound."""
+        return all(tally.passes for tally in self.tallies.values())
+
+    @property
+    def failing(self) -> list[str]:
+        """The outputs that are not."""
+        return [name for name, tally in self.tallies.items() if not tally.passes]
+
+    @property
+    def z(self) -> float:
+        """The largest error of all outputs, in expected sizes."""
+        return max((tally.z for tally in self.tallies.values()), default=0.0)
+
+
+def measured(
+    setting: Setting,
+    outputs: Sequence[Output],
+    pieces: Iterable[Unit],
+    *,
+    grade: Grade = KERNEL,
+    whole: bool = False,
+    plain: bool = False,
+    beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
+) -> Result:
+    """How near the captured outputs are to the setting's.
+
+    Args:
+        grade: of the programs whose errors are expected. whole: the pieces are all of the call, and maps are wanted.
+        plain: measure a plain program too. beside: other results, by who computed them.
+    """
+
+    def fresh(found: Sequence[Output]) -> dict[str, Tally]:
+        return {o.name: _tally(setting, o, whole=whole) for o in found if whole or o.view is not None}
+
+    tallies, others = fresh(outputs), {who: fresh(found) for who, found in beside.items()}
+    for unit in pieces:
+        wanted = computed(setting, unit, list(outputs), grade, plain=plain, exact=whole)
+        heads = of_heads(setting, unit)
+        place = (unit.b, heads, unit.rows) if whole else None
+        for kept, found in ((tallies, outputs), *((others[who], found) for who, found in beside.items())):
+            for o in found:
+                if o.name in wanted and o.by_keys == unit.by_keys and o.view is not None:
+                    kept[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
+    if whole:
+        for o in outputs:
+            if o.view is None:
+                total = totals(setting, o, grade)
+                for kept, these in ((tallies, outputs), *((others[who], them) for who, them in beside.items())):
+                    for other in these:
+                        if other.name == o.name:
+                            kept[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
+    maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if whole and o.view}
+    return Result(tallies, maps, others)
+
+
+def _tally(setting: Setting, o: Output, *, whole: bool) -> Tally:
+    p, e = setting.problem, setting.extents
+    terms = int(e.kv_len.max(initial=1))
+    if o.view is None:
+        columns = o.tensor.shape[-1] if o.tensor.dim() > 1 else 1
+        return Tally(o.tensor.dtype, Errors([o.tensor.numel() // max(columns, 1)], 1, columns), terms)
+    lengths, heads = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
+    return Tally(o.tensor.dtype, Errors([int(n) for n in lengths] if whole else [], heads, o.view.dim), terms)
+
+
+def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
+    """An output without rows as [1, rows, columns]."""
+    shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
+    value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
+    return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.plain is None else value)
+
+
+def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
+    """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure too."""
+    found: set[tuple[int, int, int, int, int, bool]] = set()
+    for o in outputs:
+        if o.name not in maps:
+            continue
+        wrong = maps[o.name].wrong
+        for want, count in ((True, 6), (False, 3)):
+            places = [
+                (b, int(h), int(r)) for b, w in enumerate(wrong) for h, r in _some(w == want, count * 3, generator)
+            ]
+            order = torch.randperm(len(places), generator=generator).tolist()
+            chosen = [places[0], places[-1], *(places[i] for i in order[: count - 2])] if places else []
+            found |= {_piece(setting, o, place) for place in chosen}
+    return [Unit(b, slice(h, z), slice(first, end), by) for b, h, z, first, end, by in sorted(found)]
+
+
+def _some(places: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
+    """The first and last true places, and some between."""
+    flat = places.flatten().nonzero().flatten()
+    if not len(flat):
+        return []
+    picked = flat[torch.randint(len(flat), (count,), generator=generator)]
+    both = torch.cat((flat[:1], flat[-1:], picked)).unique()
+    return [[int(n) // places.shape[1], int(n) % places.shape[1]] for n in both]
+
+
+def _piece(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool]:
+    b, head, row = place
+    group, e = setting.group, setting.extents
+    length = int((e.kv_len if o.by_keys else e.q_len)[b])
+    heads = (head * group, head * group + group) if o.by_keys else (head, head + 1)
+    first = row // 4 * 4
+    return b, *heads, first, min(first + 4, length), o.by_keys

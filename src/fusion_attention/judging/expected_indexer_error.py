@@ -1,0 +1,351 @@
+"""How large the error of a right program is for the indexer and its loss: the model of expected_error, on some rows.
+
+    S_h = q_h . k,  I = sum_h w_h max(0, S_h)      products and scores, n terms each
+    y = exp(I - max) / sum,  p = mean of heads' probabilities,  dI = y - p
+
+u, r, a, w are expected_error's. All functions give variances: squares of expected sizes. Knows no interface's words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fusion_attention.judging.expected_error import Grade, faint, products_of_squares, quantum, summed
+from fusion_attention.judging.indexer_formulas import (
+    Attended,
+    Compared,
+    Index,
+    Scored,
+    chosen,
+    compared,
+    given,
+    gradients,
+    softmax,
+)
+from fusion_attention.judging.outputs import Wanted
+
+Tensor = torch.Tensor
+TOTALS = ("loss", "dk")  # to which all rows add
+# A product within so many of its standard deviations of 0 is above it in one right program and below it in another.
+_OPEN = 4.0
+_FEW, _ROOM = 1 << 18, 1 << 22  # as in expected_error; numbers that are in memory at once
+# A variance of which rounding dI to 16 bits makes all but this share need not be carried along term by term.
+_LITTLE = 0.02
+
+
+def _clean(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertain:
+    """Of products S, [heads, rows, keys], and scores I, [rows, keys]: their variances; open: S may have either sign.
+
+    var(S) = a (n (S^2 / 3 + Q) + S^2) + r (2 S^2 + Q)                                   Q = sum_d q^2 k^2
+    var(I) = sum_h w_h^2 var(S_h) + (a + r) sum_h t_h^2 + a H (I^2 / 3 + sum_h t_h^2) + r I^2
+
+    over the heads whose S is above 0 or open; t_h = w_h max(0, S_h). An S of exactly 0 is made of zeros, or of whole
+    numbers: it is not open.
+    """
+
+    products: Tensor
+    scores: Tensor
+    open: Tensor
+    live: Tensor
+
+
+def _fits(s: Scored) -> bool:
+    """Whether squares of products and of scores, and their errors, are numbers of float32."""
+    q, k, w = (float(_clean(t).abs().amax()) if t.numel() else 1.0 for t in (s.q, s.k, s.weights))
+    return all(2.0**-30 < product < 2.0**40 for product in (q * k, q * k * w))
+
+
+def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
+    """Of a block's products and scores; dscores: the scores' gradient, where what follows has it."""
+    few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
+    wide = torch.float64 if few else torch.float32
+    a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
+    own = _clean(s.dots.to(wide)).square()
+    products = (a * n + r) * products_of_squares(s.q, s.k[None], wide)
+    products = products.add_(own, alpha=a * n / 3 + a + 2 * r)
+    unsure = (own < _OPEN**2 * products) & (own > 0) if s.relu else torch.zeros_like(own, dtype=torch.bool)
+    live = (s.dots > 0) | unsure if s.relu else torch.ones_like(unsure)
+    weights = _clean(s.weights.to(wide)).square()
+    terms = (weights * own).masked_fill_(~live, 0).sum(0)
+    total = (weights * products).masked_fill_(~live, 0).sum(0) + (a + r + a * heads) * terms
+    scores = s.factor**2 * total + (a * heads / 3 + r) * _clean(s.scores.to(wide)).square()
+    return Uncertain(products, scores, unsure, live)
+
+
+def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
+    """max and sum of the scores of some rows, before they are stored.
+
+    max   var(I) at the maximum
+    sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
+    x     of the exponential: a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
+    """
+    s, seen, dtype = x.scored(b, rows, torch.float64), x.seen(b, rows), x.problem.torch_dtype
+    top, total = softmax(s.scores, seen.double())
+    u, a, r = uncertain(s, dtype, grade), grade.sums(dtype), grade.step(dtype)
+    if not seen.shape[-1]:
+        return {n: Wanted(t[None], torch.zeros_like(t[None])) for n, t in (("max", top), ("sum", total))}
+    left = _clean(s.scores - top).square()
+    y = _clean((s.scores - top).exp() / total).masked_fill(~seen, 0)
+    peak = s.scores.masked_fill(~seen, -torch.inf).argmax(-1, keepdim=True)
+    at, share = u.scores.double().gather(-1, peak), y.gather(-1, peak)
+    e = u.scores + (2 * a + r) * left + 8 * a + 4 * r
+    relative = (y.square() * e).sum(-1, keepdim=True) + (1 - 2 * share) * at
+    relative = relative.clamp(min=0) + a * seen.sum(-1, keepdim=True) / 3 + r
+    live = seen.any(-1, keepdim=True)
+    variances = at.masked_fill(~live, 0), total.square() * relative
+    return {n: Wanted(v[None], t[None]) for n, v, t in zip(("max", "sum"), (top, total), variances, strict=True)}
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """How far a right program's log y and p are off: key by key [rows, keys], and all keys of a row alike [rows, 1].
+
+    of_y: of log y, key by key; y_row: by its row's sum. of_p: of p, key by key; p_row: relative, by its row's divisor.
+    shares: of each key in the row's own sum, which what a key's score lost moves too; None: the sum was given.
+    """
+
+    of_y: Tensor
+    y_row: Tensor
+    of_p: Tensor
+    p_row: Tensor
+    p: Tensor
+    shares: Tensor | None
+
+    def of_pairs(self, by_y: Tensor, by_p: Tensor) -> Tensor:
+        """[rows, keys]: of by_y * log y + by_p * p."""
+        of_y = self.of_y
+        if self.shares is not None:
+            of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
+        found = by_y.square() * (of_y.clamp(min=0) + self.y_row)
+        return found + by_p.square() * (self.of_p + self.p.square() * self.p_row)
+
+    def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
+        """[.., rows]: of sum_j by_y * log y + by_p * p, [.., rows, keys]."""
+        whole = by_y.sum(-1, keepdim=True)
+        each = by_y if self.shares is None else by_y - self.shares * whole
+        found = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
+        rows = whole.square() * self.y_row + (by_p * self.p).sum(-1, keepdim=True).square() * self.p_row
+        return found + rows[..., 0]
+
+
+def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
+    """Of y and p.
+
+    of_y    var(I) + a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
+    y_row   (a + r) (2 + log(sum)^2), of its own sum besides a n / 3
+    of_p    target()
+    """
+    a, r, wide = grade.sums(dtype), grade.step(dtype), u.scores.dtype
+    left = _clean((c.scored.scores - c.top).to(wide)).square()
+    of_y = u.scores + (2 * a + r) * left + 8 * a + 4 * r
+    y_row = (a + r) * (2 + _clean(c.total.to(wide).log()).square())
+    if c.own:
+        y_row = y_row + a * c.times.square().sum(-1, keepdim=True).to(wide) / 3
+    of_p, p_row = target(c.attended, dtype, grade, wide)
+    p_row = p_row.masked_fill(~(c.times > 0).any(-1, keepdim=True), 0)  # a sink may take all of a row without keys
+    p = _clean(c.p.to(wide))
+    return Spread(of_y, y_row, of_p, p_row, p, _clean((c.times * c.y).to(wide)) if c.own else None)
+
+
+def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(variance of p [rows, keys], the same relative to p that all keys of a row share [rows, 1]).
+
+    e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
+    of_p  sum_h P_h^2 e_h / N^2 + (a H / 3 + 3 a + 2 r) p^2 + a H sum_h P_h^2 / N^2
+    row   2 (a + r) + (a + r) mean_h(1 + lse^2) / H
+          of sinks besides sum_h P_sink^2 e_sink / N^2 + a H (1 / 3 + H / (6 N^2))
+    """
+    a, r, heads = grade.sums(dtype), grade.step(dtype), len(x.scores)
+    own, lse = _clean(x.scores.to(wide)), _clean(x.lse.to(wide))
+    shares, divisor = _clean((x.shares / x.divisor).to(wide)), x.divisor.to(wide).nan_to_num(1.0)
+    e = (a * x.dim + r) * _clean(x.squares.to(wide)) + (a + r) * (own - lse).square()
+    e += (a * x.dim / 3 + 5 * a + 5 * r) * own.square() + 2 * a * lse.square() + 8 * a + 4 * r
+    squares = shares.square()
+    of_p = (squares * (e + a * heads)).sum(0)
+    of_p = of_p + (a * heads / 3 + 3 * a + 2 * r) * _clean(x.target.to(wide)).square()
+    row = 2 * (a + r) + (a + r) * (1 + lse.square()).mean(0) / heads
+    if x.at_sinks is not None:
+        at = _clean(x.at_sinks.to(wide))
+        e = (2 * a + r) * (at.clamp(min=1e-30).log().square() + 2 * lse.square()) + 8 * a + 4 * r
+        row = row + (at.square() * e).sum(0) / divisor.square() + a * heads * (1 / 3 + heads / (6 * divisor.square()))
+    return of_p, row
+
+
+def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
+    """[1]: of what rows add to the loss, f (log p - log y) over their keys, but for what its own size adds.
+
+    row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
+           + f^2 (a (log y^2 + 2 log p^2 + 2 d^2 + 2) + r (log y^2 + log p^2 + 2 d^2)),  d = log p - log y
+           + a n (t^2 / 3 + sum_j t_j^2)        a row's sum t of its n keys
+    all    a rows sum of t^2                    their sum over `terms` rows
+    """
+    a, r, wide = grade.sums(dtype), grade.step(dtype), found.of_y.dtype
+    by_y, by_p, losses = (_clean(t.to(wide)) for t in (c.loss_by_y, c.loss_by_p, c.losses))
+    log_p, log_y = (t.to(wide) for t in c.logs)
+    apart = 2 * (log_p - log_y).square()
+    logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
+    n, total = c.times.square().sum(-1).to(wide), losses.sum(-1).square()
+    variance = found.of_sums(by_y, by_p) + (_clean(c.p.to(wide)) * c.times.to(wide)).square().mul(logs).sum(-1)
+    variance = variance + a * n * (total / 3 + losses.square().sum(-1)) + (a * terms + r) * total
+    return variance.double().sum().reshape(1)
+
+
+def of_gradients(
+    s: Scored, u: Uncertain, times: Tensor, dscores: Tensor, slopes: tuple[Spread, Tensor, Tensor] | None, rows: int,
+    dtype: torch.dtype, grade: Grade, squares: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Of gradients(), but for what their own sizes add; slopes: a Spread, dI by log y, dI by p; None: dI is given.
+
+    times: how often a row lists a key: equal terms of a sum have equal roundings, so their number counts squared.
+    squares: dI^2 entry by entry, added up: more than dI^2 where a key's entries cancel. None: keys are listed once.
+
+    dI        Spread.of_pairs(): y^2 var(log y) + var(p), where what a row's keys share is not counted key by key
+    dS        w_h^2 var(dI) + (w_h dI)^2 (w + 2 a + a n) where S > 0; where its sign is open (w_h dI)^2 / 4
+    dq        sum_j var(dS) k^2, and w_h^2 (sum_j y k)^2 and w_h^2 (sum_j p k)^2 times what the row shares
+    dk        sum_ij var(dI) (sum_h w_h q)^2 + what roundings of dS add, times q^2
+    dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n + 2 a + 2 r)
+    """
+    wide, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
+    seen, often = times > 0, times.to(wide).square()
+    keys = often.sum(-1, keepdim=True)
+    own = _clean(dscores.to(wide)).masked_fill(~seen, 0)
+    added = own.square() if squares is None else _clean(squares.to(wide)).masked_fill(~seen, 0)
+    squares = torch.maximum(own.square(), added)  # equal entries have equal roundings
+    live = u.live & ~u.open & seen
+    weights = _clean(s.weights.to(wide))
+    rounds = weights.square() * squares * (w + 2 * a) + (quantum(dtype) if w else 0.0)
+    rounds = rounds.masked_fill_(~live, 0)
+    rounds += (weights.square() * own.square() / 4).masked_fill_(~(u.open & seen), 0)
+    terms = (weights.square() * added).masked_fill_(~live, 0) * a
+    k, q = _clean(s.k.to(wide)), _clean(s.q.to(wide))
+    dq, dk = (rounds + keys * terms) @ k.square(), (rounds + len(s.q) * rows * often * terms).mT @ q.square()
+    kept = _clean(s.kept.to(wide))
+    each = (squares * u.products).masked_fill_(~(u.live & seen), 0)
+    each += (squares * kept.square()) * (a * keys + 2 * a + 2 * r)
+    dweights, dk = each.sum(-1), dk.sum(0)
+    if slopes is not None:
+        found, by_y, by_p = slopes[0], *(_clean(t.to(wide)) for t in slopes[1:])
+        pairs = found.of_pairs(by_y, by_p)
+        dweights = dweights + found.of_sums(by_y * kept, by_p * kept)
+        if _little(pairs, squares, w):
+            each = (weights.square() * pairs).masked_fill_(~live, 0)
+            dq, dk = dq + each @ k.square(), dk + (each.mT @ q.square()).sum(0)
+        else:
+            dq = dq + weights.square() * _of_rows(found, by_y, by_p, live.to(wide), k)
+            dk = dk + _of_keys(pairs, live * weights, q)
+    return {"dq": dq.double(), "dk": dk.double()[None], "dweights": dweights.double().T[None]}
+
+
+def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
+    """Whether rounding dI to 16 bits makes nearly all of its error, in every row and for every key."""
+    return w > 0 and all(bool((pairs.sum(i) <= _LITTLE * w * squares.sum(i)).all()) for i in (0, 1))
+
+
+def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
+    """[heads, rows, dim]: of sum_j (by_y log y + by_p p) k over live pairs: Spread.of_sums(), for every element."""
+    found = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
+    whole = (live * by_y) @ k
+    if x.shares is not None:
+        lost = x.shares * x.of_y
+        found = (
+            found - 2 * whole * ((live * (by_y * lost)) @ k) + whole.square() * (x.shares * lost).sum(-1, keepdim=True)
+        )
+        found = found.clamp(min=0)
+    return found + whole.square() * x.y_row + ((live * (by_p * x.p)) @ k).square() * x.p_row
+
+
+def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
+    """[keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 where a pair is not live."""
+    found = q.new_zeros(pairs.shape[1], q.shape[-1])
+    step = max(1, _ROOM // max(found.numel(), 1))
+    for i in range(0, len(pairs), step):
+        here = slice(i, i + step)
+        sums = weights[:, here].permute(1, 2, 0) @ q[:, here].movedim(0, 1)
+        found += (sums.square() * pairs[here].unsqueeze(-1)).sum(0)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- every verb
+
+
+def wanted(
+    x: Index, b: int, rows: slice, grade: Grade, dtypes: dict[str, torch.dtype] | None = None
+) -> dict[str, Wanted]:
+    """Golden of some rows of sequence b with its variances, by kind.
+
+        indexer_topk      values [1, rows, top_k], indices (positions, with the variances of their scores) and scores
+                          [1, rows, keys], which are not stored
+        indexer_lse       max and sum [1, rows, 1]
+        indexer_loss      dq [heads, rows, dim], dweights [1, rows, heads]; and of loss [1] and dk [1, keys, dim] what
+                          the rows add, which completed() turns into a result when it is added up
+        indexer_backward  the same without a loss
+
+    Args:
+        dtypes: in which results are stored, by kind, where that is not the call's.
+    """
+    if x.verb == "indexer_topk":
+        s, seen = x.scored(b, rows, torch.float64), x.seen(b, rows)
+        scores, values, indices = chosen(x, s, seen)
+        variance = uncertain(s, x.problem.torch_dtype, grade).scores.double()
+        of_values = at_keys(variance, indices)[None]
+        found = {"values": Wanted(values[None], of_values), "indices": Wanted(indices[None], of_values)}
+        done = found | {"scores": Wanted(scores[None], variance[None])}
+        kinds: tuple[str, ...] = ("values",)
+    elif x.verb == "indexer_lse":
+        done, kinds = statistics(x, b, rows, grade), ("max", "sum")
+    else:
+        done, kinds = _with_gradients(x, b, rows, grade), ("dq", "dweights")
+    for kind in kinds:
+        done[kind] = completed(x, b, kind, done[kind], grade, (dtypes or {}).get(kind))
+    return done
+
+
+def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
+    dtype, length = x.problem.torch_dtype, int(x.extents.q_len[b])
+    variances, values = {}, {}
+    if x.verb == "indexer_backward":
+        s, (dscores, squares, times), slopes = x.scored(b, rows, torch.float64), given(x, b, rows, torch.float64), None
+        u = uncertain(s, dtype, grade, dscores)
+    else:
+        c = compared(x, b, rows, torch.float64)
+        s, dscores, times, squares = c.scored, c.dscores, c.times, c.dscores.square() / c.times.clamp(min=1)
+        u = uncertain(s, dtype, grade, dscores)
+        off = spread(c, u, dtype, grade)
+        slopes = off, c.by_y, c.by_p
+        values["loss"] = c.losses.sum().reshape(1)
+        variances["loss"] = of_loss(c, off, int(x.extents.q_len.sum()), dtype, grade)
+    values |= gradients(s, dscores, times > 0)
+    variances |= of_gradients(s, u, times, dscores, slopes, length, dtype, grade, squares)
+    return {kind: Wanted(value, variances[kind]) for kind, value in values.items()}
+
+
+def completed(
+    x: Index, b: int, kind: str, found: Wanted, grade: Grade, stored: torch.dtype | None = None
+) -> Wanted:  # fmt: skip
+    """A whole result of sequence b (of a loss: of all), with what a sum's own size and storing it add."""
+    variance, e, dtype = found.variance, x.extents, x.problem.torch_dtype
+    terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)
+    if terms:
+        variance = variance + summed(found.value, int(terms), dtype, grade)
+    stored = stored or x.stored(kind)
+    plain = None if found.plain is None else found.plain.to(stored)
+    return Wanted(found.value, grade.stored(found.value, variance, stored), plain)
+
+
+def at_keys(variance: Tensor, indices: Tensor) -> Tensor:
+    """[rows, entries]: variances of listed keys; 0 of entries without one."""
+    if not variance.shape[-1]:
+        return torch.zeros(indices.shape, dtype=variance.dtype)
+    listed = indices.long()
+    inside = (listed >= 0) & (listed < variance.shape[-1])
+    return variance.gather(-1, listed.where(inside, 0)).masked_fill(~inside, 0)
+
+
+__all__ = ["TOTALS", "at_keys", "completed", "of_gradients", "of_loss", "spread", "statistics", "uncertain", "wanted"]

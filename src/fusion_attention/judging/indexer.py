@@ -1,0 +1,303 @@
+"""Judges calls of the indexer's family: chosen keys by their scores, values, statistics, the loss and its gradients.
+
+A list of keys is judged by what the keys score: where two score alike, rounding may choose either; where two score
+the very same, the smaller index comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fusion_attention.judging.calls import BACKENDS, JudgeError, Recorded
+from fusion_attention.judging.error_bound import Errors
+from fusion_attention.judging.error_location import Map, looks_like
+from fusion_attention.judging.evaluate import Result
+from fusion_attention.judging.expected_error import KERNEL, POOR, PROGRAM, Grade
+from fusion_attention.judging.expected_indexer_error import TOTALS, at_keys, completed, wanted
+from fusion_attention.judging.indexer_formulas import Index, chosen, compared, given, gradients, softmax
+from fusion_attention.judging.indexer_mistakes import INDEX_MISTAKES
+from fusion_attention.judging.outputs import Wanted
+from fusion_attention.judging.standards import Tally
+from fusion_attention.judging.verdict import NOISY, RIGHT, WRONG, Explanation, Judgement, opinion
+
+Tensor = torch.Tensor
+PAIRS = 1 << 21
+_LEFT = 0.25
+KINDS = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
+          "dquery_index": "dq", "dkey_index": "dk", "dquery": "dq", "dkey": "dk", "dweights": "dweights",
+          "loss": "loss"}  # fmt: skip
+_VERBS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
+
+
+def serves(lowered: Any) -> bool:
+    """Whether a call is one of the indexer's family."""
+    return str(lowered.verb).startswith("indexer")
+
+
+def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
+    """A call, as judging.judged()."""
+    if lowered.verb not in _VERBS:
+        raise JudgeError(f"{call.op.name}: the judge has no formula for it")
+    x = setting_of(lowered)
+    captured = {n: t for n, t in call.judgeable(lowered).items() if n in KINDS}
+    if not captured:
+        raise JudgeError(f"{call.op.name}: no output to judge")
+    theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
+    others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
+    plain = standard == "cann-double"
+    base = measured(x, lowered, captured, plain=plain, beside=others)
+    grades = dict.fromkeys(base.tallies, KERNEL)
+    found = base
+    if not base.passes:
+        failing = {n: captured[n] for n in base.failing}
+        again = measured(x, lowered, failing, PROGRAM, plain=plain)
+        grades |= dict.fromkeys(again.tallies, PROGRAM)
+        found = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+    mistakes: tuple[Explanation, ...] = ()
+    noisy = False
+    if search and not found.passes:
+        mistakes = _explained(x, lowered, captured, found)
+        noisy = not mistakes and measured(x, lowered, captured, POOR).passes
+    views = views_of(lowered, captured)
+    opinions = {
+        n: opinion(
+            n, tally, grades[n], standard, found.maps.get(n), [] if tally.passes else _looks(x, KINDS[n], tally, views)
+        )
+        for n, tally in found.tallies.items()
+    }
+    right = all(o.passes for o in opinions.values())
+    return Judgement(
+        call.op.name,
+        call.source,
+        RIGHT if right else NOISY if noisy and not found.passes else WRONG,
+        opinions,
+        call.unjudged(captured),
+        theirs | {who: {n: t.z for n, t in tallies.items()} for who, tallies in base.beside.items()},
+        mistakes,
+        search,
+        (*call.notes, *call.doubts()),
+        standard,
+    )
+
+
+def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
+    """What is wrong with an output looks like."""
+    if kind in ("loss", "max", "sum"):
+        return looks_like(tally, "number")
+    if kind == "indices":  # judgeable() marks them by NaN
+        said = looks_like(tally, "list")
+        return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in said if "NaN" in s]
+    heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
+    word = "key" if kind == "dk" else "row"
+    return looks_like(tally, word, lambda b: views[kind].sequence(b, heads, int(lengths[b])))
+
+
+_LISTS = tuple(
+    f"{has} a key that is not there, not seen, listed before, or of two that score the same not the first"
+    for has in ("has", "have")
+)
+
+
+def setting_of(lowered: Any) -> Index:
+    """A lowered call of the indexer's family."""
+    filled = lowered.fill(lowered.results())
+    if filled.first is not None:
+        from fusion_attention.plan import compute
+
+        first, results = filled.first
+        compute(first, results, "golden")
+    filled.begin()
+    operands, *grads = filled.operands
+    verb, problem, extents = lowered.verb, lowered.problem, lowered.extents
+    if verb == "indexer_loss":
+        return Index(verb, problem, extents, operands.index, operands, own=filled.first is not None)
+    return Index(verb, problem, extents, operands, grads=grads[0] if grads else None)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What golden has of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
+
+    kind: str
+    b: int
+    rows: slice
+    wanted: Wanted
+    scores: Wanted | None = None
+
+
+def pieces(
+    x: Index, kinds: Sequence[str], grade: Grade, dtypes: dict[str, torch.dtype] | None = None, *, plain: bool = False
+) -> Iterator[Piece]:
+    """Every output of a call, piece by piece: [heads, rows, elements] of a sequence; the loss at the end, [1, 1, 1]."""
+    e, dtypes = x.extents, dtypes or {}
+    losses: list[Wanted] = []
+    pairs = x.heads + (x.problem.heads_q if x.of_loss is not None else 0)
+    for b in range(len(e)):
+        q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
+        step = max(1, PAIRS // max(pairs * kv_len, 1))
+        keys: list[Wanted] = []
+        for first in range(0, q_len, step):
+            rows = slice(first, min(first + step, q_len))
+            found = wanted(x, b, rows, grade, dtypes)
+            if plain:
+                found = _with_plain(x, b, rows, found)
+            for kind in kinds:
+                if kind in TOTALS:
+                    (losses if kind == "loss" else keys).append(found[kind])
+                else:
+                    yield Piece(kind, b, rows, found[kind], found.get("scores"))
+        if keys:
+            yield Piece("dk", b, slice(0, kv_len), completed(x, b, "dk", _sum(keys), grade, dtypes.get("dk")))
+    if losses:
+        total = completed(x, 0, "loss", _sum(losses), grade, dtypes.get("loss"))
+        shaped = (t if t is None else t.reshape(1, 1, 1) for t in (total.value, total.variance, total.plain))
+        yield Piece("loss", 0, slice(0, 1), Wanted(*shaped))  # type: ignore[arg-type]
+
+
+def _sum(parts: Sequence[Wanted]) -> Wanted:
+    plain = None if parts[0].plain is None else sum(p.plain for p in parts)  # type: ignore[misc]
+    return Wanted(sum(p.value for p in parts), sum(p.variance for p in parts), plain)  # type: ignore[arg-type]
+
+
+def _with_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
+    """The same with what a plain program gives, in float32."""
+    narrow, dtype = torch.float32, x.problem.torch_dtype
+    if x.verb == "indexer_topk":
+        _, values, indices = chosen(x, x.scored(b, rows, narrow), x.seen(b, rows))
+        plain = {"values": values[None], "indices": indices[None]}
+    elif x.verb == "indexer_lse":
+        found_ = softmax(x.scored(b, rows, narrow).scores, x.seen(b, rows).to(narrow))
+        plain = {"max": found_[0][None], "sum": found_[1][None]}
+    elif x.verb == "indexer_loss":
+        c = compared(x, b, rows, narrow, dtype)
+        plain = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}
+    else:
+        dscores, _, times = given(x, b, rows, narrow)
+        plain = gradients(x.scored(b, rows, narrow), dscores, times > 0)
+    rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in plain.items()}
+    return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in found.items()}
+
+
+def measured(
+    x: Index,
+    lowered: Any,
+    captured: Mapping[str, Tensor],
+    grade: Grade = KERNEL,
+    *,
+    plain: bool = False,
+    beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+) -> Result:
+    """How near captured outputs, and other results beside them, are to golden's."""
+    kinds = {KINDS[n]: n for n in captured}
+    dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
+    given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
+    tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in given_.items()}
+    views = {who: views_of(lowered, t) for who, t in given_.items()}
+    for piece in pieces(x, [*kinds], grade, dtypes, plain=plain):
+        name = kinds[piece.kind]
+        for who, t in given_.items():
+            if piece.kind == "loss":
+                ours, found = t[name].reshape(1, 1, 1), piece.wanted
+            else:
+                ours, found = judgeable(x, views[who][piece.kind], piece)
+            tallies[who][name].add((piece.b, slice(0, ours.shape[0]), piece.rows), ours, found)
+    own = tallies.pop("")
+    maps = {n: Map(own[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
+    return Result(own, maps, tallies)
+
+
+def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
+    """In which an output is rounded: golden's own results are judged as those of the call's dtype."""
+    return x.stored(kind) if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.dtype
+
+
+def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
+    e = x.extents
+    terms = int(e.kv_len.max(initial=1))
+    if kind == "loss":
+        return Tally(tensor.dtype, Errors([1], 1, 1), terms)
+    lengths = [int(n) for n in (e.kv_len if kind == "dk" else e.q_len)]
+    columns = 1 if kind in ("max", "sum") else tensor.shape[-1]
+    dtype = torch.float32 if kind == "indices" else tensor.dtype
+    return Tally(dtype, Errors(lengths, x.heads if kind == "dq" else 1, columns), terms)
+
+
+def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Views of captured outputs, by kind."""
+    o, *grads = lowered.fill({**lowered.results(), **captured}).operands
+    if lowered.verb == "indexer_topk":
+        return {"indices": o.indices, "values": o.values}
+    if lowered.verb == "indexer_lse":
+        return {"max": o.stats.max, "sum": o.stats.sum}
+    return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights}
+
+
+def judgeable(x: Index, view: Any, piece: Piece) -> tuple[Tensor, Wanted]:
+    """(ours, wanted) of a piece; of a list of keys, what they score beside what golden's do."""
+    heads, lengths = x.heads if piece.kind == "dq" else 1, x.extents.kv_len if piece.kind == "dk" else x.extents.q_len
+    ours: Tensor = view.sequence(piece.b, heads, int(lengths[piece.b]))[:, piece.rows]
+    if piece.scores is None or piece.kind != "indices":
+        return ours, piece.wanted
+    scores, variance, found = piece.scores.value[0], piece.scores.variance[0], piece.wanted
+    value, plain = _listed(scores, found.value[0])[None], None
+    if found.plain is not None:
+        plain = _listed(scores, found.plain[0])[None]
+    mine = _listed(scores, ours[0])
+    wrong = _misplaced(scores, mine, ours[0].long(), x)
+    # What is no right entry whatever is listed there: not a number where golden has one, and the other way round.
+    mine = torch.where(wrong, torch.where(value[0].isnan(), torch.inf, torch.nan), mine)
+    return mine[None], Wanted(value, found.variance + at_keys(variance, ours[0])[None], plain)
+
+
+def _listed(scores: Tensor, indices: Tensor) -> Tensor:
+    """What the keys of a list score; -inf of an entry without a key."""
+    listed = indices.long()
+    inside = (listed >= 0) & (listed < scores.shape[-1])
+    found = scores.gather(-1, listed.where(inside, 0)) if scores.shape[-1] else torch.zeros(listed.shape).double()
+    return found.masked_fill(~inside, -torch.inf)
+
+
+def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
+    """Entries of a list that are wrong whatever their scores are: of keys that are not there, not seen or listed
+    before, and of two that score the very same the second, if it should be the first."""
+    none = (listed != -1) & ((listed < 0) | (listed >= scores.shape[-1]) | (mine == -torch.inf))
+    order = listed.sort(dim=-1, stable=True)
+    again = torch.zeros_like(none)
+    again[:, 1:] = (order.values[:, 1:] == order.values[:, :-1]) & (order.values[:, 1:] >= 0)
+    twice = torch.zeros_like(none).scatter_(-1, order.indices, again)
+    equal = (mine[:, 1:] == mine[:, :-1]) & (mine[:, 1:] != -torch.inf)
+    wrong = listed[:, 1:] > listed[:, :-1] if x.last_first else listed[:, 1:] < listed[:, :-1]
+    swapped = torch.zeros_like(none)
+    swapped[:, 1:] = (equal & wrong) & (not x.by_key)
+    return none | twice | swapped
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
+    found = []
+    failing: Sequence[str] = base.failing
+    for m in INDEX_MISTAKES:
+        for detail, other in m.tries(x):
+            result = measured(other, lowered, captured, PROGRAM)
+            left = [
+                result.tallies[n].rms / base.tallies[n].rms
+                for n in failing
+                if base.tallies[n].rms and not base.tallies[n].strange
+            ]
+            if result.passes and all(share <= _LEFT for share in left):
+                error = max(result.tallies[n].z for n in failing)
+                found.append(Explanation(m.name, detail, m.means, m.mend, tuple(failing), error, True))
+    kept: dict[str, Explanation] = {}
+    for e in sorted(found, key=lambda e: e.error):
+        kept.setdefault(e.name, e)
+    return tuple(kept.values())

@@ -1,0 +1,279 @@
+"""The formulas of the indexer and of its loss on some rows, in any precision, with what a mistake may change of them.
+
+Equality with the golden back end is tested. Refuses to know any interface's words.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.golden.attention import weighted_sum
+from fusion_attention.backends.golden.gather import added_up
+from fusion_attention.ir.problem import Extents
+from fusion_attention.judging.expected_error import products_of_squares
+from fusion_attention.judging.setting import selected_times
+
+Tensor = torch.Tensor
+_LEAST = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """A call of the indexer's family below the waist.
+
+    Attributes:
+        index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
+        own: the statistics were found by the call itself; else they are as given as q is.
+        relu, weighted: of its scores. factor: on them. largest: are chosen, not the smallest.
+        last_first: of equal scores the later key comes first. by_key: the list is in the order of keys.
+        direction: "p|y" of the loss; "y|p" is the other one. loss_alone: its gradients have the right one.
+        share: of the loss and its gradients by the number of rows: "sum" or "mean". sign: of dI.
+        per_head: the target is divided by the number of heads. scaled: the attention's scores are.
+    """
+
+    verb: str
+    problem: Any
+    extents: Extents
+    index: Any
+    of_loss: Any = None
+    grads: Any = None
+    own: bool = False
+    relu: bool = True
+    weighted: bool = True
+    factor: float = 1.0
+    largest: bool = True
+    last_first: bool = False
+    by_key: bool = False
+    direction: str = "p|y"
+    loss_alone: bool = False
+    share: str = "sum"
+    sign: float = 1.0
+    per_head: bool = True
+    scaled: bool = True
+    clipped: bool = True
+
+    def changed(self, **fields: Any) -> Index:
+        """This call with something else."""
+        return replace(self, **fields)
+
+    @property
+    def heads(self) -> int:
+        """The indexer's."""
+        return int(getattr(self.problem, "heads", 0) or self.problem.heads_index)
+
+    def seen(self, b: int, rows: slice) -> Tensor:
+        """[rows, kv_len] bool: what the band shows."""
+        first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop))
+        key = torch.arange(int(self.extents.kv_len[b]))
+        return (key >= torch.from_numpy(first)[:, None]) & (key < torch.from_numpy(end)[:, None])
+
+    def stored(self, kind: str) -> torch.dtype:
+        """In which dtype an output is."""
+        p = self.problem
+        names = {"dweights": p.weights_dtype, "values": "float32" if getattr(p, "wide_values", False) else p.dtype}
+        if kind in ("max", "sum", "loss"):
+            return torch.float64 if p.dtype == "float64" and kind != "loss" else torch.float32
+        return getattr(torch, names.get(kind, p.dtype))
+
+    def scored(self, b: int, rows: slice, wide: torch.dtype) -> Scored:
+        """Products and scores of some rows with all keys."""
+        q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
+        q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(wide)
+        k = self.index.k.sequence(b, 1, kv_len)[0].to(wide)
+        weights = self.index.weights.sequence(b, 1, q_len)[0, rows].T.unsqueeze(-1).to(wide)
+        weights = weights if self.weighted else torch.ones_like(weights)
+        dots = q @ k.mT
+        kept = dots.clamp(min=0) if self.relu else dots
+        return Scored(q, k, weights, dots, kept, (weights * kept).sum(0) * self.factor, self.factor, self.relu)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Of some rows and all keys, q [heads, rows, dim], k [keys, dim], weights [heads, rows, 1]: dots = q . k, kept =
+    max(0, dots) [heads, rows, keys], and the scores [rows, keys]."""
+
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    dots: Tensor
+    kept: Tensor
+    scores: Tensor
+    factor: float
+    relu: bool
+
+
+def chosen(x: Index, s: Scored, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores [rows, kv_len], -inf where a key is not seen; values and indices [rows, top_k] of the chosen keys)."""
+    scores = s.scores.masked_fill(~seen, -math.inf)
+    ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
+    if x.last_first:
+        order = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        order = scores.shape[-1] - 1 - order
+    else:
+        order = ranked.sort(dim=-1, descending=True, stable=True).indices
+    count = x.problem.top_k
+    found = min(count, scores.shape[-1])
+    order = order[:, :found]
+    if x.by_key:
+        held = scores.gather(-1, order) == -math.inf
+        order = order.masked_fill(held, scores.shape[-1]).sort(-1).values.clamp(max=scores.shape[-1] - 1)
+    values = scores.new_full((len(scores), count), -math.inf)
+    indices = torch.full((len(scores), count), -1)
+    values[:, :found] = scores.gather(-1, order)
+    indices[:, :found] = order.where(values[:, :found] != -math.inf, -1)
+    return scores, values, indices
+
+
+def softmax(scores: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+    """(max, sum), [rows, 1], of scores weighed `times`; 0 and 0 where a row sees nothing."""
+    shown = scores.masked_fill(times == 0, -math.inf)
+    top = shown.amax(-1, keepdim=True) if shown.shape[-1] else shown.new_full((len(shown), 1), -math.inf)
+    empty = top == -math.inf
+    top = top.masked_fill(empty, 0)
+    return top, (times * (shown - top).exp()).masked_fill(times == 0, 0).sum(-1, keepdim=True).masked_fill(empty, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """The attention's probabilities: scores and shares [heads, rows, keys], lse [heads, rows, 1], divisor [rows, 1] and
+    their target [rows, keys]; squares: sums of squared terms of a score, over dim terms; at_sinks: their shares."""
+
+    scores: Tensor
+    squares: Tensor
+    dim: int
+    lse: Tensor
+    shares: Tensor
+    divisor: Tensor
+    target: Tensor
+    at_sinks: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Of a loss on some rows, all but the first two [rows, keys], top and total [rows, 1].
+
+    Attributes:
+        times: how often a key counts. own: the row's statistics are its own. losses: what each adds to the loss.
+        dscores: dI. by_y, by_p: how dI changes with log y and with p; loss_by_y, loss_by_p: how the loss does.
+    """
+
+    scored: Scored
+    attended: Attended
+    times: Tensor
+    top: Tensor
+    total: Tensor
+    own: bool
+    y: Tensor
+    p: Tensor
+    logs: tuple[Tensor, Tensor]
+    losses: Tensor
+    dscores: Tensor
+    by_y: Tensor
+    by_p: Tensor
+    loss_by_y: Tensor
+    loss_by_p: Tensor
+
+
+def compared(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | None = None) -> Compared:
+    """What rows of a sequence make of the two distributions; low: dI is rounded to bfloat16, if it is that."""
+    p, s, a = x.problem, x.scored(b, rows, wide), _attended(x, b, rows, wide)
+    times = x.seen(b, rows).to(wide)
+    if p.select_count:
+        entries, read = _entries(x, b, rows)
+        times = times * selected_times(entries, read, times.shape[-1], 1)[0].to(wide)
+    seen, own = times > 0, bool(p.select_count) or x.index.stats is None
+    if own:
+        top, total = softmax(s.scores, times)
+    else:
+        views = x.index.stats.max, x.index.stats.sum
+        top, total = (v.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(wide) for v in views)
+    y = ((s.scores - top).exp() / total).masked_fill(~seen, 0)
+    target = a.target.masked_fill(~seen, 0)
+    log_p, log_y = target.clamp(min=_LEAST).log(), y.clamp(min=_LEAST).log()
+    factor = target.clamp(min=_LEAST) if p.select_count else target
+    share = 1.0 / max(int(x.extents.q_len.sum()), 1) if x.share == "mean" else 1.0
+    times = (times * share).masked_fill(~seen, 0)
+    high_p, high_y = target >= _LEAST, y >= _LEAST
+    losses, of_y = times * factor * (log_p - log_y), -times * factor * high_y
+    of_p = times * ((log_p - log_y) * (high_p if p.select_count else 1.0) + high_p)
+    dscores, by_y, by_p = times * (y - target), times * y, -times
+    if x.direction == "y|p":
+        away, part = times * y * (log_y - log_p), -times * y / target.clamp(min=_LEAST) * high_p
+        losses, of_y, of_p = away, away + times * y * high_y, part
+        if not x.loss_alone:
+            dscores = times * y * (log_y - log_p - away.sum(-1, keepdim=True) / share)
+            by_y, by_p = dscores + times * y, part
+    dscores = dscores * x.sign
+    dscores = dscores.to(low).to(wide) if low == torch.bfloat16 else dscores
+    found = (losses, dscores, by_y, by_p, of_y, of_p)
+    found = tuple(t.masked_fill(~seen, 0) for t in found)  # type: ignore[assignment]
+    own = own or x.own
+    return Compared(s, a, times / share, top, total, own, y, target, (log_p, log_y), *found)
+
+
+def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
+    """(entries, whether they are read), [1, rows, entries], of the lists."""
+    entries = x.index.indices.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].long()
+    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
+    within = torch.arange(entries.shape[2]) < torch.from_numpy(np.maximum(end, 0))[:, None]
+    return entries, within & (entries >= 0).cumprod(-1).bool()
+
+
+def given(x: Index, b: int, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(dI, the squares behind it, how often a key was chosen), [rows, keys]: gradients of values, added up by lists."""
+    entries, read = _entries(x, b, rows)
+    _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
+    kv_len = int(x.extents.kv_len[b])
+    read = read & (entries < torch.from_numpy(end)[:, None]) & (entries < kv_len)
+    dvalues = x.grads.dvalues.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].to(wide)
+    dscores, squares, times = (
+        added_up(t, entries, read, kv_len)[0] for t in (dvalues, dvalues.square(), read.to(wide))
+    )
+    return dscores, squares, times
+
+
+def gradients(s: Scored, dscores: Tensor, seen: Tensor) -> dict[str, Tensor]:
+    """What rows add to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
+
+    dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
+    """
+    live = seen & (s.dots > 0) if s.relu else seen.expand_as(s.dots)
+    ddots = (dscores * s.weights).masked_fill(~live, 0)
+    dweights = (dscores * s.kept).masked_fill(~seen, 0).sum(-1)
+    if s.k.isfinite().all() and s.q.isfinite().all():
+        dq, dk = ddots @ s.k, ddots.mT @ s.q
+    else:
+        dq = weighted_sum(ddots, live, s.k.expand(len(s.q), -1, -1))
+        dk = weighted_sum(ddots.mT, live.mT, s.q)
+    return {"dq": dq, "dk": dk.sum(0, keepdim=True), "dweights": dweights.T[None]}
+
+
+def _attended(x: Index, b: int, rows: slice, wide: torch.dtype) -> Attended:
+    p, o, e = x.problem, x.of_loss, x.extents
+    q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
+
+    def query(view: Any) -> Tensor:
+        found: Tensor = view.sequence(b, p.heads_q, q_len)[:, rows].to(wide)
+        return found
+
+    def key(view: Any) -> Tensor:
+        found: Tensor = view.sequence(b, p.heads_kv, kv_len).to(wide).repeat_interleave(p.heads_q // p.heads_kv, 0)
+        return found
+
+    pairs = [(query(o.q), key(o.k))] + ([(query(o.q_rope), key(o.k_rope))] if p.dim_rope else [])
+    scale = p.scale if x.scaled else 1.0
+    scores = scale * torch.stack([q @ k.mT for q, k in pairs]).sum(0)
+    squares = scale**2 * torch.stack([products_of_squares(q, k, wide) for q, k in pairs]).sum(0)
+    top, total = query(o.stats.max), query(o.stats.sum)
+    shares, divisor, at_sinks = (scores - top).exp() / total, torch.full_like(top[0], float(p.heads_q)), None
+    if p.has_sink:
+        at_sinks = (o.sink.to(wide)[:, None, None] - top).exp() / total
+        divisor = divisor - at_sinks.sum(0)
+    divisor = divisor if x.per_head else torch.ones_like(divisor)
+    lse, dim = top + total.log(), sum(q.shape[-1] for q, _ in pairs)
+    return Attended(scores, squares, dim, lse, shares, divisor, shares.sum(0) / divisor, at_sinks)

@@ -1,0 +1,232 @@
+"""torch_npu's products of rows with the matrix of their group, in torch's own operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusion_attention.contract import to_array
+from fusion_attention.npu.auxiliary.call import as_given, checked
+from fusion_attention.npu.auxiliary.gates import fast_gelu
+from fusion_attention.npu.auxiliary.quantised import Dtype, block_sums, exact, read_scale, rounded, unpacked
+from fusion_attention.ops.auxiliary import products
+from fusion_attention.ops.auxiliary.quantised import DTYPES, number_of
+from fusion_attention.torch_ops.dispatch import is_traced
+
+__all__ = ["npu_grouped_matmul"]
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
+ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    0: lambda y: y,
+    1: F.relu,
+    2: lambda y: F.gelu(y, approximate="tanh"),
+    4: fast_gelu,
+    5: F.silu,
+}
+
+
+def npu_grouped_matmul(
+    x: Tensors,
+    weight: Tensors,
+    *,
+    bias: Tensors | None = None,
+    scale: Tensors | None = None,
+    offset: Tensors | None = None,
+    antiquant_scale: Tensors | None = None,
+    antiquant_offset: Tensors | None = None,
+    per_token_scale: Tensors | None = None,
+    group_list: Tensor | Sequence[int] | None = None,
+    activation_input: Tensors | None = None,
+    activation_quant_scale: Tensors | None = None,
+    activation_quant_offset: Tensors | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    tuning_config: Sequence[int] | None = None,
+    output_dtype: Dtype = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
+) -> list[Tensor]:
+    """Rows times the matrix of their group.
+
+    y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows
+    y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits
+    y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else
+
+    Args:
+        x: [rows [M, K]], or one tensor of every group; floats or int8.
+        weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8, or four bits, eight in an int32
+            as npu_convert_weight_to_int4pack makes it, of the matrix or of its transpose.
+        bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group; but for bias of every
+            block of rows too, [[E, blocks, N]]. Without scale int8 rows become int32. Beside int8 rows and four bits
+            bias makes up for the 8 that the chip takes off every element of x. Weights are rounded to the dtype of x.
+        per_token_scale: [[M]] of int8 rows.
+        group_list: int64 [E], or a list: where each group's rows end, or how many it has; or [pairs, 2].
+        split_item: 0, 1: a result of every group; 2, 3: one.
+        group_type: -1: x and weight are lists; 0: groups are rows of x; 2: groups are columns of x and rows of weight,
+            [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.
+        group_list_type: 0: cumulative ends; 1: sizes; 2: pairs (group, size) in the order of the rows.
+        act_type: 0: none; 1: relu; 2: gelu by tanh; 4: fast gelu; 5: silu.
+        output_dtype: of the results; None: that of x.
+        offset, activation_input, activation_quant_scale, activation_quant_offset, tuning_config, x_dtype,
+            weight_dtype, scale_dtype, per_token_scale_dtype: not computed here, or without effect.
+
+    Returns:
+        A list of results; rows of no group are zeros. Differentiable in floats. In a trace, which knows no lengths, all
+        rows meet all matrices.
+
+    Raises:
+        ContractError: a call that `fusion-attention ops npu_grouped_matmul` does not allow.
+
+    Source: Ascend op-plugin, npu_grouped_matmul.
+
+    Example:
+        >>> x, weight = torch.ones(3, 2), torch.stack((torch.eye(2), 2 * torch.eye(2)))
+        >>> ends = torch.tensor([1, 3])
+        >>> npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0][:, 0].tolist()
+        [1.0, 2.0, 2.0]
+    """
+    # locals() is what was given, by name: the record knows the names.
+    given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
+    given["weight"] = _whole(weight, x)
+    given["lowered"] = 0 if given["weight"] is weight else 8
+    if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
+        given["group_list"] = group_list.flatten()
+    if group_type is None and isinstance(group_list, (list, tuple)):
+        given["group_type"] = 0 if len(x) == 1 else -1
+    given |= checked(products.GROUPED, given)
+    with as_given(x[0]):
+        return _products(given)
+
+
+def _products(given: dict[str, Any]) -> list[Tensor]:
+    """The results of a call, by the record's names."""
+    x, weight = _listed(given["x"]) or (), _listed(given["weight"]) or ()
+    number = given["output_dtype"]
+    product = _Product(given, x[0].dtype if number is None else DTYPES[number])
+    one = given["split_item"] in (2, 3)
+    if given["group_type"] == 2:
+        return product.of_sums(x[0], weight[0])
+    if len(x) > 1 or given["group_type"] == -1:
+        starts = [0, *torch.tensor([t.shape[0] for t in x]).cumsum(0).tolist()]
+        found = [product(t, i, starts[i]) for i, t in enumerate(x)]
+        return [torch.cat(found)] if one else found
+    return product.of_rows(x[0], one)
+
+
+def _listed(given: Tensor | Tensors | None) -> Tensors | None:
+    """A list of tensors; one tensor is a list of one."""
+    return (given,) if isinstance(given, Tensor) else given
+
+
+def _whole(weight: Tensors, x: Tensors) -> Tensors:
+    """Matrices of four bits as int8, others as they came; rows of x say along which axis eight lie together."""
+    ours, rows = _listed(weight), _listed(x)
+    if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
+        return weight
+    if not all(isinstance(t, Tensor) and t.dim() > 1 for t in (*ours, *rows)) or {w.dtype for w in ours} != {
+        torch.int32
+    }:
+        return weight
+    inner = [rows[min(i, len(rows) - 1)].shape[-1] for i in range(len(ours))]
+    return [unpacked(w) if n == w.shape[-2] else unpacked(w.mT).mT for w, n in zip(ours, inner, strict=True)]
+
+
+class _Product:
+    """What every group's product has besides rows and their matrix."""
+
+    def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
+        """given: by the record's names; dtype: of results."""
+
+        self.weights = products.matrices(_listed(given["weight"]) or ())
+        listed = [_listed(given[name]) for name in products.ONE_EACH]
+        self.vectors = [None if one is None else products.vectors(one, len(self.weights)) for one in listed]
+        self.lowered = given["lowered"]
+        rows = _listed(given["per_token_scale"])
+        self.per_token = None if rows is None else rows[0]
+        self.act, self.dtype = ACTIVATIONS[given["act_type"] or 0], dtype
+        self.group_list, self.kind = given["group_list"], given["group_list_type"] or 0
+        self.lazy = is_traced(given.values()) or (isinstance(self.group_list, Tensor) and self.group_list.is_meta)
+
+    def __call__(self, x: Tensor, group: int, start: int) -> Tensor:
+        """The product of rows, the first of which is row `start` of all, with the matrix of a group."""
+        weight = self.weights[group]
+        bias, scale, anti, shift = [None if v is None else v[group] for v in self.vectors]
+        if x.dtype == torch.int8:
+            if scale is None:
+                y = exact(x, weight)
+                return self.act(y if bias is None else y + bias).to(self.dtype)
+            factors, offset = read_scale(scale)
+            if self.lowered or factors.dim() == 2:
+                y = block_sums(x.double() - self.lowered, weight, factors)
+                y = y if bias is None else y + bias
+            else:
+                y = exact(x, weight)
+                y = (y if bias is None else y + bias).float() * factors
+            if self.per_token is not None:
+                y = y * self.per_token[start : start + x.shape[0]].unsqueeze(-1)
+            if self.dtype == torch.int8:
+                return rounded(self.act(y if offset is None else y + offset), 127)
+        elif anti is not None and weight.dtype == torch.int8:
+            blocks = (1 if anti.dim() == 1 else len(anti), -1)
+            wide = weight.float().unflatten(0, blocks)
+            wide = wide if shift is None else (wide + shift.float().unsqueeze(-2)).to(x.dtype).float()
+            wide = (wide * anti.float().unsqueeze(-2)).to(x.dtype).float().flatten(0, 1)
+            y = x.float() @ wide
+            y = y if bias is None else y + bias
+        else:
+            y = x @ weight if bias is None else x.float() @ weight.float() + bias
+        return self.act(y).to(self.dtype)
+
+    def of_rows(self, x: Tensor, one: bool) -> list[Tensor]:
+        """Groups of rows of one tensor."""
+        groups = len(self.weights)
+        if self.lazy:
+            if not one:
+                raise NotImplementedError(
+                    "npu_grouped_matmul: a trace knows no lengths, which the results of split_item 0 have: use 2"
+                )
+            inside = self._inside(x.shape[0])
+            y = x.new_zeros(x.shape[0], self.weights[0].shape[1], dtype=self.dtype)
+            for i in range(groups):
+                y = torch.where(inside[i].unsqueeze(1), self(x, i, 0), y)
+            return [y]
+        ends, order = self._ends(), products.groups_of(to_array(self.group_list), self.kind)
+        found = [self(x[a:b], i, a) for i, a, b in zip(order, [0, *ends], ends, strict=False)]
+        if not one:
+            return found
+        return [torch.cat((*found, x.new_zeros(x.shape[0] - ends[-1], found[0].shape[1], dtype=self.dtype)))]
+
+    def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
+        """Groups of what is summed: columns of x, rows of weight."""
+        if self.lazy:
+            inside = self._inside(x.shape[1])
+            found = [torch.where(part, x, 0) @ torch.where(part.unsqueeze(1), weight, 0) for part in inside]
+        else:
+            ends = self._ends()
+            found = [x[:, a:b] @ weight[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return [self.act(torch.stack(found)).to(self.dtype)]
+
+    def _ends(self) -> list[int]:
+        """Where groups end, on the host."""
+        ends: list[int] = products.sizes_of(to_array(self.group_list), self.kind).cumsum().tolist()
+        return ends
+
+    def _inside(self, rows: int) -> Tensor:
+        """Which rows are each group's: [E, rows]."""
+        given = torch.as_tensor(self.group_list)
+        ends = (given[1::2] if self.kind == 2 else given).cumsum(0) if self.kind else given
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        row = torch.arange(rows, device=ends.device)
+        inside = (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        if self.kind != 2:
+            return inside
+        groups = torch.arange(len(self.weights), device=ends.device).unsqueeze(1)
+        return ((given[::2] == groups).unsqueeze(2) & inside).any(1)

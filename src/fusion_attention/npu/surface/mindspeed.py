@@ -1,0 +1,233 @@
+"""Packages that programs for the chip import beside torch_npu, as far as their functions are ours under other names.
+
+MindSpeed's operators are compiled on first use against CANN; here they are torch_npu's. Refuses to compute anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fusion_attention.ir.mask import UNLIMITED
+
+Tensor = torch.Tensor
+# MindSpeed's and torch_npu's words for what is turned against what.
+_ROTARY = {0: "half", 1: "interleave"}
+_GRADIENT = {"grad_outputs": "dy", "scale": "scale_value"}
+
+
+class _Builder:
+    """What MindSpeed compiles an operator with: load() returns the functions, and nothing is compiled."""
+
+    def __init__(self, functions: Mapping[str, Any]) -> None:
+        vars(self).update(functions)
+
+    def load(self, verbose: bool = True) -> _Builder:
+        """The functions."""
+        return self
+
+
+def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What every module holds, by its name, packages before what they hold.
+
+    Args:
+        functions: torch_npu's, by name; a module whose functions need one that is not there is left out.
+    """
+    found: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
+    for name, make in _MINDSPEED.items():
+        try:
+            made = make(functions)
+        except KeyError:
+            continue
+        found[f"mindspeed.ops.{name}"] = {one.__name__: one for one in made} | _builder(name, made)
+    return found
+
+
+_BUILDERS = {
+    "npu_ring_attention_update": "op_builder",
+    "npu_rotary_position_embedding": "rope_op_builder",
+    "npu_moe_token_permute": "moe_token_permute_op_builder",
+    "npu_moe_token_unpermute": "moe_token_unpermute_op_builder",
+    "npu_matmul_add": "matmul_add_op_builder",
+    "npu_groupmatmul_add": "groupmatmul_add_op_builder",
+}
+
+
+def _builder(name: str, made: list[Callable[..., Any]]) -> dict[str, Any]:
+    return {_BUILDERS[name]: _Builder({one.__name__: one for one in made})} if name in _BUILDERS else {}
+
+
+def _ring(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    update = functions["npu_ring_attention_update"]
+
+    def npu_ring_attention_update(
+        prev_attn_out: Tensor,
+        prev_softmax_max: Tensor,
+        prev_softmax_sum: Tensor,
+        cur_attn_out: Tensor,
+        cur_softmax_max: Tensor,
+        cur_softmax_sum: Tensor,
+        actual_seq_qlen: Tensor | None = None,
+        layout: str = "SBH",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        previous, current = (prev_attn_out, prev_softmax_max, prev_softmax_sum), (cur_attn_out, cur_softmax_max)
+        return update(*previous, *current, cur_softmax_sum, actual_seq_qlen=actual_seq_qlen, input_layout=layout)
+
+    return [npu_ring_attention_update]
+
+
+def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    return [_forward(functions["npu_fusion_attention_v2"]), _gradient(functions["npu_fusion_attention_grad_v2"])]
+
+
+def _forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def npu_fusion_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        head_num: int,
+        input_layout: str,
+        *,
+        pse: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        atten_mask: Tensor | None = None,
+        scale: float = 1.0,
+        keep_prob: float = 1.0,
+        pre_tokens: int = UNLIMITED,
+        next_tokens: int = UNLIMITED,
+        inner_precise: int = 0,
+        prefix: Any = None,
+        actual_seq_qlen: Any = None,
+        actual_seq_kvlen: Any = None,
+        sparse_mode: int = 0,
+        gen_mask_parallel: bool = True,
+        sync: bool = False,
+        pse_type: int = 1,
+        q_start_idx: Any = None,
+        kv_start_idx: Any = None,
+    ) -> Any:
+        given = dict(locals())
+        del given["forward"]  # which lies around it
+        return forward(**given)
+
+    return npu_fusion_attention
+
+
+def _gradient(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    def npu_fusion_attention_grad(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        grad_outputs: Tensor,
+        head_num: int,
+        input_layout: str,
+        *,
+        pse: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        atten_mask: Tensor | None = None,
+        softmax_max: Tensor | None = None,
+        softmax_sum: Tensor | None = None,
+        softmax_in: Tensor | None = None,
+        attention_in: Tensor | None = None,
+        scale: float = 1.0,
+        keep_prob: float = 1.0,
+        pre_tokens: int = UNLIMITED,
+        next_tokens: int = UNLIMITED,
+        inner_precise: int = 0,
+        seed: int = 1234,
+        offset: int = 0,
+        numels: int = 0,
+        prefix: Any = None,
+        actual_seq_qlen: Any = None,
+        actual_seq_kvlen: Any = None,
+        sparse_mode: int = 0,
+        gen_mask_parallel: bool = True,
+        sync: bool = False,
+        pse_type: int = 1,
+        q_start_idx: Any = None,
+        kv_start_idx: Any = None,
+    ) -> Any:
+        given = dict(locals())
+        del given["gradient"]
+        return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
+
+    return npu_fusion_attention_grad
+
+
+def _rotary(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    rotate = functions["npu_rotary_mul"]
+
+    def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
+        return rotate(x, cos, sin, _ROTARY.get(mode, mode))
+
+    return [npu_rotary_position_embedding]
+
+
+def _gmm(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    multiply = functions["npu_grouped_matmul"]
+
+    def grouped(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
+        (found,) = multiply(
+            [x],
+            [weight],
+            bias=None if bias is None else [bias],
+            group_list=group_list,
+            split_item=3,
+            group_type=group_type,
+            group_list_type=kind,
+        )
+        return found
+
+    def npu_gmm(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
+        return grouped(x, weight, bias, group_list, group_type, 0)
+
+    def npu_gmm_v2(
+        x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0
+    ) -> Tensor:
+        return grouped(x, weight, bias, group_list, group_type, 1)
+
+    return [npu_gmm, npu_gmm_v2]
+
+
+def _permute(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    return [functions["npu_moe_token_permute"]]
+
+
+def _unpermute(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    return [functions["npu_moe_token_unpermute"]]
+
+
+def _grouped(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    return [functions["npu_grouped_matmul"]]
+
+
+def _added(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    def npu_matmul_add_fp32(total_input: Tensor, grad_output: Tensor, grad: Tensor) -> None:
+        grad.add_((grad_output.float().mT @ total_input.float()).view_as(grad))
+
+    return [npu_matmul_add_fp32]
+
+
+def _groups_added(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
+    def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, grouplist: Tensor, grad: Tensor) -> None:
+        ends = [int(end) for end in grouplist]
+        into = grad.view(len(ends), x.shape[-1], dy.shape[-1])
+        for group, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            into[group] += x[start:end].float().mT @ dy[start:end].float()
+
+    return [npu_groupmatmul_add_fp32]
+
+
+_MINDSPEED: dict[str, Callable[[Mapping[str, Any]], list[Callable[..., Any]]]] = {
+    "npu_ring_attention_update": _ring,
+    "fusion_attention_v2": _attention,
+    "npu_rotary_position_embedding": _rotary,
+    "gmm": _gmm,
+    "grouped_matmul": _grouped,
+    "npu_moe_token_permute": _permute,
+    "npu_moe_token_unpermute": _unpermute,
+    "npu_matmul_add": _added,
+    "npu_groupmatmul_add": _groups_added,
+}

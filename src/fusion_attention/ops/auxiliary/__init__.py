@@ -1,0 +1,36 @@
+"""What stands around attention in a model: records of functions that torch itself computes in a few lines.
+
+Such a record has no lowering: nothing of it reaches the waist. It is checked, documented and sampled as all others are.
+Programs that call attention alone load none of them.
+"""
+
+from __future__ import annotations
+
+from fusion_attention.contract import Op
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.auxiliary import (
+    atb,
+    caches,
+    experts,
+    gates,
+    latent_caches,
+    losses,
+    merging,
+    norms,
+    products,
+    prolog,
+    quantised,
+    quantised_sparse,
+    rotary,
+    routing,
+    shapes,
+    softmax,
+)
+
+FAMILIES = (
+    *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
+    *(losses, atb, quantised_sparse, merging, prolog),
+)
+COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
+# Every record that there is.
+CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}

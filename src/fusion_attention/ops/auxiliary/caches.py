@@ -1,0 +1,319 @@
+"""What writes and reads caches, in pages or not: the records."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from fusion_attention.contract import Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import companion, result
+from fusion_attention.ops.shared.rules import invalid, untrained
+
+IDS = "int32 int64"
+WRITTEN = "float16 bfloat16 float32 int8 uint8 int16 int32"
+
+
+def pieces_of(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a cache [pages, pieces, slots, width] holds rows [tokens, heads, D] in pieces (the chip's format NZ)."""
+    return cache.dim() == 4 and cache.shape[1] * cache.shape[3] == rows.shape[1:].numel()
+
+
+def lies_in_pieces(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> bool:
+    """Whether a cache that holds rows has them in pieces. Shapes may allow both: the mode and the width decide."""
+    if cache.shape[2:] == rows.shape[1:]:
+        chips_width = cache.shape[3] * cache.element_size() == 32
+        return mode == "PA_NZ" and chips_width and pieces_of(cache, rows)
+    return True
+
+
+def holds(cache: torch.Tensor, rows: torch.Tensor, pieces: bool = True) -> bool:
+    """Whether a cache of pages has rows like these: as they are, or in pieces."""
+    if cache.dim() != 4 or rows.dim() != 3:
+        return False
+    return cache.shape[2:] == rows.shape[1:] or (pieces and pieces_of(cache, rows))
+
+
+def slots(cache: torch.Tensor, rows: torch.Tensor, mode: str = "Norm") -> int:
+    """How many rows a cache of pages holds."""
+    return int(cache.shape[0] * cache.shape[2 if lies_in_pieces(cache, rows, mode) else 1])
+
+
+def written(name: str, text: str, like: str) -> Tensor:
+    """A cache of rows, which is written in place."""
+    return Tensor(name, text, dtypes=f"={like}")
+
+
+def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Tensors that are written in place, of which autograd must not wait for a gradient."""
+    leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
+    text, advice = "a tensor that waits for no gradient", "it is written in place: detach() it, or use torch.no_grad()"
+    return tuple(invalid(f"not trained({name})", name, advice, text, spoil={name: leaf}) for name in names)
+
+
+def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Memory that is written has a place for every element."""
+    wide = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
+    advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
+    return tuple(invalid(f"apart({name})", name, advice, text, spoil={name: wide}) for name in names)
+
+
+def apart(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a tensor are one in memory, as in what expand() makes."""
+    return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def lengths_fill(seq_lens: torch.Tensor, cumulative: bool, rows: int) -> bool:
+    """Whether lengths are none below 0, and of so many rows; reads them."""
+    if seq_lens.is_meta or seq_lens.dim() != 1:
+        return True
+    lengths = seq_lens.tolist()
+    if cumulative:
+        if not lengths or lengths[0] != 0:
+            return False
+        lengths = [end - start for start, end in itertools.pairwise(lengths)]
+    return min(lengths, default=0) >= 0 and sum(lengths) == rows
+
+
+FUNCTIONS = {"holds": holds, "slots": slots, "apart": apart, "lengths_fill": lengths_fill}
+PAGES = (3, 4, 2, 8)
+STORED = "what is stored in a cache has no derivative: call it under torch.no_grad()"
+
+
+def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
+    text = "pages [pages, slots, heads, D] of such rows, or in mode PA_NZ [pages, pieces, slots, width]"
+    return tuple(
+        invalid(
+            f"holds({cache}, {rows}, cache_mode != 'Norm')",
+            cache,
+            f"{rows} is [tokens, heads, D]",
+            text,
+            spoil={cache: "3 4 2 5"},
+        )
+        for rows, cache in names
+    )
+
+
+SCATTER_PA = companion(
+    "npu_scatter_pa_kv_cache",
+    "torch_npu's store of key and value rows in the pages of a cache, in place.",
+    (
+        Tensor("key", "[tokens, heads, D].", dtypes=WRITTEN),
+        Tensor("value", "[tokens, heads, Dv].", dtypes="=key"),
+        written("key_cache", "Pages of keys.", "key"),
+        written("value_cache", "Pages of values.", "key"),
+        Tensor("slot_mapping", "[tokens]: page * slots of a page + slot; below 0 stores nothing.", dtypes=IDS),
+        *(
+            Tensor(name, "Of compressed caches.", True)
+            for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+        ),
+        Attr(
+            "cache_mode",
+            '"Norm": pages of whole rows; "PA_NZ": pieces where the shape of the caches holds some.',
+            type=str,
+            default="PA_NZ",
+            domain="cache_mode in ('Norm', 'PA_NZ')",
+            bad="PA",
+        ),
+    ),
+    (),
+    rules=(
+        *_of_pages((("key", "key_cache"), ("value", "value_cache"))),
+        invalid(
+            "slot_mapping.dim() == 1 and slot_mapping.shape[0] == key.shape[0]",
+            "slot_mapping",
+            "a slot for every row",
+            "as many slots as key has tokens",
+            when="key.dim() > 0",
+            spoil={"slot_mapping": ("5", "zeros")},
+        ),
+        invalid(
+            "value.shape[0] == key.shape[0]",
+            "value",
+            "one for each key",
+            "as many tokens as key has",
+            when="key.dim() > 0 and value.dim() > 0",
+            spoil={"value": "5 2 W"},
+        ),
+        invalid(
+            "not holds(key_cache, key) or not holds(value_cache, value)"
+            " or slots(key_cache, key, cache_mode) == slots(value_cache, value, cache_mode)",
+            "value_cache",
+            "a slot number means both",
+            "as many slots as key_cache has",
+            spoil={"value_cache": "2 4 2 W"},
+        ),
+        Rule(
+            "within(slot_mapping, slots(key_cache, key, cache_mode), low=-9223372036854775808)",
+            "slot_mapping",
+            "each is page * slots of a page + slot",
+            "slots that the cache has",
+            when="holds(key_cache, key)",
+            reads=True,
+            spoil={"slot_mapping": torch.tensor([0, 1, 2, 12])},
+        ),
+        *waits_for_none("key_cache", "value_cache", shape=PAGES),
+        *own_memory("key_cache", "value_cache", shape=PAGES),
+        *untrained(STORED, key=(4, 2, 8), value=(4, 2, 8)),
+        *(
+            invalid(
+                f"{name} is None",
+                name,
+                "pass whole caches",
+                "None, not a compressed cache",
+                spoil={name: "4"},
+            )
+            for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+        ),
+    ),
+    formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_mapping[token]; values alike",
+    functions=FUNCTIONS,
+    sample={
+        "key": "4 2 W",
+        "value": "4 2 W",
+        "key_cache": "3 4 2 W",
+        "value_cache": "3 4 2 W",
+        "slot_mapping": torch.tensor([11, 0, -1, 5]),
+    },
+)
+GATHER_PA = companion(
+    "npu_gather_pa_kv_cache",
+    "torch_npu's way of laying the rows of paged sequences end to end, in place.",
+    (
+        Tensor("key_cache", "Pages of keys.", dtypes=WRITTEN),
+        Tensor("value_cache", "Pages of values.", dtypes="=key_cache"),
+        Tensor("block_tables", "[sequences, pages]; a page that is not there reads as zeros.", dtypes=IDS),
+        Tensor("seq_lens", "[sequences]: rows of each; or cumulative [sequences + 1].", dtypes=IDS),
+        written("key", "[tokens, heads, D]; written.", "key_cache"),
+        written("value", "[tokens, heads, Dv]; written.", "key_cache"),
+        Tensor("seq_offset", "[sequences]: tokens before the first row, in whole pages.", True, dtypes=IDS),
+        Attr("is_seq_lens_cumsum", "seq_lens is cumulative, with a 0 first.", type=bool, default=False),
+    ),
+    (),
+    rules=(
+        *(
+            invalid(
+                f"holds({cache}, {rows})",
+                rows,
+                "[tokens, heads, D]",
+                f"rows as {cache} has them",
+                spoil={rows: "6 2 5"},
+            )
+            for rows, cache in (("key", "key_cache"), ("value", "value_cache"))
+        ),
+        invalid(
+            "key.dim() != 3 or value.dim() != 3 or key.shape[0] == value.shape[0]",
+            "value",
+            "one for each key",
+            "as many rows as key has",
+            spoil={"value": "5 2 W"},
+        ),
+        invalid(
+            "not holds(key_cache, key) or not holds(value_cache, value)"
+            " or slots(key_cache, key) == slots(value_cache, value)",
+            "value_cache",
+            "a table means both",
+            "as many slots as key_cache has",
+            spoil={"value_cache": "2 4 2 W"},
+        ),
+        invalid(
+            "block_tables.dim() == 2 and seq_lens.dim() == 1"
+            " and seq_lens.shape[0] == block_tables.shape[0] + is_seq_lens_cumsum",
+            "seq_lens",
+            "and one more, the 0, where they are cumulative",
+            "a length for every row of block_tables",
+            spoil={"seq_lens": torch.tensor([3, 1, 2])},
+        ),
+        invalid(
+            "seq_offset is None or seq_offset.shape == block_tables.shape[:1]",
+            "seq_offset",
+            "tokens that are left out",
+            "one for every row of block_tables",
+            spoil={"seq_offset": torch.tensor([3, 1, 2])},
+        ),
+        Rule(
+            "lengths_fill(seq_lens, is_seq_lens_cumsum, key.shape[0])",
+            "seq_lens",
+            "key and value are written from end to end",
+            "lengths of as many rows as key has",
+            when="key.dim() == 3",
+            reads=True,
+            spoil={"seq_lens": torch.tensor([3, 4])},
+        ),
+        *waits_for_none("key", "value", shape=(6, 2, 8)),
+        *own_memory("key", "value", shape=(6, 2, 8)),
+    ),
+    formula="key[token] = key_cache[block_tables[sequence, (offset + i) // size], i % size] for row i; values alike",
+    functions=FUNCTIONS,
+    sample={
+        "key_cache": "3 4 2 W",
+        "value_cache": "3 4 2 W",
+        "block_tables": torch.tensor([[2, 0], [1, 1]]),
+        "seq_lens": torch.tensor([5, 1]),
+        "key": "6 2 W",
+        "value": "6 2 W",
+    },
+)
+
+
+SELF, UPDATES = Tensor("input", "What is updated."), Tensor("updates", "What is written.", dtypes="=input")
+INDICES = Tensor("indices", "[..., K]: places along the first K axes.", dtypes=IDS)
+SCATTER_ND = companion(
+    "npu_scatter_nd_update",
+    "torch_npu's update of rows of a copy, by their places.",
+    (SELF, INDICES, UPDATES),
+    (result("y", "In the shape of input.", "=input"),),
+    rules=(
+        invalid(
+            "0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
+            "indices",
+            "the last axis of indices holds one place each",
+            "[..., K] with K axes that input has",
+            spoil={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
+        ),
+        invalid(
+            "updates.shape == indices.shape[:-1] + input.shape[indices.shape[-1]:]",
+            "updates",
+            "a row for every place",
+            "the shape of indices without its last axis, then that of input without its first K",
+            when="indices.dim() > 0",
+            spoil={"updates": "3 7"},
+        ),
+        Rule(
+            "within(indices, *input.shape[:indices.shape[-1]])",
+            "indices",
+            "none counts from the end",
+            "places that input has",
+            when="0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
+            reads=True,
+            spoil={"indices": torch.tensor([[0], [2], [5]])},
+        ),
+    ),
+    formula="y = input;  y[indices[i]] = updates[i]",
+    sample={"input": ("5 W", "float32"), "indices": torch.tensor([[4], [0], [2]]), "updates": "3 W"},
+)
+SCATTER_ND_ = SCATTER_ND.version(
+    "npu_scatter_nd_update_",
+    "torch_npu's update of rows by their places, in place.",
+    rules=(
+        *SCATTER_ND.rules,
+        invalid(
+            "not (trained(input) and input.is_leaf)",
+            "input",
+            "it is written in place: detach() it, or use torch.no_grad()",
+            "no leaf that waits for a gradient",
+            spoil={"input": torch.zeros(5, 8, requires_grad=True)},
+        ),
+        invalid(
+            "apart(input)",
+            "input",
+            "an expanded tensor cannot be written: clone() it",
+            "memory of its own for every element",
+            spoil={"input": torch.zeros(5, 1).expand(5, 8)},
+        ),
+    ),
+    formula="input[indices[i]] = updates[i]",
+    functions={**SCATTER_ND.functions, **FUNCTIONS},
+)
+
+RECORDS = (SCATTER_PA, GATHER_PA, SCATTER_ND, SCATTER_ND_)

@@ -1,0 +1,265 @@
+"""Tokens on their way to experts and back: the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, result
+from fusion_attention.ops.shared.rules import invalid, presence
+
+SIZES = {"T": 6, "P": 12, "K": 2, "H": 4, "E": 3}  # tokens, experts of a token, elements of a row, experts
+IDS = "int32 int64"
+
+
+def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[int, ...]], torch.Tensor]:
+    """What makes a sample's ids: 0, 1, ... modulo - 1, 0, 1, ..."""
+    return lambda shape: (torch.arange(math.prod(shape)) % modulo).reshape(shape).to(dtype)
+
+
+def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
+    """A record of the functions of this family and of routing.py."""
+    sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
+    return companion(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
+
+
+TOKENS = floats("tokens", "A row for every token.", shape="T H")
+INDICES = Tensor(
+    "indices", "The experts of every token: [T, K], or [T] of one each.", dtypes=IDS, make=counting(3), shape=""
+)
+PERMUTED = floats("permuted_tokens", "Rows in the order of experts.", shape="R H")
+SORTED = Tensor(
+    "sorted_indices",
+    "Where the row of choice k of token t lies: [T*K], element t * K + k. Rows that are not there count as zeros.",
+    dtypes=IDS,
+    make=counting(12),
+    shape="P",
+)
+PADDED = Attr(
+    "padded_mode", "False: the chip takes nothing else.", type=bool, default=False, domain="not padded_mode", bad=True
+)
+RESTORE = Array("restore_shape", "Of padded_mode: not used.", optional=True)
+
+
+def probs(text: str, shape: str, **changes: Any) -> Tensor:
+    return Tensor("probs", text, optional=True, dtypes=FLOATS, shape=shape, **changes)
+
+
+CHOSEN = invalid(
+    "indices.dim() in (1, 2) and indices.shape[0] == T",
+    "indices",
+    "one row for every token",
+    "[T, K] or [T]",
+    spoil={"indices": "3 4"},
+)
+ENOUGH = invalid(
+    "num_out_tokens is None or -indices.numel() <= num_out_tokens",
+    "num_out_tokens",
+    "negative numbers leave out the last rows",
+    "at most as many rows as there are",
+    spoil={"num_out_tokens": -13},
+)
+
+
+def one_place_each(choices: str, **more: Any) -> Rule:
+    """A place for every choice."""
+    return invalid(f"P == {choices}", "sorted_indices", "where each choice's row lies", spoil={"P": 7}, **more)
+
+
+PERMUTE = moe(
+    "npu_moe_token_permute",
+    "torch_npu's rows of tokens in the order of their experts: (permuted_tokens, sorted_indices).",
+    (
+        TOKENS,
+        INDICES,
+        Attr("num_out_tokens", "How many rows are kept; None or 0: all; below 0: all but so many.", default=None),
+        PADDED,
+    ),
+    (
+        result("permuted_tokens", "[num_out_tokens, H].", "=tokens"),
+        result("sorted_indices", "Where each choice's row lies: int32 [T*K].", "int32"),
+    ),
+    rules=(CHOSEN, ENOUGH),
+    formula="order = stable sort of the choices by expert\npermuted[i] = tokens[order[i] // K],  sorted[order[i]] = i",
+    sample={"indices": "T K"},
+)
+PERMUTE_GRAD = moe(
+    "npu_moe_token_permute_grad",
+    "The gradient of npu_moe_token_permute.",
+    (
+        TOKENS,
+        floats("grad_permuted_tokens", "Gradient of permuted_tokens.", shape="R H", like="tokens"),
+        INDICES,
+        SORTED,
+        PADDED,
+    ),
+    (result("grad_tokens", "In the shape of tokens.", "=tokens"),),
+    rules=(CHOSEN, one_place_each("indices.numel()")),
+    formula="grad_tokens[t] = sum_k grad_permuted[sorted[t * K + k]]",
+    sample={"indices": "T K"},
+    sizes={"R": 12},
+)
+UNPERMUTE = moe(
+    "npu_moe_token_unpermute",
+    "torch_npu's way back from experts: the weighted sum of each token's rows.",
+    (PERMUTED, SORTED, probs("Weights of the choices; None: K is 1.", "T K"), PADDED, RESTORE),
+    (result("unpermuted_tokens", "[T, H].", "=permuted_tokens"),),
+    rules=(one_place_each("T * K", when="probs is not None"),),
+    formula="out[t] = sum_k probs[t, k] * permuted[sorted[t * K + k]]",
+    sample={"probs": True},
+    sizes={"R": 12},
+)
+UNPERMUTE_GRAD = moe(
+    "npu_moe_token_unpermute_grad",
+    "Gradients of npu_moe_token_unpermute: (dpermuted, dprobs).",
+    (
+        PERMUTED,
+        floats("grad_unpermuted_tokens", "Gradient of the output.", shape="T H", like="permuted_tokens"),
+        SORTED,
+        probs("The forward's weights.", "T K"),
+        PADDED,
+        RESTORE,
+    ),
+    (
+        result("grad_permuted_tokens", "In the shape of permuted_tokens.", "=permuted_tokens"),
+        result("grad_probs", "In the shape of probs.", "=probs"),
+    ),
+    rules=(
+        one_place_each("T * K", when="probs is not None"),
+        one_place_each("T", when="probs is None", given={"probs": None, "P": 6}),
+    ),
+    formula="dpermuted[sorted[t * K + k]] = probs[t, k] * dout[t]\n"
+    "dprobs[t, k] = sum over H of dout[t] * permuted[sorted[t * K + k]]",
+    sample={"probs": True},
+    sizes={"R": 12},
+)
+
+MAP = Tensor(
+    "routing_map", "Whether an expert takes a token.", dtypes="bool int8 uint8", shape="T E",
+    make=lambda shape: torch.arange(math.prod(shape)).reshape(shape) % 3 != 2,
+)  # fmt: skip
+DROP_AND_PAD = Attr("drop_and_pad", "Every expert takes the same number of rows.", type=bool, default=False)
+
+
+def within(ids: torch.Tensor, end: int) -> bool:
+    """Whether all ids are those of something that is there."""
+    return bool(((ids >= 0) & (ids < end)).all())
+
+
+def chosen(routing_map: torch.Tensor) -> torch.Tensor:
+    """How many experts each token has."""
+    return routing_map.bool().sum(1)
+
+
+EVENLY = Rule(
+    "bool((chosen(routing_map) == num_out_tokens // T).all())",
+    "routing_map",
+    "without drop_and_pad every token has as many experts",
+    "num_out_tokens // tokens experts in every row",
+    when="T > 0 and num_out_tokens is not None and 0 <= num_out_tokens <= T * E and not drop_and_pad",
+    code=INVALID,
+    reads=True,
+    spoil={"num_out_tokens": 6},
+)
+PERMUTE_MAP = moe(
+    "npu_moe_token_permute_with_routing_map",
+    "torch_npu's rows of tokens in the order of their experts, from a map: (permuted, probs, sorted_indices).",
+    (
+        TOKENS,
+        MAP,
+        probs("Weights, given back in the order of the rows.", "T E"),
+        Attr("num_out_tokens", "How many rows there are; None: as many as tokens.", default=None),
+        DROP_AND_PAD,
+    ),
+    (
+        result("permuted_tokens", "[rows, H].", "=tokens"),
+        result("permuted_probs", "[rows], or None.", "=probs"),
+        result("sorted_indices", "int32 [rows]: as without a map; with drop_and_pad each row's token.", "int32"),
+    ),
+    rules=(
+        EVENLY,
+        invalid(
+            "num_out_tokens is None or 0 <= num_out_tokens <= routing_map.numel()",
+            "num_out_tokens",
+            "at most a row for every token and expert",
+            "0 <= num_out_tokens <= tokens * experts",
+            spoil={"num_out_tokens": 19},
+        ),
+    ),
+    functions={"chosen": chosen},
+    formula="rows = (expert, token) for every true element, experts first\npermuted[i] = tokens[token of row i]",
+    sample={"num_out_tokens": 12, "probs": True},
+)
+UNPERMUTE_MAP = moe(
+    "npu_moe_token_unpermute_with_routing_map",
+    "torch_npu's way back from experts, with a map: the weighted sum of each token's rows.",
+    (
+        PERMUTED,
+        Tensor("sorted_indices", "As the permutation returned it: [R].", dtypes=IDS, make=counting(6), shape="R"),
+        Array("restore_shape", "[T, H] of the output."),
+        probs("Weights [T, E]; needs the map.", "T E"),
+        Tensor(**{**vars(MAP), "optional": True}),
+        DROP_AND_PAD,
+    ),
+    (result("unpermuted_tokens", "[T, H].", "=permuted_tokens"),),
+    rules=(
+        invalid(
+            "len(restore_shape) == 2 and min(restore_shape) >= 0 and restore_shape[1] == H",
+            "restore_shape",
+            "the shape of the output",
+            "[T, H]",
+            spoil={"restore_shape": [6, 5]},
+        ),
+        invalid(
+            "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
+            "sorted_indices",
+            "of each expert at most one",
+            "as many rows for every token",
+            when="not drop_and_pad and len(restore_shape) == 2",
+            spoil={"R": 11},
+        ),
+        invalid(
+            "probs is None or len(restore_shape) != 2 or restore_shape[0] == T",
+            "probs",
+            "weights for every token",
+            "[T, E]",
+            spoil={"probs": "5 3", "routing_map": "5 3"},
+        ),
+        presence(
+            "probs is None or drop_and_pad or routing_map is not None",
+            "routing_map",
+            "it says which weights are meant",
+            "a map beside probs",
+            spoil={"routing_map": None},
+        ),
+        Rule(
+            "within(sorted_indices, restore_shape[0])",
+            "sorted_indices",
+            "with drop_and_pad they are tokens",
+            "0 <= token < T",
+            when="drop_and_pad and len(restore_shape) == 2",
+            code=INVALID,
+            reads=True,
+            given={"drop_and_pad": True},
+            spoil={"sorted_indices": torch.full((12,), 9)},
+        ),
+        invalid(
+            "E > 0 and R % E == 0",
+            "permuted_tokens",
+            "with drop_and_pad every expert has as many rows",
+            "a multiple of E rows",
+            when="drop_and_pad and probs is not None",
+            given={"drop_and_pad": True},
+            spoil={"R": 11},
+        ),
+    ),
+    functions={"within": within},
+    formula="out[t] = sum over the rows of token t of probs * permuted[row]",
+    sample={"probs": True, "routing_map": True, "restore_shape": [6, 4]},
+    sizes={"R": 12},
+)
+RECORDS = (PERMUTE, PERMUTE_GRAD, UNPERMUTE, UNPERMUTE_GRAD, PERMUTE_MAP, UNPERMUTE_MAP)

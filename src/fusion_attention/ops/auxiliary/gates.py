@@ -1,0 +1,133 @@
+"""Gated and plain activations: the records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_attention.contract import Attr
+from fusion_attention.ops.auxiliary.common import companion, floats, result, same_shape, two_halves
+from fusion_attention.ops.shared.rules import invalid
+
+X = floats("input", "Both halves.")
+DIM = Attr("dim", "The axis that is cut in the middle.", default=-1)
+GRADIENT_OF_HALF = invalid(
+    "grad_output.shape == half_of(input, dim)",
+    "grad_output",
+    "as the forward returns it",
+    "the shape of input, half as long along dim",
+    when="has_axis(input, dim)",
+    spoil={"grad_output": "B S1 W"},
+)
+SAMPLE = {"input": "B S1 W"}
+
+SWIGLU = companion(
+    "npu_swiglu",
+    "torch_npu's gated SiLU.",
+    (X, DIM),
+    (result("y", "In the shape of input, half as long along dim.", "=input"),),
+    rules=two_halves(),
+    formula="a, b = the halves of x along dim\ny = a / (1 + exp(-a)) * b",
+    tex=r"y = \frac{a}{1 + e^{-a}} \cdot b \qquad a, b = \text{the halves of } x",
+    sample=SAMPLE,
+)
+SWIGLU_BACKWARD = companion(
+    "npu_swiglu_backward",
+    "The gradient of npu_swiglu.",
+    (floats("grad_output", "Gradient of y."), floats("input", "Both halves.", like="grad_output"), DIM),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(
+        *two_halves(grad_output="3 2"),
+        GRADIENT_OF_HALF,
+    ),
+    formula="s = 1 / (1 + exp(-a))\nda = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s",
+    sample={**SAMPLE, "grad_output": "B S1 H"},
+)
+
+GEGLU_FORMULA = "a, b = the halves of x along dim\ny = a * gelu(b);  with activate_left gelu(a) * b"
+APPROXIMATE = Attr(
+    "approximate",
+    "1: by tanh; 0: by the error function.",
+    default=1,
+    domain="approximate in (0, 1)",
+    bad=2,
+)
+LEFT = Attr("activate_left", "The left half is activated, not the right one.", type=bool, default=False)
+GEGLU = companion(
+    "npu_geglu",
+    "torch_npu's gated GELU: (y, gelu).",
+    (X, DIM, APPROXIMATE, LEFT),
+    (
+        result("y", "In the shape of input, half as long along dim.", "=input"),
+        result("gelu", "The activated half alone, in the shape of y.", "=input"),
+    ),
+    rules=two_halves(),
+    formula=GEGLU_FORMULA,
+    tex=r"y = a \cdot \operatorname{gelu}(b) \qquad a, b = \text{the halves of } x",
+    sample=SAMPLE,
+)
+GEGLU_GRAD = companion(
+    "npu_geglu_grad",
+    "The gradient of npu_geglu.",
+    (
+        floats("grad_output", "Gradient of y."),
+        floats("input", "Both halves.", like="grad_output"),
+        floats("gelu", "The forward's second result.", like="grad_output"),
+        *(DIM, APPROXIMATE, LEFT),
+    ),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(
+        *two_halves(grad_output="3 2", gelu="3 2"),
+        replace(GRADIENT_OF_HALF, spoil=dict.fromkeys(("grad_output", "gelu"), "B S1 W")),
+        same_shape("gelu", "grad_output", spoil={"gelu": "B S1 W"}),
+    ),
+    formula="da = dy * gelu(b),  db = dy * a * gelu'(b);  with activate_left the other way round",
+    sample={**SAMPLE, "grad_output": "B S1 H", "gelu": "B S1 H"},
+)
+WORD = Attr(
+    "approximate",
+    '"none": by the error function; "tanh": by tanh.',
+    type=str,
+    default="none",
+    domain="approximate in ('none', 'tanh')",
+    bad="erf",
+)
+ANY = floats("input", "Any shape.")
+SAME = result("y", "In the shape of input.", "=input")
+GELU = companion(
+    "npu_gelu",
+    "torch_npu's GELU.",
+    (ANY, WORD),
+    (SAME,),
+    formula="y = x * Phi(x), Phi the distribution function of a normal variable",
+    tex=r"y = x \, \Phi(x)",
+    sample=SAMPLE,
+)
+GELU_BACKWARD = companion(
+    "npu_gelu_backward",
+    "The gradient of npu_gelu.",
+    (floats("grad_output", "Gradient of y."), floats("input", "Any shape.", like="grad_output"), WORD),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(same_shape("grad_output", "input"),),
+    formula="dx = dy * (Phi(x) + x * phi(x)), phi the density",
+    sample={**SAMPLE, "grad_output": "B S1 W"},
+)
+FAST_GELU = companion(
+    "npu_fast_gelu",
+    "torch_npu's GELU by a logistic function.",
+    (ANY,),
+    (SAME,),
+    formula="y = x / (1 + exp(-1.702 x))",
+    tex=r"y = \frac{x}{1 + e^{-1.702 x}}",
+    sample=SAMPLE,
+)
+FAST_GELU_BACKWARD = companion(
+    "npu_fast_gelu_backward",
+    "The gradient of npu_fast_gelu.",
+    (floats("grad", "Gradient of y."), floats("input", "Any shape.", like="grad")),
+    (result("dx", "In the shape of input.", "=input"),),
+    rules=(same_shape("grad", "input"),),
+    formula="s = 1 / (1 + exp(-1.702 x))\ndx = dy * s * (1 + 1.702 x * (1 - s))",
+    sample={**SAMPLE, "grad": "B S1 W"},
+)
+
+RECORDS = (SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_GRAD, GELU, GELU_BACKWARD, FAST_GELU, FAST_GELU_BACKWARD)

@@ -1,0 +1,220 @@
+"""Latents and positions of keys in two caches: the record."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.contract import Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.shared.rules import invalid, untrained
+
+MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK_NZ')"
+
+
+def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode: str) -> bool:
+    """Whether an index has a place for every token, or for every page that tokens begin."""
+    items, tokens = kv.shape[0], kv.shape[2]
+    if mode == "Norm":
+        return tuple(index.shape) == (items, tokens)
+    count = -(-tokens // cache.shape[1]) if "BLK" in mode and cache.shape[1] else tokens
+    return tuple(index.shape) == (items * count,)
+
+
+def room(cache: torch.Tensor, mode: str) -> int:
+    """One more than the largest place."""
+    return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
+
+
+def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
+    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    if cache.dim() != 4 or cache.shape[3] != width:
+        return False
+    if mode == "Norm":
+        return cache.shape[0] == kv.shape[0] and cache.shape[1] == 1
+    piece = 32 if cache.dtype == torch.int8 else 16
+    return cache.shape[2] == 1 and ("NZ" not in mode or (width % piece == 0 and cache.is_contiguous()))
+
+
+APART = 128  # elements of a row of values that stand apart from kv
+
+
+def stands_apart(v: torch.Tensor | None) -> bool:
+    """Whether values stand apart; a v of another shape says nothing."""
+    return v is not None and v.dim() == 4 and v.shape[-1] == APART
+
+
+def rope_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements of a row are turned; 0 or less: the tensors do not fit."""
+    if stands_apart(v):
+        return kv.shape[-1] - APART if gamma.shape[0] == kv.shape[-1] else 0
+    return kv.shape[-1] - gamma.shape[0]
+
+
+def key_width(kv: torch.Tensor, gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements a row of k_cache has."""
+    return kv.shape[-1] if stands_apart(v) else rope_width(kv, gamma, v)
+
+
+def value_width(gamma: torch.Tensor, v: torch.Tensor | None) -> int:
+    """How many elements a row of ckv_cache has."""
+    return APART if stands_apart(v) else gamma.shape[0]
+
+
+def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rule]:
+    """Numbers of int8 rows, one for each element, and what is wrong with them."""
+    rule = invalid(
+        f"{name} is None or tuple({name}.shape) == ({width},)",
+        name,
+        "one for every element of a row",
+        f"[{width}]",
+        given={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8"), **SCALES},
+        spoil={name: ("3", "float32")},
+    )
+    return Tensor(name, text, True, dtypes="float32"), rule
+
+
+SCALES = {"k_rope_scale": ("4", "float32"), "c_kv_scale": ("8", "float32")}
+NUMBERS = [
+    quantised("k_rope_scale", "Of int8 k_cache.", "key_width(kv, gamma, v)", "k_cache"),
+    quantised("c_kv_scale", "Of int8 ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
+    quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
+    quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
+]
+WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
+KV_RMSNORM_ROPE = companion(
+    "npu_kv_rmsnorm_rope_cache",
+    "torch_npu's norm of latents and positions of rope rows, stored in two caches: (k_cache, ckv_cache, k_embed, y).",
+    (
+        floats("kv", "[B, 1, S, latent + rope]."),
+        floats("gamma", "Weights of the norm, [latent].", like="kv"),
+        floats("cos", "[B, 1, S, rope].", like="kv"),
+        floats("sin", "As cos.", like="kv"),
+        Tensor("index", "Where rows go; below 0 nothing is stored.", dtypes="int64"),
+        Tensor("k_cache", "Rope rows, in the dtype of kv or int8; written.", dtypes=f"{WRITTEN}"),
+        Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes=f"{WRITTEN}"),
+        *(p for p, _ in NUMBERS),
+        Tensor("v", "Values apart from kv, [B, 1, S, 128]; of another shape it says nothing.", True),
+        Attr(
+            "epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38", bad=-1.0
+        ),
+        Attr("cache_mode", "How caches lie.", type=str, default="Norm", domain=MODES, bad="BNSD"),
+        Attr("is_output_kv", "Return k_embed and y too.", type=bool, default=False),
+    ),
+    (
+        result("k_embed", "Rope rows in the dtype of kv; without is_output_kv empty.", "=kv"),
+        result("y", "Latent rows in the dtype of kv; without is_output_kv empty.", "=kv"),
+    ),
+    rules=(
+        invalid(
+            f"{WHOLE} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
+            "kv",
+            "gamma says how long the latent is; beside v it is as long as kv",
+            "[B, 1, S, latent + rope] with an even rope",
+            spoil={"kv": "B 2 4 12"},
+        ),
+        *(
+            invalid(
+                f"tuple({name}.shape) == (kv.shape[0], 1, kv.shape[2], rope_width(kv, gamma, v))",
+                name,
+                "of every token",
+                "[B, 1, S, rope]",
+                when=WHOLE,
+                spoil={name: "B 1 4 7"},
+            )
+            for name in ("cos", "sin")
+        ),
+        *(
+            invalid(
+                f"cache_fits({name}, kv, {width}, cache_mode)",
+                name,
+                "NZ is written in pieces of 16, int8 of 32, in contiguous memory",
+                "[B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others",
+                when=WHOLE,
+                spoil={name: words},
+            )
+            for name, width, words in (
+                ("k_cache", "key_width(kv, gamma, v)", "B 1 6 5"),
+                ("ckv_cache", "value_width(gamma, v)", "B 1 6 7"),
+            )
+        ),
+        invalid(
+            "k_cache.dim() != 4 or ckv_cache.dim() != 4 or k_cache.shape[:3] == ckv_cache.shape[:3]",
+            "ckv_cache",
+            "a place means both",
+            "as many slots as k_cache has",
+            spoil={"ckv_cache": "B 1 7 8"},
+        ),
+        invalid(
+            "(k_rope_scale is not None) == (k_cache.dtype == torch_int8)"
+            " and (c_kv_scale is not None) == (k_cache.dtype == torch_int8)"
+            " and k_cache.dtype in (kv.dtype, torch_int8) and ckv_cache.dtype == k_cache.dtype",
+            "k_cache",
+            "int8 caches need both scales, others have none",
+            "the dtype of kv, or int8 with scales",
+            spoil={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8")},
+        ),
+        *(rule for _, rule in NUMBERS),
+        invalid(
+            "index_fits(index, kv, k_cache, cache_mode)",
+            "index",
+            "of every token; of every page in the modes PA_BLK",
+            "[B, S] in mode Norm, one axis in the others",
+            when="kv.dim() == 4 and k_cache.dim() == 4",
+            spoil={"index": torch.zeros(3, dtype=torch.int64)},
+        ),
+        Rule(
+            "within(index, room(k_cache, cache_mode), low=-9223372036854775808)",
+            "index",
+            "pages count as page * slots",
+            "places that the caches have",
+            when="k_cache.dim() == 4",
+            reads=True,
+            spoil={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
+        ),
+        invalid(
+            "not stands_apart(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
+            "v",
+            "a row of values of every token",
+            "[B, 1, S, 128] in the dtype of kv",
+            given={
+                "kv": "B 1 4 132",
+                "gamma": "132",
+                "v": "B 1 4 128",
+                "k_cache": "B 1 6 132",
+                "ckv_cache": "B 1 6 128",
+            },
+            spoil={"v": "B 1 3 128"},
+        ),
+        *waits_for_none("k_cache", shape=(2, 1, 6, 4)),
+        *waits_for_none("ckv_cache", shape=(2, 1, 6, 8)),
+        *own_memory("k_cache", shape=(2, 1, 6, 4)),
+        *own_memory("ckv_cache", shape=(2, 1, 6, 8)),
+        *untrained(STORED, kv=(2, 1, 4, 12)),
+    ),
+    formula="""latent, rope = kv;  y = latent / rms(latent) * gamma;  k_embed = npu_interleave_rope(rope, cos, sin)
+beside v:    rope, rest = kv / rms(kv) * gamma;  k_embed = (npu_interleave_rope(rope, cos, sin), rest),  y = v
+ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + offset)""",
+    functions={
+        **FUNCTIONS,
+        "stands_apart": stands_apart,
+        "rope_width": rope_width,
+        "key_width": key_width,
+        "value_width": value_width,
+        "index_fits": index_fits,
+        "room": room,
+        "cache_fits": cache_fits,
+    },
+    neutral={"torch_int8": torch.int8},
+    sample={
+        "kv": "B 1 4 12",
+        "gamma": "8",
+        "cos": "B 1 4 4",
+        "sin": "B 1 4 4",
+        "index": torch.tensor([[0, 5, 2, -1], [3, 2, 1, 0]]),
+        "k_cache": "B 1 6 4",
+        "ckv_cache": "B 1 6 8",
+    },
+)
+
+RECORDS = (KV_RMSNORM_ROPE,)

@@ -1,0 +1,108 @@
+"""The loss of a model: the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import INVALID, Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.auxiliary.experts import counting
+from fusion_attention.ops.shared.rules import invalid
+
+SIZES = {"T": 6, "C": 5}
+NOT_HERE = "neither the chip nor this library computes the loss of lse"
+
+
+def labels(target: torch.Tensor, classes: int, ignored: int) -> bool | str:
+    """Whether every label is a class, or the one that is ignored; reads them. What is not, if any."""
+    if target.is_meta:
+        return True
+    wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
+    return f"{wrong[0].item()}, outside [0, {classes})" if wrong.numel() else True
+
+
+TARGET = Tensor("target", "The class of every row.", dtypes="int64", shape="T", make=counting(5, torch.int64))
+WEIGHT = Tensor("weight", "Of every class.", True, dtypes="float32", shape="C")
+SCALE = Attr(
+    "lse_square_scale_for_zloss", NOT_HERE, type=float, default=0.0, domain="lse_square_scale_for_zloss == 0", bad=0.5
+)
+HOW = (
+    Attr("reduction", '"mean" (over the weights), "sum" or "none".', type=str, default="mean",
+         domain="reduction in ('mean', 'sum', 'none')", bad="max"),
+    Attr("ignore_index", "Rows of this label count for nothing.", default=-100),
+    Attr("label_smoothing", "The part of a row that is spread over all classes.", type=float, default=0.0,
+         domain="0 <= label_smoothing < 1", bad=1.0),
+)  # fmt: skip
+
+
+def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
+    """A record of the loss or its gradient; rows: the tensor [T, C]."""
+    known = Rule(
+        f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
+        code=INVALID, reads=True, when=f"{rows}.dim() == 2", spoil={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
+    )  # fmt: skip
+    some = invalid(
+        f"{rows}.shape[1] > 0", rows, "there is a class", "[rows, classes]",
+        when=f"{rows}.dim() == 2", spoil={"C": 0, "target": torch.full((6,), -100)},
+    )  # fmt: skip
+    sample = more.pop("sample", {})
+    rules = (known, some, *more.pop("rules", ()))
+    return companion(
+        name, summary, inputs, results, rules=rules, functions={"labels": labels}, sizes=SIZES, sample=sample, **more
+    )
+
+
+CROSS_ENTROPY = loss(
+    "npu_cross_entropy_loss",
+    "torch_npu's cross entropy: (loss, log_prob, zloss, lse_for_zloss).",
+    (
+        floats("input", "Scores of every class.", shape="T C"),
+        *(TARGET, WEIGHT, *HOW, SCALE),
+        Attr("return_zloss", NOT_HERE, type=bool, default=False, domain="not return_zloss", bad=True),
+    ),
+    (
+        result("loss", '[1]; of reduction "none" [T].', "=input"),
+        result("log_prob", "[T, C], for the gradient.", "=input"),
+        result("zloss", "Without elements.", "=input"),
+        result("lse_for_zloss", "Without elements.", "=input"),
+    ),
+    "input",
+    formula="""log_prob = x - log(sum(exp(x)))    of each row
+l = -(1 - s) * weight[y] * log_prob[y] - s / C * sum_c weight[c] * log_prob[c]
+loss = l,  sum(l),  or sum(l) / sum(weight[y])""",
+    tex=r"l = -(1 - s)\, w_y \log p_y - \frac{s}{C} \sum_c w_c \log p_c \qquad p = \operatorname{softmax}(x)",
+)
+CROSS_ENTROPY_BACKWARD = loss(
+    "npu_cross_entropy_loss_backward",
+    "The gradient of npu_cross_entropy_loss.",
+    (
+        floats("grad_loss", 'Gradient of the loss: one element; of reduction "none" [T].'),
+        floats("log_prob", "The forward's second result.", shape="T C", like="grad_loss"),
+        *(TARGET, WEIGHT),
+        Tensor("grad_zloss", NOT_HERE, True),
+        Tensor("lse_for_zloss", NOT_HERE, True),
+        *(*HOW, SCALE),
+    ),
+    (result("grad_input", "[T, C].", "=log_prob"),),
+    "log_prob",
+    rules=(
+        invalid(
+            "grad_loss.shape == target.shape if reduction == 'none' else grad_loss.numel() == 1",
+            "grad_loss",
+            "as the forward returns the loss",
+            'one element; of reduction "none" one of every row',
+            given={"reduction": "none", "grad_loss": "T"},
+            spoil={"reduction": "mean"},
+        ),
+        *(
+            invalid(f"{name} is None or {name}.numel() == 0", name, NOT_HERE, "None", spoil={name: "T"})
+            for name in ("grad_zloss", "lse_for_zloss")
+        ),
+    ),
+    formula="""dx = g * ((1 - s) * weight[y] * (p - onehot(y)) + s / C * (sum(weight) * p - weight)),  p = exp(log_prob)
+g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 of a row that is ignored""",
+    sample={"grad_loss": "1"},
+)
+RECORDS = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD)

@@ -1,0 +1,113 @@
+"""What merges partial results of attention: the records."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Tensor, Tensors
+from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, result
+from fusion_attention.ops.shared.rules import invalid, presence, untrained
+
+SIZES = {"T": 6, "N": 2, "D": 8, "S": 3, "L": 2, "H": 16}
+LANES = 8  # equal numbers of every row and head
+LAYOUTS = ("SBH", "TND")
+NO_DERIVATIVE = (
+    "detach() its tensors, or call it inside an autograd.Function (attention's gradient takes merged statistics)"
+)
+
+
+def alike(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether results of ranks are [rows, D] of one shape and dtype."""
+    first = tensors[0]
+    return all(t.dim() == 2 and t.shape == first.shape and t.dtype == first.dtype for t in tensors)
+
+
+def of_rows(tensors: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...]) -> bool:
+    """Whether there is a number for every row."""
+    return all(t.shape == results[0].shape[:1] for t in tensors)
+
+
+def ascending(ends: np.ndarray, tokens: int) -> bool:
+    """Whether these are cumulative ends within so many tokens."""
+    return not any(a > b for a, b in itertools.pairwise([0, *ends.tolist(), tokens]))
+
+
+UPDATE = companion(
+    "npu_attention_update",
+    "torch_npu's merge of the results of several ranks: (out, lse_m).",
+    (
+        Tensors("lse", "ln(sum(exp(score))) of every rank: [rows]; infinite where a row saw no key.", dtypes="float32",
+                shape="T"),
+        Tensors("local_out", "The result of every rank: [rows, D].", dtypes=FLOATS, shape="T D"),
+        Attr("update_type", "0: out alone; 1: out and lse_m.", domain="update_type in (0, 1)", bad=2),
+    ),
+    (result("out", "[rows, D].", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
+    rules=(
+        invalid("len(lse) == len(local_out) > 0", "lse", "one of every rank", "as many tensors as local_out has",
+                spoil={"lse": [torch.zeros(6), torch.zeros(6)]}),
+        invalid("alike(local_out)", "local_out", "one of every rank", "[rows, D] of one shape and dtype",
+                when="len(lse) == len(local_out) > 0", spoil={"local_out": "T", "lse": "T"}),
+        invalid("of_rows(lse, local_out)", "lse", "a number for every row", "[rows] of every rank",
+                when="len(lse) == len(local_out) > 0 and local_out[0].dim() > 0", spoil={"lse": "5"}),
+        *untrained(NO_DERIVATIVE, kind=invalid, local_out=(6, 8)),
+    ),
+    functions={"alike": alike, "of_rows": of_rows},
+    formula="lse_m = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse_m) * local_out_i",
+    tex=r"lse_m = \log \sum_i e^{lse_i} \qquad out = \sum_i e^{lse_i - lse_m}\, out_i",
+    sizes=SIZES,
+    sample={"lse": "T", "local_out": "T D", "update_type": 0},
+)  # fmt: skip
+
+ROWS = {"SBH": "S L H", "TND": "T N D"}
+STATISTICS = {"SBH": f"L N S {LANES}", "TND": f"T N {LANES}"}
+
+
+def statistic(name: str, text: str) -> Tensor:
+    """A number of every row and head, in equal lanes."""
+    return Tensor(name, text, dtypes="float32", shape=STATISTICS)
+
+
+PACKED = {"actual_seq_qlen": [2, 6]}
+RING = companion(
+    "npu_ring_attention_update",
+    "torch_npu's merge of two steps of a ring: (attn_out, softmax_max, softmax_sum).",
+    (
+        floats("prev_attn_out", "The result until now.", shape=ROWS),
+        statistic("prev_softmax_max", "Largest scores until now."),
+        statistic("prev_softmax_sum", "Sums of exp(score - max) until now."),
+        floats("cur_attn_out", "The result of this step.", like="prev_attn_out", shape=ROWS),
+        statistic("cur_softmax_max", "Largest scores of this step."),
+        statistic("cur_softmax_sum", "Sums of this step."),
+        Array("actual_seq_qlen", "TND: cumulative ends of the sequences; a 0 before them is allowed.", True),
+        Attr("input_layout", '"SBH" or "TND".', type=str, default="SBH"),
+        Attr("input_softmax_layout", 'Of TND: "TND": statistics lie token by token; "" or "SBH": head by head in each '
+             "sequence.", type=str, default="", domain="input_softmax_layout in ('', 'SBH', 'TND')", bad="BNSD"),
+    ),
+    (
+        result("attn_out", "As prev_attn_out.", "=prev_attn_out"),
+        *(result(name, "As what came.", "float32") for name in ("softmax_max", "softmax_sum")),
+    ),
+    rules=(
+        presence("actual_seq_qlen is not None", "actual_seq_qlen", "packed rows do not show where a sequence ends",
+                 "cumulative ends of the sequences", only=("TND",), spoil={"actual_seq_qlen": None}),
+        invalid("ascending(actual_seq_qlen, T)", "actual_seq_qlen", "they are ends, not lengths",
+                "cumulative ends, ascending to as many tokens as there are at most",
+                when="actual_seq_qlen is not None", only=("TND",), spoil={"actual_seq_qlen": [2, 7]}),
+        invalid("N > 0 and H % N == 0", "prev_softmax_max", "H holds the elements of all heads",
+                "as many heads as divide H", only=("SBH",), spoil={"N": 3}),
+        *untrained(NO_DERIVATIVE, kind=invalid, prev_attn_out=(3, 2, 16), cur_attn_out=(3, 2, 16)),
+    ),
+    functions={"ascending": ascending},
+    formula="""max = maximum(prev_max, cur_max),  w_i = sum_i * exp(max_i - max),  sum = w_prev + w_cur
+out = (w_prev * prev_out + w_cur * cur_out) / sum""",
+    tex=r"w_i = \ell_i\, e^{m_i - \max(m_p, m_c)} \qquad out = \frac{w_p\, out_p + w_c\, out_c}{w_p + w_c}",
+    layouts=LAYOUTS,
+    neutral=dict.fromkeys(("T", "N", "D", "S", "L", "H")),
+    sizes=SIZES,
+    sample={},
+)  # fmt: skip
+RING = RING.version(RING.name, RING.summary, samples={"SBH": {}, "TND": PACKED})
+RECORDS = (UPDATE, RING)

@@ -1,0 +1,170 @@
+"""One product of matrices for every expert: the record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Tensors
+from fusion_attention.ops.auxiliary.common import FLOATS, companion, result
+from fusion_attention.ops.auxiliary.quantised import SCALES
+from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
+
+Given = Sequence[torch.Tensor]
+OTHERS = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
+RESERVED = ("offset", "activation_input", "activation_quant_scale", "activation_quant_offset")
+ONE_EACH = ("bias", "scale", "antiquant_scale", "antiquant_offset")
+BLOCKS = "of every group's columns, perhaps of every block of rows"
+
+
+def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
+    """A matrix for every group, of a list of them or of one tensor [E, K, N]."""
+    return weight[0].unbind(0) if len(weight) == 1 and weight[0].dim() == 3 else tuple(weight)
+
+
+def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
+    """A vector, or one for every block of rows, for each of so many groups: of a list, or of one tensor [E, ...]."""
+    whole = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
+    return given[0].unbind(0) if whole else tuple(given)
+
+
+def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
+    """Whether there is a product for every group; one: they share a result."""
+    found = matrices(weight)
+    said = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
+    if not found or any(w.dim() != 2 for w in found) or any(not t.dim() for t in x):
+        return said
+    if group_type == 2:
+        return (len(x) == len(weight) == 1 and weight[0].dim() == 2 and x[0].dim() == 2
+                and x[0].shape[1] == weight[0].shape[0]) or said  # fmt: skip
+    several = len(x) > 1 or group_type == -1
+    if several and len(x) != len(found):
+        return said
+    rank = x[0].dim() >= 2 and (x[0].dim() == 2 or (group_type == -1 and not one))
+    inner = all(t.dim() == x[0].dim() and t.shape[-1] == found[i if several else 0].shape[0] for i, t in enumerate(x))
+    same = all(w.shape[0] == found[0].shape[0] for w in found) if not several else True
+    width = all(w.shape[1] == found[0].shape[1] for w in found) if one else True
+    return (rank and inner and same and width) or said
+
+
+def each(given: Given, weight: Given, blocks: bool) -> bool:
+    """Whether there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
+    wide = matrices(weight)
+    found = vectors(given, len(wide))
+
+    def fits(v: torch.Tensor, w: torch.Tensor) -> bool:
+        several = blocks and v.dim() == 2 and len(v) > 0 and w.shape[0] % len(v) == 0
+        return v.shape[-1:] == w.shape[1:] and (v.dim() == 1 or several)
+
+    return len(found) == len(wide) and all(map(fits, found, wide))
+
+
+def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
+    """How many rows follow each other in one group; kind: group_list_type."""
+    return np.diff(group_list, prepend=0) if kind == 0 else group_list if kind == 1 else group_list[1::2]
+
+
+def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
+    """Whose they are."""
+    found: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
+    return found
+
+
+def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:
+    """Whether groups follow each other on their axis; rows behind the last one belong to none."""
+    count = len(group_list) if group_type == 2 else len(matrices(weight))
+    sizes = sizes_of(group_list, kind)
+    total = sum(t.shape[1] if group_type == 2 else t.shape[0] for t in x)
+    each_own = len(x) == 1 or [t.shape[0] for t in x] == sizes.tolist()
+    groups = groups_of(group_list, kind)
+    there = len(group_list) % 2 == 0 and all(0 <= i < count for i in groups) if kind == 2 else len(groups) == count
+    return there and bool((sizes >= 0).all()) and int(sizes.sum()) <= total and each_own
+
+
+def _reserved(name: str, value: Any) -> Any:
+    return invalid(f"{name} is None", name, "not computed here", "None", spoil={name: value})
+
+
+GROUPED = companion(
+    "npu_grouped_matmul",
+    "torch_npu's products of rows with the matrix of their group: a list of tensors.",
+    (
+        Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
+        Tensors("weight", "[E, K, N], or a matrix of every group; of four bits int32 of an eighth.",
+                dtypes=f"{FLOATS} int8", shape="E K N"),
+        Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
+        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them.",
+                optional=True, dtypes=SCALES, shape="E N"),
+        Tensors("offset", "Not computed here.", optional=True),
+        Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N] or [E, blocks, N].", optional=True,
+                dtypes=FLOATS, shape="E N"),
+        Tensors("antiquant_offset", "Added to int8 weights, as antiquant_scale.", optional=True, dtypes=FLOATS,
+                shape="E N"),
+        Tensors("per_token_scale", "Of int8 rows: [M].", optional=True, dtypes="float32", shape="M"),
+        Array("group_list", "Where each group ends, or how many rows it has; or pairs.", optional=True),
+        *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
+        Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)",
+             bad=4),
+        Attr("group_type", "-1: lists, not grouped; 0: groups of rows; 2: groups of what is summed.", default=None),
+        Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
+             domain="group_list_type in (0, 1, 2)", bad=3),
+        Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
+             domain="act_type in (0, 1, 2, 4, 5)", bad=3),
+        Array("tuning_config", "Accepted without effect.", optional=True),
+        Attr("output_dtype", "int8 (1), int32 (3), float16 (5), float32 (6), bfloat16 (15); None: that of x.",
+             default=None, domain="output_dtype in (None, 1, 3, 5, 6, 15)", bad=24),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
+               bad=290) for name in OTHERS),
+    ),
+    (result("out", "A list of [rows, N], or of [E, K, N] for group_type 2.", ""),),
+    rules=(
+        presence("group_type is not None", "group_type", "Requires manual passing group_type, current is None",
+                 "a value", spoil={"group_type": None}),
+        invalid("group_type in (-1, 0, 2)", "group_type", "The group type must be -1, 0 or 2", "-1, 0 or 2",
+                spoil={"group_type": 1}),
+        invalid("alike(x) and alike(weight)", "weight", "one dtype in a list", "tensors of one dtype",
+              spoil={"weight": [torch.ones(8, 3).half(), torch.ones(8, 3)]}),
+        invalid("not alike(x) or not alike(weight) or weight[0].dtype in (x[0].dtype, int8) and "
+              "(x[0].dtype != int8 or (scale is None) == (output_dtype == 3)) and "
+              "(x[0].dtype == weight[0].dtype or antiquant_scale is not None)",
+              "weight", "int8 weights want antiquant_scale beside floats, and scale beside int8 rows unless these "
+              "become int32", "the dtype of x, or int8 with its scale", spoil={"weight": ("E K N", "int8")}),
+        invalid("group_type not in (-1, 0, 2) or fit(x, weight, group_type, split_item > 1)", "weight",
+                "rows of x meet columns of their group's matrix", "a matrix [K, N] for every group",
+                spoil={"weight": "E 7 N"}),
+        *(
+            invalid(f"{name} is None or group_type == 2 or not fits_all or each({name}, weight, {name != 'bias'})"
+                    .replace("fits_all", "fit(x, weight, group_type, split_item > 1) is True"), name,
+                    *(("of every group's columns", "[E, N], or [N] of every group") if name == "bias" else
+                      (BLOCKS, "[E, N] or [E, blocks, N], or [N] or [blocks, N] of every group")),
+                    when="group_type in (-1, 0, 2)", given={name: True}, spoil={name: "E 5"})
+            for name in ONE_EACH
+        ),
+        invalid("per_token_scale is None or len(per_token_scale) == 1 and "
+                "per_token_scale[0].shape == (sum(t.shape[0] for t in x if t.dim() > 0),)", "per_token_scale",
+                "of the rows of x", "[M]", given={"per_token_scale": "M"}, spoil={"per_token_scale": "5"}),
+        presence("group_type != 2 and (group_type != 0 or len(x) > 1) or group_list is not None", "group_list",
+                 "it says which rows meet which matrix", spoil={"group_list": None}),
+        invalid("group_list_type != 2 or group_type == 0 and len(x) == 1 and split_item > 1", "group_list_type",
+                "pairs are of rows", "0 or 1 but for one x and one result", given={"group_list_type": 1},
+                spoil={"group_list_type": 2, "split_item": 0}),
+        of_lengths("grouped(group_list, group_list_type, x, weight, group_type)", "group_list",
+                   "one number of every group, in order", "groups that end within x",
+                   when="group_list is not None and group_type in (0, 2) and "
+                   "fit(x, weight, group_type, split_item > 1) is True", spoil={"group_list": [3, 2]}),
+        *(_reserved(name, "3") for name in RESERVED),
+    ),
+    formula="y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows\n"
+    "y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits\n"
+    "y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else",
+    functions={
+        "fit": fit, "each": each, "grouped": grouped, "int8": torch.int8,
+        "alike": lambda tensors: len({t.dtype for t in tensors}) == 1,
+    },
+    sizes={"M": 4, "K": 8, "N": 3, "E": 2},
+    sample={"group_type": 0, "group_list": torch.tensor([1, 4]), "split_item": 2},
+)  # fmt: skip
+RECORDS = (GROUPED,)

@@ -1,0 +1,190 @@
+"""What multi-head latent attention does before it attends, rows to queries and a stored latent: the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Attr, Op, Rule, Tensor
+from fusion_attention.ops.auxiliary.caches import FUNCTIONS, own_memory, waits_for_none, written
+from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.shared.rules import invalid, untrained
+
+SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
+INTEGERS = "quantised forms are not computed: pass floats"
+GRADIENT = "what is stored in a cache has no derivative: call it under torch.no_grad()"
+PIECE = 16  # elements of a cache's piece in mode PA_NZ
+
+WEIGHTS = (
+    floats("weight_dq", "Makes the query's latent.", like="token_x", shape="H Cq"),
+    floats("weight_uq_qr", "Makes heads of it, each with its rope part behind it.", like="token_x", shape="Cq W"),
+    floats("weight_uk", "Takes each head to the key's latent.", like="token_x", shape="N1 D Ckv"),
+    floats("weight_dkv_kr", "Makes the key's latent, the rope part behind it.", like="token_x", shape="H N"),
+    floats("rmsnorm_gamma_cq", "Weights of the norm of the query's latent.", like="token_x", shape="Cq"),
+    floats("rmsnorm_gamma_ckv", "Weights of the norm of the key's latent.", like="token_x", shape="Ckv"),
+)
+ROPE = tuple(floats(f"rope_{name}", "Of the positions of tokens, [.., Dr].", like="token_x") for name in ("sin", "cos"))
+TOKENS = floats("token_x", "[T, H] or [B, S, H].")
+INDEX = Tensor("cache_index", "Where tokens go, page * slots + slot; below 0 nothing is stored.", dtypes="int64 int32")
+CACHES = (
+    written("kv_cache", "Pages of latents, [pages, slots, 1, Ckv]; written.", "token_x"),
+    written("kr_cache", "Pages of rope parts, [pages, slots, 1, Dr]; written.", "token_x"),
+)
+
+
+def absent(*names: str) -> tuple[Tensor, ...]:
+    """Parameters of quantised forms."""
+    return tuple(Tensor(name, f"Not computed: {INTEGERS}.", True) for name in names)
+
+
+SCALES = absent(
+    *("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr"),
+    *("quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq"),
+)
+
+
+def epsilon(name: str) -> Attr:
+    return Attr(name, "Added to the mean square.", type=float, default=1e-5, domain=f"0 <= {name} < 3.4e38", bad=-1.0)
+
+
+EPSILONS = epsilon("rmsnorm_epsilon_cq"), epsilon("rmsnorm_epsilon_ckv")
+MODE = Attr(
+    "cache_mode",
+    "PA_BSND: pages of whole rows; PA_NZ: in pieces of 16 elements.",
+    type=str,
+    default="PA_BSND",
+    domain="cache_mode in ('PA_BSND', 'PA_NZ')",
+    bad="BSND",
+)
+QUERIES = (
+    result("query", "In the key's latent, [.., N1, Ckv].", "=token_x"),
+    result("query_rope", "The rope part, turned, [.., N1, Dr].", "=token_x"),
+)
+NO_SCALE = result("dequant_scale_q_nope", "Without elements.", "float32")
+
+
+def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
+    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    if cache.dim() != 4 or tuple(cache.shape[2:]) != (1, width):
+        return False
+    return mode == "PA_BSND" or (width % PIECE == 0 and cache.is_contiguous())
+
+
+def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
+    """Parameters of quantised forms are not given."""
+    return tuple(invalid(f"{p.name} is None", p.name, INTEGERS, "None", spoil={p.name: "1"}) for p in params)
+
+
+ROWS = "token_x.dim() in (2, 3)"
+RULES = (
+    invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x", "as long as weight_dq says", "[T, H] or [B, S, H]",
+            spoil={"token_x": "T 7"}),
+    invalid("N > Ckv and (N - Ckv) % 2 == 0", "weight_dkv_kr", "rmsnorm_gamma_ckv says how long the latent is",
+            "[H, Ckv + Dr] with an even Dr", spoil={"N": 16}),
+    invalid("W == N1 * (D + N - Ckv)", "weight_uq_qr", "weight_uk says how many heads there are, and of what size",
+            "[Cq, N1 * (D + Dr)]", when="N > Ckv", spoil={"W": 24}),
+    *(invalid(f"tuple({name}.shape) == (*token_x.shape[:-1], N - Ckv)", name, "sine stands before cosine",
+              "[T, Dr] or [B, S, Dr], of every token", when=f"{ROWS} and N > Ckv",
+              spoil={name: "T 3"})
+      for name in ("rope_sin", "rope_cos")),
+    *(invalid(f"fits_pages({name}, {width}, cache_mode)", name, "PA_NZ is written in pieces, in contiguous memory",
+              f"[pages, slots, 1, {size}]; in PA_NZ of a multiple of 16", when="N > Ckv",
+              spoil={name: "P Ps 1 5"})
+      for name, width, size in (("kv_cache", "Ckv", "Ckv"), ("kr_cache", "N - Ckv", "Dr"))),
+    invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]", "kr_cache",
+            "a place means both", "as many slots as kv_cache has", spoil={"kr_cache": "P 5 1 Dr"}),
+    *none(SCALES),
+    *waits_for_none("kv_cache", shape=(3, 4, 1, 16)),
+    *waits_for_none("kr_cache", shape=(3, 4, 1, 4)),
+    *own_memory("kv_cache", shape=(3, 4, 1, 16)),
+    *own_memory("kr_cache", shape=(3, 4, 1, 4)),
+    *untrained(GRADIENT, token_x=(5, 12), weight_dq=(12, 8)),
+)  # fmt: skip
+PLACES = (
+    invalid("cache_index.shape == token_x.shape[:-1]", "cache_index", "of every token", "[T] or [B, S]",
+            when="cache_index is not None and token_x.dim() in (2, 3)",
+            spoil={"cache_index": torch.zeros(3, dtype=torch.int64)}),
+    Rule("within(cache_index, kv_cache.shape[0] * kv_cache.shape[1], low=-9223372036854775808)", "cache_index",
+         "page * slots + slot", "places that the caches have",
+         when="cache_index is not None and kv_cache.dim() == 4", reads=True,
+         spoil={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
+)  # fmt: skip
+FORMULA = """cq = x W_dq / rms(x W_dq) * gamma_cq,  u = cq W_uq_qr        a row of D + Dr elements for every head
+query = u[:D] W_uk,  query_rope = rope(u[D:]);  kv = x W_dkv_kr
+kv_cache[index] = kv[:Ckv] / rms(kv[:Ckv]) * gamma_ckv,  kr_cache[index] = rope(kv[Ckv:])
+rope(r) = npu_interleave_rope(r, cos, sin)"""
+
+
+def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
+    """A record of a version."""
+    return companion(
+        name,
+        summary,
+        inputs,
+        results,
+        rules=(*RULES, *PLACES, *more.pop("rules", ())),
+        formula=more.pop("formula", FORMULA),
+        functions={**FUNCTIONS, "fits_pages": fits_pages},
+        sizes=SIZES,
+        sample={
+            "token_x": "T H",
+            "rope_sin": "T Dr",
+            "rope_cos": "T Dr",
+            "cache_index": torch.tensor([0, 11, 5, -1, 2]),
+            "kv_cache": "P Ps 1 Ckv",
+            "kr_cache": "P Ps 1 Dr",
+        },
+    )
+
+
+FIRST = (TOKENS, *WEIGHTS, *ROPE)
+V1 = prolog(
+    "npu_mla_prolog",
+    "torch_npu's start of latent attention, of floats: (query, query_rope, kv_cache, kr_cache).",
+    (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
+    QUERIES,
+)
+V2 = prolog(
+    "npu_mla_prolog_v2",
+    "npu_mla_prolog with a scale of quantised queries, which is empty here.",
+    (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
+    (*QUERIES, NO_SCALE),
+)
+MORE = absent("actual_seq_len", "k_nope_clip_alpha")
+NUMBERS = tuple(
+    Attr(name, f"0: floats; {INTEGERS}.", default=0, domain=f"{name} == 0", bad=1)
+    for name in (
+        *("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode"),
+        *("ckvkr_repo_mode", "quant_scale_repo_mode"),
+    )
+)
+FACTORS = tuple(
+    Attr(name, text, type=float, default=1.0, domain=f"-3.4e38 < {name} < 3.4e38", bad=float("inf"))
+    for name, text in (("qc_qr_scale", "Factor on cq."), ("kc_scale", "Factor on the stored latent."))
+)
+DTYPES = tuple(
+    Attr(name, f"None: as the tensor; {INTEGERS}.", default=None, domain=f"{name} is None", bad=1)
+    for name in ("token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype", "weight_dkv_kr_dtype", "kv_cache_dtype")
+)
+V3 = prolog(
+    "npu_mla_prolog_v3",
+    "torch_npu's start of latent attention, of floats, with the norm of the query's latent: (query, query_rope,"
+    " dequant_scale_q_nope, query_norm, dequant_scale_q_norm).",
+    (
+        *(*FIRST, *CACHES, Tensor("cache_index", INDEX.text, True, dtypes="int64 int32"), *SCALES, *MORE, *EPSILONS),
+        *(MODE, Attr("query_norm_flag", "Return cq too.", type=bool, default=False), *NUMBERS),
+        *(Attr("tile_size", "Without effect.", default=128), *FACTORS, *DTYPES),
+    ),
+    (
+        *(*QUERIES, NO_SCALE, result("query_norm", "cq, [.., Cq]; without query_norm_flag empty.", "=token_x")),
+        result("dequant_scale_q_norm", "Without elements.", "float32"),
+    ),
+    rules=(
+        invalid("cache_index is not None", "cache_index", "pages want a place for every token", "int64 [T] or [B, S]",
+                spoil={"cache_index": None}),
+        *none(MORE),
+    ),
+    formula=FORMULA.replace("gamma_cq,", "gamma_cq * qc_qr_scale,").replace("gamma_ckv,", "gamma_ckv * kc_scale,"),
+)  # fmt: skip
+RECORDS = (V1, V2, V3)

@@ -1,0 +1,313 @@
+"""Rows and matrices of eight and four bits: the records."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, has_axis, result
+from fusion_attention.ops.shared.rules import invalid, presence
+
+SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
+# What scales are: floats, or integers that hold one and an offset.
+SCALES = "float32 bfloat16 int64 uint64"
+# torch's own numbers of dtypes, which torch_npu takes in their place.
+NUMBERS = {
+    torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.quint4x2: 16,
+    torch.qint8: 12, torch.quint8: 13, torch.qint32: 14,
+}  # fmt: skip
+DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
+
+
+def number_of(dtype: int | torch.dtype | None) -> int | None:
+    """The number of a dtype; what is no dtype stays as it is, one without a number is -1."""
+    return NUMBERS.get(dtype, -1) if isinstance(dtype, torch.dtype) else dtype
+
+
+def ends(group_index: torch.Tensor, rows: int) -> bool:
+    """Whether cumulative ends ascend to a number of rows."""
+    return bool((group_index.diff() >= 0).all() and group_index[0] >= 0 and group_index[-1] == rows)
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """How many rows a tensor has."""
+    return x[..., 0].numel()
+
+
+def broadcast(*shapes: tuple[int, ...] | torch.Size) -> tuple[int, ...] | None:
+    """The shape that shapes broadcast to; None without one."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return None
+
+
+def inner(x1: torch.Tensor) -> int:
+    """How many elements a row has; eight of four bits lie in an int32."""
+    return x1.shape[-1] * (8 if x1.dtype == torch.int32 else 1)
+
+
+def rows_packed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether it is a column of x2, not a row, whose elements lie eight in an int32."""
+    return x2.dtype == torch.int32 and 8 * x2.shape[-2] == inner(x1)
+
+
+def columns(x1: torch.Tensor, x2: torch.Tensor) -> int:
+    """How many columns a product has."""
+    return x2.shape[-1] * (8 if x2.dtype == torch.int32 and not rows_packed(x1, x2) else 1)
+
+
+def multiplies(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether two batches of matrices have a product."""
+    meet = inner(x1) == x2.shape[-2] or rows_packed(x1, x2)
+    return meet and broadcast(x1.shape[:-2], x2.shape[:-2]) is not None
+
+
+def fits_result(bias: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether a bias is added to every row of the product of two batches of matrices."""
+    row = broadcast((*x1.shape[:-2], 1, 1), (*x2.shape[:-2], 1, columns(x1, x2))) or ()
+    return broadcast(row, bias.shape) == row
+
+
+def mixed(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether eight bits meet four, whose scales are of blocks."""
+    return x1.dtype == torch.int8 and x2.dtype == torch.int32
+
+
+def blocks(x1: torch.Tensor, sizes: np.ndarray | None) -> int:
+    """How many blocks of so many elements (the last size) a row has; 0 without such blocks."""
+    rest = [] if sizes is None else sizes.tolist()
+    fit = len(rest) == 3 and set(rest[:2]) <= {0, 1} and rest[2] > 0 and inner(x1) % rest[2] == 0
+    return inner(x1) // rest[2] if fit else 0
+
+
+def axis_of(axis: int, div_mode: bool) -> int:
+    """The axis whose elements have scales of their own: of products the last one, or the one before."""
+    return axis if div_mode or axis == -2 else -1
+
+
+def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
+    """Whether there is one number for a tensor, or one for every element of an axis, which is there."""
+    if not has_axis(x, axis):
+        return True
+    if scales.dim() == 1:
+        return scales.shape[0] in (1, x.shape[axis])
+    whole = [1] * x.dim()
+    whole[axis] = x.shape[axis]
+    return list(scales.shape) in (whole, [1] * x.dim())
+
+
+QUANTIZE = companion(
+    "npu_quantize",
+    "torch_npu's elements as integers, by scales that are given.",
+    (
+        floats("input", "What is rounded."),
+        floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
+        Tensor("zero_points", "Added; as scales.", optional=True, dtypes=f"int8 uint8 int32 {FLOATS}"),
+        Attr("dtype", "torch.qint8 (12), with div_mode torch.quint8 (13) and qint32 (14) or int32 (3), without it "
+             "torch.int8 (1) and quint4x2 (16).", domain="dtype in ((12, 13, 14, 3) if div_mode else (12, 1, 16))",
+             bad=16),
+        Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
+        Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
+    ),
+    (result("out", "int8, uint8 or int32 as input; of quint4x2 int32, eight elements in each, the first lowest.", ""),),
+    rules=(
+        invalid("has_axis(input, axis_of(axis, div_mode))", "axis", "scales are along it", "an axis of input",
+                spoil={"axis": 2}),
+        *(
+            invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))", name, "of elements of the axis",
+                    "[1], or as many as the axis has", given={name: "K"}, spoil={name: "7"})
+            for name in ("scales", "zero_points")
+        ),
+        invalid("dtype != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
+                "a multiple of 8 elements", given={"dtype": 16, "div_mode": False},
+                spoil={"input": "4 6", "scales": "1"}),
+    ),
+    formula="out = round(input / scales + zero_points)\n"
+    "out = round(input * scales + zero_points)        without div_mode",
+    functions={"axis_of": axis_of, "along": along},
+    sizes=SIZES,
+    sample={"input": "M K", "scales": "K", "dtype": 12},
+)  # fmt: skip
+
+DYNAMIC = companion(
+    "npu_dynamic_quant",
+    "torch_npu's rows as integers, each with its own scale: (y, scale).",
+    (
+        floats("input", "What is rounded: two axes at least."),
+        floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; perchannel: of the rows, [R].",
+               optional=True),
+        Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
+               make=lambda shape: torch.full(shape, 4)),
+        Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16); None: torch.int8.", default=None,
+             domain="dst_type in (None, 1, 16)", bad=24),
+        Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
+             domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')", bad="pergroup"),
+        Attr("dst_type_max", "Reserved: 0.", type=float, default=0.0, domain="dst_type_max == 0", bad=1.0),
+    ),
+    (
+        result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
+        result("scale", "float32, one for each row (column, tensor).", "float32"),
+    ),
+    rules=(
+        invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
+                spoil={"input": "8", "smooth_scales": None}),
+        *(
+            invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
+                    "smooth_scales", "a factor for every element", f"the size of {text} of input",
+                    when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}",
+                    given=given, spoil={"smooth_scales": "7"})
+            for axis, text, columns, given in (
+                ("-1:", "the last axis", False, {}),
+                ("-2:-1", "the last axis but one", True, {"quant_mode": "perchannel", "smooth_scales": "M"}),
+            )
+        ),
+        invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
+                "rows of it go with group_index", "[W], or [groups, W] with group_index",
+                spoil={"smooth_scales": "E K"}),
+        presence("group_index is None or smooth_scales is not None", "smooth_scales", "groups have their own factors",
+                 given={"group_index": True, "smooth_scales": "E K"}, spoil={"smooth_scales": None}),
+        invalid("group_index is None or smooth_scales is None or smooth_scales.dim() != 2 or "
+                "group_index.shape == smooth_scales.shape[:1]", "group_index", "an end of each group", "[groups]",
+                given={"group_index": True, "smooth_scales": "E K"},
+                spoil={"group_index": "3"}),
+        Rule("ends(group_index, rows_of(input))", "group_index", "groups follow each other", "ends up to the last row",
+             when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2",
+             code=INVALID, reads=True, given={"group_index": True, "smooth_scales": "E K"},
+             spoil={"group_index": torch.tensor([1, 5])}),
+        invalid("dst_type != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
+                "a multiple of 8 elements", given={"dst_type": 16},
+                spoil={"input": "4 6", "smooth_scales": None}),
+    ),
+    formula="scale = max(abs(x * smooth)) / 127        of each row\ny = round(x * smooth / scale)",
+    functions={"ends": ends, "rows_of": rows_of},
+    sizes=SIZES,
+    sample={"input": "M K", "smooth_scales": "K"},
+)  # fmt: skip
+
+PARAM = companion(
+    "npu_trans_quant_param",
+    "torch_npu's scales and offsets as one integer each, which the chip's multiplier reads.",
+    (
+        Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
+        Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
+        Attr("round_mode", "To 19 bits of scale. 0: cut; 1: rounded.", default=0, domain="round_mode in (0, 1)", bad=2),
+    ),
+    (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
+    rules=(
+        invalid("scale.dim() in (1, 2)", "scale", "one of every column", "[1] or [N], or [1, N]",
+                spoil={"scale": "1 1 3"}),
+        invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
+                "offset", "one of every scale", "one element, or as many as scale", when="scale.dim() in (1, 2)",
+                given={"offset": "N"}, spoil={"offset": "7"}),
+    ),
+    formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
+    functions={"broadcast": broadcast},
+    sizes=SIZES,
+    sample={"scale": "N"},
+)  # fmt: skip
+
+INT4PACK = companion(
+    "npu_convert_weight_to_int4pack",
+    "torch_npu's packing of four bits: eight elements in one int32.",
+    (
+        Tensor("weight", "[K, N] or [N, K], elements from -8 to 7.", dtypes="int32",
+               make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 16 - 8),
+        Attr("inner_k_tiles", "Reserved.", default=0),
+    ),
+    (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
+    rules=(
+        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", spoil={"weight": "2 3 8"}),
+        invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0", "weight", "eight share an int32",
+                "a multiple of 8 columns", spoil={"weight": "4 6"}),
+        Rule("within(weight, 8, low=-8)", "weight", "four bits hold no more", "elements from -8 to 7", level="content",
+             code=INVALID, reads=True, spoil={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
+    ),
+    formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
+    sizes=SIZES,
+    sample={"weight": "M K"},
+)  # fmt: skip
+
+# Of eight bits beside four.
+BLOCKS: dict[str, Any] = {
+    "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
+}  # fmt: skip
+MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
+MATMUL = companion(
+    "npu_quant_matmul",
+    "torch_npu's product of two matrices of int8, or of four bits, scaled.",
+    (
+        Tensor("x1", "[..., M, K]; int32: eight elements of four bits in each, [..., M, K/8].", dtypes="int8 int32"),
+        Tensor("x2", "[..., K, N]; int32: [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
+        Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them. Of blocks: [blocks, N].",
+               dtypes=SCALES),
+        Tensor("offset", "Of int8 results: [1] or [N]. Of blocks: [N], added before pertoken_scale.", optional=True,
+               dtypes="float32"),
+        Tensor("pertoken_scale", "Of x1: [M]. Of blocks: [M, 1].", optional=True, dtypes="float32"),
+        Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
+               dtypes=f"int32 {FLOATS}"),
+        Attr("output_dtype", "int8 (1), int32 (3: not scaled), float16 (5), bfloat16 (15); None: int8.", default=None,
+             domain="output_dtype in (None, 1, 3, 5, 15)", bad=6),
+        *(Attr(name, "Of dtypes that torch does not have: not computed here.", default=None, domain=f"{name} is None",
+               bad=290) for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype")),
+        Array("group_sizes", "Where int8 rows meet four bits: [0, 0, elements of a block].", optional=True),
+        Tensor("y_scale", "Of dtypes that torch does not have: not computed here.", optional=True),
+    ),
+    (result("out", "[..., M, N].", ""),),
+    rules=(
+        invalid(MATRICES, "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
+        invalid("x1.dtype == int8 or x2.dtype == int32", "x2", "four bits meet four bits", "int32 as x1",
+                spoil={"x1": ("M 1", "int32")}),
+        invalid("multiplies(x1, x2)", "x2", "rows of x1 meet columns of x2",
+                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, spoil={"x2": ("7 N", "int8")}),
+        *(
+            invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
+                    when=f"{MATRICES} and not mixed(x1, x2)",
+                    given={} if name == "scale" else {name: good}, spoil={name: "7"})
+            for name, sizes, of, text, good in (
+                ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
+                ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
+                ("pertoken_scale", "x1.shape[-2:-1]", "of the rows of x1", "[M]", "M"),
+            )
+        ),
+        invalid("bias is None or fits_result(bias, x1, x2)", "bias", "added to every row",
+                "[N], [1, N] or [batch, 1, N]", when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"},
+                spoil={"bias": "7"}),
+        invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
+                given={"bias": "N", "output_dtype": 3}, spoil={"bias": ("N", "float32")}),
+        invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)", "offset",
+                "int8 results alone have one", "None", given={"offset": "N"}, spoil={"output_dtype": 5}),
+        invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)", "group_sizes",
+                "blocks are of x2 in four bits beside x1 in eight", "None", spoil={"group_sizes": [0, 0, 8]}),
+        *(
+            invalid(check, param, "eight bits meet four in blocks", text, when=f"{MATRICES} and mixed(x1, x2)",
+                    given=BLOCKS, spoil=spoil)
+            for check, param, text, spoil in (
+                ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
+                ("not blocks(x1, group_sizes) or scale.shape == (blocks(x1, group_sizes), columns(x1, x2))", "scale",
+                 "[blocks, N]", {"scale": "3 16"}),
+                ("offset is None or offset.shape == (columns(x1, x2),)", "offset", "[N]", {"offset": "7"}),
+                ("pertoken_scale is not None and pertoken_scale.shape == (x1.shape[-2], 1)", "pertoken_scale", "[M, 1]",
+                 {"pertoken_scale": "M"}),
+                ("x1.dim() == x2.dim() == 2 and bias is None", "bias", "None, and no batch", {"bias": "16"}),
+                ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
+            )
+        ),
+        invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
+    ),
+    formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
+    "out = x1 x2 + bias        to int32\n"
+    "out = (sum over blocks((x1 - 8) x2 * scale) + offset) * pertoken_scale        of eight bits beside four",
+    functions={
+        "int8": torch.int8, "int32": torch.int32,
+        **{f.__name__: f for f in (multiplies, fits_result, columns, mixed, blocks)},
+    },
+    sizes=SIZES,
+    sample={"x1": "M K", "x2": "K N", "scale": "N"},
+)  # fmt: skip
+
+RECORDS = (DYNAMIC, QUANTIZE, PARAM, INT4PACK, MATMUL)

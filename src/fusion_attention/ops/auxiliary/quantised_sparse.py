@@ -1,0 +1,133 @@
+"""Sparse attention and its indexer over int8: the records, made from those over floats, which compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Attr, Op, Rule, Tensor, trained
+from fusion_attention.ops.auxiliary.common import FLOATS, result
+from fusion_attention.ops.indexer import records as indexer
+from fusion_attention.ops.shared.params import spelled
+from fusion_attention.ops.shared.rules import invalid, limit, untrained
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.records import LAYOUT, LAYOUT_KV, MODE, NEXT, PRE, TABLE, key_layout, rows
+
+INT8 = "float8 forms are the chip's alone: npu_dynamic_quant makes int8"
+SCALES = "float16 float32"
+
+
+def dtype_of(name: str) -> Attr:
+    """A dtype that torch cannot say."""
+    return Attr(name, f"None, or 1: int8; {INT8}.", default=None, domain=f"{name} in (None, 1)", bad=290)
+
+
+def mode_of(name: str, only: int, text: str) -> Attr:
+    """The one way of quantising that there is."""
+    return Attr(name, text, domain=f"{name} == {only}", bad=only + 1)
+
+
+def without_last(shape: dict[str, str]) -> dict[str, str]:
+    """Axis words without the last axis."""
+    return {layout: words.rpartition(" ")[0] for layout, words in shape.items()}
+
+
+def kept(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
+    """The rules of a record over floats about parameters that are the same; others: words of rules that are not."""
+    names = {p.name for p in params}
+    return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
+
+
+def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
+    """A record of the same over int8, which has no lowering."""
+    own: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
+    more = changes.pop("sample")
+    samples = {layout: {**found, **more} for layout, found in op.samples.items()}
+    results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)
+    return op.version(name, summary, params=params, results=results, **own, **{"samples": samples, **changes})
+
+
+KEY = Tensor("key", "Keys of integers, one head for all.", dtypes="int8", cast=INT8, shape=rows("2", "1", "D"),
+             form=key_layout)  # fmt: skip
+INDEXER_PARAMS = (
+    Tensor("query", "Rows of integers.", dtypes="int8", cast=INT8, shape=rows("1", "N1", "D")),
+    KEY,
+    replace(indexer.WEIGHTS, dtypes=FLOATS),
+    Tensor("query_dequant_scale", "What an integer of a row and head means.", dtypes=SCALES,
+           shape=without_last(rows("1", "N1", "D"))),
+    Tensor("key_dequant_scale", "What an integer of a key means.", dtypes=SCALES, form=key_layout,
+           shape=without_last(rows("2", "1", "D"))),
+    *(mode_of(f"{side}_quant_mode", 0, "0: a scale for every row and head.") for side in ("query", "key")),
+    *(*sparse.INDEX_ENDS, TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key")),
+    *(replace(indexer.COUNT, default=2048), MODE, PRE, NEXT, dtype_of("query_dtype"), dtype_of("key_dtype")),
+    indexer.CHOSEN,
+)  # fmt: skip
+INDEXER = of_integers(
+    indexer.TORCH,
+    "npu_quant_lightning_indexer",
+    "torch_npu's choice of keys by ReLU-weighted heads, of int8 rows.",
+    INDEXER_PARAMS,
+    rules=kept(indexer.TORCH, INDEXER_PARAMS, "same_dtype(", "float32(query)"),
+    formula="""I_j = sum_h w_h * max(0, query_scale_h * key_scale_j * (q_h . k_j))    over the keys j that the row sees
+indices = the sparse_count largest I, best first; of equal ones the lower index first""",
+    tex=r"I_j = \sum_h w_h \max(0,\; s_h\, s_j\; q_h \cdot k_j) \qquad indices = \text{the largest } I_j",
+    sample={"query_quant_mode": 0, "key_quant_mode": 0},
+)
+
+
+def packed_width(dim: int, rope: int, tile: int) -> int:
+    """Bytes of a key: integers, the rope part in sixteen bits, a float32 for every tile; 0 where no tiles fill it."""
+    latent = dim - rope
+    return latent + 2 * rope + 4 * (latent // tile) if latent > 0 and latent % tile == 0 else 0
+
+
+BYTES = rows("2", "N2", "W")
+RESERVED = tuple(Tensor(f"{side}_dequant_scale", "Reserved: scales lie in key.", True) for side in ("key", "value"))
+ATTENTION_PARAMS = (
+    Tensor("query", "Latent and rope parts of rows, side by side.", dtypes="float16 bfloat16",
+           shape=rows("1", "N1", "D")),
+    Tensor("key", "Bytes: the latent as int8, the rope part in query's dtype, float32 scales of the tiles.",
+           dtypes="int8", cast=INT8, shape=BYTES, form=key_layout,
+           make=lambda shape: torch.ones(shape, dtype=torch.int8)),
+    Tensor("value", "Not read: the values are the latents of key.", dtypes="int8", cast=INT8),
+    *(sparse.INDICES, sparse.SCALE),
+    *(mode_of(f"{side}_quant_mode", 2, "2: a scale for every tile of a row.") for side in ("key", "value")),
+    *(*RESERVED, TABLE, *sparse.ENDS, replace(sparse.BLOCK, default=1)),
+    *(spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT, sparse.ATTENTION_MODE),
+    Attr("quant_scale_repo_mode", "1: scales lie behind the row.", default=1, domain="quant_scale_repo_mode == 1",
+         bad=0),
+    Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0", bad=0),
+    Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0", bad=0),
+    *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
+    result("attention_out", "As query, with the elements of the latent.", "=query"),
+)  # fmt: skip
+SMALL = {"D": 24, "W": 40, "tile_size": 8, "rope_head_dim": 8}
+ATTENTION = of_integers(
+    sparse.TORCH,
+    "npu_kv_quant_sparse_flash_attention",
+    "torch_npu's attention over selected blocks of keys whose latents are int8 with a scale for every tile.",
+    ATTENTION_PARAMS,
+    rules=(
+        *kept(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
+        invalid(
+            "W == packed_width(D, rope_head_dim, tile_size) > 0", "key", "integers, rope part and scales of the tiles",
+            "D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes", when="1 <= D <= 768", spoil={"W": 640},
+        ),
+        limit("D == 576", "query", "the chip takes no other dim", when="1 <= D <= 768", spoil=SMALL),
+        *(invalid(f"{p.name} is None", p.name, "scales lie in key", "None", spoil={p.name: "4"}) for p in RESERVED),
+        *untrained("npu_sparse_flash_attention has a derivative; or call it under torch.no_grad()", kind=invalid,
+                   query=(2, 4, 4, 576)),
+    ),
+    formula="""latent = integers * scale of their tile;  s_j = scale_value * (q . latent_j + q_rope . k_rope_j)
+out = sum_j exp(s_j - max) latent_j / sum,  over the selected keys j, exp(sinks - max) in the sum too""",
+    tex=r"out = \frac{\sum_j e^{s_j - m}\, c_j}{\sum_j e^{s_j - m}} \qquad s_j = scale\,"
+    r"(q \cdot c_j + q^{rope} \cdot k^{rope}_j), \quad c_j = \text{integers} \cdot \text{scale of their tile}",
+    functions={**sparse.TORCH.functions, "packed_width": packed_width, "trained": trained},
+    neutral={**sparse.TORCH.neutral, "W": None},
+    sizes={**sparse.TORCH.sizes, "D": 576, "W": 656},
+    sample={"key_quant_mode": 2, "value_quant_mode": 2, "value": "4"},
+)  # fmt: skip
+RECORDS = (INDEXER, ATTENTION)

@@ -1,0 +1,261 @@
+"""Rotary positions: the records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Array, Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import companion, floats, no_derivative, result, same_shape
+from fusion_attention.ops.shared.rules import invalid
+
+X = floats("input", "What is turned.")
+COS = floats("r1", "Cosines; axes of size 1 are repeated.")
+SIN = floats("r2", "Sines, in the shape of r1.")
+MODE = Attr(
+    "rotary_mode",
+    '"half": element i is turned with element i + D/2; "interleave": 2i with 2i + 1.',
+    type=str,
+    default="half",
+)
+MODES = invalid(
+    "rotary_mode in ('half', 'interleave')",
+    "rotary_mode",
+    "The rotary_mode of npu_rotary_mul should be half or interleave, but got neither",  # torch_npu's own words
+    "'half' or 'interleave'",
+    spoil={"rotary_mode": "quarter"},
+)
+EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", spoil={"input": "B 5"})
+FORMULA = """y = x * cos + turned(x) * sin
+half:        turned(x) = (-x[D/2:], x[:D/2])
+interleave:  turned(x)[2i] = -x[2i+1],  turned(x)[2i+1] = x[2i]"""
+TEX = r"""\begin{aligned}
+y &= x \cos + turned(x) \sin \\
+turned_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad turned_{interleave}(x)_{2i, 2i+1} = (-x_{2i+1}, x_{2i})
+\end{aligned}"""
+ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
+
+
+def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
+    """Cosines that every tensor of rows can be multiplied by, and as many sines."""
+    fit = invalid(
+        f"expands_to({cos}, {first})",
+        cos,
+        "axes of size 1 are repeated",
+        f"a shape that is repeated to that of {first}",
+        spoil={cos: "7 W", sin: "7 W"},
+    )
+    # One that fits the first rows and not the second has more heads than these.
+    others = (
+        invalid(
+            f"expands_to({cos}, {name})",
+            name,
+            "one table of angles turns both",
+            f"rows that {cos} is repeated to",
+            when=f"expands_to({cos}, {first})",
+            spoil={name: "B 3 N1 W"},
+        )
+        for name in rows
+    )
+    same = invalid(f"{sin}.shape == {cos}.shape", sin, "of one table", f"the shape of {cos}", spoil={sin: "W"})
+    return (fit, *others, same)
+
+
+def even(name: str, *also: str) -> Rule:
+    """EVEN of another tensor; also: what must be as wide in a sample."""
+    return replace(EVEN, check=f"halves({name}, -1)", param=name, spoil=dict.fromkeys((name, *also), "B 3 N1 5"))
+
+
+def pairs(*names: str) -> dict[str, Any]:
+    """Samples of rows and angles of the same names."""
+    return dict.fromkeys(names[:-2], "B S1 N1 W") | dict.fromkeys(names[-2:], "1 S1 1 W")
+
+
+ROTARY_MUL = companion(
+    "npu_rotary_mul",
+    "torch_npu's rotary positions.",
+    (
+        X,
+        COS,
+        SIN,
+        MODE,
+        floats("rotate", "[D, D]: x @ rotate in place of turned(x); its dtype is its own.", optional=True),
+    ),
+    (result("y", "In the shape of input.", "=input"),),
+    rules=(
+        MODES,
+        replace(EVEN, spoil=dict.fromkeys(("input", "r1", "r2"), "B 5")),
+        *angles("r1", "r2", "input"),
+        invalid(
+            "rotate is None or tuple(rotate.shape) == (input.shape[-1], input.shape[-1])",
+            "rotate",
+            "every row is multiplied by it",
+            "[D, D]",
+            when="input.dim() > 0",
+            spoil={"rotate": "W 3"},
+        ),
+    ),
+    formula=FORMULA,
+    tex=TEX,
+    sample=ROWS,
+)
+ROTARY_MUL_BACKWARD = companion(
+    "npu_rotary_mul_backward",
+    "Gradients of npu_rotary_mul: (dx, dr1, dr2).",
+    (floats("grad", "Gradient of y."), floats("input", "What was turned.", like="grad"), COS, SIN, MODE),
+    (
+        result("dx", "In the shape of input.", "=input"),
+        result("dr1", "In the shape of r1.", "=r1"),
+        result("dr2", "In the shape of r2.", "=r2"),
+    ),
+    rules=(
+        replace(MODES, advice="elements turn in halves, or in pairs"),
+        same_shape("grad", "input"),
+        replace(EVEN, spoil=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
+        *angles("r1", "r2", "input"),
+    ),
+    formula="dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x), summed where cos was repeated",
+    sample={**ROWS, "grad": "B S1 N1 W"},
+)
+QUERY, KEY = floats("query", "Query rows."), floats("key", "Key rows.", like="query")
+APPLY = companion(
+    "npu_apply_rotary_pos_emb",
+    "torch_npu's rotary positions of queries and keys: (query, key).",
+    (
+        *(QUERY, KEY, floats("cos", "Cosines; axes of size 1 are repeated."), floats("sin", "Sines, as cos.")),
+        Attr(
+            "layout",
+            "Names the axes; cos says itself along which ones it is repeated.",
+            type=str,
+            default="BSND",
+            domain="layout in ('BSH', 'BSND', 'SBND', 'BNSD', 'TND')",
+            bad="NHWC",
+        ),
+        MODE,
+    ),
+    (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=query")),
+    rules=(
+        replace(MODES, advice="elements turn in halves, or in pairs"),
+        even("query", "key", "cos", "sin"),
+        *angles("cos", "sin", "query", "key"),
+        *no_derivative(query=(2, 4, 4, 8), key=(2, 4, 4, 8)),
+    ),
+    formula=FORMULA,
+    tex=TEX,
+    sample=pairs("query", "key", "cos", "sin"),
+)
+INTERLEAVE_ROPE = companion(
+    "npu_interleave_rope",
+    "torch_npu's rotary positions of rows whose pairs are neighbours and leave as halves.",
+    (floats("x", "What is turned."), floats("cos", "Cosines of the result."), floats("sin", "Sines, as cos.")),
+    (result("y", "In the shape of x.", "=x"),),
+    rules=(even("x", "cos", "sin"), *angles("cos", "sin", "x"), *no_derivative(x=(2, 4, 4, 8))),
+    formula="h = (x[0::2], x[1::2])\ny = h * cos + (-h[D/2:], h[:D/2]) * sin",
+    tex=r"h = (x_{0,2,\ldots}, x_{1,3,\ldots}), \qquad y = h \cos + (-h_{D/2 \ldots}, h_{\ldots D/2}) \sin",
+    sample=pairs("x", "cos", "sin"),
+)
+
+
+def flat_rows(tokens: int, tensor: torch.Tensor, head_size: int) -> bool:
+    """Whether a tensor holds whole heads of so many tokens."""
+    return tensor.dim() > 1 and tensor.shape[0] == tokens and tensor.shape[1:].numel() % head_size == 0
+
+
+def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
+    """Whether sections share out half a row of angles among the kinds of positions; one kind needs none."""
+    if positions.dim() == 1:
+        return section is None or len(section) == 3
+    if section is None or len(section) != len(positions):
+        return False
+    return bool((section >= 0).all()) and int(section.sum()) * 2 == width
+
+
+MROPE = companion(
+    "npu_mrope",
+    "torch_npu's rotary positions of one or three kinds, from a table: (query, key).",
+    (
+        Tensor("positions", "[T], or [3, T] of time, height and width; [4, T] of four kinds.", dtypes="int64 int32"),
+        floats("query", "[T, heads * head_size]."),
+        floats("key", "[T, heads * head_size]."),
+        floats("cos_sin_cache", "[positions, rotary size]: cosines, then sines of half as many angles."),
+        Attr("head_size", "Elements of a head; those behind the rotary size stay.", domain="head_size > 0", bad=0),
+        Array("mrope_section", "How many angles are of each kind of positions.", True),
+        MODE,
+        Attr(
+            "cache_mode",
+            '"default": sections one after the other; "interleave": height at 1, 4, ... and width at 2, 5, ...',
+            type=str,
+            default="default",
+            domain="cache_mode in ('default', 'interleave')",
+            bad="block",
+        ),
+    ),
+    (result("query_out", "In the shape of query.", "=query"), result("key_out", "In the shape of key.", "=key")),
+    rules=(
+        invalid(
+            "positions.dim() == 1 or positions.dim() == 2 and positions.shape[0] in (3, 4)",
+            "positions",
+            "one kind of positions, three or four",
+            "[T], [3, T] or [4, T]",
+            spoil={"positions": torch.zeros(2, 4, dtype=torch.int64)},
+        ),
+        *(
+            invalid(
+                f"flat_rows(positions.shape[-1], {name}, head_size)",
+                name,
+                "[T, heads * head_size]",
+                "whole heads of every token",
+                when="positions.dim() in (1, 2)",
+                spoil={name: "S1 7"},
+            )
+            for name in ("query", "key")
+        ),
+        invalid(
+            "cos_sin_cache.dim() == 2 and halves(cos_sin_cache, 1) and 0 < cos_sin_cache.shape[1] <= head_size",
+            "cos_sin_cache",
+            "a row for every position",
+            "[positions, rotary size] with an even rotary size of at most head_size",
+            spoil={"cos_sin_cache": "7 5"},
+        ),
+        Rule(
+            "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
+            "mrope_section",
+            "together they are half of the rotary size",
+            "a size of the section of each kind",
+            when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
+            spoil={"mrope_section": [1, 2]},
+        ),
+        invalid(
+            "positions.shape[:-1] != (4,) or cache_mode == 'default'",
+            "cache_mode",
+            "four kinds come one after the other",
+            "'default' beside four kinds of positions",
+            given={"positions": torch.zeros(4, 4, dtype=torch.int64), "mrope_section": [1, 1, 1, 1]},
+            spoil={"cache_mode": "interleave"},
+        ),
+        Rule(
+            "within(positions, cos_sin_cache.shape[0])",
+            "positions",
+            "each is a row of the table",
+            "positions that cos_sin_cache has",
+            reads=True,
+            when="cos_sin_cache.dim() == 2",
+            spoil={"positions": torch.tensor([0, 1, 2, 7])},
+        ),
+        *no_derivative(query=(4, 32), key=(4, 16)),
+    ),
+    formula=f"cos, sin = the halves of cos_sin_cache[positions], an angle for each pair of elements\n{FORMULA}",
+    functions={"flat_rows": flat_rows, "sections_fit": sections_fit},
+    sizes={"S1": 4},
+    sample={
+        "positions": torch.tensor([0, 5, 2, 6]),
+        "query": "S1 32",
+        "key": "S1 16",
+        "cos_sin_cache": "7 W",
+        "head_size": 8,
+    },
+)
+
+RECORDS = (ROTARY_MUL, ROTARY_MUL_BACKWARD, APPLY, INTERLEAVE_ROPE, MROPE)

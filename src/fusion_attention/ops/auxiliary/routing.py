@@ -1,0 +1,207 @@
+"""Which experts a token goes to, and where its rows lie: the records."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
+from fusion_attention.ops.auxiliary.common import FLOATS, floats, result
+from fusion_attention.ops.auxiliary.experts import counting, moe, within
+from fusion_attention.ops.shared.rules import invalid, presence
+
+X = floats("x", "A score of every expert for every token.", shape="T E")
+K = Attr("k", "How many experts a token has.", default=1, domain="k >= 1", bad=0)
+CHOICES = invalid("k <= x.shape[-1]", "k", "a token's experts differ", "at most as many as there are", spoil={"k": 4})
+IDS = result("expert_idx", "Ids of the experts, the best first: int32.", "int32")
+
+SOFTMAX = moe(
+    "npu_moe_gating_top_k_softmax",
+    "torch_npu's best experts by softmax: (y, expert_idx, row_idx).",
+    (
+        floats("x", "A score of every expert for every token: [T, E] or [B, T, E]."),
+        Tensor("finished", "Tokens that take part no more: [T].", optional=True, dtypes="bool"),
+        K,
+    ),
+    (
+        result("y", "Weights of the experts.", "=x"),
+        IDS,
+        result("row_idx", "int32: j * tokens + i for choice j of token i.", "int32"),
+    ),
+    rules=(
+        invalid(
+            "x.dim() in (2, 3)", "x", "a score of every expert for every token", "[T, E] or [B, T, E]", spoil={"x": "3"}
+        ),
+        CHOICES,
+        invalid(
+            "finished is None or finished.shape == x.shape[:-1]",
+            "finished",
+            "a mark for every token",
+            "the shape of x without its last axis",
+            when="x.dim() in (2, 3)",
+            given={"finished": ("T", "bool")},
+            spoil={"finished": ("5", "bool")},
+        ),
+    ),
+    formula="y, expert = the k largest of softmax(x), the first of equals first",
+    sample={"x": "T E", "k": 2},
+)
+GATING = moe(
+    "npu_moe_gating_top_k",
+    "torch_npu's best experts of the best groups: (y, expert_idx, out).",
+    (
+        X,
+        Attr("k", "How many experts a token has.", domain="k >= 1", bad=0),
+        floats("bias", "Added where experts are chosen, not to their weights.", shape="E", optional=True),
+        Tensor("input_ids", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
+        Tensor("tid2eid", "Of a table of experts: not computed here.", optional=True, dtypes="int32 int64"),
+        Attr("k_group", "How many groups are kept.", default=1, domain="k_group >= 1", bad=0),
+        Attr("group_count", "How many groups there are.", default=1, domain="group_count >= 1", bad=0),
+        Attr("group_select_mode", "A group's score. 0: its best; 1: the sum of its two best.", default=0,
+             domain="group_select_mode in (0, 1)", bad=2),
+        Attr("renorm", "Reserved: 0.", default=0, domain="renorm == 0", bad=1),
+        Attr("norm_type", "0: softmax; 1: sigmoid, whose weights are divided by their sum.", default=0,
+             domain="norm_type in (0, 1)", bad=2),
+        Attr("out_flag", "Whether out is wanted; it is there in any case.", type=bool, default=False),
+        Attr("routed_scaling_factor", "Factor on the weights.", type=float, default=1.0),
+        Attr("eps", "Added to the sum of the weights.", type=float, default=1e-20, domain="eps >= 0", bad=-1.0),
+    ),
+    (result("y", "Weights: [T, k].", "=x"), IDS, result("out", "The normed scores: float32 [T, E].", "float32")),
+    rules=(
+        invalid("E % group_count == 0", "group_count", "groups are equally large", "a divisor of the number of experts",
+                spoil={"group_count": 2}),
+        invalid("k_group <= group_count", "k_group", "of so many groups", spoil={"k_group": 2}),
+        invalid(
+            "k * group_count <= E * k_group",
+            "k",
+            "they come from the groups that are kept",
+            "at most as many experts as these have",
+            when="E % group_count == 0 and k_group <= group_count",
+            spoil={"k": 4},
+        ),
+        invalid(
+            "group_select_mode == 0 or E >= 2 * group_count",
+            "group_select_mode",
+            "a group's two best",
+            "groups of at least two experts",
+            spoil={"group_select_mode": 1, "group_count": 3, "k_group": 2},
+        ),
+        invalid("input_ids is None", "input_ids", "a table of experts is not computed here", "None",
+                spoil={"input_ids": ("T", "int32")}),
+        invalid("tid2eid is None", "tid2eid", "a table of experts is not computed here", "None",
+                spoil={"tid2eid": ("T K", "int32")}),
+    ),
+    formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias within the k_group best groups\n"
+    "y = routed_scaling_factor * out[chosen], divided by sum + eps after a sigmoid",
+    sample={"k": 2},
+)  # fmt: skip
+
+INIT = moe(
+    "npu_moe_init_routing_v2",
+    "torch_npu's rows of tokens in the order of experts: (expanded_x, expanded_row_idx, counts, expanded_scale).",
+    (
+        Tensor("x", "A row for every token.", dtypes=f"{FLOATS} int8", shape="T H"),
+        Tensor("expert_idx", "The experts of every token.", dtypes="int32 int64", shape="T K", make=counting(3)),
+        Tensor("scale", "Of no quantisation: [T], carried along. Dynamic: factors [experts, H] or [1, H]. Static: [1].",
+               optional=True, dtypes="float32"),
+        Tensor("offset", "Static quantisation: [1].", optional=True, dtypes="float32"),
+        Attr("active_num", "At most so many rows; -1 and 0: all.", default=-1, domain="active_num >= -1", bad=-2),
+        Attr("expert_capacity", "Of drop_pad_mode 1: not used.", default=-1),
+        Attr("expert_num", "How many experts there are.", default=-1, domain="1 <= expert_num <= 10240", bad=0),
+        Attr("drop_pad_mode", "0: no row is dropped or made up.", default=0, domain="drop_pad_mode == 0", bad=1),
+        Attr("expert_tokens_num_type", "counts: 0 cumulative, 1 each, 2 pairs (expert, count) of those that have any.",
+             default=0, domain="expert_tokens_num_type in (0, 1, 2)", bad=3),
+        Attr("expert_tokens_num_flag", "Whether counts are wanted; else they are empty.", type=bool, default=False),
+        Attr("quant_mode", "-1: none; 0: static; 1: each row by its own largest element.", default=-1,
+             domain="quant_mode in (-1, 0, 1)", bad=2),
+        Array("active_expert_range", "[start, end) of the experts that count; empty: all.", optional=True),
+        Attr("row_idx_type", "0: the place of each choice, -1 without one; 1: the choice at each place.", default=0,
+             domain="row_idx_type in (0, 1)", bad=2),
+        Attr("x_dtype", "Of dtypes that torch does not have: not computed here.", default=None,
+             domain="x_dtype is None", bad=290),
+    ),
+    (
+        result("expanded_x", "[rows, H].", ""),
+        result("expanded_row_idx", "int32 [T*K].", "int32"),
+        result("expert_token_cumsum_or_count", "int64.", "int64"),
+        result("expanded_scale", "float32 [rows].", "float32"),
+    ),
+    rules=(
+        invalid(
+            "active_expert_range is None or len(active_expert_range) == 0 or (len(active_expert_range) == 2 and "
+            "0 <= active_expert_range[0] < active_expert_range[1] <= expert_num)",
+            "active_expert_range",
+            "the experts that count",
+            "[start, end) within 0 and expert_num",
+            spoil={"active_expert_range": [2, 4]},
+        ),
+        invalid("quant_mode == -1 or x.dtype.is_floating_point", "x", "what is quantised", "a float",
+                given={"quant_mode": 1}, spoil={"x": ("T H", "int8")}),
+        invalid("quant_mode != -1 or scale is None or fits(scale, 'T')", "scale", "one for every token", "[T]",
+                given={"scale": "T"}, spoil={"scale": "5"}),
+        invalid("quant_mode != 1 or scale is None or fits(scale, '1 H') or "
+                "scale.shape == (active(active_expert_range, expert_num), H)", "scale",
+                "factors of the elements, for every active expert or for all", "[experts, H] or [1, H]",
+                given={"quant_mode": 1, "scale": "E H"}, spoil={"scale": "2 H"}),
+        presence("quant_mode != 0 or scale is not None and offset is not None", "scale", "static quantisation",
+                 "scale and offset", given={"quant_mode": 0, "scale": "1", "offset": "1"}, spoil={"scale": None}),
+        invalid("quant_mode != 0 or scale.numel() == 1", "scale", "static quantisation", "one element",
+                given={"quant_mode": 0, "scale": "1", "offset": "1"}, spoil={"scale": "2"}),
+        invalid("quant_mode != 0 or offset.numel() == 1", "offset", "static quantisation", "one element",
+                given={"quant_mode": 0, "scale": "1", "offset": "1"}, spoil={"offset": "2"}),
+    ),
+    functions={"active": lambda bounds, count: count if bounds is None or len(bounds) != 2 else bounds[1] - bounds[0]},
+    formula="order = stable sort of the choices by expert, those below the active ones last\n"
+    "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
+    sample={"expert_num": 3},
+)  # fmt: skip
+FINALIZE = moe(
+    "npu_moe_finalize_routing",
+    "torch_npu's way back from experts: weighted rows, biases and residuals of every token.",
+    (
+        floats("expanded_permuted_rows", "Rows that experts made: [rows, H], or [E, C, H]."),
+        floats("skip1", "Added.", shape="T H", like="expanded_permuted_rows", optional=True),
+        floats("skip2", "Added.", shape="T H", like="expanded_permuted_rows", optional=True),
+        floats("bias", "Of every expert.", shape="E H", like="expanded_permuted_rows", optional=True),
+        floats("scales", "Weights of the choices.", shape="T K", optional=True),
+        Tensor("expanded_src_to_dst_row", "The row of every choice; rows that are not there count as zeros.",
+               dtypes="int32 int64", shape="P", make=counting(12)),
+        Tensor("export_for_source_row", "The experts of every token, for bias.", optional=True, dtypes="int32 int64",
+               shape="T K", make=counting(3)),
+        Attr("drop_pad_mode", "0, 1: choice j of token i stands at j * T + i; 2, 3: at i * K + j. 1 and 3: [E, C, H].",
+             default=0, domain="drop_pad_mode in (0, 1, 2, 3)", bad=4),
+        Attr("k", "How many experts a token has, where there are no scales.", default=1, domain="k >= 1", bad=0),
+    ),
+    (result("out", "[T, H].", "=expanded_permuted_rows"),),
+    rules=(
+        invalid(
+            "expanded_permuted_rows.dim() == (3 if drop_pad_mode in (1, 3) else 2)",
+            "expanded_permuted_rows",
+            "as drop_pad_mode says",
+            "[rows, H], or [E, C, H]",
+            spoil={"drop_pad_mode": 1},
+        ),
+        invalid("H is None or expanded_permuted_rows.shape[-1:] == (H,)", "expanded_permuted_rows", "what is added",
+                "as many elements in skips and biases as in rows", given={"skip1": True},
+                spoil={"expanded_permuted_rows": "P 5"}),
+        invalid("scales is None or P == T * K", "expanded_src_to_dst_row", "a row for every choice", "[T*K]",
+                given={"scales": True}, spoil={"P": 13}),
+        invalid("scales is not None or P % k == 0 and (T is None or P == T * k)", "expanded_src_to_dst_row",
+                "a row for every choice", "[T*k]", given={"scales": None}, spoil={"k": 5}),
+        invalid("scales is not None or export_for_source_row is None or K == k", "k", "of every token's experts",
+                "as many as export_for_source_row has",
+                given={"scales": None, "export_for_source_row": True, "k": 2}, spoil={"k": 1, "P": 6}),
+        presence("skip2 is None or skip1 is not None", "skip1", "skip2 comes beside it",
+                 given={"skip1": True, "skip2": True}, spoil={"skip1": None}),
+        presence("bias is None or export_for_source_row is not None", "export_for_source_row", "it says whose bias",
+                 given={"bias": True, "export_for_source_row": True}, spoil={"export_for_source_row": None}),
+        Rule("within(export_for_source_row, bias.shape[0])", "export_for_source_row", "they have a bias",
+             "0 <= expert < E", when="bias is not None", code=INVALID, reads=True,
+             given={"bias": True, "export_for_source_row": True},
+             spoil={"export_for_source_row": torch.full((6, 2), 5)}),
+    ),
+    functions={"within": within},
+    neutral={"T": None, "K": None, "H": None},
+    formula="out[i] = skip1[i] + skip2[i] + sum_j scales[i, j] * (rows[place(i, j)] + bias[expert[i, j]])",
+    sample={"expanded_permuted_rows": "P H", "scales": True},
+)  # fmt: skip
+RECORDS = (SOFTMAX, GATING, INIT, FINALIZE)

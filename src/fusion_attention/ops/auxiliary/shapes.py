@@ -1,0 +1,223 @@
+"""What changes how a tensor lies, with or without a product: the records."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Tensor
+from fusion_attention.ops.auxiliary.common import companion, floats, no_derivative, result
+from fusion_attention.ops.shared.rules import invalid
+
+
+def permutes(perm: np.ndarray, count: int) -> bool:
+    """Whether these are the axes of so many, in another order."""
+    return sorted(perm.tolist()) == list(range(count))
+
+
+def elements(shape: np.ndarray) -> int:
+    """Of a tensor of this shape; -1 where it is none."""
+    return math.prod(shape.tolist()) if (shape >= 0).all() else -1
+
+
+def permuted(tensor: torch.Tensor, perm: np.ndarray | None, usual: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+    """A tensor with its axes in another order."""
+    return tensor.permute(usual if perm is None else tuple(map(int, perm)))
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor, perm_x: np.ndarray | None, perm_w: np.ndarray | None) -> bool:
+    """Whether there is a product; of axes that are none others speak."""
+    if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w)):
+        return True
+    a, b = permuted(x, perm_x).shape, permuted(w, perm_w).shape
+    return a[0] == b[0] and a[2] == b[1]
+
+
+def result_columns(w: torch.Tensor, perm: np.ndarray | None) -> int:
+    """How many columns the matrices of a result have together; -1 where axes are none."""
+    return -1 if perm is not None and not permutes(perm, 3) else math.prod(permuted(w, perm).shape[::2])
+
+
+def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: Any, factor: int) -> bool:
+    """Whether the rows of a product are cut into so many parts."""
+    if any(perm is not None and not permutes(perm, 3) for perm in (perm_x, perm_w, perm_y)):
+        return True
+    width = result_columns(w, perm_w)
+    return (perm_y is None or perm_y.tolist() == [1, 0, 2]) and width % factor == 0
+
+
+FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, result_columns)}
+PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
+CONFUSION_TRANSPOSE = companion(
+    "npu_confusion_transpose",
+    "torch_npu's reshape and permutation in one.",
+    (
+        Tensor("input", "Of any dtype."),
+        *(PERM, SHAPE),
+        Attr("transpose_first", "Permute, then reshape; otherwise the other way round.", type=bool),
+    ),
+    (result("y", "Of shape, or of shape permuted.", "=input"),),
+    rules=(
+        invalid(
+            "elements(shape) == input.numel()",
+            "shape",
+            "none is left out or made up",
+            "as many elements as input has",
+            spoil={"shape": [2, 4, 7]},
+        ),
+        invalid(
+            "permutes(perm, input.dim() if transpose_first else len(shape))",
+            "perm",
+            "those of input where it is permuted first, of shape where it is reshaped first",
+            "every axis once",
+            spoil={"perm": [0, 1, 1]},
+        ),
+    ),
+    formula="""transpose_first:  y = input.permute(perm).reshape(shape)
+otherwise:  y = input.reshape(shape).permute(perm)""",
+    functions=FUNCTIONS,
+    sample={"input": "B S1 W", "perm": [0, 2, 1], "shape": [2, 32], "transpose_first": True},
+)
+CONFUSION_TRANSPOSE_BACKWARD = companion(
+    "npu_confusion_transpose_backward",
+    "The gradient of npu_confusion_transpose.",
+    (
+        Tensor("grad", "Gradient of y."),
+        PERM,
+        Array("shape", "The shape of the forward's input."),
+        Attr("transpose_first", "The contrary of the forward's.", type=bool),
+    ),
+    (result("dx", "Of shape.", "=grad"),),
+    rules=(
+        invalid(
+            "elements(shape) == grad.numel()",
+            "shape",
+            "that of the forward's input",
+            "as many elements as grad has",
+            spoil={"shape": [2, 4, 7]},
+        ),
+        invalid(
+            "permutes(perm, grad.dim() if transpose_first else len(shape))",
+            "perm",
+            "the forward's",
+            "every axis once",
+            spoil={"perm": [0, 1, 1]},
+        ),
+    ),
+    formula="what npu_confusion_transpose did, backwards",
+    functions=FUNCTIONS,
+    sample={"grad": "B 32", "perm": [0, 2, 1], "shape": [2, 4, 8], "transpose_first": False},
+)
+FORMAT_CAST = companion(
+    "npu_format_cast",
+    "torch_npu's change of a tensor's format: here a copy that remembers the format.",
+    (
+        Tensor("input", "Of any dtype."),
+        Attr("acl_format", "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...", domain="0 <= acl_format < 64", bad=-2),
+        Attr("customize_dtype", "Accepted without effect.", default=None),
+        Attr("input_dtype", "Accepted without effect.", default=None),
+    ),
+    (result("y", "In the shape of input: formats of the chip change nothing that a program sees.", "=input"),),
+    formula="y = input",
+    sample={"input": "B W", "acl_format": 29},
+)
+FORMAT_CAST_ = FORMAT_CAST.version(
+    "npu_format_cast_", "torch_npu's change of a tensor's format in place: here the tensor remembers it."
+)
+TRANSPOSE_BATCHMATMUL = companion(
+    "npu_transpose_batchmatmul",
+    "torch_npu's batched product with permuted operands and result.",
+    (
+        # Programs look for torch_npu's own words.
+        floats(
+            "input", "[M, B, K], or as perm_x1 says.", cast="input's type supported for float16, float32 and bfloat16"
+        ),
+        floats(
+            "weight",
+            "[B, K, N], or as perm_x2 says.",
+            like="input",
+            cast="weight's type supported for float16, float32 and bfloat16",
+        ),
+        Tensor("bias", "Not computed.", True),
+        Tensor("scale", "Of an int8 result: [B*N], as npu_trans_quant_param makes it.", True, dtypes="int64 uint64"),
+        Array("perm_x1", "Makes [B, M, K] of input; None: [0, 1, 2].", True),
+        Array("perm_x2", "Makes [B, K, N] of weight; None: [0, 1, 2].", True),
+        Array("perm_y", "The result's order of [B, M, N]; None: [1, 0, 2].", True),
+        Attr("batch_split_factor", "Parts of the result's rows.", default=1),
+    ),
+    (result("y", "[M, B, N]; with batch_split_factor f [f, M, B*N/f]; with scale int8 [M, 1, B*N].", ""),),
+    rules=(
+        *(
+            invalid(
+                f"{name} is None or permutes({name}, 3)",
+                name,
+                f"{name} should be an order of three axes",
+                "every axis once",
+                spoil={name: [0, 1, 1]},
+            )
+            for name in ("perm_x1", "perm_x2", "perm_y")
+        ),
+        invalid(
+            "input.dim() == 3 and weight.dim() == 3",
+            "input",
+            "a batch of matrices each",
+            "three axes, as weight",
+            spoil={"input": "4 8", "weight": "8 5"},
+        ),
+        invalid(
+            "multiply(input, weight, perm_x1, perm_x2)",
+            "weight",
+            "batch and inner axis are those of input",
+            "[B, K, N] after perm_x2",
+            when="input.dim() == 3 and weight.dim() == 3",
+            spoil={"weight": "4 7 5"},
+        ),
+        invalid(
+            "batch_split_factor > 0 and (batch_split_factor == 1 or splits(input, weight, perm_x1, perm_x2, perm_y,"
+            " batch_split_factor))",
+            "batch_split_factor",
+            "parts are cut from rows [B*N] of a result [M, B, N]",
+            "a divisor of B*N; with another perm_y 1",
+            when="input.dim() == 3 and weight.dim() == 3",
+            spoil={"batch_split_factor": 3},
+        ),
+        invalid(
+            "scale is None or perm_y is None or tuple(perm_y) == (1, 0, 2)",
+            "perm_y",
+            "a scaled result is [M, 1, B*N]",
+            "[1, 0, 2] or None",
+            given={"scale": "10"},
+            spoil={"perm_y": [0, 1, 2]},
+        ),
+        invalid(
+            "scale is None or batch_split_factor == 1",
+            "batch_split_factor",
+            "a scaled result is [M, 1, B*N]",
+            "1",
+            given={"scale": "10"},
+            spoil={"batch_split_factor": 2},
+        ),
+        invalid(
+            "scale is None or scale.shape == (result_columns(weight, perm_x2),)",
+            "scale",
+            "of every column of every matrix",
+            "[B*N]",
+            when="input.dim() == 3 and weight.dim() == 3 and result_columns(weight, perm_x2) >= 0",
+            given={"scale": "10"},
+            spoil={"scale": "5"},
+        ),
+        invalid("bias is None", "bias", "add it to the result", "None", spoil={"bias": "5"}),
+        *no_derivative(input=(2, 4, 8)),
+    ),
+    formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)\n"
+    "y = round(y * scale + offset)        with scale",
+    tex=r"y = \operatorname{perm}_y\!\big(\operatorname{perm}_{x_1}(input)\, \operatorname{perm}_{x_2}(weight)\big)",
+    functions=FUNCTIONS,
+    sample={"input": "2 4 8", "weight": "2 8 5"},
+)
+
+
+RECORDS = (CONFUSION_TRANSPOSE, CONFUSION_TRANSPOSE_BACKWARD, FORMAT_CAST, FORMAT_CAST_, TRANSPOSE_BATCHMATMUL)

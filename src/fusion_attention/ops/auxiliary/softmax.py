@@ -1,0 +1,66 @@
+"""Softmax of masked scores: the records."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion_attention.contract import Attr, Tensor
+from fusion_attention.ops.auxiliary.common import companion, floats, result, same_shape
+from fusion_attention.ops.shared.rules import finite_scale, invalid
+
+MASK = Tensor(
+    "mask",
+    "True: the score becomes -10000; axes of size 1 are repeated.",
+    dtypes="bool",
+    make=lambda shape: torch.ones(shape, dtype=torch.bool).triu(1),
+)
+TRIANGLE = Attr("fixed_triu_mask", "The scores above the diagonal instead of those of mask.", type=bool, default=False)
+FORMULA = "y = softmax(where(mask, -10000, scale * x)) over the last axis"
+
+
+def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
+    advice, text = "axes of size 1 are repeated", f"a shape that is repeated to that of {scores}"
+    return (
+        invalid(
+            f"{scores}.dim() > 1",
+            scores,
+            "rows of scores",
+            "two axes or more",
+            spoil=dict.fromkeys((scores, *also), "7") | {"mask": ("7", "zeros")},
+        ),
+        invalid(f"expands_to(mask, {scores})", "mask", advice, text, spoil={"mask": "5 7"}),
+    )
+
+
+SCALED_MASKED_SOFTMAX = companion(
+    "npu_scaled_masked_softmax",
+    "torch_npu's softmax of scaled and masked scores.",
+    (
+        floats("x", "Scores [..., rows, keys]."),
+        MASK,
+        Attr("scale", "Factor on the scores.", type=float, default=1),
+        TRIANGLE,
+    ),
+    (result("y", "In the shape of x.", "=x"),),
+    rules=(*_mask_fits("x"), finite_scale("scale")),
+    formula=FORMULA,
+    tex=r"y = \operatorname{softmax}\begin{cases} -10000 & mask \\ scale \cdot x & \text{else} \end{cases}",
+    sample={"x": "B N1 S1 W", "mask": "S1 W"},
+)
+SCALED_MASKED_SOFTMAX_BACKWARD = companion(
+    "npu_scaled_masked_softmax_backward",
+    "The gradient of npu_scaled_masked_softmax.",
+    (
+        floats("y_grad", "Gradient of y."),
+        floats("y", "The forward's result.", like="y_grad"),
+        MASK,
+        Attr("scale", "The forward's.", type=float),
+        Attr("fixed_triu_mask", "The forward's.", type=bool),
+    ),
+    (result("dx", "In the shape of y.", "=y"),),
+    rules=(same_shape("y_grad", "y"), *_mask_fits("y", "y_grad"), finite_scale("scale", optional=False)),
+    formula="dx = scale * y * (dy - sum(dy * y)),  0 where masked",
+    sample={"y_grad": "B N1 S1 W", "y": "B N1 S1 W", "mask": "S1 W", "scale": 0.5, "fixed_triu_mask": False},
+)
+
+RECORDS = (SCALED_MASKED_SOFTMAX, SCALED_MASKED_SOFTMAX_BACKWARD)

@@ -1,0 +1,47 @@
+"""The record of this library's own `lightning_indexer`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fusion_attention.ops.indexer.records import COUNT, HEADS, KEY, NEUTRAL, SCORES, V1, WEIGHTS
+from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
+from fusion_attention.ops.shared.rules import doubt
+from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.sparse.records import LAYOUT, QUERY, TABLE
+from fusion_attention.ops.sparse.rules import LENGTHS, TABLES
+
+
+def derive(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes, and the mode that `causal` stands for."""
+    return sparse.derive(names) | {"K": names["sparse_count"]}
+
+
+RECORD = V1.version(
+    "lightning_indexer",
+    "The keys that matter most to every row, and how much: ReLU-weighted scores and their exact top k.",
+    source="",
+    params=(
+        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k")),
+        replace(WEIGHTS, dtypes=OWN_FLOATS),
+        spelled(COUNT, "top_k", default=2048),
+        *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, sparse.CAUSAL, spelled(TABLE, "page_table")),
+    ),
+    rules=(
+        *(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, HEADS, *SCORES),
+        doubt(
+            "sparse_count <= max(S2, 8192)",
+            "sparse_count",
+            "lists are as long as it says, -1 behind the keys that there are",
+            "no more than the keys, or 8192",
+            spoil={"sparse_count": 8193},
+        ),
+    ),
+    rulings=(6, 13, 17, 18, 23),
+    neutral={**NEUTRAL, "cumulative": False, "return_values": True},
+    blank_is_absent=False,
+    derive=derive,
+    samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, **sparse.SAMPLE}},
+)
+RECORDS = (RECORD,)

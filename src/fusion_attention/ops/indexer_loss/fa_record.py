@@ -1,0 +1,60 @@
+"""The record of this library's own `indexer_loss`: over the keys that rows select, or over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusion_attention.contract import Tensor
+from fusion_attention.ops.indexer_loss.call import DIFFERENTIABLE
+from fusion_attention.ops.indexer_loss.records import (
+    HEADS,
+    INDICES,
+    KEY_INDEX,
+    NEUTRAL,
+    QUERY_INDEX,
+    SCORES,
+    V1,
+    WEIGHTS,
+)
+from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
+from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.sparse.records import KEY, KEY_ROPE, LAYOUT, QUERY, QUERY_ROPE, SINKS
+from fusion_attention.ops.sparse.rules import LENGTHS, SELECTION, SHAPES, SOME_ENTRIES
+
+RECORD = V1.version(
+    "indexer_loss",
+    "How far the indexer's distribution over keys is from the attention's: the loss that trains an indexer.",
+    source="",
+    params=(
+        *(spelled(QUERY, "q", dtypes=OWN_FLOATS), spelled(KEY, "k", form=None)),
+        Tensor(
+            "lse",
+            "The attention's log-sum-exp of every row and head, sinks included; -inf where a row sees no key.",
+            dtypes="float32 float64",
+            shape={"BSND": "B N1 S1", "TND": "T1 N1"},
+        ),
+        *(spelled(QUERY_INDEX, "index_q"), spelled(KEY_INDEX, "index_k"), replace(WEIGHTS, dtypes=OWN_FLOATS)),
+        spelled(
+            INDICES,
+            "indices",
+            text="The keys that every row selects, for all heads, -1 behind the last; None: all that the row sees.",
+            optional=True,
+        ),
+        *(LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, spelled(QUERY_ROPE, "q_rope"), spelled(KEY_ROPE, "k_rope")),
+        *(sparse.OPTIONAL_SCALE, sparse.CAUSAL, spelled(SINKS, "sink", dtypes=OWN_FLOATS)),
+    ),
+    rules=(
+        *(*LENGTHS, sparse.PACKED_KEYS, *sparse.COVERED, *SHAPES, HEADS, *SCORES),
+        *(
+            replace(rule, when="sparse_indices is not None", given={**rule.given, "sparse_indices": True})
+            for rule in (SOME_ENTRIES, *SELECTION)
+        ),
+    ),
+    rulings=(2, 6, 12, 14, 17, 18, 23, 24),
+    neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
+    blank_is_absent=False,
+    derive=sparse.derive,
+    trains={"loss": DIFFERENTIABLE},
+    samples={"TND": sparse.SAMPLE},
+)
+RECORDS = (RECORD,)

@@ -1,0 +1,410 @@
+"""The pythonic decode_attention: its record, its rules, and its lowering.
+
+The second vocabulary of decoding beside CANN's: caches by layout, scales by shape, windows by Band.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, Tensors, dtype_text, show
+from fusion_attention.ir.mask import INFINITE, Band
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.memory import empty
+from fusion_attention.ops.inference.cache import Cache, Scales, stored_as
+from fusion_attention.ops.inference.call import InferenceCall, extents_of
+from fusion_attention.ops.inference.checks import FUNCTIONS, sizes
+from fusion_attention.ops.shared.checks import band_fits, broadcasts
+from fusion_attention.ops.shared.layouts import LAYOUTS
+from fusion_attention.ops.shared.params import (
+    BIAS,
+    BLOCKED,
+    OWN_FLOATS,
+    OWN_SINK,
+    PAGE_IDS,
+    SOFTCAP,
+    in_order,
+    scale_of,
+)
+from fusion_attention.ops.shared.rules import (
+    broadcasting,
+    cached,
+    elements,
+    finite_scale,
+    of_lengths,
+    paged,
+    typed,
+    untrained,
+)
+
+RESULTS = ("out", "max", "sum")
+
+PAGES: dict[str, Any] = {"block_table": "B 2", "kv_len": [5, 8], "k": "8 4 N2 D", "v": "8 4 N2 D"}
+STORED: dict[str, Any] = {
+    **dict.fromkeys(("k", "v"), ("B S2 N2 D", "int8")),
+    **dict.fromkeys(("k_scale", "v_scale"), "N2 D"),
+}
+
+
+def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
+    """Key heads of a cache; 0 where its first tensor has no four axes."""
+    axis = LAYOUTS[layout][2]
+    return int(k[0].shape[axis]) if k[0].dim() == 4 and axis is not None else 0
+
+
+def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
+    """Whether every key head serves the same number of query heads."""
+    own = heads_of(k, layout)
+    return (own > 0 and heads % own == 0) or f"{show(k)} with N1={heads}"
+
+
+def stored_fits(
+    tensors: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int, batch: int, paged: bool
+) -> bool | str:
+    """Whether a cache is one tensor of the batch, one per sequence, or pages, of rows of dim elements."""
+    for t in tensors:
+        size = sizes(t, layout, heads)
+        elements = (dim + 1) // 2 if t.dtype == torch.uint8 else dim
+        if size is None or size[2] != elements:
+            return f"{show(t)} with {heads} heads, {dim} elements"
+    one = sizes(tensors[0], layout, heads)
+    assert one is not None
+    if paged or len(tensors) == 1:
+        return (len(tensors) == 1 and (paged or one[0] == batch)) or f"{show(tensors)} for {batch} sequences"
+    fits = len(tensors) == batch and all(t.shape[0] == 1 for t in tensors)
+    return fits or f"{len(tensors)} tensors for {batch} sequences"
+
+
+def values_fit(
+    v: tuple[torch.Tensor, ...], k: tuple[torch.Tensor, ...], layout: str, heads: int, dim: int
+) -> bool | str:
+    """Whether values lie as keys do, tensor by tensor, in rows of dim elements of their own."""
+    if len(v) != len(k):
+        return f"{len(v)} tensors beside {len(k)}"
+    for value, key in zip(v, k, strict=True):
+        beside = sizes(key, layout, heads)
+        elements = (dim + 1) // 2 if value.dtype == torch.uint8 else dim
+        if beside is not None and sizes(value, layout, heads) != (*beside[:2], elements):
+            return f"{show(value)} beside {show(key)} with {heads} heads, {dim} elements"
+    return True
+
+
+def scale_kind(scale: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int) -> str:
+    """Whether a scale is per "channel" ([], [1], [N2] or [N2, dim]) or "token" (k without its last axis); else ""."""
+    if scale is None:
+        return "none"
+    if tuple(scale.shape) in ((), (1,), (heads,), (heads, dim)):
+        return "channel"
+    return "token" if len(k) == 1 and scale.shape == k[0].shape[:-1] else ""
+
+
+def scales_fit(
+    scale: torch.Tensor | None, offset: torch.Tensor | None, k: tuple[torch.Tensor, ...], heads: int, dim: int
+) -> bool | str:
+    """Whether a scale has a known shape, and its offset the same."""
+    if scale_kind(scale, k, heads, dim) == "":
+        return f"{show(scale)} with N2={heads}, {dim} elements"
+    if offset is None:
+        return True
+    return (scale is not None and offset.shape == scale.shape) or f"{show(offset)} beside {show(scale)}"
+
+
+def rows_within(q_len: np.ndarray, rows: int) -> bool | str:
+    """Whether every sequence's query rows are there."""
+    bad = np.flatnonzero((q_len < 0) | (q_len > rows))
+    return len(bad) == 0 or f"{q_len[bad[0]]} for sequence {bad[0]} of {rows} rows"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "kv_len is not None",
+        "kv_len",
+        "pages have no length of their own",
+        text="lengths beside a block table",
+        when="block_table is not None",
+        stage="presence",
+        given=PAGES,
+        spoil={"kv_len": None},
+    ),
+    Rule(
+        "(v is None) == (dim_v > 0)",
+        "dim_v",
+        "without v, values are the first dim_v elements of the keys",
+        text="v, or dim_v",
+        stage="presence",
+        spoil={"dim_v": 4},
+    ),
+    typed(
+        "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
+        "k",
+        "uint8 holds two integers of four bits, the even element in the low half",
+        text="int8, uint8 or the dtype of q",
+        spoil={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
+    ),
+    *(
+        Rule(
+            f"{unless}({side}_scale is not None) == (dtype_of(k) in ('int8', 'uint8'))",
+            f"{side}_scale",
+            f"{what} = (stored + {side}_offset) * {side}_scale",
+            text="a scale exactly for stored integers",
+            stage="dtype",
+            given=STORED,
+            spoil={f"{side}_scale": None},
+        )
+        for side, what, unless in (("k", "key", ""), ("v", "value", "v is None or "))
+    ),
+    of_lengths(
+        "groups(k, cache_layout, N1)",
+        "k",
+        "every key head serves the same number of query heads",
+        text="a divisor of N1 heads",
+        spoil={"N2": 3},
+    ),
+    *(
+        of_lengths(
+            f"{name} is None or len({name}) == B",
+            name,
+            f"{what} of every sequence",
+            text="a length per sequence",
+            spoil={name: [length]},
+        )
+        for name, what, length in (("kv_len", "tokens", 4), ("q_len", "query rows", 1))
+    ),
+    Rule(
+        "stored_fits(k, cache_layout, N2, D, B, block_table is not None)",
+        "k",
+        "cache_layout says where its axes are; pages count where the batch does",
+        text="one tensor of the batch, one per sequence, or pages",
+        spoil={"k": "B S2 N2 3", "v": "B S2 N2 D"},
+    ),
+    Rule(
+        "values_fit(v, k, cache_layout, N2, Dv)",
+        "v",
+        "values lie as keys do",
+        text="as k, with rows of their own length",
+        when="v is not None",
+        spoil={"v": "3 S2 N2 D"},
+    ),
+    elements("D", "q"),
+    Rule(
+        "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, spoil={"dim_v": 9}
+    ),
+    cached("kv_len"),
+    Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", spoil={"q_len": [0, 2]}),
+    *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
+    *(
+        Rule(
+            f"scales_fit({side}_scale, {side}_offset, {side}, N2, {dim})",
+            f"{side}_scale",
+            "one number, one per head, per head and element, or per token and head",
+            text=f"shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it",
+            when=f"{side} is not None",
+            given=STORED,
+            spoil={f"{side}_scale": "3"},
+        )
+        for side, dim in (("k", "D"), ("v", "Dv"))
+    ),
+    *broadcasting("columns", "a shape that broadcasts to [B, N1, S1, S2]"),
+    Rule(
+        "band_fits(band, B)",
+        "band",
+        "Band.window(511, 0) sees the last 512 tokens",
+        text="integer edges, and a prefix per sequence or none",
+        given={"band": Band.causal()},
+        spoil={"band": Band.prefix_causal([1])},
+    ),
+    Rule(
+        "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
+        "out_scale",
+        "out = round(x * out_scale + out_offset) as int8",
+        text="1 or N1 * Dv elements, and out_offset as it",
+        when="out_scale is not None",
+        given={"out_scale": "1"},
+        spoil={"out_scale": "3"},
+    ),
+    Rule(
+        "out_offset is None or out_scale is not None",
+        "out_offset",
+        "an offset goes with its scale",
+        text="out_offset only beside out_scale",
+        stage="dtype",
+        spoil={"out_offset": "1"},
+    ),
+    finite_scale("scale", 1e39),
+    *untrained(
+        "decoding has no derivative: call it under torch.no_grad(), or train with attention()",
+        q=(2, 1, 4, 8),
+        k=(2, 6, 2, 8),
+        v=(2, 6, 2, 8),
+    ),
+)
+
+
+def geometry(names: dict[str, Any]) -> dict[str, Any]:
+    """The axes N2, S2 and Dv, lengths per sequence, and what the cache holds."""
+    layout, batch = names["cache_layout"], names["B"]
+    heads = heads_of(names["k"], layout)
+    found = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
+    tokens = np.array([size[1] for size in found], np.int64)
+    paged = names["block_table"] is not None
+    capacity = np.full(batch, INFINITE, np.int64)
+    if not paged:
+        capacity[:] = tokens if len(tokens) in (1, batch) else 0
+    kv_len = capacity if names["kv_len"] is None else names["kv_len"]
+    q_len = np.full(batch, names["S1"], np.int64) if names["q_len"] is None else names["q_len"]
+    values = names["v"]
+    last = 0 if values is None else sum(values[0].shape[-1:])  # no axis: 0, which a rule refuses
+    stored = last * (2 if values is not None and values[0].dtype == torch.uint8 else 1)
+    # A row of two to a byte does not say whether its last half counts; keys of the same bytes do.
+    same = values is not None and values[0].shape[-1:] == names["k"][0].shape[-1:]
+    return {
+        "N2": heads,
+        "S2": int(tokens.max(initial=0)),
+        "Dv": names["dim_v"] if values is None else names["D"] if same else stored,
+        "blocks": found[0][0],
+        "page_size": found[0][1] if paged else 0,
+        "capacity": capacity,
+        "columns": (names["block_table"].shape[1] * found[0][1]) if paged else int(tokens.max(initial=0)),
+        "kv_len": kv_len,
+        "q_len": q_len,
+    }
+
+
+def _rows(side: str, last: str) -> dict[str, str]:
+    s, n = f"S{side}", f"N{side}"
+    return {"BSND": f"B {s} {n} {last}", "BNSD": f"B {n} {s} {last}"}
+
+
+def _scale_param(name: str, text: str) -> Tensor:
+    return Tensor(name, text, True, dtypes="float32")
+
+
+def fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Memory for the results of a call with these arguments."""
+    q, k, v = n["q"], n["k"], n["v"]
+    dim_v = n["dim_v"]
+    if v is not None:  # Two integers of a uint8 byte are two elements, as in keys.
+        key, value = (side if isinstance(side, torch.Tensor) else side[0] for side in (k, v))
+        dim_v = value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
+        dim_v = q.shape[-1] if value.shape[-1] == key.shape[-1] else dim_v
+    out = empty(q, (*q.shape[:-1], dim_v or q.shape[-1]), q.dtype if n["out_scale"] is None else torch.int8)
+    tokens, heads = (1, 2) if n["layout"] == "BSND" else (2, 1)
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    max_, sum_ = (empty(q, (q.shape[0], q.shape[heads], q.shape[tokens]), stats) for _ in range(2))
+    return dict(zip(RESULTS, (out, max_, sum_), strict=True))
+
+
+def lower(bound: Bound) -> InferenceCall:
+    """The InferenceCall of a bound decode_attention."""
+    n = bound.names
+    problem, extents, cache = bound.once(_without_tensors)
+    call = InferenceCall(
+        problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo
+    )
+    call.names = RESULTS
+    call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]
+    call.out_quant = n["out_scale"], n["out_offset"]
+    call.k_dequant = _scales(n, "k", n["D"])
+    call.v_dequant = _scales(n, "v", n["Dv"])
+    return call
+
+
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Extents, Cache]:
+    band = (n["band"] or Band.causal()).resolve(n["q_len"], n["kv_len"])
+    return _problem(n), extents_of(n["q_len"], n["kv_len"], band), Cache(n["cache_layout"], n["page_size"])
+
+
+def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
+    """Per channel as [N2, dim]; per token as they are."""
+    heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
+
+    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or kind == "token":
+            return tensor
+        return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
+
+    return Scales(own(n[f"{side}_scale"]), own(n[f"{side}_offset"]))
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    heads, scales = n["N2"], n["out_scale"]
+    of_keys = scale_kind(n["k_scale"], n["k"], heads, n["D"])
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=heads,
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dtype=dtype_text(n["q"]),
+        scale=scale_of(n["scale"], n["D"]),
+        bias="none" if n["bias"] is None else "matrix",
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        shares_kv=n["v"] is None,
+        page_size=n["page_size"],
+        kv_dtype=stored_as(n["k"][0], n["q"].dtype),
+        dequant_k=of_keys,
+        dequant_v=of_keys if n["v"] is None else scale_kind(n["v_scale"], n["v"], heads, n["Dv"]),
+        out_quant="none" if scales is None else "tensor" if scales.numel() == 1 else "channel",
+        softcap=float(n["softcap"]),
+    )
+
+
+RECORD = Op(
+    "decode_attention",
+    "Attention of the newest tokens of each sequence over its cache.",
+    (
+        Tensor("q", "Query rows, the newest tokens.", dtypes=OWN_FLOATS, shape=_rows("1", "D")),
+        Tensors("k", "Keys: one tensor, one per sequence, or pages.", shape=_rows("2", "D")),
+        Tensors("v", "Values, as the keys lie.", True, dtypes="=k", shape=_rows("2", "D")),
+        Attr("layout", "Axis order of q and the output.", type=str, default="BSND", code=INVALID),
+        Attr(
+            "cache_layout",
+            "Axis order of k and v; pages count where the batch does.",
+            type=str,
+            default="BSND",
+            domain="cache_layout in ('BSND', 'BNSD')",
+            bad="BSH",
+            code=INVALID,
+        ),
+        Array("q_len", "Query rows of every sequence; None: all.", True),
+        Array("kv_len", "Tokens of every sequence in its cache.", True),
+        Tensor("block_table", "The pages of every sequence.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order),
+        _scale_param("k_scale", "key = (stored + k_offset) * k_scale."),
+        _scale_param("k_offset", "Added to stored keys."),
+        _scale_param("v_scale", "value = (stored + v_offset) * v_scale."),
+        _scale_param("v_offset", "Added to stored values."),
+        Attr("dim_v", "Without v: values are the first dim_v elements of the keys.", default=0),
+        Attr("scale", "Factor on q . k; None: 1 / sqrt(D).", type=float, default=None),
+        Attr("band", "The interval of keys that each row sees; None: Band.causal().", type=Band, default=None),
+        *(BLOCKED, BIAS, OWN_SINK),
+        _scale_param("out_scale", "out = round(x * out_scale + out_offset) as int8."),
+        _scale_param("out_offset", "Added before rounding."),
+        SOFTCAP,
+    ),
+    RULES,
+    formula="""k, v = (stored + offset) * scale                     where the cache holds integers
+out  = softmax(cap(scale * q k^T) + bias, keys seen) @ v""",
+    tex=r"""\begin{aligned}
+k_j, v_j &= (stored_j + offset)\, scale \quad \text{where the cache holds integers} \\
+s_{ij} &= \operatorname{cap}(scale\; q_i \cdot k_j) + bias_{ij} \\
+out_i &= \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}} + e^{sink}}
+\end{aligned}""",
+    rulings=(10, 11, 16, 18, 23),
+    layouts=("BSND", "BNSD"),
+    layout_attr="layout",
+    neutral={"N2": None},
+    derive=geometry,
+    functions=FUNCTIONS
+    | {f.__name__: f for f in (groups, stored_fits, values_fit, scales_fit, rows_within, broadcasts, band_fits)},
+    lower=lower,
+    results=RESULTS,
+    fresh=fresh,
+    again=("q", "k", "v", "block_table"),
+    sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
+    samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
+)
+RECORDS = (RECORD,)

@@ -1,0 +1,362 @@
+"""The record of this library's own `attention`, and its lowering: what CANN's operators say, without their words.
+
+Lengths are lengths, masks need no tensor, biases broadcast; everything a call may combine, it may combine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import INVALID, Array, Attr, Bound, Op, Rule, Tensor, dtype_text, trained
+from fusion_attention.ir.mask import NONE_BLOCKED, TILE, UNLIMITED, Band
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.ops.shared.checks import band_fits, broadcasts, lengths_fit
+from fusion_attention.ops.shared.layouts import Form, wide
+from fusion_attention.ops.shared.params import BIAS, BLOCKED, OWN_FLOATS, OWN_SINK, SOFTCAP, scale_of
+from fusion_attention.ops.shared.rules import (
+    PACKED,
+    PADDED,
+    WHOLE,
+    broadcasting,
+    covered,
+    doubt,
+    elements,
+    finite_scale,
+    group,
+    groups_of_heads,
+    of_lengths,
+    one_length_each,
+    presence,
+    rope_pair,
+    untrained,
+)
+from fusion_attention.ops.shared.sparse_modes import mode_band
+from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
+from fusion_attention.ops.training.records import SIZES, rows
+from fusion_attention.ops.training.run import PlainForward
+
+OWN_ROPE = {"q_rope": True, "k_rope": True}
+ONE_TILE = {"blocked_tiles": "1 1 1 1"}
+HEADS_FIRST = 'heads before tokens are layout="BNSD"'
+
+
+RULES = (
+    presence(
+        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), spoil={"heads": None}
+    ),
+    presence(
+        "q_len is not None",
+        "q_len",
+        "tokens of every packed sequence, e.g. q_len=[100, 150, 50]",
+        text="the lengths of packed sequences",
+        only=PACKED,
+        spoil={"q_len": None, "kv_len": None},
+    ),
+    rope_pair("q_rope", "k_rope", OWN_ROPE),
+    *(
+        of_lengths(
+            f"lengths_fit({name}, False, B, S{axis}, T{axis})",
+            name,
+            "tokens of every sequence, not cumulative ends",
+            text=f"lengths of the sequences that the {side} tensor holds",
+            spoil={name: too_long},
+        )
+        for name, axis, side, too_long in (("q_len", 1, "query", [3, 6]), ("kv_len", 2, "key", [5, 8]))
+    ),
+    one_length_each("q_len", "kv_len"),
+    of_lengths(
+        "kv_len is not None or sum(q_len) <= T2",
+        "kv_len",
+        "without kv_len the query's lengths serve keys too",
+        text="kv_len, or as many key tokens as q_len adds up to",
+        when="q_len is not None",
+        only=PACKED,
+        given={"T2": 8, "kv_len": None},
+        spoil={"T2": 6},
+    ),
+    *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
+    groups_of_heads("k", HEADS_FIRST),
+    doubt(
+        "S1 == 1 or N1 <= max(S1, 256)",
+        "q",
+        HEADS_FIRST,
+        "no more heads than rows, or 256",
+        only=("BSND",),
+        spoil={"N1": 258},
+    ),
+    elements("D", "q"),
+    elements("Dv", "v"),
+    elements("Dr", "q_rope", optional=True, given=OWN_ROPE),
+    Rule(
+        "band is None or sparse_mode is None",
+        "band",
+        "two ways to say one thing",
+        given={"band": Band()},
+        spoil={"sparse_mode": 3},
+    ),
+    Rule(
+        "band_fits(band, len(q_len))",
+        "band",
+        "make it with Band.causal(), Band.window() or Band.prefix_causal()",
+        text="a band of whole numbers, its prefix empty or one per sequence",
+        given={"band": Band.prefix_causal([1, 2])},
+        spoil={"band": Band.prefix_causal([1, 2, 3])},
+    ),
+    Rule(
+        "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
+        "sparse_mode",
+        "prefixes: band=Band.prefix_causal(...)",
+        text="one of 0, 1, 2, 3, 4, 7, 8",
+        spoil={"sparse_mode": 6},
+    ),
+    Rule(
+        "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
+        "pre_tokens",
+        "without a mode use band=Band.window(pre_tokens, next_tokens)",
+        text="pre_tokens and next_tokens only beside a sparse_mode",
+        spoil={"pre_tokens": 2},
+    ),
+    *broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
+    Rule(
+        "bias is None or alibi_slopes is None",
+        "bias",
+        "add the distances to the bias",
+        text="a bias or alibi_slopes",
+        given={"bias": "S1 S2"},
+        spoil={"alibi_slopes": ("N1", "float32")},
+    ),
+    Rule(
+        "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
+        "alibi_slopes",
+        "one slope per head",
+        when="alibi_slopes is not None",
+        given={"alibi_slopes": ("N1", "float32")},
+        spoil={"alibi_slopes": ("3", "float32")},
+    ),
+    *untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
+    Rule(
+        "len(alibi_start) == 2 and positions(alibi_start)",
+        "alibi_start",
+        "of the first query row and of the first key",
+        text="two positions below 2**40",
+        when="alibi_start is not None",
+        given={"alibi_slopes": ("N1", "float32"), "alibi_start": [0, 0]},
+        spoil={"alibi_start": [0]},
+    ),
+    Rule(
+        "alibi_start is None",
+        "alibi_start",
+        "distances need slopes",
+        text="alibi_start only beside alibi_slopes",
+        when="alibi_slopes is None",
+        spoil={"alibi_start": [0, 0]},
+    ),
+    *group(
+        Rule(
+            "drop_bits.numel() * 8 >= N1 * drop_rows",
+            "drop_bits",
+            "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
+            text="a bit for every score",
+            spoil={"drop_bits": "4"},
+        ),
+        Rule(
+            "keep_prob < 1",
+            "drop_bits",
+            "bits drop with keep_prob < 1",
+            text="drop_bits only with keep_prob < 1",
+            spoil={"keep_prob": 1.0},
+        ),
+        Rule(
+            "seed is None",
+            "drop_bits",
+            "the bits say what is kept, here and in the gradient: a seed would have no use",
+            text="drop_bits or a seed, not both",
+            spoil={"seed": 3},
+        ),
+        when="drop_bits is not None",
+        given={"drop_bits": "1024", "keep_prob": 0.5},
+    ),
+    finite_scale("scale"),
+    *group(
+        Rule(
+            "tiles_fit(blocked_tiles, B, N1, S1, S2)",
+            "blocked_tiles",
+            "one number per tile of 128 rows by 128 keys",
+            text="shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)]",
+            spoil={"blocked_tiles": "1 1 1 2"},
+        ),
+        Rule(
+            "tiles_exist(blocked_tiles, bit_tiles or 0)",
+            "blocked_tiles",
+            "-1 removes a whole tile, -2 nothing of it",
+            text="-1, -2, or the number of a tile in blocked_bits",
+            reads=True,
+            spoil={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
+        ),
+        when="blocked_tiles is not None",
+        given=ONE_TILE,
+    ),
+    Rule(
+        "blocked_tiles is not None",
+        "blocked_bits",
+        "the tiles say where which bits belong",
+        text="blocked_bits only beside blocked_tiles",
+        when="blocked_bits is not None",
+        given={**ONE_TILE, "blocked_bits": "3 128 16"},
+        spoil={"blocked_tiles": None},
+    ),
+)
+
+
+def lengths(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths per sequence, and the axes B, S1, S2 where rows are packed."""
+    packed = names["layout"] == "TND"
+    q_len, kv_len = names["q_len"], names["kv_len"]
+    if packed:
+        kv_len = q_len if kv_len is None else kv_len
+        sizes = {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(kv_len.max(initial=0))}
+        return sizes | {"q_len": q_len, "kv_len": kv_len, "drop_rows": int((q_len * kv_len).sum())}
+    q_len = np.full(names["B"], names["S1"], np.int64) if q_len is None else q_len
+    kv_len = np.full(names["B"], names["S2"], np.int64) if kv_len is None else kv_len
+    return {"q_len": q_len, "kv_len": kv_len, "drop_rows": names["B"] * names["S1"] * names["S2"]}
+
+
+def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
+    """The call of a bound `attention`; seed is the one drawn where the caller gave none."""
+    n = bound.names
+    problem, form, extents = bound.once(_without_tensors)
+    slopes, sink = n["alibi_slopes"], n["sink"]
+    if slopes is not None or sink is not None:
+        slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
+    tiles = n["blocked_tiles"], n["blocked_bits"]
+    extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
+    call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
+    call.memo = bound.memo
+    return call
+
+
+def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents]:
+    matrices = ("none" if n[name] is None else "broadcast" for name in ("bias", "blocked"))
+    return _problem(n), Form(n["layout"], *matrices), _extents(n)
+
+
+def _problem(n: dict[str, Any]) -> Problem:
+    drops = n["keep_prob"] < 1
+    return Problem(
+        heads_q=n["N1"],
+        heads_kv=n["N2"],
+        dim_qk=n["D"],
+        dim_v=n["Dv"],
+        dim_rope=n["Dr"] or 0,
+        dtype=dtype_text(n["q"]),
+        scale=scale_of(n["scale"], n["D"], n["Dr"] or 0),
+        bias="slopes" if n["alibi_slopes"] is not None else "none" if n["bias"] is None else "matrix",
+        has_blocked=n["blocked"] is not None,
+        has_sink=n["sink"] is not None,
+        dropout=("philox" if n["drop_bits"] is None else "bits") if drops else "none",
+        keep_prob=float(n["keep_prob"]) if drops else 1.0,
+        empty_rows=n["empty_rows"],
+        softcap=float(n["softcap"]),
+        has_blocked_tiles=n["blocked_tiles"] is not None,
+    )
+
+
+def _extents(n: dict[str, Any]) -> Extents:
+    q_len, kv_len, mode = n["q_len"], n["kv_len"], n["sparse_mode"]
+    if mode is not None:
+        band = mode_band(mode, True, n["pre_tokens"], n["next_tokens"], None, q_len, kv_len)
+    else:
+        band = (n["band"] or Band.full()).resolve(q_len, kv_len)
+    start = n["alibi_start"]
+    shift = q_len - kv_len if start is None else np.full_like(q_len, start[1] - start[0])
+    # The shift means nothing without slopes; one value for all such calls lets them share a plan.
+    return Extents(q_len, kv_len, *band, shift if n["alibi_slopes"] is not None else np.zeros_like(q_len))
+
+
+RECORD = Op(
+    "attention",
+    "Softmax attention over the keys that a band, a matrix and lengths leave to each query row.",
+    (
+        Tensor("q", "Query rows.", dtypes=OWN_FLOATS, shape=rows("1", "D")),
+        Tensor("k", "Key rows.", dtypes="=q", shape=rows("2", "D")),
+        Tensor("v", "Value rows.", dtypes="=q", shape=rows("2", "Dv")),
+        Attr("layout", "Axis order of q, k, v and the output.", type=str, default="BSND", code=INVALID),
+        Attr(
+            "heads",
+            "Query heads; needed where the last axis holds them (BSH, SBH).",
+            default=0,
+            axis="N1",
+            code=INVALID,
+        ),
+        Array("q_len", "Query rows of every sequence (TND: needed).", True),
+        Array("kv_len", "Keys of every sequence.", True),
+        Tensor("q_rope", "Rope part of the query rows.", True, dtypes="=q", shape=rows("1", "Dr")),
+        Tensor("k_rope", "Rope part of the key rows.", True, dtypes="=q", shape=rows("2", "Dr")),
+        Attr("scale", "Factor on q . k; None: 1 / sqrt(D + Dr).", type=float, default=None),
+        Attr("band", "The interval of keys that each row sees; None: all.", type=Band, default=None),
+        Attr("sparse_mode", "CANN's mode instead of a band; compressed modes need no mask.", default=None),
+        Attr("pre_tokens", "Window to the left of modes 0 and 4.", default=UNLIMITED),
+        Attr("next_tokens", "Window to the right of modes 0, 4, 7 and 8.", default=UNLIMITED),
+        *(BLOCKED, BIAS),
+        Tensor("alibi_slopes", "Bias -slope * |distance to the diagonal|.", True, dtypes=OWN_FLOATS),
+        Array("alibi_start", "Positions of the first query row and the first key; None: the last ones meet.", True),
+        OWN_SINK,
+        Attr(
+            "keep_prob", "Share of probabilities kept.", type=float, default=1.0, domain="0 < keep_prob <= 1", bad=0.0
+        ),
+        Tensor(
+            "drop_bits",
+            "One bit per score, 1 = kept.",
+            True,
+            dtypes="uint8",
+            make=lambda s: torch.ones(s, dtype=torch.uint8),
+        ),
+        Attr("seed", "Seed of drawn dropout; None draws one.", default=None, unsigned=True),
+        Attr("offset", "Offset of drawn dropout.", default=0, domain="0 <= offset < 2**32", bad=1 << 32),
+        Attr(
+            "empty_rows",
+            "What rows without a key return.",
+            type=str,
+            default="zero",
+            domain="empty_rows in ('zero', 'mean')",
+            bad="nan",
+        ),
+        SOFTCAP,
+        Tensor(
+            "blocked_tiles",
+            "What each tile of 128 x 128 scores removes: -1 all, -2 nothing, or the number of its bits.",
+            True,
+            dtypes="int32",
+            make=lambda s: torch.full(s, NONE_BLOCKED, dtype=torch.int32),
+        ),
+        Tensor(
+            "blocked_bits",
+            "Bits of numbered tiles: a row of 16 bytes per query row, lowest bit first, 1 removes a score.",
+            True,
+            dtypes="uint8",
+            shape=f"bit_tiles {TILE} {TILE // 8}",
+            make=lambda s: torch.zeros(s, dtype=torch.uint8),
+        ),
+    ),
+    RULES,
+    formula="out = softmax(cap(scale * (q k^T + q_rope k_rope^T)) + bias, keys seen) * keep / keep_prob @ v",
+    tex=r"""\begin{aligned}
+s_{ij} &= \operatorname{cap}\!\big(scale\,(q_i \cdot k_j + q^{rope}_i \cdot k^{rope}_j)\big) + bias_{ij} \\
+out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime} e^{s_{ij\prime}} + e^{sink}}\;
+  v_j, \qquad j \text{ over the keys that row } i \text{ sees}
+\end{aligned}""",
+    rulings=(1, 2, 4, 9, 10, 11, 21, 23),
+    layouts=(*PADDED, *PACKED),
+    layout_attr="layout",
+    neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr", "bit_tiles")),
+    derive=lengths,
+    functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, tiles_fit, tiles_exist, trained)},
+    lower=lambda bound, *, seed=0, offset=0: PlainForward(dense_call(bound, seed=seed)),
+    sizes=SIZES,
+    samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
+)
+RECORDS = (RECORD,)

@@ -1,0 +1,107 @@
+"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Op, bind
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.training import fa_record, lower
+from fusion_attention.ops.training import records as training
+from fusion_attention.ops.training.call import DenseCall
+from fusion_attention.ops.training.statistics import from_lanes, to_lanes
+from fusion_attention.testing.cases import Case, Results, Tensor, hostile, in_band, prefix_fits, seen
+from fusion_attention.testing.tiles import cut_tiles
+from fusion_attention.torch_ops.dense_eager import attention, attention_backward
+
+
+def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same call as arguments of fusion_attention.attention(); None where that face has no words for it."""
+    matrix = case.pse in ("full", "shared_full", "row", "shared_row")
+    slopes = "slopes" in case.pse
+    if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
+        return None
+    if case.pse != "none" and not slopes and (not matrix or case.packed or (case.pse_type == 1 and case.scale != 1)):
+        return None
+    banded = [(in_band(case, b).any(-1), seen(case, args, b).any(-1)) for b in range(len(case.q_len))]
+    keyed = [pair for pair, keys in zip(banded, case.kv_len, strict=True) if keys]
+    beyond = any(not band.all() for band, _ in keyed)
+    if case.packed and beyond and any((band & ~some).any() for band, some in keyed):
+        return None  # two forms of empty rows in one call
+    mode, mask = case.sparse_mode, args["atten_mask"]
+    prefix = mode == 6 or (mode == 5 and prefix_fits(case))
+    return {
+        "q": args["query"],
+        "k": args["key"],
+        "v": args["value"],
+        "layout": case.layout,
+        "heads": case.heads_q,
+        "q_rope": args["query_rope"],
+        "k_rope": args["key_rope"],
+        "scale": case.scale,
+        "sink": args["sink"],
+        "q_len": case.q_len if case.packed or not case.npu else None,
+        "kv_len": case.kv_len if case.packed or not case.npu else None,
+        "band": Band.prefix_causal(case.prefix or ()) if prefix and mask is not None else None,
+        "sparse_mode": None if prefix or mask is None else 1 if mode == 5 else mode,
+        "pre_tokens": case.pre,
+        "next_tokens": case.next,
+        "blocked": None if case.mask in ("compressed", "tiles") else mask,
+        "bias": args["pse"] if matrix else None,
+        "alibi_slopes": args["pse"] if slopes else None,
+        "alibi_start": (case.starts or (0, 0)) if slopes else None,
+        "keep_prob": case.keep_prob,
+        "drop_bits": args["drop_mask"],
+        "seed": args.get("seed"),
+        "offset": args.get("offset", 0),
+        "empty_rows": "zero" if case.inner_precise == 2 or beyond or not case.npu else "mean",
+        "softcap": case.softcap,
+        **(_tiles(mask) if case.mask == "tiles" else {}),
+    }
+
+
+def _tiles(mask: Tensor) -> dict[str, Tensor]:
+    return {f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), cut_tiles(mask), strict=True)}
+
+
+def call_face(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
+    """A function of fusion_attention.npu with arguments by canonical name; those that it lacks are left out."""
+    given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
+    return function(**given)
+
+
+def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
+    """The call that a face makes of a case."""
+    if case.npu:
+        return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
+    given = pythonic(case, args)
+    assert given is not None, f"{case.id}: no face can express it"
+    return fa_record.dense_call(bind(fa_record.RECORD, given), seed=args.get("seed", 0))
+
+
+def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
+    """Every output of the two verbs: out, max and sum (eight lanes), dq, dk, dv, dq_rope, dk_rope, dpse, dsink."""
+    dbias = call.extras[2] is not None
+    with torch.no_grad():
+        out, *stats = attention(call, backend)
+        lanes = to_lanes(call, *stats)
+        saved = from_lanes(call, *lanes)
+        grads = attention_backward(call, dy, out, saved, dbias=dbias, backend=backend)
+    dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
+    results = {"out": out, "max": lanes[0], "sum": lanes[1], "dq": dq, "dk": dk, "dv": dv}
+    results |= {"dq_rope": dq_rope, "dk_rope": dk_rope} if call.problem.dim_rope else {}
+    results |= {"dpse": dpse} if dbias else {}
+    return results | ({"dsink": dsink} if call.problem.has_sink else {})
+
+
+def golden(case: Case, args: Mapping[str, Any]) -> Results:
+    """run() in float64 by the golden back end, on the same lowered call, promoted."""
+    call = lowered(case, args)
+    problem = replace(call.problem, dtype="float64")
+    extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)
+    wide = replace(call, problem=problem, q=call.q.double(), k=call.k.double(), v=call.v.double(), extras=extras)
+    return run(wide, args["dy"].double(), "golden")

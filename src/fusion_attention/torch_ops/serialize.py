@@ -1,0 +1,189 @@
+"""A call of any record as an operator of torch takes it: tensors, lengths as int64 tensors, numbers, one line of text.
+
+So a trace holds no length and no plan: checking, lowering and planning happen inside, when the operator runs. pack()
+makes this form of arguments, read() and unpack() make arguments of it again. Refuses to know what is computed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import NESTED, Array, Attr, Bound, ContractError, Failure, Op, Tensor, bind, show
+from fusion_attention.contract import Tensors as Listed
+from fusion_attention.ir.dropout import signed
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops import RECORDS
+from fusion_attention.settings import chosen, current
+
+Given = Sequence[torch.Tensor | None]
+
+CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, {seed}str call"
+# The arguments of a dense gradient record that its operator takes by themselves.
+SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
+
+
+class Names(NamedTuple):
+    """The canonical names of what a record takes and gives."""
+
+    tensors: tuple[str, ...]  # inputs
+    arrays: tuple[str, ...]
+    attributes: tuple[str, ...]
+    lists: tuple[str, ...]  # of tensors
+    results: tuple[str, ...]
+
+
+def names_of(op: str) -> Names:
+    """The names of a record."""
+    record = RECORDS[op]
+    apart = () if record.results else SAVED
+    return Names(
+        tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output and p.name not in apart),
+        tuple(p.name for p in record.params if isinstance(p, Array)),
+        tuple(p.name for p in record.params if isinstance(p, Attr)),
+        tuple(p.name for p in record.params if isinstance(p, Listed)),
+        record.results,
+    )
+
+
+def constant(function: Callable[[str], Any], value: str) -> Any:
+    """function(value), a constant in a trace: that need not look into records or settings, nor watch them."""
+    if torch.compiler.is_compiling():
+        from fusion_attention.torch_ops import trace_constants
+
+        return trace_constants.constant(function, value)
+    return function(value)
+
+
+def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
+    """The arguments of an operator that takes CALL and a seed, from a record's name and arguments by canonical name.
+
+    A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
+    record's: what is wrong with them bind() says.
+    """
+    names = constant(names_of, op)
+    ints: dict[str, Any] = {}
+    floats: dict[str, Any] = {}
+    words: dict[str, Any] = {}
+    for name in names.attributes:
+        value = args.get(name)
+        if value is None:
+            continue
+        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+            value = value.item()  # in a trace of dynamo a number of numpy is an array
+        if isinstance(value, (bool, str)):
+            words[name] = value
+        elif isinstance(value, (int, torch.SymInt)):
+            if isinstance(value, int) and name == "seed":
+                value = signed(value)
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise TypeError(f"{op}: {name}: expected an int below 2**63 (a seed: 2**64)")
+            ints[name] = value
+        elif isinstance(value, (float, torch.SymFloat)):
+            floats[name] = value
+        elif isinstance(value, Band):
+            words[name] = tuple(getattr(value, f.name) for f in fields(value))
+        else:
+            raise TypeError(f"{op}: {name}: expected a plain number or word, got {show(value)}")
+    given: list[Any] = []
+    lists: dict[str, int] = {}
+    for name in names.tensors:
+        value = args.get(name)
+        several = list(value) if name in names.lists and isinstance(value, (list, tuple)) else [value]
+        for tensor in several:
+            if tensor is not None and not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{op}: {name}: expected a tensor, got {type(tensor)}")
+            if tensor is not None and tensor.is_nested:
+                raise nested(op, name)
+        if isinstance(value, (list, tuple)):
+            lists[name] = len(several)
+        given += several
+    text = f"{op};{constant(settings_of, backend)};{','.join(ints)};{','.join(floats)};{lists!r};{words!r}"
+    lengths = [_as_tensor(args.get(name)) for name in names.arrays]
+    return given, lengths, list(ints.values()), list(floats.values()), seed, text
+
+
+def nested(op: str, name: str) -> ContractError:
+    """What is wrong with a nested tensor, which no operator would even be called for."""
+    return ContractError([Failure(op, RECORDS[op].by_name[name].shown, "a dense tensor", "a nested one", NESTED)])
+
+
+def settings_of(backend: str) -> str:
+    """The back end of a call that is traced, and how it is checked: what is set where it is traced stays with it."""
+    asked = current()
+    return f"{chosen(backend)},{asked.strict:d},{asked.check_content:d}"
+
+
+def _as_tensor(lengths: Any) -> torch.Tensor | None:
+    if lengths is None or isinstance(lengths, torch.Tensor):
+        return lengths
+    # What is no whole number stays so for bind() to refuse; an empty list has no dtype of its own.
+    return torch.tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the line of text says: record, settings, names of numbers, lengths of lists, and the words themselves.
+
+    Attributes:
+        strict, check_content: None where the trace did not ask for it, so that it is for those who run it to say.
+    """
+
+    op: Op
+    backend: str
+    strict: bool | None
+    check_content: bool | None
+    ints: tuple[str, ...]
+    floats: tuple[str, ...]
+    lists: dict[str, int]
+    words: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def read(text: str) -> Text:
+    """The line of text, read once."""
+    name, asked, ints, floats, lists, words = text.split(";", 5)
+    backend, strict, content = asked.split(",")
+    op = RECORDS[name]
+    values = ast.literal_eval(words)
+    for key, value in values.items():
+        attr = op.by_name[key]
+        if isinstance(value, tuple) and isinstance(attr, Attr):
+            values[key] = attr.type(*value)
+    whole, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
+    checks = strict == "1" or None, content == "1" or None
+    return Text(op, backend, *checks, whole, broken, ast.literal_eval(lists), values)
+
+
+def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:
+    """The arguments by canonical name."""
+    names = names_of(text.op.name)
+    args = dict(text.words)
+    left = iter(tensors)
+    for name in names.tensors:
+        count = text.lists.get(name)
+        args[name] = next(left) if count is None else tuple(itertools.islice(left, count))
+    for keys, values in zip((names.arrays, text.ints, text.floats), (arrays, ints, floats), strict=True):
+        args.update(zip(keys, values, strict=True))
+    return args
+
+
+def bound(text: Text, args: dict[str, Any]) -> Bound:
+    """The checked call."""
+    return bind(text.op, args, strict=text.strict, check_content=text.check_content)
+
+
+def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
+    """What is wrong with the call, while it is traced; symbols and lengths wait until it runs."""
+    given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
+    sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
+    known = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))
+    if known and not any(t is not None for t in arrays):
+        bind(text.op, args, strict=text.strict, reads=False, memory=False)

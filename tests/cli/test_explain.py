@@ -1,0 +1,459 @@
+"""`fusion-attention explain`: calls as text, as captures and as CANN's log; the rule that breaks, and its mend."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from support.written import text as written
+from typer.testing import CliRunner
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.cli import app
+from fusion_attention.contract.sampling import Spoiled, sample, spoils
+from fusion_attention.explain.cann_logs import CODES, read_log
+from fusion_attention.explain.explanation import Explanation, explain, explain_arguments
+from fusion_attention.explain.parser import parse_call
+from fusion_attention.ops import RECORDS
+
+OPERATORS = [name for name in RECORDS if name != "decode_attention"]  # its cache is no parameter of the record
+# What shapes and dtypes cannot show.
+UNSEEN = ("gaps", "neighbouring", "gradient", "shares no memory")
+HEADS = "f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 8"
+TOKENS = "bf16[300,8,64], bf16[300,8,64], bf16[300,8,64], 8"
+
+
+def sentences(found: Explanation, where: str = "everywhere") -> list[str]:
+    return [f.sentence for f in found.findings if f.where == where]
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_legal_call_of_every_operator(name: str) -> None:
+    op = RECORDS[name]
+    found = explain(written(op, sample(op), face=False))
+    assert found.operator == name
+    assert sentences(found) == []
+    assert found.results
+    assert set(found.computes) == {"cpu", "golden", "triton"}
+    assert found.computes["golden"] == "yes"
+
+
+def spoiled(name: str, share: int) -> list[Spoiled]:
+    """Calls that break one rule each; about one in `share` of them, always the same ones."""
+    op = RECORDS[name]
+    chosen = [one for one in spoils(op) if zlib.crc32(one.id.encode()) % share == 0]
+    return [one for one in chosen if not one.id.endswith("-type") and can_show(name, one)]
+
+
+def can_show(name: str, one: Spoiled) -> bool:
+    op = RECORDS[name]
+    rules = {op.spell(rule.expected): rule for rule in op.asked}
+    rule = rules.get(one.expected)
+    outputs = {p.shown for p in op.tensors(output=True)}
+    seen = rule is None or not (rule.reads or rule.level == "content")
+    return seen and one.param not in outputs and not any(word in one.expected for word in UNSEEN)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_broken_rule_is_found_from_text(name: str) -> None:
+    found_any(name, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_broken_rule_is_found_from_text(name: str) -> None:
+    found_any(name, 1)
+
+
+def found_any(name: str, share: int) -> None:
+    op = RECORDS[name]
+    for one in spoiled(name, share):
+        found = explain(written(op, one.args, face=False))
+        broken = [f for f in found.findings if f.param == one.param]
+        assert broken, one.id
+        if one.level in ("meaning", "limit"):
+            assert found.broken, one.id
+            assert one.code in [f.code for f in broken], one.id
+            assert not one.expected or one.expected in [f.expected for f in broken], one.id
+        assert (broken[0].where == "chip") == (one.level == "limit" and bool(op.source)) or one.level != "limit"
+
+
+# --------------------------------------------------------------------------------------------------------------- calls
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "sentence"),
+    [
+        (
+            'npu_fusion_attention(f16[2,5,8,64], f16[2,5,3,64], f16[2,5,3,64], 8, "BSND")',
+            "everywhere",
+            "key: expected N2 > 0 and N1 % N2 == 0, got N2=3, N1=8",
+        ),
+        (
+            "torch_npu.npu_incre_flash_attention(f16[1,3,64], f16[1,9,64], f16[1,9,64], scale_value=0.125)",
+            "chip",
+            "query: expected S1 == 1, got S1=3",
+        ),
+        (
+            f'npu_fusion_attention({TOKENS}, "TND", actual_seq_qlen=[100, 150, 50], actual_seq_kvlen=[100, 250, 300])',
+            "everywhere",
+            "actual_seq_qlen: expected ends that never fall, or only to a tail of zeros, got item 2: 50 after 150",
+        ),
+        (
+            f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen=[50], actual_seq_kvlen=[300])',
+            "chip",
+            "actual_seq_qlen: expected sequences that take up all T1 rows of the tensor, got T1=300, q_len=[50]",
+        ),
+        (
+            f'npu_fusion_attention({HEADS}, "BSND", headnum=8)',
+            "everywhere",
+            "npu_fusion_attention() got an unexpected keyword argument 'headnum'",
+        ),
+        (
+            "fa.attention(bf16[1,10,4,64], bf16[1,10,4,64], bf16[1,10,4,64], is_causal=True)",
+            "everywhere",
+            "attention() got an unexpected keyword argument 'is_causal'",
+        ),
+        (
+            "fa.attention(bf16[1,10,4,64], bf16[1,10,4,64], bf16[1,10,4,64], bf16[1,10,4,64])",
+            "everywhere",
+            "attention() too many positional arguments",
+        ),
+        (
+            f'npu_fusion_attention({HEADS}, "BSND", scale=0.125, atten_mask=f16[5,5])',
+            "everywhere",
+            "atten_mask: expected bool or uint8, got float16",
+        ),
+    ],
+)
+def test_the_rule_in_our_words(call: str, where: str, sentence: str) -> None:
+    found = explain(call)
+    assert sentence in sentences(found, where)
+    assert found.broken
+
+
+def test_cann_s_names_are_read_and_said() -> None:
+    rows = "query=f16[2,5,512], key=f16[2,5,512], value=f16[2,5,512]"
+    call = f"aclnnFlashAttentionScoreGetWorkspaceSize({rows}, {{}}headNum=8)"
+    found = explain(call.format('inputLayout="BSH", scaleValue=0.125, attenMaskOptional=bool[16,1,1,5], '))
+    (broken,) = [f for f in found.findings if f.where == "everywhere"]
+    assert (broken.param, broken.cann, broken.code) == ("atten_mask", "attenMaskOptional", 561002)
+    missing = explain(call.format(""))
+    assert "input_layout" in [f.param for f in missing.findings if f.code == 161001]
+
+
+def test_tensors_as_torch_makes_them() -> None:
+    call = """
+import torch, torch_npu
+B, S, N, D = 2, 128, 8, 64
+q = torch.randn(B, S, N, D, dtype=torch.bfloat16, device="npu")
+k = torch.empty((B, S, 2, D)).to(torch.bfloat16).npu()
+v = torch.zeros_like(k)
+mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+ends = torch.tensor([S, 2 * S]).tolist()
+out, *_ = torch_npu.npu_fusion_attention(
+    q.view(B * S, N, D), k.flatten(0, 1), v.reshape(-1, 2, D), head_num=N, input_layout="TND",
+    atten_mask=mask, sparse_mode=3, scale=D ** -0.5, actual_seq_qlen=ends, actual_seq_kvlen=[S] * 2,
+)[0]
+"""
+    found = explain(call.replace("[S] * 2", "ends"))
+    assert sentences(found) == sentences(found, "chip") == []
+    assert found.sizes["T1"] == 256
+    assert found.sizes["q_len"] == [128, 128]
+    assert found.results["attention_out"] == "bfloat16[256, 8, 64]"
+    assert found.unread == ("atten_mask",)
+    assert explain(call).broken  # [S, S] are lengths, not ends
+
+
+def test_bands_caches_and_positions() -> None:
+    window = "fa.attention(bf16[1,9,4,64], bf16[1,9,4,64], bf16[1,9,4,64], band=fa.Band.window(3, 0), return_lse=True)"
+    assert not explain(window).broken
+    cache = "fa.decode_attention(f16[2,1,8,64], (f16[2,100,2,64], f16[2,100,2,64]), kv_len=[100, {}])"
+    assert explain(cache.format(31)).results["out"] == "float16[2, 1, 8, 64]"
+    assert [f.param for f in explain(cache.format(101)).findings] == ["kv_len"]
+    named = (
+        'npu_fusion_attention(query=f16[2,5,512], key=f16[2,5,512], value=f16[2,5,512], head_num=8, input_layout="BSH")'
+    )
+    by_position = 'npu_fusion_attention(f16[2,5,512], f16[2,5,512], f16[2,5,512], 8, "BSH")'
+    assert explain(named) == explain(by_position)
+
+
+def test_printed_it_is_a_few_lines() -> None:
+    found = fa.explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)')
+    lines = str(found).splitlines()
+    assert lines[0].startswith("npu_fusion_attention: breaks one rule")
+    assert lines[1] == "everywhere: key: expected float16 as query, got float32 (convert it with .to())"
+    assert "mend: key in float16" in lines
+
+
+def test_a_doubt_is_no_broken_rule_here() -> None:
+    found = explain(f'npu_fusion_attention({HEADS}, "BSND", scale=0.125, sparse_mode=2)')
+    assert [f.param for f in found.findings] == ["sparse_mode"]
+    assert {f.where for f in found.findings} <= {"chip", "warning"}
+
+
+LENGTHS = [100, 150, 50]
+MENDS = [
+    (
+        f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen={LENGTHS}, actual_seq_kvlen={LENGTHS})',
+        "cumulative ends in place of lengths: actual_seq_qlen=[100, 250, 300], actual_seq_kvlen=[100, 250, 300]",
+    ),
+    (
+        f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen=[0, 300], actual_seq_kvlen=[300])',
+        "without the leading 0 of cu_seqlens: actual_seq_qlen=[300]",
+    ),
+    (
+        f'npu_fusion_attention({HEADS}, "BSND", scale=0.1, atten_mask=bool[2,1,1,5])',
+        "atten_mask=mask.expand(-1, -1, 5, -1)",
+    ),
+    (
+        f'npu_fusion_attention({HEADS}, "BSND", scale=0.1, atten_mask=f16[5,5])',
+        "atten_mask as bool, true where a key is hidden",
+    ),
+    (
+        f'npu_fusion_attention({HEADS}, "BSND", scale=0.1, sparse_mode=3, atten_mask=bool[5,5])',
+        "sparse_mode=1 for a mask of your own, or sparse_mode=0",
+    ),
+    (
+        'npu_fusion_attention(f16[2,8,90,64], f16[2,8,90,64], f16[2,8,90,64], 8, "BSND", scale=0.1)',
+        'input_layout="BNSD", if the tensors lie so',
+    ),
+    (
+        'npu_fusion_attention(f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 4, "BSND", scale=0.1)',
+        "head_num=8, an axis of query",
+    ),
+    (
+        'npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)',
+        "key in float16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "mend"), MENDS)
+def test_mends_are_tried_before_they_are_named(call: str, mend: str) -> None:
+    assert mend in explain(call).mends
+
+
+def test_a_call_that_no_single_change_mends() -> None:
+    found = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
+    assert found.broken
+    assert found.mends == ()
+    # It runs here: what would change nothing on the chip is no mend.
+    speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
+    assert fa.explain(speculating).mends == ()
+
+
+def test_a_named_call_is_parsed_and_nothing_more() -> None:
+    call = parse_call(
+        "npu.npu_incre_flash_attention(f16[1,1,64], key=[f16[1,9,64]], value=[f16[1,9,64]], num_heads=2-1)"
+    )
+    assert call.operator == "npu_incre_flash_attention"
+    assert [t.is_meta for t in (*call.positional, *call.named["key"])] == [True, True]
+    assert call.named["num_heads"] == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- logs
+
+HEAD = "RuntimeError: npu_{}:build/compiler_depend.ts:275 NPU function error: call {} failed, error code is {}\n"
+BODY = """[ERROR] 2026-01-21-05:41:35 (PID:7, Device:0, RankID:-1) ERR00100 PTA call acl api failed.
+EZ9999: Inner Error!
+EZ9999[PID: 7] 2026-01-21-05:41:35.799.239 (EZ9999):  {}[FUNC:Check][FILE:some_tiling.cpp][LINE:904]
+        TraceBack (most recent call last):
+       Tiling failed[FUNC:Do][FILE:other.cpp][LINE:1]
+"""
+
+
+def log(function: str, operator: str, code: int, reason: str = "") -> str:
+    return HEAD.format(function, operator, code) + (BODY.format(reason) if reason else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "operator", "param", "part"),
+    [
+        (
+            log("fused_infer_attention_score_out_symint", "aclnnFusedInferAttentionScoreV3", 561002,
+                "When layout is TND, queryT(8) must be equal to the last element of actualSequenceLengthQ(5)"),
+            "npu_fused_infer_attention_score", "actual_seq_lengths", "packed lengths that end with query",
+        ),
+        (
+            log("fusion_attention", "aclnnFlashAttentionScore", 561103,
+                "get unsupported atten_mask shape, the shape is [16, 1, 1, 1500]. B=[16], N=[20], Sq=[1500]"),
+            "npu_fusion_attention", "atten_mask", "[B, 1, S1, S2]",
+        ),
+        (
+            log("fused_infer_attention_score_symint", "aclnnFusedInferAttentionScoreV3", 561002,
+                "key/value's actual sequence lengths shape size is 9, it should be bigger or equal to batch size(16)"),
+            "npu_fused_infer_attention_score", "actual_seq_lengths_kv", "a length per item, or one",
+        ),
+        (
+            log("fused_infer_attention_score", "aclnnFusedInferAttentionScoreV3", 561002,
+                "When layout is TND, queryD(128) or keyD(128) must be 192, valueD(128) must be 192/128!"),
+            "npu_fused_infer_attention_score", "query", "D and Dv of 64, 128, 192",
+        ),
+        (
+            log("fusion_attention_v2", "aclnnFlashAttentionScoreV2", 561002, "pse shape is invalid, pseType is 1"),
+            "npu_fusion_attention_v2", "pse", "shape",
+        ),
+    ],
+)  # fmt: skip
+def test_a_log_points_at_rules(text: str, operator: str, param: str, part: str) -> None:
+    found = explain(text)
+    assert found.operator == operator
+    assert found.log is not None
+    assert str(found.log.code) in found.verdict
+    assert found.log.meaning in found.verdict
+    hits = [f for f in found.findings if f.param == param and part in f"{f.expected} {f.mend}"]
+    assert hits, [f.sentence for f in found.findings]
+    assert len(found.findings) <= 4
+    assert all(f.where == "likely" for f in found.findings)
+
+
+@pytest.mark.parametrize("code", [161001, 161002, 561002, 361001, 507015, 507035])
+def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> None:
+    found = explain(log("fusion_attention", "aclnnFlashAttentionScore", code))
+    assert CODES[code][0] in found.verdict
+    (one,) = found.findings
+    assert one.code == code
+    assert "fusion-attention ops npu_fusion_attention" in one.mend
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("507015", "the text names no operator: 507015 (ACL_ERROR_RT_AICORE_EXCEPTION): a kernel was stopped"),
+        (
+            "161002 aclnnFusedInferAttentionScoreV3",
+            "aclnnFusedInferAttentionScoreV3 failed with 161002 (ACLNN_ERR_PARA",
+        ),
+        ("call aclnnFlashAttentionScore failed, error code is 599999", "failed with 599999: a code that is not known"),
+        ("aclnnFlashAttentionScore failed", "aclnnFlashAttentionScore failed with no code: "),
+    ],
+)
+def test_scraps_of_a_log(text: str, verdict: str) -> None:
+    assert verdict in explain(text).verdict
+
+
+def test_a_reason_is_told_without_its_process() -> None:
+    body = "EZ9999: [PID: 12] 2025-01-01-10:00:00.000.000 pse is bad[FUNC:Check][FILE:a.cpp][LINE:1]\n"
+    found = explain(log("fusion_attention", "aclnnFlashAttentionScore", 561002) + body)
+    assert found.log is not None
+    assert found.log.reasons == ("pse is bad",)
+
+
+@pytest.mark.parametrize(
+    ("word", "mend"),
+    [
+        ("is_causal=True", "sparse_mode=3"),
+        ("softmax_scale=0.1", "here: scale="),
+        ("dropout_p=0.1", "keep_prob=1 - dropout_p"),
+        ("cu_seqlens_q=[0, 3]", "actual_seq_qlen=cu_seqlens_q[1:]"),
+        ("sparse_modes=2", "did you mean sparse_mode=?"),
+        ("colour=2", "fusion-attention ops npu_fusion_attention"),
+    ],
+)
+def test_words_of_other_libraries(word: str, mend: str) -> None:
+    (found,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
+    assert mend in found.mend
+
+
+def test_the_size_of_a_page_is_read_from_the_cache() -> None:
+    found = explain(
+        "npu_fused_infer_attention_score(bf16[2,1,1024], bf16[100,128,1024], bf16[100,128,1024], num_heads=8, "
+        'input_layout="BSH", block_table=i32[2,8], actual_seq_lengths_kv=[1024, 900])'
+    )
+    assert [f.param for f in found.findings] == ["block_size"]
+    assert found.mends == ("block_size=128, an axis of key",)
+
+
+def test_a_log_of_an_operator_without_a_record() -> None:
+    found = explain("call aclnnMatmul failed, error code is 161002")
+    assert found.operator == ""
+    assert "aclnnMatmul has no record here" in found.verdict
+    assert explain("561003").verdict.startswith("the text names no operator: 561003")
+
+
+def test_a_call_beside_its_log() -> None:
+    call = f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen={{0}}, actual_seq_kvlen={{0}})'
+    failed = log("fusion_attention", "aclnnFlashAttentionVarLenScore", 561002)
+    assert "this is what 561002 says" in explain(call.format([300, 100]), log=failed).verdict
+    assert "CANN knows a rule more" in explain(call.format([100, 300]), log=failed).verdict
+    other = log("fusion_attention", "aclnnFlashAttentionVarLenScore", 161001)
+    assert "the log's code is 161001" in explain(call.format([300, 100]), log=other).verdict
+
+
+def test_what_a_log_is_read_for() -> None:
+    found = read_log(log("fusion_attention_v3_symint", "aclnnFlashAttentionScoreGetWorkspaceSize", 561002, "a reason."))
+    assert (found.code, found.operator, found.function) == (
+        561002,
+        "aclnnFlashAttentionScore",
+        "npu_fusion_attention_v3",
+    )
+    assert found.reasons == ("a reason",)  # what only says that it failed is left out
+    assert read_log("aclnnFlashAttentionScoreGetWorkspaceSize failed with aclnnStatus=161001.").code == 161001
+
+
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["explain", *arguments], input=stdin, terminal_width=400)
+    return outcome.exit_code, outcome.stdout, outcome.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    legal, broken = f'npu_fusion_attention({HEADS}, "BSND", scale=0.1)', f'npu_fusion_attention({HEADS}, "BSNX")'
+    code, out, _ = run(legal)
+    assert code == 0
+    assert "a legal call of npu_fusion_attention" in out
+    code, out, _ = run(broken)
+    assert code == 1
+    assert "input_layout: expected one of BSND, BSH, " in out
+    assert "[161002 ACLNN_ERR_PARAM_INVALID]" in out
+    file, failed = tmp_path / "call.py", tmp_path / "failed.log"
+    file.write_text(f"x = 1\n{broken}\n")
+    failed.write_text(log("fusion_attention", "aclnnFlashAttentionScore", 161002))
+    assert run(str(file))[:2] == (code, out) == run("-", stdin=broken)[:2]
+    assert run(str(failed))[0] == 1
+    assert "this is what 161002 says" in run(str(file), "--log", str(failed))[1]
+    assert "this is what 161002 says" in run(broken, "--log", failed.read_text())[1]
+
+
+def test_json_holds_what_the_table_shows() -> None:
+    code, out, _ = run(f'npu_fusion_attention({HEADS}, "BSNX", scale=0.1)', "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["operator"] == "npu_fusion_attention"
+    assert found["findings"][0]["name"] == "ACLNN_ERR_PARAM_INVALID"
+    assert found["findings"][0]["mend"]
+    assert found["mends"] == ['input_layout="BSND", if the tensors lie so']
+    code, out, _ = run("call aclnnFlashAttentionScore failed, error code is 161002", "--json")
+    assert json.loads(out)["log"]["name"] == "ACLNN_ERR_PARAM_INVALID"
+
+
+def test_a_captured_call_is_explained_with_its_numbers(tmp_path: Path) -> None:
+    q = torch.randn(1, 5, 8, 64).half()
+    wrong = torch.zeros(2048, 2048, dtype=torch.bool)
+    with fa.capture(tmp_path) as recorded:
+        npu.npu_fusion_attention(q, q, q, 8, "BSND", atten_mask=wrong, sparse_mode=2, scale=0.125)
+    code, out, _ = run(str(recorded.files[0]), "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert [f["param"] for f in found["findings"]] == ["atten_mask"]
+    assert "compressed mask" in found["findings"][0]["expected"]
+    assert found["unread"] == []
+
+
+def test_what_is_there_is_checked_and_what_is_not_is_said() -> None:
+    op = RECORDS["npu_incre_flash_attention"]
+    args = {name: value for name, value in sample(op).items() if value is not None}
+    there = explain_arguments(op, args)
+    assert there.unread == ()
+    gone = {n: v.to("meta") if isinstance(v, torch.Tensor) else v for n, v in args.items()}
+    assert sentences(explain_arguments(op, gone)) == sentences(there) == []

@@ -1,0 +1,160 @@
+"""`fusion-attention ops`: the list, and what every page says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+
+from codegen.stub import stub
+from fusion_attention import aclnn
+from fusion_attention.cli import app, op_pages
+from fusion_attention.contract import doc_pages
+from fusion_attention.contract.doc_pages import render
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.auxiliary import CONTRACTS
+from fusion_attention.ops.training import records as training
+
+NAME = "npu_fusion_attention"
+
+
+def invoke(*arguments: Any) -> tuple[int, str]:
+    """Exit code and text, without colours and line ends."""
+    # Forced colour would make a terminal of the pipe, and a page is drawn on a terminal.
+    runner = CliRunner(env={"FORCE_COLOR": None})
+    outcome = runner.invoke(app, ["ops", *map(str, arguments)], terminal_width=200)
+    return outcome.exit_code, " ".join(Text.from_ansi(outcome.output).plain.split())
+
+
+def test_list_names_every_operator() -> None:
+    code, text = invoke()
+    assert code == 0
+    assert all(name in text for name in CONTRACTS)
+
+
+def test_page() -> None:
+    assert invoke(NAME) == (0, " ".join(op_pages.page(RECORDS[NAME]).split()))
+
+
+def test_unknown_operator_suggests() -> None:
+    code, text = invoke("fusion_attention_v2")
+    assert code == 2
+    assert "no operator 'fusion_attention_v2'" in text
+    assert f"{NAME}_v2" in text
+
+
+def test_versions_say_what_each_takes() -> None:
+    for page in doc_pages.versions(RECORDS.values()).split("\n## ")[1:]:
+        lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:] if line]
+        ops = [RECORDS[re.search(r"\((\w+)\.md\)", title)[1]] for title in lines[0][1:]]  # type: ignore[index]
+        assert len(ops) > 1
+        taken: dict[str, list[str]] = {op.name: [] for op in ops}
+        for name, *cells in lines[2:]:
+            for op, cell in zip(ops, cells, strict=True):
+                taken[op.name] += [name if cell == "yes" else cell] if cell else []
+        for op in ops:
+            shown = {f"`{p.shown}`" for p in op.params}
+            assert {name for name in taken[op.name] if name[0] == "`"} == shown
+            assert {name[7:] for name in taken[op.name] if name[0] != "`"} in (set(op.layouts), set())
+
+
+def test_the_stub_is_what_runs() -> None:
+    """Every function with its parameters, defaults and annotations, as Python itself reads the stub."""
+    text = stub([getattr(aclnn, name) for name in aclnn.__all__])
+    space: dict[str, Any] = {}
+    exec(compile(text, "_aclnn.pyi", "exec"), space)
+    names = [*space, *space["__annotations__"]]
+    assert sorted(name for name in names if name.startswith("aclnn")) == sorted(aclnn.__all__)
+    run = functools.partial(space["_Run"].__call__, None)
+    for name in aclnn.__all__:
+        real = getattr(aclnn, name)
+        shown = inspect.signature(space.get(name, run), eval_str=True)
+        assert shown == inspect.signature(real, eval_str=True, globals=vars(aclnn))
+        if name in space:
+            assert (inspect.getdoc(real) or "").startswith(" ".join((inspect.getdoc(space[name]) or "").split()))
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_page_says_everything(name: str) -> None:
+    op, page = CONTRACTS[name], render(CONTRACTS[name])
+    assert page == render(op)
+    for p in op.params:
+        assert f"| `{p.shown}` |" in page
+        assert p.text.replace("|", "\\|") in page
+    for rule in op.asked:
+        assert op.spell(rule.expected).replace("|", "\\|") in page
+        assert op.spell(rule.advice).replace("|", "\\|") in page
+    for word in re.findall(r"`(\w+)`", page):
+        assert not any(word == p.name for p in op.params if p.spelled), f"{word} is spelled otherwise here"
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
+    page = render(CONTRACTS[name])
+    explained = {part.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for part in line.split(", ")}
+    tables = page.partition("## Parameters")[2]
+    symbols = " ".join(re.findall(r"\[[^\]`]*\]|`[^`]*`", tables))
+    assert set(re.findall(r"\b[A-Z][a-z]?[12]?\b", symbols)) <= explained
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_page_has_cann_s_own_names(name: str) -> None:
+    op, page = CONTRACTS[name], render(CONTRACTS[name])
+    assert bool(op.cann) is name.startswith("aclnn")
+    assert ("\nCANN's names are those of " in page) is bool(op.cann)
+    for p in op.params if op.cann else ():
+        assert f"| `{p.shown}` | `{op.cann[p.shown]}` | " in page
+
+
+# What our names and CANN's do not share: the rest differs in spelling alone.
+OTHERWISE = {
+    "pse": {"realShiftOptional", "pseShiftOptional"},
+    "scale": {"scaleValue", "scaleValueOptional"},
+    "softmax_layout": {"softmaxOutLayout", "softmaxInLayout"},
+    "key_rope": {"keyInRope"},
+    "layout": {"inputLayout"},
+    "actual_seq_lengths_query": {"actualSeqQLenOptional"},
+    "actual_seq_lengths_key": {"actualSeqKvLenOptional"},
+    "dquery": {"dqOut"},
+    "dkey": {"dkOut"},
+    "weights": {"weight"},
+    "dweights": {"dWeightOut"},
+    **{f"dequant_scale{n}": {f"deqScale{n}", f"deqScale{n}Optional"} for n in (1, 2)},
+}
+
+
+@pytest.mark.parametrize("name", aclnn.OPERATORS)
+def test_cann_s_names_are_ours_in_other_letters(name: str) -> None:
+    for ours, cann in RECORDS[name].cann.items():
+        alike = re.fullmatch(ours.replace("_", "_?") + "(in|out)?(optional)?", cann, re.I)
+        assert alike or cann in OTHERWISE[ours], (ours, cann)
+
+
+def test_a_page_says_what_strict_calls_refuse() -> None:
+    page = render(RECORDS["aclnnIncreFlashAttentionV4"])
+    assert "| `query` | tensor | float16, bfloat16, float32; strict: float16 or bfloat16 |" in page
+    assert "| float32, bfloat16, uint64; strict: float32, or bfloat16 as query |" in page
+    assert "strict: float16 or bfloat16 |" in render(RECORDS["aclnnSparseFlashAttentionGrad"])
+    assert "strict: " not in render(RECORDS["sparse_attention"])
+
+
+def test_a_page_says_how_packed_statistics_lie() -> None:
+    for name, op in RECORDS.items():
+        packed = op in training.RECORDS and "TND" in op.layouts
+        assert ("[N1, q_len, 8] of each sequence end to end" in render(op)) is packed, name
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_tables_of_a_page_have_whole_rows(name: str) -> None:
+    rows = 0
+    for block in render(CONTRACTS[name]).split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+        assert len(widths) <= 1, block
+        rows += len(lines)
+    assert rows > len(CONTRACTS[name].params)

@@ -1,0 +1,119 @@
+"""`fusion-attention replay`: a session computed again, in order, timed and judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.captures.reader import read
+from fusion_attention.cli import app
+from fusion_attention.cli.replay import session
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four calls of three operators, one of them dropping."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 40, 4, 64, generator=generator).bfloat16()
+    with fa.capture(tmp_path / "calls"):
+        npu.npu_fusion_attention(q, q, q, 4, "BSND", scale=0.125)
+        fa.attention(q, q, q, band=fa.Band.causal())
+        fa.decode_attention(q[:, :1], (q, q), kv_len=[40, 7])
+        npu.npu_fusion_attention(q, q, q, 4, "BSND", scale=0.125, keep_prob=0.9, seed=5)
+    return tmp_path / "calls"
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["replay", *arguments], terminal_width=200)
+    return outcome.exit_code, outcome.stdout, outcome.stderr
+
+
+def found(*arguments: str) -> tuple[int, dict[str, Any]]:
+    code, out, _ = run(*arguments, "--json")
+    return code, json.loads(out)
+
+
+def changed(file: Path, output: str) -> None:
+    """A capture whose output has two heads in each other's place."""
+    with safe_open(file, framework="pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        text = held.metadata()
+    tensors[output] = tensors[output].flip(2).contiguous()
+    save_file(tensors, file, text)
+
+
+@pytest.mark.parametrize("backend", ["auto", "golden"])
+def test_a_session_is_right(backend: str, folder: Path) -> None:
+    code, report = found(str(folder), "--backend", backend)
+    assert code == 0
+    assert report["right"] == 4
+    assert report["wrong"] == report["unreadable"] == 0
+    names = ["npu_fusion_attention", "attention", "decode_attention", "npu_fusion_attention"]
+    assert [call["operator"] for call in report["calls"]] == names
+    assert all(call["milliseconds"] > 0 for call in report["calls"])
+    assert report["milliseconds"] == sum(call["milliseconds"] for call in report["calls"])
+    assert (max(call["worst"] for call in report["calls"]) == 0) == (backend == "auto")
+
+
+def test_a_wrong_call_among_right_ones(folder: Path) -> None:
+    changed(folder / "0001-attention.safetensors", "output.out")
+    code, report = found(str(folder), "--runs", "0")
+    assert code == 1
+    assert [call["verdict"] for call in report["calls"]] == ["right", "wrong", "right", "right"]
+    assert report["calls"][1]["reason"]
+    assert report["calls"][1]["worst"] > 0.1
+    assert [call["milliseconds"] for call in report["calls"]] == [0.0] * 4
+    code, out, _ = run(str(folder))
+    assert code == 1
+    assert "3 right, 1 wrong" in out
+    (line,) = [line for line in out.splitlines() if "0001-" in line]
+    assert line.startswith("wrong")
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) -> None:
+    with safe_open(file := folder / "0001-attention.safetensors", framework="pt") as held:
+        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        text = held.metadata()
+    tensors["output.out"] = tensors["output.out"][:, :rows].contiguous()
+    save_file(tensors, file, text)
+    code, report = found(str(folder), "--runs", "0")
+    assert code == 2
+    assert [call["verdict"] for call in report["calls"]] == ["right", "unjudged", "right", "right"]
+    assert "output out: expected bfloat16 [2, 40, 4, 64]" in report["calls"][1]["reason"]
+
+
+def test_files_that_cannot_be_read_do_not_end_the_session(folder: Path) -> None:
+    (folder / "0002-decode_attention.safetensors").write_bytes(b"\0" * 40)
+    (folder / "10000-x.safetensors").write_bytes(b"")
+    code, report = found(str(folder))
+    assert code == 2
+    assert [call["verdict"] for call in report["calls"]] == ["right", "right", "unreadable", "right", "unreadable"]
+    assert all("\n" not in call["reason"] for call in report["calls"])
+
+
+def test_the_order_is_that_of_the_numbers(tmp_path: Path) -> None:
+    names = ["10000-a", "0002-b", "9999-c", "x", "0002-a"]
+    for name in names:
+        (tmp_path / f"{name}.safetensors").touch()
+    (tmp_path / "notes.txt").touch()
+    assert [file.stem for file in session([tmp_path])] == ["0002-a", "0002-b", "9999-c", "10000-a", "x"]
+    chosen = [tmp_path / "x.safetensors", tmp_path / "9999-c.safetensors"]
+    assert session(chosen) == chosen
+
+
+def test_a_recorded_call_is_read_without_computing(folder: Path) -> None:
+    found = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
+    op, args = found.op, found.args
+    assert op.name == "decode_attention"
+    assert args["kv_len"] == [40, 7]
+    assert args["q"].shape == (2, 1, 4, 64)

@@ -1,0 +1,39 @@
+"""Thousands of hostile calls a family, judged by formulas; the slow test draws new ones every run."""
+
+import sys
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from .core import FAMILIES, drawn, judge, told
+
+EVERYDAY = 30
+
+
+def run(family: str, numbers: Iterable[int], describe: bool = False) -> None:
+    """Judges calls by number; the first wrong one says how to see it again."""
+    for number in numbers:
+        call = drawn(family, number)
+        if describe:
+            sys.stdout.write(f"\n{family} {number}\n{told(call.about)}\n")
+        try:
+            judge(call)
+        except Exception as error:
+            again = f"{sys.executable} -m tests.fuzz {family} {number}"
+            text = f"{type(error).__name__}: {error}\n{told(call.about)}\nagain: {again}"
+            raise AssertionError(f"call {number} of {family}: {text}") from error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_few_calls(family: str) -> None:
+    run(family, range(EVERYDAY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_calls(family: str, calls: range, noted: list[str], pytestconfig: pytest.Config) -> None:
+    start = time.perf_counter()
+    noted.append(f"hostile: {family}: {len(calls)} calls from --seed {calls.start}")
+    run(family, calls, bool(pytestconfig.getoption("--describe", False)))
+    noted[-1] += f", {time.perf_counter() - start:.0f} s"

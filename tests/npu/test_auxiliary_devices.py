@@ -1,0 +1,92 @@
+"""Functions around attention: the same bits of the same values, wherever they lie; float64 is refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.records import COMPANION_FACES
+
+from fusion_attention import ContractError, npu
+from fusion_attention.contract import Tensor
+from fusion_attention.contract.sampling import sample
+from fusion_attention.ops.auxiliary import COMPANIONS
+
+# What moves elements, and computes none, takes them of any dtype.
+OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast", "npu_format_cast_"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _device() -> Iterator[None]:
+    npu.install()
+    yield
+    npu.uninstall()
+
+
+def each(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A value whose tensors are changed, those in lists too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return [each(change, v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
+
+
+def given(name: str) -> dict[str, Any]:
+    """The arguments of a sample by the function's names, in memory of their own: some of them are written."""
+    op = COMPANIONS[name]
+    args, inputs = sample(op), [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
+    return {p.shown: each(torch.clone, args[p.name]) for p in inputs}
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, none beside another in memory."""
+    wide = torch.zeros([2 * n for n in tensor.shape], dtype=tensor.dtype)
+    found = wide[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    return found.copy_(tensor)
+
+
+def on_npu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("npu")
+
+
+@pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    plain, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
+    found = [COMPANION_FACES[name](**args) for args in (plain, changed)]
+    want, got = (
+        [*tensors(result), *tensors([*args.values()])] for result, args in zip(found, (plain, changed), strict=True)
+    )
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.device.type == ("cpu" if change is every_second else "npu")
+        same_bits(ours.cpu(), theirs, name)
+
+
+@pytest.mark.parametrize("name", [name for name in COMPANIONS if name not in OF_ANY_DTYPE])
+def test_float64_is_refused(name: str) -> None:
+    floats = [
+        key for key, value in given(name).items() if isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    ]
+    for key in floats:
+        args = given(name)
+        with pytest.raises(ContractError, match=rf"{name}: \w+: expected .*float64"):
+            COMPANION_FACES[name](**{**args, key: args[key].double()})
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("name", [name for name in COMPANIONS if "paged" not in name and "flash" not in name])
+def test_autocast_changes_nothing(name: str, device: str) -> None:
+    """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
+    plain, within = ({key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2))
+    want = tensors(COMPANION_FACES[name](**plain))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = tensors(COMPANION_FACES[name](**within))
+    for ours, theirs in zip(got, want, strict=True):
+        same_bits(ours.cpu(), theirs.cpu(), name)

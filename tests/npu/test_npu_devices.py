@@ -1,0 +1,413 @@
+"""Eight devices "npu" over one memory: numbers of devices, streams, events and memory, as programs for the chip use
+them; and programs under a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.sources import ROOT
+
+from fusion_attention import npu
+from fusion_attention.npu.surface import device_module
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    npu.install()
+    yield
+    if device().is_available():
+        device().set_device(0)
+    npu.uninstall()
+
+
+def device() -> Any:
+    return torch.npu  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------------------------------------- how many there are
+
+
+@pytest.mark.parametrize(
+    ("processes", "named", "count"),
+    [
+        (None, None, 8),
+        ("2", None, 8),
+        ("16", None, 16),
+        ("16", "3", 1),
+        (None, "0,1,2,3", 4),
+        (None, " 5, 7", 2),
+        (None, "1,-1,2", 1),
+        (None, "", 0),
+        ("many", None, 8),
+    ],
+)
+def test_as_many_as_a_launcher_starts_processes(
+    processes: str | None, named: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LOCAL_WORLD_SIZE", processes), ("ASCEND_RT_VISIBLE_DEVICES", named)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert device_module.visible() == count
+    for way in ("host", "cpu"):
+        npu.install(way)
+        assert device().device_count() == count
+        assert device().is_available() == (count > 0)
+    assert torch.accelerator.device_count() == count
+    with pytest.raises(RuntimeError, match=f"expected npu:0 to npu:{count - 1}, got {count}"):
+        device().set_device(count)
+
+
+def test_a_program_may_name_devices_before_it_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    npu.uninstall()
+    npu.install()
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5")
+    device().set_device(1)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6")
+    assert device().device_count() == torch.accelerator.device_count() == 2
+    with pytest.raises(RuntimeError, match="expected npu:0 to npu:1, got 'npu:2'"):
+        torch.ones(1, device="npu:2")
+
+
+# --------------------------------------------------------------------------------------------------- tensors on numbers
+
+
+def test_what_is_made_lies_where_it_was_asked_for() -> None:
+    x = torch.ones(2, 3, device="npu:1")
+    made = [x.to("npu:1"), x + 1, x.mT, x.sum(), torch.zeros_like(x), x.new_ones(2), x.clone(), torch.cat([x, x])]
+    made += [
+        torch.ones(2).npu(1),
+        torch.ones(2).to(torch.device("npu", 1)),
+        x.cpu().to(device="npu:1"),
+        x[0],
+        *x.split(1),
+    ]
+    made += [
+        torch.empty(0, device=x.device).set_(x.untyped_storage()),
+        x.resize_(3, 2),
+        torch.histc(x),
+        x.to("npu:0").to(x),
+    ]
+    made += [torch.nn.Linear(3, 3).npu(1).weight, torch.nn.Linear(3, 3, device="npu:1").bias]
+    made += torch.unbind(torch.nn.LSTM(3, 3, device="npu:1")(torch.ones(2, 3, device="npu:1"))[0])
+    made += [npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 16, device="npu:1")] * 3, 1, "BSND")[0]]
+    for tensor in made:
+        assert str(tensor.device) == "npu:1"
+    assert str(torch.empty_like(x, device="npu:3").device) == "npu:3"
+    assert str(x.untyped_storage().device) == "npu:1"
+    assert device().current_device() == 0
+
+
+def test_the_chosen_device_is_meant_where_no_number_stands() -> None:
+    x = torch.ones(2, device="npu:3")
+    device().set_device("npu:2")
+    assert torch.accelerator.current_device_index() == device().current_device() == 2
+    for made in (torch.ones(2, device="npu"), torch.ones(2).npu(), torch.ones(2).to("npu"), x.npu(), x.to("npu")):
+        assert str(made.device) == "npu:2"
+    assert str(torch.nn.Linear(2, 2).npu().weight.device) == "npu:2"
+    with device().device("npu:4"), device().device_of(x):
+        assert str(torch.ones(2, device="npu").device) == "npu:3"
+        with device().device_of(torch.ones(1)):
+            assert device().current_device() == 3
+    with pytest.raises(KeyError), device().device(6):
+        raise KeyError
+    assert device().current_device() == 2
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(device().current_device).result() == 0
+
+
+def test_copies_go_from_one_to_another_and_gradients_back() -> None:
+    x = torch.randn(3, device="npu:1", requires_grad=True)
+    weight = torch.randn(3, requires_grad=True)
+    there = x.to("npu:2")
+    assert there.data_ptr() != x.data_ptr()
+    (there * weight.to("npu:2")).sum().cpu().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (str(x.grad.device), str(weight.grad.device)) == ("npu:1", "cpu")
+    same_bits(x.grad.cpu(), weight.detach())
+    y = torch.zeros(3, device="npu:3")
+    y.copy_(x.detach())
+    torch._foreach_copy_([y], [there.detach()])
+    same_bits(y.cpu(), x.detach().cpu())
+    made = torch.ops.aten.copy(torch.zeros(3), y)
+    assert (made.device.type, torch.ops.aten.copy(y, made).device) == ("cpu", y.device)
+
+
+def test_a_program_with_a_layer_on_each_device() -> None:
+    layers = [torch.nn.Linear(4, 4, device=f"npu:{i}") for i in range(3)]
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], foreach=True)
+    rows = torch.randn(2, 4)
+    for layer in layers:
+        rows = layer(rows.to(layer.weight.device))
+    rows.square().mean().backward()
+    torch.nn.utils.clip_grad_norm_([p for layer in layers for p in layer.parameters()], 1.0)
+    optimizer.step()
+    for i, layer in enumerate(layers):
+        assert layer.weight.grad is not None
+        assert layer.weight.device == layer.weight.grad.device == torch.device("npu", i)
+
+
+def test_library_functions_give_gradients_where_their_tensors_are() -> None:
+    q = torch.randn(1, 4, 2, 16, device="npu:5", requires_grad=True)
+    npu.npu_fusion_attention(q, q, q, 2, "BSND")[0].sum().backward()
+    assert q.grad is not None
+    assert str(q.grad.device) == "npu:5"
+
+
+def test_two_numbers_in_one_call_are_torchs_own_error() -> None:
+    x, y = torch.ones(2, 2, device="npu:0"), torch.ones(2, 2, device="npu:1")
+    calls: list[Callable[[], Any]] = [lambda: x + y, lambda: torch.cat([x, y]), lambda: x.add_(y), lambda: x + y.sum()]
+    calls += [lambda: npu.npu_fusion_attention(x, y, x, 1, "TND"), lambda: torch.nn.LSTM(2, 2, device="npu:0")(y)]
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"all tensors to be on the same device, but found at least two devices, npu:[01] "
+        ):
+            call()
+
+
+def test_a_tensor_left_on_the_host_is_named() -> None:
+    x, mask = torch.ones(1, 4, 2, 16, device="npu"), torch.zeros(4, 4, dtype=torch.bool)
+    for call, name in (
+        (lambda: npu.npu_fusion_attention(x, x, x.cpu(), 2, "BSND"), "value"),
+        (lambda: npu.npu_fusion_attention(x, x, x, 2, "BSND", atten_mask=mask), "atten_mask"),
+        (lambda: npu.npu_fused_infer_attention_score(x, [x.cpu()], [x], num_heads=2, input_layout="BSND"), "key"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"npu:0 and cpu! \(npu_\w+: {name} is on cpu: move it to npu:0\)"):
+            call()
+
+
+def test_files_and_other_processes_keep_the_number(tmp_path: Path) -> None:
+    x = torch.ones(2, device="npu:3")
+    torch.save(x, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt").device == x.device
+    assert str(torch.load(tmp_path / "x.pt", map_location={"npu:3": "npu:1"}).device) == "npu:1"
+    assert ForkingPickler.loads(ForkingPickler.dumps(x)).device == x.device
+
+
+def test_every_device_has_the_hosts_generator() -> None:
+    device().manual_seed(3)
+    assert len(device().get_rng_state_all()) == 8
+    state = device().get_rng_state("npu:1")
+    first = torch.randn(3, device="npu:1")
+    device().set_rng_state(state, 2)
+    same_bits(torch.randn(3, device="npu:2").cpu(), first.cpu())
+    generator = torch.Generator("npu:6").manual_seed(1)
+    assert str(generator.device) == "npu:6"
+    same_bits(
+        torch.rand(3, device="npu:6", generator=generator).cpu(),
+        torch.rand(3, generator=torch.Generator().manual_seed(1)),
+    )
+
+
+# ---------------------------------------------------------------------------------------- what mixes devices unnoticed
+
+
+def test_indices_come_from_the_host_or_the_same_device() -> None:
+    x, host_index = torch.arange(4.0), torch.tensor([0, 2])
+    index = host_index.npu()
+    for refused in (
+        lambda: x[index],
+        lambda: x[(x > 1).npu()],
+        lambda: x.index_put_((index,), torch.ones(2, device="npu")),
+        lambda: x.npu()[index.to("npu:1")],
+    ):
+        with pytest.raises(
+            IndexError, match="indices should be either on cpu or on the same device as the indexed tensor"
+        ):
+            refused()
+    y = x.npu()
+    for refused in (
+        lambda: y.index_put_((index,), torch.ones(2)),
+        lambda: x.index_put_((host_index,), torch.ones(2, device="npu")),
+        lambda: y.index_put_((index,), torch.ones(2, device="npu:1")),
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            refused()
+    assert y[host_index].tolist() == y[index].tolist() == y[(x == 0).logical_or(x == 2)].tolist() == [0, 2]
+    y[host_index] = torch.tensor(5.0)
+    y[index] += 1
+    assert y.tolist() == [6, 1, 6, 3]
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    there = torch.ones(3, device="npu")
+    for refused in (
+        lambda: torch.empty(0).set_(there),
+        lambda: torch.empty(0, device="npu").set_(torch.ones(3)),
+        lambda: torch.empty(0, device="npu").set_(torch.ones(3).untyped_storage(), 0, (3,)),
+        lambda: torch.empty(0, device="npu:1").set_(there.untyped_storage(), 0, (3,)),
+        lambda: torch.empty(0, device="npu:1").set_(there),
+    ):
+        with pytest.raises(RuntimeError, match=r"different device|at least two devices"):
+            refused()
+    assert torch.empty(0, device="npu").set_(there).data_ptr() == there.data_ptr()
+
+
+# ------------------------------------------------------------------------------------- streams, events, memory, threads
+
+
+def test_streams_and_events_are_torchs() -> None:
+    stream, event = device().Stream("npu:1"), device().Event(enable_timing=True)
+    assert isinstance(stream, torch.Stream)
+    assert isinstance(event, torch.Event)
+    assert str(stream.device) == "npu:1"
+    with device().stream(stream):
+        assert device().current_stream() == torch.accelerator.current_stream() == stream
+        assert device().current_device() == 1
+        assert device().current_stream(0) == device().default_stream(0) != stream
+    assert device().current_device() == 0
+    with stream:
+        assert device().current_stream("npu:1") == stream
+    assert stream.record_event().query()
+    start, end = (torch.Event(device="npu", enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) >= 0
+    torch.ones(2).npu().record_stream(stream)
+
+
+def test_the_current_stream_is_a_threads_own() -> None:
+    here = Barrier(2)
+
+    def enter(first: bool) -> bool:
+        stream = device().Stream()
+        if not first:
+            here.wait()
+        with device().stream(stream):
+            if first:
+                here.wait()
+            here.wait()
+            inside = device().current_stream() == stream
+            if not first:
+                here.wait()
+        if first:
+            here.wait()
+        return inside and device().current_stream() == device().default_stream()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(enter, [True, False])) == [True, True]
+    assert device().current_stream() == device().default_stream()
+
+
+def test_devices_that_are_not_there() -> None:
+    calls = "memory_allocated max_memory_allocated memory_reserved memory_stats mem_get_info get_device_properties "
+    calls += "get_device_name get_device_capability synchronize current_stream default_stream get_rng_state set_device "
+    calls += "reset_peak_memory_stats Stream"
+    for call in calls.split():
+        for missing in (9, "npu:8", "cpu", torch.device("cpu"), torch.device("npu:8"), -1, "npu:", "npu:x"):
+            with pytest.raises(RuntimeError, match=r"torch\.npu: device: expected npu:0 to npu:7, got"):
+                getattr(device(), call)(missing)
+        getattr(device(), call)("npu:0")
+
+
+@pytest.mark.skipif(not hasattr(torch.accelerator, "memory_stats"), reason="since torch 2.9")
+def test_memory_of_the_accelerator() -> None:
+    memory = torch.accelerator
+    for call in ("empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        assert getattr(memory, call)() is None
+    for call in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        assert getattr(memory, call)() == getattr(memory, call)("npu:7") == 0
+    assert not any(memory.memory_stats().values())
+    free, total = memory.get_memory_info()
+    assert 0 < free <= total == device().mem_get_info()[1]
+    with pytest.raises(RuntimeError, match="expected npu:0 to npu:7"):
+        memory.memory_allocated(9)
+
+
+def test_a_backward_leaves_autograds_threads_as_they_were() -> None:
+    x = torch.ones(3, device="npu", requires_grad=True)
+    y = (x * 2).sum()
+    y.backward()
+    assert torch.autograd.is_multithreading_enabled()
+    y = (x * 2).sum()
+    npu.uninstall()
+    y.backward()
+    assert torch.autograd.is_multithreading_enabled()
+    npu.install()
+
+
+def test_autograds_own_profiler(capfd: pytest.CaptureFixture[str]) -> None:
+    x = torch.ones(3, device="npu", requires_grad=True)
+    with torch.autograd.profiler.profile(use_device="npu") as profile:
+        (x * x).sum().backward()
+    assert any(event.key == "aten::mul" and event.device_time_total > 0 for event in profile.key_averages())
+    said = capfd.readouterr()
+    assert "USDT" in said.err or not said.err
+    assert len(said.err.splitlines()) < 10
+
+
+# ------------------------------------------------------------------------------------------------ under a launcher
+
+TRAIN = """
+import os
+import torch
+import torch.distributed as dist
+import torch_npu
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def main():
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.npu.set_device(local_rank)
+    dist.init_process_group(backend="hccl")
+    device = torch.device(f"npu:{local_rank}")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    model = DDP(model.to(device), device_ids=[local_rank], output_device=local_rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
+    rows = torch.randn(32, 8)
+    data = TensorDataset(rows, rows.sum(1, keepdim=True))
+    sampler = DistributedSampler(data, shuffle=False)
+    losses = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_size=8, sampler=sampler, pin_memory=True):
+            x, y = x.npu(non_blocking=True), y.to(device, non_blocking=True)
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert x.device == loss.device == model.module[0].weight.grad.device == device
+        dist.all_reduce(loss.detach())
+        losses.append(loss.item())
+    sums = [torch.zeros((), device="npu") for _ in range(2)]
+    dist.all_gather(sums, sum(p.detach().double().sum() for p in model.parameters()).float())
+    assert sums[0] == sums[1], sums
+    assert losses[-1] < losses[0], losses
+    dist.barrier()
+    torch.npu.synchronize()
+    print(f"rank {dist.get_rank()} on {torch.npu.current_device()} trained", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="no gloo")
+def test_a_program_for_two_devices_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(TRAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*command, "-m", "fusion_attention.npu", str(file)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["rank 0 on 0 trained", "rank 1 on 1 trained"]

@@ -1,0 +1,296 @@
+"""Programs for the chip, unedited: a script or module, the processes that it starts, a run of pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.sources import ROOT
+
+from fusion_attention import npu
+from fusion_attention.npu import pytest as plugin
+from fusion_attention.npu import subprocesses
+from fusion_attention.npu.__main__ import main
+
+SRC = str(ROOT / "src")
+SCRIPT = """
+import json, os, sys
+import beside
+import torch, torch_npu
+x = torch.ones(2, device="npu")
+facts = {"argv": sys.argv, "name": __name__, "path": sys.path[0], "type": x.device.type, "beside": beside.VALUE}
+open(os.path.join(os.path.dirname(sys.argv[1]), "facts.json"), "w").write(json.dumps(facts))
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a program changes of its process is as before; so is the device."""
+    for name in (subprocesses.DEVICE, subprocesses.STRICT, subprocesses.PATH):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    npu.uninstall()
+    for name in ("beside", "package", "package.program"):
+        sys.modules.pop(name, None)
+
+
+def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str) -> str:
+    """What a process of Python prints."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, (path, kept.get("PYTHONPATH")))), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_a_program_runs_as_python_runs_it(
+    way: str, process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its arguments, its name, the folder that it imports from, and its exit code."""
+    (tmp_path / "beside.py").write_text("VALUE = 5")
+    (tmp_path / "package").mkdir()
+    file = tmp_path / ("program.py" if way == "script" else "package/program.py")
+    file.write_text(SCRIPT)
+    if way == "module":
+        monkeypatch.syspath_prepend(str(tmp_path))
+    told = [str(file)] if way == "script" else ["-m", "package.program"]
+    with pytest.raises(SystemExit) as end:
+        main([*told, str(tmp_path / "argument"), "--device", "its own", "--strict"])
+    assert end.value.code == 3
+    assert json.loads((tmp_path / "facts.json").read_text()) == {
+        "argv": [str(file), str(tmp_path / "argument"), "--device", "its own", "--strict"],
+        "name": "__main__",
+        "path": str(tmp_path),
+        "type": "npu",
+        "beside": 5,
+    }
+    assert os.environ[subprocesses.DEVICE] == "cpu"
+    assert os.environ[subprocesses.STRICT] == ""
+    assert os.environ[subprocesses.PATH].split(os.pathsep)[0] == str(Path(subprocesses.__file__).parent)
+
+
+def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(
+        "import torch, fusion_attention.settings as s\n"
+        "raise SystemExit(torch.ones(1, device='npu').device.type + str(s.PROCESS.strict))"
+    )
+    with pytest.raises(SystemExit, match="cpuTrue"):
+        main(["--device", "host", "--strict", str(file)])
+    assert (os.environ[subprocesses.DEVICE], os.environ[subprocesses.STRICT]) == ("host", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.py"], "no such file: nowhere.py"),
+        (["-m", "nowhere.at_all"], "no such module: nowhere.at_all"),
+        (["--device", "tpu", __file__], 'npu.install: device: expected "cpu", "host", or "cuda" where there is one'),
+        ([], "the following arguments are required: program"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(
+    arguments: list[str], said: str, process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert subprocesses.DEVICE not in os.environ
+
+
+def test_beside_another_torch_npu_nothing_is_run(
+    process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    with pytest.raises(SystemExit):
+        main([__file__])
+    assert "expected no other torch_npu" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ subprocesses
+
+STANDING_IN = """
+import importlib.machinery, sys
+calls = []
+class Loader:
+    def create_module(self, spec):
+        return sys.modules["torch_npu"]
+    def exec_module(self, module):
+        pass
+def install(device, *, strict):
+    calls.append((device, strict))
+    sys.meta_path.remove(sys.modules["sitecustomize"].ON_DEMAND)
+    sys.modules["torch_npu"] = type(sys)("torch_npu")
+    sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
+"""
+# Paths before a finder of an editable installation, which knows where the real package is.
+OWN = """
+import importlib.machinery, sys
+sys.own = "the environment has one too"
+sys.meta_path.insert(0, importlib.machinery.PathFinder)
+"""
+ELSEWHERE = "sys.modules['fusion_attention'] = None"  # as where it is not installed
+SAY = "import sys; m = sys.modules.get('fusion_attention.npu'); print(m and m.calls, 'torch_npu' in sys.modules)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Packages that stand in for torch and this library: what a child does at its start is seen in milliseconds."""
+    (tmp_path / "torch.py").write_text("LOADED = True")
+    (tmp_path / "fusion_attention").mkdir()
+    (tmp_path / "fusion_attention/__init__.py").write_text("")
+    (tmp_path / "fusion_attention/npu.py").write_text(STANDING_IN)
+    (tmp_path / "sitecustomize.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("", "None False"),
+        ("import json", "None False"),
+        ("import torch; assert torch.LOADED; import torch_npu", "[('cuda:1', True)] True"),
+        ("import torch_npu; import torch", "[('cuda:1', True)] True"),
+        ("import importlib.util as u; assert u.find_spec('torch_npu')", "[('cuda:1', True)] True"),
+        ("import fusion_attention; import torch", "None False"),
+        ("import fusion_attention; import torch; import torch_npu", "[('cuda:1', True)] True"),
+        ("import importlib.util as u; assert u.find_spec('torch')", "None False"),
+        (f"{ELSEWHERE}; import torch, importlib.util as u; assert u.find_spec('torch_npu') is None", "None False"),
+    ],
+)
+def test_a_child_finds_torch_npu_once_it_has_torch(
+    program: str, said: str, folder: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(subprocesses.PATH, str(folder))
+    unsay = subprocesses.tell("cuda:1", strict=True)
+    told = {name: os.environ[name] for name in (subprocesses.DEVICE, subprocesses.STRICT)}
+    path = os.environ[subprocesses.PATH]
+    unsay()
+    assert os.environ[subprocesses.PATH] == str(folder)
+    assert subprocesses.DEVICE not in os.environ
+    text = run("-c", f"import sys; assert sys.own\n{program}\n{SAY}", path=path, **told)
+    assert text.strip() == said
+
+
+def test_an_environments_own_sitecustomize_is_read(folder: Path) -> None:
+    text = run(
+        "-c", "import sys; print(sys.own)", path=os.pathsep.join([str(Path(subprocesses.__file__).parent), str(folder)])
+    )
+    assert text.strip() == "the environment has one too"
+
+
+SPAWNS = """
+import torch, torch.multiprocessing as processes
+def work(rank, queue):
+    x = torch.ones(2, device="npu", requires_grad=True)
+    (x * rank).sum().backward()
+    queue.put((rank, x.grad.device.type, x.grad.tolist()))
+if __name__ == "__main__":
+    context = processes.get_context("spawn")
+    queue = context.SimpleQueue()
+    child = context.Process(target=work, args=(3, queue))
+    child.start()
+    child.join()
+    print(child.exitcode, queue.get())
+"""
+RANK = """
+import sys, torch, torch.distributed as ranks
+ranks.init_process_group("hccl")
+x = torch.full((2,), 1.0 + ranks.get_rank(), device="npu")
+ranks.all_reduce(x)
+open(f"{sys.argv[1]}/{ranks.get_rank()}", "w").write(f"{x.device.type} {x.tolist()}")
+ranks.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_a_program_starts(tmp_path: Path) -> None:
+    """None of them imports torch_npu: torch loads the chip's by itself."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    text = run("-m", "fusion_attention.npu", tmp_path / "spawns.py")
+    assert text.strip() == "0 (3, 'npu', [3.0, 3.0])"
+    (tmp_path / "rank.py").write_text(RANK)
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fusion_attention.npu")
+    run(*words, tmp_path / "rank.py", tmp_path)
+    assert {(tmp_path / str(rank)).read_text() for rank in range(2)} == {"npu [3.0, 3.0]"}
+
+
+# -------------------------------------------------------------------------------------------------------------- pytest
+
+CONFTEST = """
+import importlib.util
+INSTALLED = importlib.util.find_spec("torch_npu") is not None
+def pytest_report_header():
+    return f"conftest found torch_npu: {INSTALLED}"
+"""
+TESTS = """
+import os, subprocess, sys, torch, torch_npu
+def test_that_computes():
+    x = torch.randn(2, 8).npu()
+    y, _ = torch_npu.npu_rms_norm(x, torch.ones(8).npu())
+    torch.testing.assert_close(y.cpu(), torch.nn.functional.rms_norm(x.cpu(), (8,), eps=1e-6))
+    assert y.device.type == "npu"
+def test_that_fails():
+    assert torch_npu.npu_swiglu(torch.ones(2, 4).npu()).sum() < 0
+def test_children_are_told():
+    assert "FUSION_ATTENTION_NPU_DEVICE" in os.environ
+"""
+# Whether or not this environment has the entry point, the option comes from these sources.
+OPTION = ("-m", "pytest", "-p", "no:fusion_attention", "-p", "fusion_attention.fake_npu", "-p", "no:cacheprovider")
+
+
+def test_a_run_of_pytest(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_of_the_chip.py").write_text(TESTS)
+    text = run(*OPTION, "--fake-npu", "--rootdir", tmp_path, tmp_path, code=1)
+    assert "conftest found torch_npu: True" in text
+    assert "torch_npu: " in text
+    assert "test_of_the_chip.py::test_that_fails" in text
+    assert "1 failed, 2 passed" in text
+
+
+def test_a_run_without_the_option_loads_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").write_text(
+        "import sys\ndef test_nothing():\n    assert not {'torch', 'fusion_attention.npu'} & set(sys.modules)"
+    )
+    assert "1 passed" in run(*OPTION, "-p", "no:randomly", "--rootdir", tmp_path, tmp_path)
+
+
+@pytest.mark.slow
+def test_workers_of_xdist_and_the_plugin_by_name(tmp_path: Path) -> None:
+    (tmp_path / "test_of_the_chip.py").write_text(TESTS)
+    words = ("-m", "pytest", "-p", "fusion_attention.npu.pytest", "-p", "no:cacheprovider", "-n", "2")
+    assert "1 failed, 2 passed" in run(*words, "--rootdir", tmp_path, tmp_path, code=1)
+
+
+def test_a_mock_object_in_its_place_is_named(torch_npu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plugin.pytest_collection_finish()
+    said = r"torch_npu is <module 'a mock'> and computes nothing"
+    with monkeypatch.context() as replaced:
+        replaced.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
+        with pytest.warns(pytest.PytestWarning, match=said):
+            plugin.pytest_collection_finish()

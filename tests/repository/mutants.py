@@ -1,0 +1,295 @@
+"""Small mutations of the sources, each of which the tests that it names must catch: python tests/repository/mutants.py.
+
+Everything happens in a copy: the tree that you work in is read and never written, so nothing is left to restore,
+however this ends. The tests named must pass unmutated; a mutant counts as caught by a failing test alone: one that
+cannot be imported, crashes or runs out of time proves nothing. Exit codes: 0 all caught, 1 some survived, 2 a mutation
+no longer fits its source or the unmutated tests fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import importlib.util
+import os
+import py_compile
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+from mutations import MUTANTS as OF_THE_PACKAGE
+from mutations import Mutant
+from mutations_site import SITE
+
+T = TypeVar("T")
+R = TypeVar("R")
+ROOT = Path(__file__).parents[2]
+COPIED = ("pyproject.toml", "src", "tests", "csrc", "docs", "website", "codegen", "benchmarks", "examples")
+COPIED += ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "mkdocs.yml")
+MUTANTS = (*OF_THE_PACKAGE, *SITE)
+CORE_TEST = "make test-core"  # what the mutants of csrc name, in place of tests of Python
+SECONDS = 300.0  # on a busy machine; a quiet core needs a tenth
+# The finder of an editable install comes first otherwise, and finds the tree that it was made from.
+FIRST_ON_THE_PATH = "import sys\nfrom importlib.machinery import PathFinder\nsys.meta_path.insert(0, PathFinder)\n"
+# As CMakeLists.txt compiles the core, for the instruction set that runs everywhere; optimised just enough to be quick.
+CORE = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-w", "-ffp-contract=fast", "-fno-math-errno"]
+CORE += ["-fno-trapping-math", "-DFUSION_VARIANT_ENTRY=fusion_variant_base"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command that ended: its code, its text, the CPU seconds that it took. Out of time it was killed: code -9."""
+
+    code: int
+    text: str
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Tests ran, and some failed; an error while collecting is none of them."""
+        if self.code != 1 or re.search(r"^(ERROR .*|.*error.* during collection.*)$", self.text, re.MULTILINE):
+            return False
+        return re.search(r"\b[1-9]\d* (failed|failures)\b", self.text) is not None
+
+
+def misfit(mutant: Mutant, text: str) -> str | None:
+    """Why a mutation cannot be made in a source's text."""
+    found = text.count(mutant.old)
+    return None if found == 1 else f"{mutant.name}: {mutant.file} has its text {found} times, not once: {mutant.old!r}"
+
+
+def stale(built: Path) -> bool:
+    """Whether an object is missing, or older than a source that it was made of: the compiler listed them beside it."""
+    if not built.exists():
+        return True
+    sources = built.with_suffix(".d").read_text(encoding="utf-8").partition(":")[2].replace("\\\n", " ").split()
+    return any(Path(source).stat().st_mtime_ns > built.stat().st_mtime_ns for source in sources)
+
+
+class Copy:
+    """One copy of the tree, and what runs in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        for name in COPIED:
+            source, target = ROOT / name, root / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "build"))
+            else:
+                shutil.copy2(source, target)
+        native = importlib.util.find_spec("fusion_attention._native")
+        assert native is not None
+        assert native.origin is not None
+        shutil.copy2(native.origin, root / "src/fusion_attention")
+        (root / "hook").mkdir()
+        (root / "hook/sitecustomize.py").write_text(FIRST_ON_THE_PATH)
+        # Checked by content: a mutated source of the same size and second is another source.
+        hashed = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(root / "src", quiet=2, invalidation_mode=hashed)
+
+    def run(self, command: Sequence[str | Path], interpreted: bool = False) -> Run:
+        """Runs a command in the copy, against its sources."""
+        meant_here = "PYTEST_ADDOPTS", "TRITON_INTERPRET"
+        environment = {name: value for name, value in os.environ.items() if name not in meant_here}
+        environment |= {"PYTHONPATH": os.pathsep.join(str(self.root / name) for name in ("hook", "src"))}
+        environment |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                [str(word) for word in command], cwd=self.root, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+            alarm = threading.Timer(SECONDS, process.kill)
+            alarm.start()
+            try:
+                _, status, used = os.wait4(process.pid, 0)
+            finally:
+                alarm.cancel()
+            process.returncode = os.waitstatus_to_exitcode(status)
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        return Run(process.returncode, text, used.ru_utime + used.ru_stime)
+
+    def tests(self, names: Iterable[str], *options: str) -> Run:
+        """Tests of one process: of Python, of kernels under Triton's interpreter, or the core's own."""
+        names = list(names)
+        if names == [CORE_TEST]:
+            return self.core_test()
+        pytest = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        return self.run([*pytest, *options, *names], interpreted=names[0].startswith("tests/kernels"))
+
+    def core_test(self) -> Run:
+        """Builds the core's own test of one variant, what changed alone, and runs it."""
+        folder, seconds = self.root / "core", 0.0
+        folder.mkdir(exist_ok=True)
+        csrc = self.root / "csrc"
+        # All but bind/, the way from Python, and what the module alone is linked with.
+        sources = [path for path in sorted(csrc.glob("*.cpp")) if path.name != "old_glibc.cpp"]
+        sources += sorted(csrc.glob("plan/*.cpp"))
+        sources += sorted((self.root / "tests/native").glob("*.cpp"))
+        objects = []
+        for source in sources:
+            objects.append(folder / f"{source.parent.name}-{source.stem}.o")
+            if stale(objects[-1]):
+                built = self.run([*CORE, f"-I{csrc}", "-MMD", "-c", source, "-o", objects[-1]])
+                seconds += built.seconds
+                if built.code:
+                    return Run(built.code + 1000, built.text, seconds)
+        linked = self.run([*CORE, *objects, "-o", folder / "core_test"])
+        ran = self.run([folder / "core_test"]) if linked.code == 0 else Run(1000, linked.text, 0.0)
+        return Run(ran.code, ran.text, seconds + linked.seconds + ran.seconds)
+
+    def capi(self) -> None:
+        """Builds the C face's libraries, what changed alone; the tests of the copy then call them."""
+        csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
+        text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
+        made: list[str | Path] = []
+        for name, exports, listed in re.findall(r"^fusion_capi\((\w+) (\S+\.map) ([^)]*)\)", text, re.MULTILINE):
+            (self.root / "capi").mkdir(exist_ok=True)
+            objects = []
+            for source in [csrc / "capi" / word for word in listed.split()]:
+                objects.append(self.root / "capi" / f"{source.stem}.o")
+                if stale(objects[-1]):
+                    flags = ["-std=c++20", "-O0", "-w", "-fPIC", f"-I{csrc}", f"-I{package / 'include'}", "-MMD"]
+                    built = self.run([CORE[0], *flags, "-c", source, "-o", objects[-1]])
+                    assert built.code == 0, built.text
+            library = package / "lib64" / f"lib{name}.so"
+            library.unlink(missing_ok=True)
+            options = ["-shared", f"-Wl,--version-script={csrc / 'capi' / exports}", "-Wl,-rpath,$ORIGIN", "-ldl"]
+            linked = self.run([CORE[0], *objects, *made, *options, f"-Wl,-soname,{library.name}", "-o", library])
+            assert linked.code == 0, linked.text
+            made.append(library)
+
+    def survived(self, mutant: Mutant) -> tuple[list[str], float, str]:
+        """(the tests named that did not catch a mutant, CPU seconds, what they said)."""
+        path = self.root / mutant.file
+        source = path.read_text(encoding="utf-8")
+        path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+        blind, seconds, said = [], 0.0, ""
+        of_capi = mutant.file.startswith("csrc/capi/")
+        try:
+            if of_capi:
+                self.capi()
+            for name in mutant.tests:
+                ran = self.tests([name], "-x")
+                seconds += ran.seconds
+                if not ran.failed:
+                    blind.append(name)
+                    said += f"{name}: exit code {ran.code}\n{ran.text[-2000:]}\n"
+        finally:
+            path.write_text(source, encoding="utf-8")
+            if of_capi:
+                self.capi()
+        return blind, seconds, said
+
+
+def each(copies: Sequence[Copy], work: Callable[[Copy, T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """(item, work(copy, item)) as they end, as many at once as there are copies."""
+    free: SimpleQueue[Copy] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def one(item: T) -> R:
+        copy = free.get()
+        try:
+            return work(copy, item)
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        running = {pool.submit(one, item): item for item in items}
+        try:
+            for done in as_completed(running):
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def baseline(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
+    """What the tests named say where they do not pass unmutated; each of them runs once."""
+    named = list(dict.fromkeys(name for mutant in mutants for name in mutant.tests))
+    kernels = [name for name in named if name.startswith("tests/kernels")]
+    plain = [name for name in named if name != CORE_TEST and name not in kernels]
+    # Few enough to end within SECONDS.
+    shares = [tuple(names[i : i + 16]) for names in (plain, kernels) for i in range(0, len(names), 16)]
+    shares += [(CORE_TEST,)] if CORE_TEST in named else []
+    ends = each(copies, lambda copy, share: copy.tests(share), shares)
+    return [f"exit code {ran.code}: {' '.join(share)}\n{ran.text[-4000:]}" for share, ran in ends if ran.code != 0]
+
+
+def judge(copies: Sequence[Copy], mutants: Sequence[Mutant], table: bool) -> list[str]:
+    """The names of the mutants that survived; prints a line for each mutant."""
+    survivors, total = [], 0.0
+    for mutant, (blind, seconds, said) in each(copies, Copy.survived, mutants):
+        total += seconds
+        print(row(mutant, seconds) if table else line(mutant, seconds, blind), flush=True)
+        if blind:
+            survivors.append(mutant.name)
+            print(said, file=sys.stderr, flush=True)
+    print(f"{len(mutants)} mutants, {len(survivors)} survived, {total:.0f} CPU seconds", flush=True)
+    return survivors
+
+
+def line(mutant: Mutant, seconds: float, blind: list[str]) -> str:
+    """What is printed of a mutant."""
+    verdict = f"SURVIVED {', '.join(blind)}" if blind else "caught"
+    return f"{mutant.name:<36} {mutant.file:<58} {seconds:5.1f} s  {verdict}"
+
+
+def row(mutant: Mutant, seconds: float) -> str:
+    """Its row of --table."""
+    file = mutant.file.removeprefix("src/fusion_attention/")
+    tests = ", ".join(f"`{name.removeprefix('tests/')}`" for name in mutant.tests)
+    return f"| {mutant.name} | `{file}` | {tests} | {seconds:.0f} |"
+
+
+def chosen(only: list[str]) -> list[Mutant]:
+    """The mutants asked for; all where none is."""
+    unknown = set(only) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        raise SystemExit(f"no such mutant: {', '.join(sorted(unknown))} (--list names them)")
+    return [mutant for mutant in MUTANTS if not only or mutant.name in only]
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="this mutant; may be repeated")
+    parser.add_argument("--list", action="store_true", help="names them, and runs nothing")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at once (default: all cores)")
+    parser.add_argument("--table", action="store_true", help="prints rows of a table: names, tests, CPU seconds")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Both take the copies away.
+    mutants = chosen(given.only)
+    wrong = [text for m in mutants if (text := misfit(m, (ROOT / m.file).read_text(encoding="utf-8")))]
+    if wrong:
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    if given.list:
+        print("\n".join(f"{m.name:<36} {m.file:<58} {' '.join(m.tests)}" for m in mutants))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies = [Copy(Path(folder) / str(i)) for i in range(max(1, min(given.jobs, len(mutants))))]
+        found = copies[0].run([sys.executable, "-c", "import fusion_attention; print(fusion_attention.__file__)"])
+        if not found.text.startswith(str(copies[0].root)):
+            print(f"the copy is not what Python imports, but {found.text}", file=sys.stderr)
+            return 2
+        failing = baseline(copies, mutants)
+        if failing:
+            print("unmutated, these fail:\n" + "\n".join(failing), file=sys.stderr)
+            return 2
+        return 1 if judge(copies, mutants, given.table) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

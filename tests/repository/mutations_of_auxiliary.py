@@ -1,0 +1,41 @@
+"""The mutations of norms, rotary positions, caches and shapes around attention; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+COMPANIONS = [
+    house("a norm divides by a sum", "npu/auxiliary/norms.py",
+          "(wide * wide).mean(", "(wide * wide).sum(",
+          "npu/test_auxiliary.py::test_a_function_is_its_formula"),
+    house("a norm's gradient leaves out what flows through the mean", "npu/auxiliary/norms.py",
+          "(weighed - xhat * (weighed * xhat).mean(axes, keepdim=True))", "weighed",
+          "npu/test_auxiliary.py::test_backward_functions_are_autograd_s"),
+    house("neighbours turn the other way", "npu/auxiliary/rotary.py",
+          "torch.stack((-x[..., 1::2], x[..., ::2]), -1)", "torch.stack((x[..., 1::2], -x[..., ::2]), -1)",
+          "npu/test_auxiliary.py::test_a_function_is_its_formula"),
+    house("a matrix of a turn stands on the other side", "npu/auxiliary/rotary.py",
+          "wide @ rotate.float()", "wide @ rotate.float().T",
+          "npu/test_auxiliary.py::test_a_matrix_says_how_pairs_turn"),
+    house("the first of rows with one place stays", "npu/auxiliary/caches.py",
+          "torch.searchsorted(ordered, ordered, right=True) - 1", "torch.searchsorted(ordered, ordered)",
+          "npu/test_auxiliary.py::test_of_equal_places_the_last_row_stays"),
+    house("rows without a place are stored in the first", "npu/auxiliary/caches.py",
+          "place = places.where(there, places[top]).clamp(min=0)", "place = places.clamp(min=0)",
+          "npu/test_auxiliary.py::test_rows_without_a_place_are_stored_nowhere"),
+    house("rows that do not stay have a gradient", "npu/auxiliary/caches.py",
+          "torch.where(stays, rows, rows.detach()[last])", "rows[last]",
+          "npu/test_auxiliary.py::test_the_row_that_stays_alone_has_a_gradient"),
+    house("a mode says nothing", "ops/auxiliary/caches.py",
+          'return mode == "PA_NZ" and chips_width', "return chips_width",
+          "npu/test_auxiliary.py::test_a_mode_says_how_a_cache_lies_whose_shape_allows_both"),
+    house("a permutation goes the other way back", "npu/auxiliary/shapes.py",
+          "back = sorted(range(len(order)), key=order.__getitem__)", "back = order",
+          "npu/test_auxiliary.py::test_shapes_go_there_and_back"),
+    house("autocast rounds what a companion multiplies", "npu/auxiliary/call.py",
+          "return torch.autocast(kind, enabled=False)", "return nullcontext()",
+          "npu/test_auxiliary_devices.py::test_autocast_changes_nothing"),
+    house("an operator hands back what came", "npu/operators.py",
+          "run = _apart(face) if packet in _HANDS_BACK else run", "run = run",
+          "npu/test_torch_operators.py::test_an_operator_returns_no_argument"),
+]  # fmt: skip

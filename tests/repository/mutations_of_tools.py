@@ -1,0 +1,80 @@
+"""The mutations of what people look with: explorer, judge, command line; part of mutations.py's."""
+
+from __future__ import annotations
+
+from mutant import house
+
+RULES_TEST = "explorer/test_rules.py::test_the_page_says_what_the_library_says"
+SEEN_TEST = "explorer/test_calls.py::test_calls_see_what_is_drawn_and_are_refused_as_said"
+EXPLORER = [
+    house("explorer: an edge is translated one key short", "explorer/translate.py",
+          'ast.LtE: "py.le({}, {})"', 'ast.LtE: "py.lt({}, {})"',
+          RULES_TEST, "explorer/test_translate.py::test_both_languages_say_the_same"),
+    house("explorer: remainders have the sign of JavaScript", "explorer/runtime.js",
+          "x - y * Math.floor(x / y)", "x % y", "explorer/test_translate.py::test_both_languages_say_the_same"),
+    house("explorer: a tree is drawn over the first keys", "explorer/facade.js",
+          "if (own[j - start])", "if (own[j])", RULES_TEST),
+    house("explorer: a mask of the reader's own is not drawn", "explorer/visible.py",
+          'known.mask in ("triangle", "own")', 'known.mask in ("triangle",)', SEEN_TEST),
+    house("explorer: rules of one layout asked of the other", "explorer/violations.py",
+          'layout not in rule["only"]', 'layout in rule["only"]', SEEN_TEST),
+    house("explorer: cumulative ends written as lengths", "explorer/calls.py",
+          "sum(lengths[: b + 1])", "lengths[b]", SEEN_TEST),
+]  # fmt: skip
+
+FILES = "judging/test_files.py"
+JUDGING = [
+    house("the judge's formulas forget the sink", "judging/formulas.py",
+          "divided.sum(-1, keepdim=True) + tail", "divided.sum(-1, keepdim=True)",
+          "judging/test_formulas.py::test_training"),
+    house("the judge takes the gradient of one head of a group", "judging/outputs.py",
+          "else grouped.sum(1)", "else grouped[:, 0]", "judging/test_formulas.py::test_training"),
+    house("the error bound looks at no tile", "judging/error_bound.py",
+          'yield b, _look("tile", tiles,', 'yield b, _look("tile", tiles * 0,',
+          "judging/test_error_bound.py::test_a_fault_is_seen_where_it_is"),
+    house("the error bound forgets a single number", "judging/error_bound.py",
+          'yield b, _look("element", peaks,', 'yield b, _look("element", peaks * 0,',
+          "judging/test_error_bound.py::test_a_fault_is_seen_where_it_is"),
+    house("the error bound looks at the first piece alone", "judging/error_bound.py",
+          "        if not found.numel():\n", "        if not found.numel() or rows.start:\n",
+          "judging/test_error_bound.py::test_pieces_are_the_whole"),
+    house("weights are expected to be exact", "judging/expected_error.py",
+          "return once + 2 * self.step(dtype)", "return 2 * self.step(dtype)",
+          "judging/test_error_bound.py::test_the_size_of_an_output_is_that_of_drawn_roundings"),
+    house("what is not finite counts for nothing", "judging/error_bound.py",
+          "found.nan_to_num(nan=math.inf, posinf=math.inf)", "found.nan_to_num(nan=0.0, posinf=0.0)",
+          "judging/test_error_bound.py::test_what_is_not_a_number"),
+    house("a diagonal is tried from the wrong corner", "judging/mistakes/masks.py",
+          '((-d, "upper left"), (d, "lower right"))', '((2 * d, "upper left"), (d, "lower right"))',
+          "judging/test_judge.py::test_the_diagonal_of_the_other_corner"),
+    house("verify runs pickles unasked", "judging/loaders.py",
+          "weights_only=not how.unsafe_pickle", "weights_only=False", f"{FILES}::test_no_pickle_is_run"),
+    house("verify follows a path out of a dump's folder", "judging/loaders.py",
+          "if not path.resolve().is_relative_to(folder.resolve()):", "if folder is None:",
+          f"{FILES}::test_paths_that_leave_the_folder"),
+    house("bits of a recorded mask in the other order", "captures/reader.py",
+          'mask.reshape(-1).numpy(), bitorder="little"', 'mask.reshape(-1).numpy(), bitorder="big"',
+          f"{FILES}::test_a_capture_and_a_broken_one"),
+]  # fmt: skip
+
+EXPLAINED, COMMANDS = "cli/test_explain.py", "cli/test_command_line.py"
+TOOLS = [
+    house("a text may call what it likes", "explain/parser.py",
+          "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n",
+          f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
+    house("what the chip alone refuses is not asked", "explain/explanation.py",
+          "of_chip = _failures(op, args, there, strict=True)", "of_chip = _failures(op, args, there, strict=False)",
+          f"{EXPLAINED}::test_the_rule_in_our_words"),
+    house("mends are named that nobody tried", "explain/fixes.py",
+          "in kind(op, args) if is_legal({**args, **changes}))", "in kind(op, args))",
+          f"{EXPLAINED}::test_a_call_that_no_single_change_mends"),
+    house("a fault of the self test is dropped", "cli/selftest.py",
+          'fault = f"{type(error).__name__}: {error}".splitlines()[0]', 'fault = ""',
+          "cli/test_doctor.py::test_a_wrong_result_is_seen"),
+    house("a wrong call of a session passes", "cli/replay.py",
+          "return judgement.verdict, ", "return RIGHT, ",
+          "cli/test_replay_command.py::test_a_wrong_call_among_right_ones"),
+    house("turns that lie among each other are a change", "bench/changes.py",
+          "net < REACHED and after.high < before.low", "net < REACHED",
+          "cli/test_bench_command.py::test_turns_that_lie_among_each_other_are_no_change"),
+]  # fmt: skip

@@ -1,0 +1,89 @@
+"""Every example runs: scripts, docstrings, and the python blocks of README and docs pages."""
+
+import doctest
+import importlib
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from support.markdown import blocks, pages
+from support.sources import ROOT, modules
+
+import fusion_attention as fa
+
+# The everyday suite trains for a moment only, and generates a few tokens where the weights are installed.
+ARGUMENTS = {
+    "finetune_minilm": ["--steps", "2", "--pairs", "4"],
+    "generate": ["--tokens", "8"],
+    "long_context": ["--steps", "1", "--tokens", "512", "--folder", "{folder}"],
+    "pack_and_train": ["--steps", "2", "--texts", "4", "--longest", "128"],
+    "packed_bert": ["--texts", "4", "--turns", "1"],
+    "serve": ["--tokens", "8"],
+    "train_dsa": ["--steps", "1", "--folder", "{folder}"],
+}
+# The examples of acl run with its runtime: tests/acl/test_acl.py.
+DOCUMENTED = [name for name, path in modules().items() if ">>> " in path.read_text() and name.split(".")[0] != "acl"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(path: Path, tmp_path: Path) -> None:
+    arguments = [word.format(folder=tmp_path) for word in ARGUMENTS.get(path.stem, [])]
+    command = [sys.executable, str(path), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, math.nan])
+def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(ROOT / "examples" / "finetune_minilm.py"))
+    texts = [
+        ("Return the sum.", "Missing values count as zero, others as they are."),
+        ("Stop.", "Wait for no thread."),
+    ] * 3
+    monkeypatch.setitem(script["main"].__globals__, "draw_pairs", lambda count, seed: texts)
+    right = fa.attention
+    monkeypatch.setattr(fa, "attention", lambda *args, **kwargs: right(*args, **kwargs) * factor)
+    with pytest.raises(typer.Exit) as end:
+        script["main"](steps=3, pairs=2, seed=0)
+    assert end.value.exit_code == (0 if factor == 1.0 else 1)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstrings_say_what_happens(name: str) -> None:
+    module = importlib.import_module(f"fusion_attention.{name}")
+    found = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])
+def test_pages_run(page: str) -> None:
+    """From top to bottom: a page is read so."""
+    names: dict[str, object] = {}
+    for block in blocks(pages()[page]):
+        exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("block", blocks(pages()["README.md"]))
+def test_every_block_of_the_readme_runs_alone(block: str) -> None:
+    exec(compile(block, "README.md", "exec"), {})
+
+
+FOLDERS = (".", "src/fusion_attention", "csrc", "tests")
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/design.md", "docs/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
+)
+def test_pages_name_files_that_are_there(page: str) -> None:
+    named = re.findall(
+        r"`((?!build/)[\w*./]+/[\w*]+\.(?:py|h|cpp|md|json))[`:]", (ROOT / page).read_text(encoding="utf-8")
+    )
+    assert named
+    assert [path for path in named if not any(list((ROOT / folder).glob(path)) for folder in FOLDERS)] == []

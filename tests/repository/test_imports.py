@@ -1,0 +1,305 @@
+"""What importing loads: nothing before it is needed, torch's compiler never before the first trace.
+
+Times are no test on a busy machine, so modules are counted. Every program runs in an interpreter of its own.
+"""
+
+import ast
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fusion_attention as fa
+from fusion_attention import cli as command_line
+from fusion_attention.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(program: str, *arguments: str) -> Any:
+    """What a program prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json, sys\n{program}", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ----------------------------------------------------------------------------------------------------------- the face
+
+
+def test_the_face_alone_loads_nothing() -> None:
+    before = "before = set(sys.modules)\n"
+    loaded = run(f"{before}import fusion_attention\nprint(json.dumps([*set(sys.modules) - before]))")
+    assert {m for m in loaded if m.split(".")[0] == "fusion_attention"} == {"fusion_attention"}
+    assert {m.split(".")[0] for m in loaded} - {"fusion_attention"} <= set(sys.stdlib_module_names)
+    assert len(loaded) < 25
+
+
+EAGER = """
+import torch
+brought = set(sys.modules)
+import fusion_attention as fa
+q = torch.randn(1, 4, 2, 16, requires_grad=True)
+fa.attention(q, q, q)
+loaded = sorted(set(sys.modules) - brought)
+"""
+
+
+def test_a_first_call_loads_this_package_and_no_more() -> None:
+    loaded = run(f"{EAGER}print(json.dumps(loaded))")
+    assert [m for m in loaded if m.split(".")[0] != "fusion_attention"] == []
+    # Neither what torch_npu's names, captures, layers and the two-phase face need, nor torch's compiler.
+    rooms = {word for m in loaded for word in m.split(".")[1:]}
+    unneeded = {"npu", "capture", "nn", "acl", "aclnn", "cli", "testing", "trace_constants", "sampling", "doc_pages"}
+    unneeded |= {"integrations"}
+    assert not rooms & unneeded
+    assert len(loaded) < 105
+
+
+EVERYTHING = """
+with torch.no_grad():
+    cache = fa.PagedKVCache(heads=2, dim=16, pages=4, page_size=4)
+    cache.append([cache.allocate()], q, q)
+    fa.decode_attention(q, cache)
+indices, values = fa.lightning_indexer(q, q[:, :, :1], q[..., 0], 2)
+out, lse = fa.sparse_attention(q, q[:, :, :1], None, indices, return_lse=True)
+(fa.indexer_loss(q, q[:, :, :1], lse, q, q[:, :, :1], q[..., 0], indices) + out.sum() + values.sum()).backward()
+from fusion_attention import npu
+npu.npu_fusion_attention(q, q, q, 2, "BSND", keep_prob=0.5)[0].sum().backward()
+import fusion_attention.aclnn, fusion_attention.nn
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    with fa.capture(folder) as recorded:
+        fa.attention(q, q, q)
+    fa.replay(recorded.files[0])
+"""
+
+
+def test_torchs_compiler_waits_for_a_trace() -> None:
+    program = """
+compiler = ["torch._dynamo" in brought, "torch._dynamo" in sys.modules]
+torch.compile(lambda q: fa.attention(q, q, q), backend="eager", fullgraph=True)(q)
+print(json.dumps([*compiler, "fusion_attention.torch_ops.trace_constants" in sys.modules]))
+"""
+    before, now, traced = run(EAGER + EVERYTHING + program)
+    assert now is before
+    assert traced
+
+
+FACTS = """
+import importlib, pickle, pydoc, rlcompleter
+import fusion_attention as fa
+facts = {"listed": dir(fa), "early": "torch" in sys.modules}
+facts["late"] = {name: getattr(fa, name).__module__ for name in fa.__all__}
+facts["kept"] = [name for name in fa.__all__ if name in vars(fa)]
+from fusion_attention import *
+facts["missing"] = [name for name in fa.__all__ if name not in globals()]
+facts["completed"] = rlcompleter.Completer({"fa": fa}).attr_matches("fa.")
+facts["help"] = pydoc.plain(pydoc.render_doc(fa))
+old = fa.attention, fa.Band.causal()
+facts["reloaded"] = importlib.reload(fa) is fa and fa.attention is old[0] and fa.Band.causal() == old[1]
+several = [fa.attention, fa.Band.window(3, 0), fa.capture, fa.Replay, fa.ContractError]
+facts["pickled"] = pickle.loads(pickle.dumps(several)) == several
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    return run(FACTS)
+
+
+def test_every_name_of_the_face(facts: dict[str, Any]) -> None:
+    """Loaded late, shown to checkers, and listed: three times the same names."""
+    tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
+    shown = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert list(facts["late"]) == fa.__all__ == sorted(shown)
+    assert not facts["early"]
+    assert facts["kept"] == fa.__all__  # __getattr__ is not asked again.
+    assert {name: f"fusion_attention.{home}" for name, home in fa._HOMES.items()} == shown
+    for name, module in shown.items():
+        assert getattr(fa, name) is getattr(sys.modules[str(module)], name)
+
+
+def test_star_reload_and_pickle(facts: dict[str, Any]) -> None:
+    assert facts["missing"] == []
+    assert facts["reloaded"]
+    assert facts["pickled"]
+
+
+def test_help_and_completion_show_what_is_public(facts: dict[str, Any]) -> None:
+    assert [name for name in facts["listed"] if not name.startswith("__")] == fa.__all__
+    assert {match.removeprefix("fa.").rstrip("()") for match in facts["completed"]} == set(fa.__all__)
+    behind = facts["help"][facts["help"].index("CLASSES") :]
+    assert all(f"{name}(" in behind for name in fa.__all__)
+    assert not [word for word in ("importlib", "_HOMES", "TYPE_CHECKING") if word in behind]
+
+
+def test_no_import_stands_before_a_name_is_asked_for() -> None:
+    tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
+    top = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [line for line in top if "fusion_attention" in line or "torch" in line or "numpy" in line]
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'fusion_attention' has no attribute 'atention'"):
+        fa.atention  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'atention'"):
+        from fusion_attention import atention  # type: ignore[attr-defined]  # noqa: F401
+    assert not hasattr(fa, "__wrapped__")
+    assert not hasattr(fa, "_api")
+
+
+def test_a_submodule_that_cannot_be_loaded_says_why() -> None:
+    """What it lacks is named, not hidden behind a missing attribute."""
+    program = "sys.modules['torch'] = None\nimport fusion_attention as fa\ntry:\n    fa.memory\n"
+    program += "except ImportError as error:\n    print(json.dumps(error.name))"
+    assert run(program) == "torch"
+
+
+SUBMODULES = ["acl", "aclnn", "api", "captures", "contract", "nn", "npu", "ops", "plan", "ir", "testing"]
+
+
+def test_submodules_come_on_demand() -> None:
+    program = """
+import importlib
+import fusion_attention as fa
+kinds = {}
+for name in sys.argv[1:]:
+    first = getattr(fa, name)
+    importlib.import_module("fusion_attention." + name)
+    kinds[name] = type(first).__name__ if getattr(fa, name) is first else "another"
+print(json.dumps(kinds))
+"""
+    assert run(program, *SUBMODULES) == dict.fromkeys(SUBMODULES, "module")
+
+
+def test_pickled_names_come_back() -> None:
+    program = "import pickle\nfound = pickle.loads(bytes.fromhex(sys.argv[1]))\nimport fusion_attention as fa\n"
+    pickled = pickle.dumps([fa.capture, fa.Band]).hex()
+    assert run(f"{program}print(json.dumps(found == [fa.capture, fa.Band]))", pickled)
+
+
+def test_threads_may_ask_first_at_once() -> None:
+    program = """
+import threading
+import fusion_attention as fa
+start, found = threading.Barrier(8), []
+def ask(name):
+    start.wait()
+    found.append(getattr(fa, name).__name__)
+threads = [threading.Thread(target=ask, args=(name,)) for name in sys.argv[1:]]
+[t.start() for t in threads], [t.join() for t in threads]
+print(json.dumps(sorted(found)))
+"""
+    names = ["Band", "Replay", "attention", "capture", "decode_attention", "replay", "sparse_attention", "indexer_loss"]
+    assert run(program, *names) == sorted(names)
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+TRACE = """
+import torch
+import fusion_attention as fa
+q = torch.randn(1, 4, 2, 16)
+def call(q):
+    return fa.attention(q, q, q, band=fa.Band.causal())
+"""
+EVERY_DAY = ("export",)  # and torch.compile below
+WAYS = {
+    "strict export": "found = torch.export.export(Call(), (q,), strict=True).module()(q)",
+    "export": "found = torch.export.export(Call(), (q,), strict=False).module()(q)",
+    "vjp": "found = torch.func.vjp(call, q)[0]",
+    "make_fx": "from torch.fx.experimental.proxy_tensor import make_fx; found = make_fx(call)(q)(q)",
+}
+
+
+@pytest.mark.parametrize("way", [w if w in EVERY_DAY else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
+def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
+    """The whole package is loaded, its operators registered, while a trace is under way."""
+    module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
+    asked = "first = 'fusion_attention.api.attention' in sys.modules\n"
+    same = "print(json.dumps([first, bool(torch.equal(found, call(q)))]))"
+    assert run(f"{TRACE}{module}{asked}{WAYS[way]}\n{same}") == [False, True]
+
+
+def test_names_that_come_later_spoil_no_graph() -> None:
+    """They lie in the package's namespace, which a graph watches no more than it must."""
+    program = """
+made = []
+def backend(module, inputs):
+    made.append(module)
+    return module.forward
+first = "fusion_attention.api.attention" in sys.modules
+fast = torch.compile(call, backend=backend, fullgraph=True)
+same = bool(torch.equal(fast(q), call(q)))
+fa.capture, fa.nn, fa.aclnn, fa.decode_attention
+fast(q)
+print(json.dumps([first, same, len(made)]))
+"""
+    assert run(TRACE + program) == [False, True, 1]
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["--version"], ["demo", "--runs=0"], []),
+        *([command, "--help"] for command in ("bench", "demo", "doctor", "explain", "npu", "ops", "replay")),
+    ],
+)
+def test_the_command_line_starts_without_torch(arguments: list[str]) -> None:
+    program = """
+sys.argv[0] = "fusion-attention"
+from fusion_attention.cli import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print()
+print(json.dumps([code, [m for m in ("torch", "numpy", "fusion_attention.api.attention") if m in sys.modules]]))
+"""
+    code, loaded = run(program, *arguments)
+    assert loaded == []
+    assert code == (0 if "--help" in arguments or "--version" in arguments else 2)
+
+
+def test_commands_load_nothing_that_only_they_need() -> None:
+    """Modules, not seconds: what `--help` waits for is typer, and what typer shows help with."""
+    program = """
+import typer
+known = set(sys.modules)
+import fusion_attention.cli
+print(json.dumps(sorted(set(sys.modules) - known)))
+"""
+    loaded = run(program)
+    ours = [m for m in loaded if m.split(".")[0] == "fusion_attention"]
+    assert len(ours) < 20
+    assert [m for m in loaded if m.split(".")[0] not in {"fusion_attention", *sys.stdlib_module_names}] == []
+    assert len(loaded) < 60
+
+
+def test_python_m() -> None:
+    for name in ("fusion_attention", "fusion_attention.cli"):
+        done = subprocess.run([sys.executable, "-m", name, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"fusion-attention {fa.__version__}\n"
+
+
+def test_the_version_is_the_packages() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'\nversion = "{fa.__version__}"\n' in text
+    assert command_line.app is app

@@ -1,0 +1,119 @@
+"""Laws on memory and on tests: results and scratch come from one place, which tests poison; no test skips itself.
+
+Reads syntax trees, as test_house.py does; knows nothing of attention.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+from support.sources import ROOT, modules
+
+# What allocates and writes nothing. Results and scratch come from memory.py, where tests poison them: an element that
+# nobody writes is then a NaN in some comparison, and no number that was right by chance.
+UNWRITTEN = {
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "resize_as_",
+}  # fmt: skip
+# "module::function" -> why it may.
+MAY_ALLOCATE = {
+    "memory::empty": "the place itself",
+    "memory::another": "the place itself",
+    "memory::zeros": "the place itself",
+    "memory::template": "the place itself",
+    "memory::_lent": "the place itself",
+    "backends.triton.layout_table::of": "a table, copied from an array in the next line",
+    "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
+    "npu.operators::_parameter": "a parameter without a default",
+    "capi.device::allocate": "as acl.rt's",
+    "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",
+}
+COMPUTES_NOTHING = ("cli", "testing")
+
+
+def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(innermost function, line) of whatever names an allocation without values, but for one of no element."""
+    nothing = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.args[0]) in ("0", "(0,)")
+    }
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[str, int]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.Attribute) and node.attr in UNWRITTEN and id(node) not in nothing:
+            yield function, node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "numpy"):
+            yield from ((function, node.lineno) for alias in node.names if alias.name in UNWRITTEN)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    return visit(tree, "")
+
+
+@cache
+def allocating() -> dict[str, list[int]]:
+    """Of every module that computes: "module::function" -> lines."""
+    found: dict[str, list[int]] = {}
+    for module, path in modules().items():
+        if module.split(".")[0] not in COMPUTES_NOTHING:
+            for function, line in allocations(ast.parse(path.read_text(encoding="utf-8"))):
+                found.setdefault(f"{module}::{function}", []).append(line)
+    return found
+
+
+def test_results_and_scratch_come_from_one_place() -> None:
+    wrong = {place: lines for place, lines in allocating().items() if place not in MAY_ALLOCATE}
+    assert not wrong, (
+        f"take memory.empty() instead, or say why not in tests/repository/test_memory_rules.py's MAY_ALLOCATE: {wrong}"
+    )
+    assert not set(MAY_ALLOCATE) - set(allocating()), "no longer allocates: take it out of MAY_ALLOCATE"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("q.new_empty(q.shape)", 1),
+        ("torch.empty(3, dtype=torch.int32)", 1),
+        ("np.empty_like(x)", 1),
+        ("make = torch.empty", 1),
+        ("from torch import empty", 1),
+        ("t.resize_(3)", 1),
+        ("q.new_empty(0)", 0),
+        ("torch.empty(0, dtype=torch.int64)", 0),
+        ("empty(q, q.shape)", 0),
+        ("torch.zeros(3)", 0),
+    ],
+)
+def test_the_allocations_themselves(source: str, found: int) -> None:
+    assert len(list(allocations(ast.parse(source)))) == found
+
+
+SKIPS = ("pytest.skip", "pytest.importorskip", "pytest.xfail")
+
+
+def test_no_test_skips_itself() -> None:
+    """What a test needs is a mark, which a report shows before it runs; or a module's, before it has any."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS
+    ]
+    assert not wrong, f"mark the test, or choose its parameters: {wrong}"
+
+
+def test_no_test_imports_another() -> None:
+    """What several tests need is in tests/support."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[-1].startswith("test_")
+    ]
+    assert not wrong, f"move what they share to tests/support: {wrong}"

@@ -1,0 +1,228 @@
+"""What pages say is true: generated ones are fresh, links lead somewhere, commands exist, pictures are right."""
+
+import json
+import posixpath
+import re
+import shlex
+
+import pytest
+import torch
+from support.markdown import anchors, blocks, fenced, links, pages
+from support.sources import ROOT
+from typer.main import get_command
+
+import fusion_attention as fa
+from codegen.__main__ import files
+from fusion_attention.cli import app, docstrings, op_pages, op_support
+from fusion_attention.contract import BackendError
+from fusion_attention.ops import RECORDS
+from fusion_attention.ops.auxiliary import COMPANIONS, CONTRACTS
+from website import charts, everything, hooks, masks
+from website.pictures import in_memory
+
+DOCS = ROOT / "docs"
+# What is in a block -> who runs it; text is what somebody reads.
+LANGUAGES = {
+    "python": "test_examples.py", "pycon": "test_examples.py, as a docstring", "pyi": "a signature",
+    "bash": "test_commands_exist", "sh": "test_commands_exist", "text": "nobody", "diff": "nobody", "": "nobody",
+    "c": "a fragment", "json": "a fragment",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", files())
+def test_what_git_holds_is_what_the_records_give(name: str) -> None:
+    """python -m codegen writes it."""
+    assert (ROOT / name).read_text(encoding="utf-8") == files()[name]
+
+
+def test_no_block_is_of_an_unknown_kind() -> None:
+    unknown = {(name, kind) for name, text in pages().items() for kind, _ in fenced(text) if kind not in LANGUAGES}
+    assert not unknown
+
+
+def test_no_link_is_dead() -> None:
+    known = {name: anchors(text) for name, text in pages().items()}
+    made = known.keys() | {f"docs/{name}" for name in everything.generated()}
+    dead = []
+    for name, text in pages().items():
+        for target in links(text):
+            file, _, anchor = target.partition("#")
+            found = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            if not (found in made or (ROOT / found).exists()) or (anchor and anchor not in known.get(found, {anchor})):
+                dead.append(f"{name}: {target}")
+    assert not dead
+
+
+@pytest.mark.parametrize(("text", "name"), [("## Codes", "codes"), ("### `a_b`, c", "a_b-c"), ("# V1 (x)", "v1-x")])
+def test_the_names_of_headings(text: str, name: str) -> None:
+    assert anchors(f"{text}\n") == {name}
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every shell block, without its comment."""
+    found = [(name, b) for name, text in pages().items() for kind in ("bash", "sh") for b in blocks(text, kind)]
+    lines = [(name, line.partition(" #")[0].strip()) for name, block in found for line in block.splitlines()]
+    return [(page, line) for page, line in lines if line]
+
+
+def unknown_words(line: str) -> list[str]:
+    """What of a command line does not exist: targets of make, subcommands, options, files of tests."""
+    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
+    program, rest = words[0], words[1:]
+    if program == "make":
+        targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return [word for word in rest if word not in targets]
+    if program == "fusion-attention":
+        known = get_command(app).commands  # type: ignore[attr-defined]
+        if rest[:1] and rest[0] not in known and not rest[0].startswith("-"):
+            return rest[:1]
+        options = {name for p in known[rest[0]].params for name in p.opts} | {"--help"} if rest else set()
+        return [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in options]
+    if program.endswith("python") and "pytest" in rest:
+        return [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()]
+    return (
+        []
+        if program in ("pip", "apt-get", "python", "git", "cd", "torchrun", "cmake", "ctest", "cc")
+        or "python" in program
+        else [program]
+    )
+
+
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_exist(page: str, line: str) -> None:
+    assert unknown_words(line) == [], page
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("make doc", ["doc"]),
+        ("fusion-attention opps", ["opps"]),
+        ("fusion-attention ops --wrote x", ["--wrote"]),
+        (".venv/bin/python -m pytest tests/none.py", ["tests/none.py"]),
+        ("fusionattention", ["fusionattention"]),
+    ],
+)
+def test_commands_that_do_not_exist(line: str, unknown: list[str]) -> None:
+    assert unknown_words(line) == unknown
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    named = {name for line in lines if "#" not in line for name in re.findall(r"[\w/]+\.md", line)}
+    site = {name.removeprefix("docs/") for name in pages() if name.startswith("docs/")}
+    assert {name for name in site if not name.startswith("ops/")} <= named
+    grouped = str(hooks.operators())
+    assert all(f"'ops/{name}.md'" in grouped for name in CONTRACTS)
+    assert op_pages.OTHERS not in grouped, "an operator is in no family: cli/op_pages.py, GROUPS"
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None:
+    page = pages()[f"docs/ops/{name}.md"]
+    for heading in ("Call", "Example", "Support", "Parameters"):
+        assert page.count(f"\n## {heading}\n") == 1, heading
+    assert f"{name}(" in blocks(page)[0] or f"{name}GetWorkspaceSize(" in page
+    assert "\n$$\n" in page or name in COMPANIONS, "its record has no formula in TeX"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_matrix_of_support_is_true(dtype: str) -> None:
+    said = dict(op_support.matrix(RECORDS["attention"]))[dtype]
+    x = torch.randn(1, 4, 2, 16).to(getattr(torch, dtype))
+    for backend in ("cpu", "golden"):
+        if said[backend] == "yes":
+            assert fa.attention(x, x, x, backend=backend).dtype == x.dtype
+        else:
+            with pytest.raises(BackendError):
+                fa.attention(x, x, x, backend=backend)
+
+
+def test_a_call_has_the_types_that_one_passes() -> None:
+    """What a schema is told of a tensor that is written is no type of a reader's."""
+    for op in COMPANIONS.values():
+        assert "Annotated" not in op_pages.page(op)
+
+
+def test_docstrings_become_markdown() -> None:
+    """Stars and brackets stay what they are, code stays code, and names that share a line become entries."""
+    text = "Rows [T, N*D], see docs/decode.md.\n\n    out = a * b\n\nUse `a*b`."
+    assert docstrings.prose(text, "../") == (
+        "Rows \\[T, N\\*D\\], see [decode](../decode.md).\n\n    out = a * b\n\nUse `a*b`."
+    )
+    listed = docstrings.arguments("heads: how many. dim: of a row;\n    else: 0.", "", ["heads", "dim"])
+    assert listed == ["* `heads`: how many.", "* `dim`: of a row; else: 0."]
+    assert list(docstrings.sections("One.\n\nArgs:\n    x: a.\n\nExample:\n    >>> 1\n")) == ["", "Args", "Example"]
+
+
+def test_what_a_back_end_refuses_is_on_the_page() -> None:
+    score = "npu_fused_infer_attention_score"
+    assert "computes out_quant none, not tensor" in op_support.gaps(RECORDS[score])["triton"]
+    assert "computes out\\_quant none, not tensor" in op_pages.page(RECORDS[score])
+    assert "| float16 | yes | yes | yes | yes |" in op_pages.page(RECORDS["lightning_indexer"])
+    assert op_support.gaps(RECORDS["npu_fusion_attention"]) == {}
+
+
+@pytest.mark.parametrize("mode", range(9))
+def test_a_picture_shows_what_the_page_says(mode: int) -> None:
+    """docs/sparse_modes.md's formula, written out."""
+    _, _, says, seen, taken = masks.modes()[mode]
+    numbers = dict(re.findall(r"(pre|next|prefix) (-?\d+)", says))
+    pre, after, prefix = (int(numbers.get(name, 0)) for name in ("pre", "next", "prefix"))
+    d = masks.KEYS - masks.ROWS
+    edges = {
+        0: (-pre, after + 1, 0),
+        1: (-99, 99, 0),
+        2: (-99, 1, 0),
+        3: (-99, d + 1, 0),
+        4: (d - pre, d + after + 1, 0),
+    }
+    edges |= {5: (-99, d + 1, prefix), 6: (-99, d + 1, prefix)}
+    if mode < 7:
+        lo, hi, first = edges[mode]
+        band = [[i + lo <= j < max(first, i + hi) for j in range(masks.KEYS)] for i in range(masks.ROWS)]
+        removed = masks.scattered() if mode < 2 else torch.zeros(masks.ROWS, masks.KEYS, dtype=torch.bool)
+        assert seen.tolist() == (torch.tensor(band) & ~removed).tolist()
+        assert taken is None or taken.tolist() == (torch.tensor(band) & removed).tolist()
+        return
+    q_len, kv_len = ([3, 2, 3], [3, 2, 5]) if mode == 7 else ([3, 2, 3], [5, 2, 3])
+    expected = torch.zeros(sum(q_len), sum(kv_len), dtype=torch.bool)
+    row = key = 0
+    for place, (rows, keys) in enumerate(zip(q_len, kv_len, strict=True)):
+        cut = place == (2 if mode == 7 else 0)
+        hi = keys - rows + after + 1 if cut else (keys - rows + 1 if mode == 7 else 1)
+        for i in range(rows):
+            expected[row + i, key : key + max(0, min(keys, i + hi))] = True
+        row, key = row + rows, key + keys
+    assert seen.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBH", "BSH"])
+def test_a_layout_lies_as_its_picture_shows(layout: str) -> None:
+    """A view of the memory in the picture's order is the tensor."""
+    sizes = {"B": 2, "S": 4, "N": 2}
+    axes = [axis for axis in layout.replace("H", "N") if axis in sizes]
+    number = torch.arange(16).reshape([sizes[axis] for axis in axes]).permute([axes.index(axis) for axis in "BSN"])
+    places = in_memory(layout, [4, 4], 2)
+    assert [int(number[place]) for place in places] == list(range(16))
+
+
+def test_every_charted_figure_is_in_the_lab_book() -> None:
+    book = (DOCS / "lab_book.md").read_text(encoding="utf-8").splitlines()
+    rows = json.loads(charts.FIGURES.read_text(encoding="utf-8"))["rows"]
+    for row in rows:
+        shown = {f"| {row['ratio']:.{digits}f} |" for digits in (1, 2)}
+        assert any(row["name"] in line and any(figure in line for figure in shown) for line in book), row
+    for row in rows:
+        # Rows that are medians over turns may differ from the quotient of medians by a little.
+        quotient = row["peer_ms"] / row["ours_ms"]
+        assert quotient / 2 < row["ratio"] < quotient * 2, row
+
+
+def test_bars_are_as_long_as_their_ratios() -> None:
+    text = charts.beside_masks().render()
+    widths = [float(w) for w in re.findall(r'<rect x="372" y="[\d.]+" width="([\d.]+)"', text)]
+    ratios = [charts.ratio(group, name, peer) for group, name, peer, *_ in charts.SHAPED]
+    assert len(widths) == len(ratios)
+    for width, value in zip(widths, ratios, strict=True):
+        assert round(width / 11.6 + 1, 1) == round(value, 1)

@@ -1,0 +1,453 @@
+"""The laws of the house (docs/design.md), held against the tree itself: floors, words, lengths, the native module.
+
+Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.sources import PACKAGE, ROOT, SOURCE, modules
+
+from fusion_attention import _native
+
+# ------------------------------------------------------------------------------------------------------------- floors
+
+# A module, or a package with all it holds -> its floor. Imports run down, or stay on a floor.
+FLOORS = {
+    "__main__": 7, "cli": 7, "api": 7, "explain": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
+    "integrations": 7, "explorer": 7, "judging": 7, "capi": 7, "fake_npu": 7,
+    "aclnn": 6, "acl": 6, "torch_ops": 6, "_aclnn": 6,
+    "plan": 5,
+    "ops": 4, "backends": 4,
+    "ir": 2,
+    "contract": 1, "memory": 1, "patches": 1, "settings": 1,
+    "_native": 0,
+}  # fmt: skip
+
+# Outside the floors: the face (test_imports.py: what it shows comes late); testing sees all, and only tests see it, and
+# the command that judges as they do.
+FACE, TESTING = "", "testing"
+JUDGES = ("cli.selftest",)
+
+# A machine without these must load everything else: imported at a module's top only inside the package named.
+LAZY = {"backends.cpu": "backends.cpu", "backends.triton": "backends.triton", "_native": "backends.cpu"}
+LAZY_THIRD_PARTY = {"triton": "backends.triton"}
+
+
+def inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def exists(module: str) -> bool:
+    return module in modules() or (SOURCE / f"{module.replace('.', '/')}.pyi").exists()
+
+
+def targets(node: ast.AST, module: str) -> Iterator[str]:
+    """The absolute names that an import statement binds, `from x import y` as x.y."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            here = [PACKAGE, *module.split(".")] if module else [PACKAGE]
+            if modules()[module].name != "__init__.py":
+                here = here[:-1]
+            here = here[: len(here) - node.level + 1]
+            base = ".".join([*here, *([base] if base else [])])
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def house_name(target: str) -> str:
+    """An absolute name of ours -> the module it comes from (the longest part of it that is one)."""
+    parts = target.split(".")[1:]
+    while parts and not exists(".".join(parts)):
+        parts.pop()
+    return ".".join(parts)
+
+
+@cache
+def imports(module: str) -> tuple[tuple[str, int, bool], ...]:
+    """(absolute target, line, at the module's top) of every import in a module."""
+    tree = ast.parse(modules()[module].read_text(encoding="utf-8"))
+    nested = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.walk(node)
+    }
+    return tuple(
+        (target, getattr(node, "lineno", 0), id(node) not in nested)
+        for node in ast.walk(tree)
+        for target in targets(node, module)
+    )
+
+
+def house_imports(module: str) -> list[tuple[str, int, bool]]:
+    return [(house_name(target), line, top) for target, line, top in imports(module) if target.split(".")[0] == PACKAGE]
+
+
+def floor(module: str) -> int:
+    return FLOORS[module.split(".")[0]]
+
+
+def wing(module: str) -> str:
+    """On floor 4: ops is one wing, every back end is one of its own."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
+
+
+def reason_against(importer: str, imported: str) -> str | None:
+    """Why one module of the house may not import another; None when it may."""
+    if inside(importer, TESTING):
+        return None
+    if inside(imported, TESTING):
+        return None if importer in JUDGES else "only tests import testing"
+    if importer == FACE:
+        return None
+    if imported == FACE:
+        return None if floor(importer) == 7 else "only the top floor may see the package's face"
+    if floor(imported) > floor(importer):
+        return f"floor {floor(importer)} must not reach up to floor {floor(imported)}"
+    if importer == "backends" and inside(imported, importer):
+        return None  # It loads the back end that it chose.
+    if floor(imported) == floor(importer) == 4 and wing(imported) not in (wing(importer), "backends"):
+        return "ops and every back end never see each other"
+    return None
+
+
+def test_every_module_has_a_floor() -> None:
+    strangers = [
+        name for name in modules() if name not in (FACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
+    ]
+    assert not strangers, f"no floor in tests/repository/test_source_rules.py (and docs/design.md) for: {strangers}"
+
+
+def test_imports_run_down() -> None:
+    wrong = [
+        f"{importer or PACKAGE}:{line} imports {imported or PACKAGE}: {reason}"
+        for importer in modules()
+        for imported, line, _ in house_imports(importer)
+        if (reason := reason_against(importer, imported))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_circle() -> None:
+    """Floors allow neighbours to import each other; a circle, late imports counted, they do not."""
+    graph = {module: {name for name, _, _ in house_imports(module)} - {module} for module in modules()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import circle: {' -> '.join((*path, module))}"
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_the_contract_has_one_door() -> None:
+    """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
+    inner = {"contract", "contract.doc_pages", "contract.sampling"}
+    wrong = [
+        f"{importer}:{line} imports {imported}: import it from {PACKAGE}.contract"
+        for importer in modules()
+        for imported, line, _ in house_imports(importer)
+        if inside(imported, "contract") and imported not in inner and not inside(importer, "contract")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_fast_back_ends_are_imported_late() -> None:
+    wrong = []
+    for importer in modules():
+        if inside(importer, TESTING):
+            continue
+        for target, line, top in imports(importer):
+            first = target.split(".")[0]
+            table, name = (LAZY, house_name(target)) if first == PACKAGE else (LAZY_THIRD_PARTY, first)
+            homes = [home for lazy, home in table.items() if inside(name, lazy)]
+            if top and homes and not inside(importer, homes[0]):
+                wrong.append(f"{importer}:{line} imports {target} at its top; a machine without it could not load it")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("cli.demo", "npu", True),
+        ("ops.training", "ir.call", True),
+        ("ops.training", "ops.sparse", True),
+        ("backends.cpu.dense", "backends.cpu.pack", True),
+        ("backends.cpu.dense", "_native", True),
+        ("cli.demo", "testing", False),
+        ("cli.selftest", "testing.compare", True),
+        ("testing.plain", "testing", True),
+        ("testing", "backends.golden", True),
+        ("", "api", True),
+        ("plan", "testing", False),
+        ("ir.mask", "plan", False),
+        ("torch_ops", "", False),
+        ("ops.training", "backends.golden", False),
+        ("backends", "backends.golden", True),
+        ("backends", "ops", False),
+        ("backends.cpu.dense", "ops.training", False),
+        ("backends.triton.dense", "backends.golden", False),
+    ],
+)
+def test_the_floors_themselves(importer: str, imported: str, allowed: bool) -> None:
+    assert (reason_against(importer, imported) is None) is allowed
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+BELOW_THE_WAIST = ("ir/*.py", "backends/**/*.py")
+# Underscores part words (npu_x is said to say npu), and aclnn may stand before an operator's name.
+CANN_WORDS = re.compile(
+    r"(?<![a-z0-9])(?:(?:BSND|BNSD|BSH|SBH|TND|sparse_mode|pse_type|npu)(?![a-z0-9])|aclnn)", re.IGNORECASE
+)
+
+
+def test_no_cann_word_below_the_waist() -> None:
+    files = [path for pattern in BELOW_THE_WAIST for path in SOURCE.glob(pattern)]
+    core = ROOT / "csrc"  # of which capi is another face, and no part of the core
+    files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for match in CANN_WORDS.finditer(line)
+    ]
+    assert not found, "words of CANN below problem.py (law 1):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("# as in BSND", True),
+        ("pse_type: int", True),
+        ("torch_npu", True),
+        ("aclnnFlashAttention", True),
+        ("input, output", False),
+        ("extnd", False),
+    ],
+)
+def test_the_words_themselves(line: str, found: bool) -> None:
+    assert bool(CANN_WORDS.search(line)) is found
+
+
+# ------------------------------------------------------------------------------------------------------------ lengths
+
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 500, 60, 150
+# "path" or "path::function" -> why it is longer than the law allows.
+LONGER: dict[str, str] = {}
+
+
+def house_files() -> list[Path]:
+    code = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("csrc", "tests/native")
+    native = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".cpp", ".h")]
+    return sorted(code + native)
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end; a docstring is documentation and is not counted."""
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if ast.get_docstring(node) is not None:
+        text = node.body[0]
+        lines -= (text.end_lineno or text.lineno) - text.lineno + 1
+    return lines
+
+
+def too_long() -> dict[str, str]:
+    found = {}
+    for path in house_files():
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text(encoding="utf-8")
+        if (lines := text.count("\n")) >= FILE_LINES:
+            found[name] = f"{lines} lines"
+        for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                limit = KERNEL_LINES if is_kernel(node) else FUNCTION_LINES
+                if length(node) >= limit:
+                    found[f"{name}::{node.name}"] = f"{length(node)} lines, line {node.lineno}"
+    return found
+
+
+def test_files_and_functions_stay_short() -> None:
+    wrong = [f"{name}: {lines}" for name, lines in too_long().items() if name not in LONGER]
+    assert not wrong, "split these, or say why in tests/repository/test_source_rules.py's LONGER:\n" + "\n".join(wrong)
+
+
+def test_exceptions_are_still_needed() -> None:
+    assert not set(LONGER) - set(too_long()), "no longer too long: take them out of LONGER"
+
+
+# --------------------------------------------------------------------------------------------------------- tolerances
+
+# Numbers of float64 beside float64; 0 is no tolerance.
+EXACT = 1e-11
+# What compares within a tolerance -> which of its arguments, by position, is one.
+CLOSE = {"assert_close": 3, "allclose": 2, "assert_allclose": 2, "isclose": 2, "approx": 1}
+TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
+# File of tests -> why it may set a number by hand (docs/design.md, How results are judged).
+HAND_SET = {
+    "inference/test_fused_examples.py": "examples printed to six digits",
+    "training/test_golden.py": "finite differences: a step's own error",
+    "judging/test_error_bound.py": "quantiles as tables print them, and spreads of so many draws",
+    "npu/test_transformers_windows.py": "a whole model beside itself on another path",
+}
+
+
+def number(node: ast.expr) -> float | None:
+    """A literal, or a product or power of such."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return float(node.value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and number(node.left) and number(node.right):
+        return (number(node.left) or 0.0) * (number(node.right) or 0.0)
+    return None
+
+
+def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, why) of every comparison within a number that nothing derives."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name not in CLOSE:
+                continue
+            given = [word.value for word in node.keywords if word.arg in TOLERANCES] + node.args[CLOSE[name] :]
+            if not given:
+                yield node.lineno, f"{name} with the tolerance that it has by itself"
+            for value in given:
+                # A literal anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
+                parts = [
+                    found for part in ast.walk(value) if (found := number(part) if isinstance(part, ast.expr) else None)
+                ]
+                if any(EXACT < found < 1 for found in parts):
+                    yield node.lineno, f"{name} within {ast.unparse(value)}"
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE):
+            found = number(node.comparators[-1])
+            if found is not None and EXACT < found < 0.1:
+                yield node.lineno, f"within {found:g}"
+
+
+def hand_set() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for line, why in by_hand(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(path.relative_to(ROOT / "tests").as_posix(), []).append(f"tests/{path.name}:{line}: {why}")
+    return found
+
+
+def test_no_tolerance_is_set_by_hand() -> None:
+    wrong = [line for name, lines in hand_set().items() if name not in HAND_SET for line in lines]
+    assert not wrong, "judge by testing.compare, derive the bound, or compare in float64:\n" + "\n".join(wrong)
+
+
+def test_files_that_may_set_a_tolerance_still_do() -> None:
+    assert not HAND_SET.keys() - hand_set().keys(), "no number there any more: take them out of HAND_SET"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.testing.assert_close(a, b)", True),
+        ("torch.testing.assert_close(a, b, rtol=1e-5, atol=0)", True),
+        ("assert torch.allclose(a, b, atol=1e-4 * (1 + a.abs().max()))", True),
+        ("assert torch.allclose(a, b, 1e-3)", True),
+        ("assert x == pytest.approx(0.5, abs=1e-5)", True),
+        ("assert (a - b).abs().max() < 1e-4", True),
+        ("assert (a - b).abs().max() <= 0.02", True),
+        ("torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * size)", False),
+        ("torch.testing.assert_close(a, b, rtol=torch.finfo(a.dtype).eps, atol=0)", False),
+        ("assert ((a - b).abs() <= slack).all()", False),
+        ("assert random() < 0.3", False),
+        ("compare(name, ours, expected)", False),
+    ],
+)
+def test_the_tolerances_themselves(line: str, found: bool) -> None:
+    assert bool(list(by_hand(ast.parse(line)))) is found
+
+
+# ------------------------------------------------------------------------------------------------------ native module
+
+FEATURES = _native.cpu_features()
+BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
+LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512vnni": 16, "v4+avx512bf16": 16, "asimddp": 4, "asimddp+bf16": 4}
+
+
+def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
+    assert BUILT[0] == RUNNABLE[0] == "base"
+    assert set(BUILT) <= set(LANES)
+    assert [name for name in BUILT if name in RUNNABLE] == RUNNABLE
+    assert FEATURES["chosen"] == RUNNABLE[-1]
+
+
+@pytest.mark.parametrize("variant", RUNNABLE)
+def test_every_runnable_variant_computes_the_same(variant: str) -> None:
+    i = np.arange(1003)
+    x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
+    expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
+    checksums = {"checksum": expected, "checksum_bf16": expected, "checksum_int8": bytes_expected}
+    assert _native.variant_probe(variant) == {"variant": variant, "lanes": LANES[variant], **checksums}
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'variant: expected one of base.*, got "v9" \(no such variant is built'):
+        _native.variant_probe("v9")
+    with pytest.raises(ValueError, match=r'within: expected one of base.*, got "v9"'):
+        _native.variant_probe("base", within=["base", "v9"])
+
+
+def test_a_variant_this_cpu_lacks_is_refused() -> None:
+    """Empty on a CPU that runs all of them; the next test plays a weaker one."""
+    for variant in set(BUILT) - set(RUNNABLE):
+        for given in ({}, {"within": BUILT}):
+            with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
+                _native.variant_probe(variant, **given)
+
+
+@pytest.mark.parametrize("count", range(len(BUILT)))
+def test_a_weaker_cpu_refuses_what_it_lacks(count: int) -> None:
+    """`within` plays a CPU that runs only the first variants."""
+    for variant in BUILT[count:]:
+        with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
+            _native.variant_probe(variant, within=BUILT[:count])
+
+
+@pytest.mark.parametrize("variant", [None, 3, b"base", ["base"], "\ud800"])
+def test_a_variant_of_another_type_is_refused(variant: object) -> None:
+    with pytest.raises((TypeError, UnicodeError)):
+        _native.variant_probe(variant)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", ["", "base\0", "v4 ", "é" * 10_000])
+def test_odd_names_are_unknown_variants(variant: str) -> None:
+    with pytest.raises(ValueError, match="variant: expected one of base"):
+        _native.variant_probe(variant)
+
+
+def test_the_answer_is_a_copy() -> None:
+    _native.cpu_features()["runnable"].clear()
+    assert _native.cpu_features()["runnable"] == RUNNABLE
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_nothing_leaks_from_the_native_module() -> None:
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(_native.__file__)], capture_output=True, text=True, check=True
+    ).stdout
+    assert [line.split()[-1] for line in listing.splitlines()] == ["PyInit__native"]

@@ -1,0 +1,73 @@
+"""A back end that forgets: its verb runs, then one element of one of its results is as it was before."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same, same_bits
+
+from fusion_attention.ir.call import tensors_in
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.judging.expected_error import stored
+from fusion_attention.testing import compare
+
+Results = dict[str, torch.Tensor]
+
+
+def written(verb: Callable[..., None], *given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Runs a back end's verb: (a tensor that it wrote, what that held before) for each."""
+    _, _, _, *operands = given
+    tensors = {tensor.data_ptr(): tensor for tensor in tensors_in(tuple(operands)) if tensor.numel()}
+    before = [(tensor, tensor.clone()) for tensor in tensors.values()]
+    verb(*given)
+    return [(tensor, old) for tensor, old in before if not same(tensor, old)]
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == -99).all())
+
+
+def judge(ours: Results, right: Results) -> None:
+    """The tests' own comparison, with a program that errs by its last rounding alone."""
+    assert ours.keys() == right.keys()
+    for name, want in right.items():
+        if want.is_floating_point():
+            compare(name, ours[name], Expected(want.double(), stored(want, want.dtype).sqrt()))
+        else:
+            same_bits(ours[name], want, name)
+
+
+def forgets(patch: pytest.MonkeyPatch, backend: str, verb: str, run: Callable[[], Results]) -> int:
+    """Forgets one element of each result of a verb in turn, each of which was poison and must be missed.
+
+    Args:
+        patch: puts the verb back.
+        backend: its back end.
+        verb: whose results are spoilt.
+        run: a call that uses the verb, and all that it returns.
+
+    Returns:
+        How many results there were.
+    """
+    module = importlib.import_module(f"fusion_attention.backends.{backend}")
+    real, right, found, at = getattr(module, verb), run(), 1, 0
+
+    def forgetful(*given: Any) -> None:
+        nonlocal found
+        changed = written(real, *given)
+        tensor, old = changed[at]
+        found = len(changed)
+        assert is_poison(old), f"{verb}: result {at} held other values than poison before"
+        tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() // 2).copy_(old.flatten()[:1])
+
+    judge(run(), right)
+    while at < found:
+        with patch.context() as spoilt:
+            spoilt.setattr(module, verb, forgetful)
+            ours = run()
+        with pytest.raises(AssertionError):
+            judge(ours, right)
+        at += 1
+    return found

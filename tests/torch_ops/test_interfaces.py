@@ -1,0 +1,334 @@
+"""The faces of training attention: the same call by other words has the same bits, torch's operators included; drawn
+dropout; and what a call may not ask for is said clearly.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same_bits
+from support.cases import BITS, CASES, CAUSAL, DENSE, DRAWN, DTYPES, FLOATS, PACKED, Args, compute, operands
+from support.compiled import Recorder
+from torch.utils._pytree import tree_map_only
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.ir import dropout
+from fusion_attention.ops.training import records as training
+from fusion_attention.testing import Case, call_face, in_band, poisoned, pythonic, stats_part
+from fusion_attention.testing.drawn import compare_with
+
+FLT_MAX = torch.finfo(torch.float32).max
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+def values_of(args: Args) -> Args:
+    """The same call without strange strides, gaps, or NaN where no sequence lies."""
+    return {n: torch.nan_to_num(t).contiguous().clone() if isinstance(t, torch.Tensor) else t for n, t in args.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- faces, versions
+
+BY_PYTHON = [case for case in CASES if case.npu and pythonic(case, operands(case)) is not None]
+LEAVES = {"query": "q", "key": "k", "value": "v", "query_rope": "q_rope", "key_rope": "k_rope", "sink": "sink"}
+
+
+@pytest.mark.parametrize("case", BY_PYTHON, ids=lambda case: case.id)
+def test_the_pythonic_api_has_the_same_bits(case: Case) -> None:
+    args = operands(case)
+    given = pythonic(case, args)
+    assert given is not None
+    want = compute(case, args)
+    names = {**LEAVES, **({"pse": "bias"} if "dpse" in want else {})}
+    leaves = {new: args[old].detach().requires_grad_() for old, new in names.items() if args[old] is not None}
+    out, lse = fa.attention(**{**given, **leaves}, return_lse=True)
+    same_bits(out.detach(), want["out"], "out")
+    top, total = want["max"], want["sum"]
+    expected = torch.where((top == -FLT_MAX) | (total == 0), -torch.inf, top + total.log())
+    if case.sink:  # the chip says 0 and 0 of sequences without keys; their lse is the sink
+        sink = args["sink"][:, None, None]
+        for b in np.flatnonzero(np.array(case.kv_len) == 0):
+            stats_part(case, expected, int(b))[:] = sink
+    for b, rows in enumerate(case.q_len):
+        first = sum(case.q_len[:b])
+        own = lse[first : first + rows].mT if case.packed else lse[b, :, :rows]
+        same_bits(own, stats_part(case, expected, b)[..., 0], "lse")
+    gradients = torch.autograd.grad(out, list(leaves.values()), args["dy"])
+    wanted = {**{new: f"d{new}" for new in LEAVES.values()}, "bias": "dpse"}
+    for name, gradient in zip(leaves, gradients, strict=True):
+        same_bits(gradient, want[wanted[name]], wanted[name])
+
+
+def test_the_pythonic_api_was_asked_enough() -> None:
+    asked = {(case.layout, case.sparse_mode) for case in BY_PYTHON if case.mask != "none"}
+    assert asked >= {(layout, mode) for layout in DENSE for mode in range(7)} | {
+        ("TND", m) for m in (0, 1, 2, 3, 4, 6, 7, 8)
+    }
+    assert {case.dropout for case in BY_PYTHON} == {"none", "bits", "philox"}
+    assert {"none", "full", "row", "slopes"} <= {case.pse for case in BY_PYTHON}
+
+
+VERSIONS = {
+    1: (npu.npu_fusion_attention, training.TORCH_V1, npu.npu_fusion_attention_grad, training.TORCH_GRAD_V1),
+    2: (npu.npu_fusion_attention_v2, training.TORCH_V2, npu.npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2),
+    3: (npu.npu_fusion_attention_v3, training.TORCH_V3, npu.npu_fusion_attention_grad_v3, training.TORCH_GRAD_V3),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mask="head", blank=True, pse="full", sink=True),
+        Case(layout="SBH", sparse_mode=6, mask="compressed", prefix=(2, 4), dtype="bfloat16", pse="row"),
+        replace(
+            PACKED, sparse_mode=4, mask="compressed", pre=2, next=1, softmax_layout="TND", sink=True, dtype="float16"
+        ),
+        replace(PACKED, mask="tokens", blank=True, inner_precise=2, pse="blocks"),
+        Case(layout="BNSD", mask="matrix", **DRAWN),
+    ],
+    ids=lambda case: case.id,
+)
+def test_all_versions_agree(case: Case) -> None:
+    args = {**operands(case), **({} if case.sink else {"sink": None})}
+    results = {}
+    for version, (forward, op, backward, grad_op) in VERSIONS.items():
+        # v3 takes no seed: it draws one, so all versions draw the same.
+        torch.manual_seed(7)
+        out, top, total, _, seed, offset, *_ = call_face(forward, op, {**args, "seed": 0, "offset": 0})
+        saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "seed": seed, "offset": offset}
+        grads = call_face(backward, grad_op, {**args, **saved})
+        names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
+        named = dict(zip(names if version == 2 else (*names[:4], "dsink"), grads, strict=True))
+        results[version] = {"out": out, "max": top, "sum": total, **{n: named[n] for n in (*names[:4], "dsink")}}
+        if version == 3:
+            assert (seed.dtype, seed.shape, offset.shape) == (torch.int64, (1,), (1,))
+        assert (int(seed) > 0) is (case.dropout == "philox")
+    same_bits(results[1], results[2])
+    same_bits(results[3], results[2])
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), np.array])
+def test_lengths_of_every_kind(kind: Callable[[list[int]], Any]) -> None:
+    case = replace(PACKED, sparse_mode=6, mask="compressed", prefix=(5, 1, 4), disabled=1)
+    args = operands(case)
+    given = {n: kind(args[n]) for n in ("actual_seq_qlen", "actual_seq_kvlen", "prefix")}
+    same_bits(compute(case, {**args, **given}), compute(case, args))
+
+
+@pytest.mark.parametrize(
+    "name", ["pse", "padding_mask", "atten_mask", "query_rope", "key_rope", "sink", "dropout_mask"]
+)
+@pytest.mark.parametrize("nothing", [torch.empty(0), torch.tensor(1.0)], ids=["empty", "0-dim"])
+def test_an_empty_optional_tensor_was_not_given(name: str, nothing: torch.Tensor) -> None:
+    args = operands(Case())
+    forward, op, *_ = VERSIONS[2]
+    want = call_face(forward, op, args)
+    got = forward(**{p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}, **{name: nothing})
+    for one, other in zip(got[:3], want[:3], strict=True):
+        same_bits(one, other, name)
+
+
+# ------------------------------------------------------------------------------------------------------------- dropout
+
+
+def packed_bits(case: Case, seed: int, offset: int) -> torch.Tensor:
+    """What philox draws for a case, as an explicit mask."""
+    drawn = [
+        dropout.keep_from_philox(seed, offset, case.keep_prob, b * case.heads_q, case.heads_q, slice(0, q), slice(0, k))
+        for b, (q, k) in enumerate(zip(case.q_len, case.kv_len, strict=True))
+    ]
+    bits = np.concatenate([t.numpy().reshape(-1) for t in drawn])
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(**DRAWN), Case(layout="SBH", dtype="bfloat16", **DRAWN), replace(PACKED, **DRAWN)], ids=lambda c: c.id
+)
+def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
+    args = operands(case)
+    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "value")}
+    mask = {"drop_mask": packed_bits(case, args["seed"], args["offset"]), "seed": 0, "offset": 0}
+    results = []
+    for given in ({}, mask):
+        out, top, total, _, seed, offset, numels = call_face(*VERSIONS[2][:2], {**args, **leaves, **given})
+        grads = torch.autograd.grad(out, list(leaves.values()), args["dy"])
+        results.append({str(i): t.detach() for i, t in enumerate((out, top, total, *grads))})
+        assert (seed, offset) == ((0, 0) if given else (args["seed"], args["offset"]))
+        assert numels == case.heads_q * sum(q * k for q, k in zip(case.q_len, case.kv_len, strict=True))
+    same_bits(*results)
+    other = call_face(*VERSIONS[2][:2], {**args, "offset": args["offset"] + 1})[0]
+    assert not torch.equal(other.nan_to_num(), results[0]["0"].nan_to_num())
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_drawn_seed_follows_torch_and_its_gradient_follows_it(version: int) -> None:
+    case = replace(PACKED, dropout="philox", keep_prob=0.6)
+    args = {**operands(case), "seed": 0, "offset": 0}
+    forward, op, backward, grad_op = VERSIONS[version]
+    leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "value")}
+
+    def once() -> tuple[Any, ...]:
+        return call_face(forward, op, {**args, **leaves})
+
+    torch.manual_seed(3)
+    first, second = once(), once()
+    torch.manual_seed(3)
+    again = once()
+    assert int(first[4]) == int(again[4]) != int(second[4])
+    same_bits(first[0], again[0], "same seed")
+    assert not torch.equal(first[0], second[0])
+    out, top, total, _, seed, offset, *numels = second
+    saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out.detach(), "seed": seed, "offset": offset}
+    saved |= {"numels": numels[0]} if numels else {}
+    explicit = call_face(backward, grad_op, {**args, **saved})
+    for one, other in zip(explicit, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=False):
+        same_bits(one, other, "regenerated")
+
+
+def test_the_pythonic_api_draws_from_torch_too() -> None:
+    q = torch.randn(1, 9, 2, 4)
+    torch.manual_seed(5)
+    first, second = (fa.attention(q, q, q, keep_prob=0.5) for _ in range(2))
+    torch.manual_seed(5)
+    same_bits(fa.attention(q, q, q, keep_prob=0.5), first, "manual_seed")
+    assert not torch.equal(first, second)
+    same_bits(fa.attention(q, q, q, keep_prob=0.5, seed=4), fa.attention(q, q, q, keep_prob=0.5, seed=4), "seed")
+
+
+# ------------------------------------------------------------------------------------------------ torch.library, golden
+
+OPCHECKED = [
+    Case(),
+    Case(dtype="bfloat16", mask="head", pse="full", sink=True, dim_rope=2, **BITS),
+    Case(q_len=(0, 0), kv_len=(4, 4)),
+    replace(PACKED, q_rest=1, pse="blocks", sink=True, **DRAWN),
+    replace(PACKED, dim_v=5, pse="slopes_flat", pse_type=3, softmax_layout="TND", **CAUSAL),
+]
+
+
+@pytest.mark.parametrize("case", OPCHECKED, ids=lambda case: case.id)
+def test_the_operators_that_torch_sees(case: Case) -> None:
+    """They have the bits of the eager call, and pass torch's own checks, with gradients and without."""
+    args = values_of(operands(case))
+    want = compute(case, args)
+    names = [n for n in FLOATS[:-1] if args[n] is not None and (n != "pse" or "dpse" in want)]
+    leaves = [args[n].requires_grad_() for n in names]
+    with Recorder() as recorder:
+        out, top, total, *_ = call_face(*VERSIONS[2][:2], args)
+        gradients = torch.autograd.grad(out, leaves, args["dy"])
+    results = ["dpse" if n == "pse" else f"d{LEAVES[n]}" for n in names]
+    got = {"out": out.detach(), "max": top, "sum": total, **dict(zip(results, gradients, strict=True))}
+    same_bits(got, want)
+    (forward, given), (backward, saved) = recorder.calls
+    assert (forward.__name__, backward.__name__) == ("attn_fwd.default", "attn_bwd.default")
+    torch.library.opcheck(forward, given)
+    torch.library.opcheck(backward, tree_map_only(torch.Tensor, torch.Tensor.detach, saved))
+
+
+def test_gradcheck_of_the_pythonic_api() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def call(q: Any, k: Any, v: Any, q_rope: Any, k_rope: Any, bias: Any) -> torch.Tensor:
+        ropes = {"q_rope": q_rope, "k_rope": k_rope, "band": fa.Band.causal(), "keep_prob": 0.7, "seed": 3}
+        return fa.attention(q, k, v, bias=bias, backend="golden", **ropes)
+
+    inputs = (draw(1, 3, 2, 2), draw(1, 4, 1, 2), draw(1, 4, 1, 3), draw(1, 3, 2, 1), draw(1, 4, 1, 1), draw(2, 3, 4))
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=False)
+
+
+def test_double_backward_is_refused() -> None:
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fa.attention(q, q, q).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_gradients_only_for_what_asks() -> None:
+    case = Case(pse="full", sink=True, dim_rope=2)
+    args = operands(case)
+    want = compute(case, args)
+    for name, result in (("value", "dv"), ("pse", "dpse"), ("sink", "dsink"), ("key_rope", "dk_rope")):
+        leaf = args[name].detach().requires_grad_()
+        out = call_face(*VERSIONS[2][:2], {**args, name: leaf})[0]
+        same_bits(torch.autograd.grad(out, leaf, args["dy"])[0], want[result], result)
+    assert not call_face(*VERSIONS[2][:2], args)[0].requires_grad
+
+
+def test_a_back_end_that_is_not_there() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"backend: expected one of auto, .*cpu.*golden, got 'gpu'"):
+        fa.attention(q, q, q, backend="gpu")
+    for bad in (["cpu"], {}, 5, None, torch.ones(2).numpy()):
+        with pytest.raises(ValueError, match="backend: expected a name, got "):
+            fa.attention(q, q, q, backend=bad)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_float64_needs_golden(backend: str) -> None:
+    q = torch.randn(1, 4, 2, 8, dtype=torch.float64)
+    with pytest.raises(
+        fa.BackendError, match=r"no back end computes this call\. .*cpu back end computes dtype .*float64"
+    ):
+        fa.attention(q, q, q, backend=backend)
+    assert fa.attention(q, q, q, backend="golden").dtype == torch.float64
+
+
+# --------------------------------------------------------------------------------------- only the pythonic face says it
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_alibi_is_measured_from_the_lower_right_corner(dtype: str) -> None:
+    q, k = (torch.randn(1, n, 2, 8).to(getattr(torch, dtype)) for n in (3, 7))
+    slopes = torch.tensor([0.5, 0.25])
+    got = fa.attention(q, k, k, alibi_slopes=slopes)
+    distance = (torch.arange(7) - torch.arange(3)[:, None] - 4).abs()
+    same = fa.attention(q, k, k, alibi_slopes=slopes, alibi_start=(4, 0))
+    same_bits(got, same, "explicit start")
+    bias = (-slopes[:, None, None] * distance).to(q.dtype)
+    slow = [fa.attention(q, k, k, **given, backend="golden") for given in ({"alibi_slopes": slopes}, {"bias": bias})]
+    same_bits(*slow, "the same as a bias")
+
+
+def test_scale_defaults_to_the_width_of_a_row() -> None:
+    q, rope = torch.randn(1, 4, 2, 12), torch.randn(1, 4, 2, 4)
+    got = fa.attention(q, q, q, q_rope=rope, k_rope=rope)
+    same_bits(got, fa.attention(q, q, q, q_rope=rope, k_rope=rope, scale=0.25), "scale")
+
+
+def test_empty_rows_on_request() -> None:
+    q, v = torch.randn(1, 5, 2, 8), torch.randn(1, 3, 2, 8)
+    zero, lse = fa.attention(q, v, v, band=fa.Band.causal(), return_lse=True)
+    mean, other = fa.attention(q, v, v, band=fa.Band.causal(), empty_rows="mean", return_lse=True)
+    assert not zero[:, :2].any()
+    compare_with("mean", mean[:, :2], lambda: v.double().mean(1, keepdim=True).expand(-1, 2, -1, -1))
+    same_bits(zero[:, 2:], mean[:, 2:], "the other rows")
+    for value in (lse, other):
+        assert (value[..., :2] == -torch.inf).all()
+        assert value[..., 2:].isfinite().all()
+
+
+def test_a_band_is_what_a_mode_is() -> None:
+    q, k = torch.randn(2, 4, 2, 8), torch.randn(2, 6, 2, 8)
+    pairs = {2: fa.Band.causal("start"), 3: fa.Band.causal(), 4: fa.Band.window(2, 1), 0: fa.Band.window(2, 1, "start")}
+    for mode, band in pairs.items():
+        by_mode = fa.attention(q, k, k, sparse_mode=mode, pre_tokens=2, next_tokens=1)
+        same_bits(by_mode, fa.attention(q, k, k, band=band), f"mode {mode}")
+        assert not in_band(Case(q_len=(4,), kv_len=(6,), sparse_mode=mode, mask="x", pre=2, next=1), 0).all()
+
+
+def test_poison_is_poison() -> None:
+    """The tests stand on this: views with gaps, NaN around them, no unit stride by chance."""
+    for shape in ((5,), (2, 3), (2, 3, 4, 5)):
+        t = poisoned(shape, torch.float32)
+        assert t.shape == shape
+        assert not t.is_contiguous()
+        assert t.isnan().all()
+        assert t._base is not None
+        t.zero_()
+        assert t._base.isnan().sum() == t._base.numel() - t.numel()

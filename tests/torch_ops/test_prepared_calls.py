@@ -1,0 +1,371 @@
+"""Calls of one signature that come again: their plan is found at the door; nothing that may differ is taken as known.
+
+Every call here is made three times first: the first is planned, the second lays, the third runs over addresses alone.
+"""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.bits import same, same_bits
+from support.decode_cases import CASES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusion_attention as fa
+from fusion_attention import npu
+from fusion_attention.contract import ContractError
+from fusion_attention.contract.sampling import sample
+from fusion_attention.contract.signatures import python_reader, reader
+from fusion_attention.ops import RECORDS
+from fusion_attention.testing.cases import Named
+from fusion_attention.testing.decode import arguments
+from fusion_attention.torch_ops.prepared import Laid
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
+
+
+def rows(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits_of(call: Callable[[], Any]) -> Any:
+    """The results of the third call, which are those of the first, in memory of their own."""
+    found = [call() for _ in range(3)]
+    flat = [[t] if isinstance(t, torch.Tensor) else list(t) for t in found]
+    places = [t.data_ptr() for results in flat for t in results if t.numel()]
+    assert len(set(places)) == len(places), "two results share memory"
+    for results in flat[1:]:
+        same_bits(results, flat[0])
+    return found[-1]
+
+
+def forgotten(call: Callable[[], Any]) -> Any:
+    """The results of a call that nothing is known of."""
+    for op in RECORDS.values():
+        op.signatures.clear()
+    return call()
+
+
+@pytest.fixture
+def laid(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ran over addresses alone."""
+    ran: list[Any] = []
+    before = Laid.run
+
+    def run(self: Laid, *args: Any, **kwargs: Any) -> Any:
+        ran.append(self)
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Laid, "run", run)
+    return ran
+
+
+# ------------------------------------------------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_decodes_of_every_store(case: Named) -> None:
+    args = arguments(case)  # type: ignore[arg-type]
+    given = {p.shown: args[p.name] for p in RECORDS["npu_incre_flash_attention"].params if args.get(p.name) is not None}
+    same_bits_of(lambda: npu.npu_incre_flash_attention(**given))
+
+
+TABLE = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+DECODES: dict[str, dict[str, Any]] = {
+    "rows": {"cache": (rows(2, 9, 2, 16), rows(2, 9, 2, 16, seed=1))},
+    "lengths": {"cache": (rows(2, 9, 2, 16), rows(2, 9, 2, 16, seed=1)), "kv_len": [4, 9]},
+    "no tokens": {"cache": (rows(2, 9, 2, 16), rows(2, 9, 2, 16, seed=1)), "kv_len": [0, 9]},
+    "pages": {"cache": (rows(4, 8, 2, 16), rows(4, 8, 2, 16, seed=1)), "kv_len": [13, 9], "block_table": TABLE},
+    "wide ids": {"cache": (rows(4, 8, 2, 16), rows(4, 8, 2, 16)), "kv_len": [13, 9], "block_table": TABLE.long()},
+    "keys as values": {"cache": rows(2, 9, 2, 16), "dim_v": 12},
+    "a list": {"cache": ([rows(1, 9, 2, 16), rows(1, 5, 2, 16)], [rows(1, 9, 2, 16), rows(1, 5, 2, 16)])},
+    "few rows": {"cache": (rows(2, 9, 2, 16), rows(2, 9, 2, 16)), "q_len": [1, 0]},
+    "sink": {"cache": (rows(2, 9, 2, 16), rows(2, 9, 2, 16)), "sink": rows(4)},
+    "heads first": {"cache": (rows(2, 2, 9, 16), rows(2, 2, 9, 16)), "cache_layout": "BNSD"},
+    "strided": {"cache": (rows(2, 9, 2, 16, 2)[..., 0], rows(2, 9, 2, 16))},
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_own_decodes(name: str, laid: list[Any]) -> None:
+    q, given = rows(2, 1, 4, 16, seed=3), DECODES[name]
+    out = same_bits_of(lambda: fa.decode_attention(q, **given))
+    both = same_bits_of(lambda: fa.decode_attention(q, **given, return_lse=True))
+    assert same(both[0], out)
+    assert bool(laid) is (name not in ("wide ids", "a list", "few rows", "sink", "strided"))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("stats", [False, True])
+def test_dense_calls(tokens: int, stats: bool, laid: list[Any]) -> None:
+    q, k = rows(2, tokens, 4, 16), rows(2, tokens + 3, 2, 16, seed=1)
+    same_bits_of(lambda: fa.attention(q, k, k, return_lse=stats))
+    assert len(laid) >= 2
+
+
+def test_rows_of_means_come_back_every_time(laid: list[Any]) -> None:
+    """The core leaves them to the back end's Python."""
+    q, k = rows(1, 4, 2, 16), rows(1, 4, 2, 16, seed=1)
+    for tokens in (4, 1):
+        given: dict[str, Any] = {"band": fa.Band(hi=-2), "empty_rows": "mean", "return_lse": True}
+        found = same_bits_of(lambda given=given, n=tokens: fa.attention(q[:, :n], k, k, **given))  # type: ignore[misc]
+        assert found[0][:, 0].any(), "a row that sees no key is a mean"
+    assert len(laid) == 4
+
+
+# -------------------------------------------------------------------------------------------------- what values change
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32), np.array])
+def test_lengths_that_change_in_place(make: Callable[[Any], Any]) -> None:
+    q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
+    lengths = make([4, 9])
+    same_bits_of(lambda: fa.decode_attention(q, (k, k), kv_len=lengths))
+    lengths[0] = 7
+    found = fa.decode_attention(q, (k, k), kv_len=lengths)
+    assert same(found, fa.decode_attention(q, (k, k), kv_len=(7, 9)))
+    assert not same(found, fa.decode_attention(q, (k, k), kv_len=(4, 9)))
+    lengths[1] = 10
+    with pytest.raises(ContractError, match=r"kv_len: expected 0 <= length"):
+        fa.decode_attention(q, (k, k), kv_len=lengths)
+    dense = make([4, 9])
+    wide = rows(2, 9, 4, 16)
+    same_bits_of(lambda: fa.attention(wide, wide, wide, kv_len=dense))
+    dense[1] = 3
+    assert same(fa.attention(wide, wide, wide, kv_len=dense), fa.attention(wide, wide, wide, kv_len=(4, 3)))
+
+
+def test_a_table_that_changes_in_place() -> None:
+    q, pages, table = rows(2, 1, 4, 16), rows(4, 8, 2, 16), TABLE.clone()
+    given: dict[str, Any] = {"kv_len": [13, 9], "block_table": table}
+    before = same_bits_of(lambda: fa.decode_attention(q, (pages, pages), **given))
+    table[0, 0] = 2
+    after = fa.decode_attention(q, (pages, pages), **given)
+    assert not same(after[0], before[0])
+    assert same(after[1], before[1])
+    for wrong in (4, -1):
+        table[0, 0] = wrong
+        with pytest.raises(
+            ContractError, match=rf"block_table: expected ids of pages that exist, got {wrong} at \[0, 0"
+        ):
+            fa.decode_attention(q, (pages, pages), **given)
+
+
+def test_tensors_whose_storage_was_emptied() -> None:
+    q, k, v = rows(2, 1, 4, 16), rows(2, 9, 2, 16), rows(2, 9, 2, 16)
+    same_bits_of(lambda: fa.decode_attention(q, (k, v)))
+    v.untyped_storage().resize_(v.nbytes - 1)
+    with pytest.raises(ContractError, match="v: expected a storage that holds its elements"):
+        fa.decode_attention(q, (k, v))
+
+
+def test_aliases_and_other_addresses() -> None:
+    """One tensor in three places is no pattern for three tensors."""
+    one = rows(1, 5, 2, 16)
+    same_bits_of(lambda: fa.attention(one, one, one))
+    q, k, v = (rows(1, 5, 2, 16, seed=n) for n in (1, 2, 3))
+    assert same(fa.attention(q, k, v), forgotten(lambda: fa.attention(q, k, v)))
+    shifted = torch.cat((rows(8), q.flatten()))[8:].view(q.shape)
+    assert same(fa.attention(shifted, k, v), fa.attention(q, k, v))
+    cache = rows(1, 9, 2, 16)
+    row = rows(1, 1, 2, 16)
+    same_bits_of(lambda: fa.decode_attention(row, (cache, cache)))
+    other = rows(1, 9, 2, 16, seed=5)
+    found = fa.decode_attention(row, (cache, other))
+    assert same(found, forgotten(lambda: fa.decode_attention(row, (cache, other))))
+
+
+# ------------------------------------------------------------------------------------------- who else has to be asked
+
+
+def test_gradients_after_calls_without() -> None:
+    q = rows(1, 5, 2, 16)
+    plain = same_bits_of(lambda: fa.attention(q, q, q))
+    trained = q.clone().requires_grad_()
+    out = fa.attention(trained, q, q)
+    assert same(out.detach(), plain)
+    out.sum().backward()
+    assert trained.grad is not None
+    assert trained.grad.any()
+    with torch.no_grad():
+        assert not fa.attention(trained, q, q).requires_grad
+    assert same(torch.func.grad(lambda x: fa.attention(x, q, q).sum())(q), trained.grad)
+
+
+def test_autocast_after_calls_without() -> None:
+    q = rows(1, 5, 2, 16)
+    same_bits_of(lambda: fa.attention(q, q, q))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = same_bits_of(lambda: fa.attention(q, q, q))
+    half = q.bfloat16()
+    assert same(found, fa.attention(half, half, half))
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    """A class of tensors that sees every function."""
+
+    seen = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        Own.seen += 1
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_modes_and_classes_after_plain_calls() -> None:
+    q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: fa.attention(x, k, k),
+        lambda x: fa.decode_attention(x, (k, k)),
+    ]
+    for call in calls:
+        wanted = same_bits_of(lambda call=call: call(q))  # type: ignore[misc]
+        with Seen() as seen:
+            assert same(call(q), wanted)
+        assert any("fusion_attention" in name for name in seen.names)
+        before = Own.seen
+        assert same(call(q.as_subclass(Own)).as_subclass(torch.Tensor), wanted)
+        assert Own.seen > before
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert call(mode.from_tensor(q)).shape == wanted.shape
+        assert same(call(torch.nn.Parameter(q, requires_grad=False)), wanted)
+
+
+def test_other_back_ends_and_threads_after_the_first() -> None:
+    q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
+    for call in (lambda **how: fa.attention(q, k, k, **how), lambda **how: fa.decode_attention(q, (k, k), **how)):
+        here = same_bits_of(call)
+        with fa.use_backend("golden"):
+            golden = same_bits_of(call)
+        assert not same(golden, here)
+        assert same(golden, call(backend="golden"))
+        assert same(call(), here)
+        threads = torch.get_num_threads()
+        try:
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                assert same(call(), here)
+        finally:
+            torch.set_num_threads(threads)
+        with pytest.raises(ValueError, match="backend: expected one of"):
+            call(backend="gpu")
+
+
+def test_settings_after_the_first() -> None:
+    q, cache = rows(1, 3, 64).half(), rows(1, 9, 64).half()
+    call = lambda: npu.npu_incre_flash_attention(q, cache, cache, scale_value=0.125)  # noqa: E731
+    same_bits_of(call)
+    with fa.strict(), pytest.raises(ContractError, match="expected S1 == 1"):
+        call()
+    call()
+
+
+def test_captures_see_calls_that_are_known(tmp_path: Path) -> None:
+    q, k = rows(2, 1, 4, 16), rows(2, 9, 2, 16)
+    out = same_bits_of(lambda: fa.decode_attention(q, (k, k)))
+    dense = same_bits_of(lambda: fa.attention(q, k, k))
+    with fa.capture(tmp_path) as recorded:
+        fa.decode_attention(q, (k, k))
+        fa.attention(q, k, k)
+    decode, attention = (fa.replay(file) for file in recorded.files)
+    assert same(decode.recorded["out"], out)
+    assert same(attention.recorded["out"], dense)
+    assert {"out", "max", "sum"} == set(decode.recorded) == set(attention.recorded)
+    assert decode.worst == attention.worst == 0
+
+
+def test_threads_share_what_is_known() -> None:
+    q = [rows(1, n % 7 + 1, 2, 16, seed=n) for n in range(14)]
+    wanted = [fa.attention(x, x, x) for x in q]
+    wrong: list[int] = []
+
+    def work() -> None:
+        for _ in range(30):
+            wrong.extend(i for i, x in enumerate(q) if not same(fa.attention(x, x, x), wanted[i]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# ----------------------------------------------------------------------------------------------------- what is compared
+
+CHANGES: list[Callable[[Any], Any]] = [
+    lambda t: t.clone(),
+    lambda t: t.contiguous().transpose(0, -1).contiguous().transpose(0, -1),
+    lambda t: t[..., :0],
+    lambda t: t.to("meta"),
+    lambda t: t.as_subclass(Own),
+    lambda t: torch.nn.Parameter(t, requires_grad=False) if t.is_floating_point() else t,
+    lambda t: t.double(),
+    lambda t: t.unsqueeze(0),
+    lambda t: torch._neg_view(t) if t.is_floating_point() else t,
+    lambda t: t.clone().requires_grad_() if t.is_floating_point() else t,
+    lambda _: None,
+    lambda _: "a string",
+]
+NUMBERS = [0, 1, True, 1.0, -1, 1 << 62, 1 << 70, 0.5, float("nan"), "BSND", "", None, np.float64(1.0), [1]]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_python_and_the_core_tell_the_same_calls_apart(name: str, grad: bool) -> None:
+    op = RECORDS[name]
+    args = sample(op)
+    variants: list[dict[str, Any]] = [args, dict(args)]
+    for p in op.params:
+        value = args.get(p.name)
+        if isinstance(value, torch.Tensor):
+            variants += [{**args, p.name: change(value)} for change in CHANGES if value.dim()]
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+            variants += [{**args, p.name: other} for other in ([*value, 1], tuple(value), torch.tensor(value), [0.5])]
+            variants += [{**args, p.name: torch.tensor(value).repeat_interleave(2)[::2]}]
+        elif value is None or isinstance(value, (int, float, str)):
+            variants += [{**args, p.name: number} for number in NUMBERS]
+    native, python = ([read(given, False, grad) for given in variants] for read in (reader(op), python_reader(op)))
+    for i, (one, other) in enumerate(zip(native, python, strict=True)):
+        assert (one[0] is None) == (other[0] is None), variants[i]
+        assert one[2] == other[2]
+        if None not in (one[1], other[1]):
+            assert one[1] == other[1]
+    for i in range(len(variants)):
+        for j in range(i):
+            if native[i][0] is not None and native[j][0] is not None:
+                assert (native[i][0] == native[j][0]) == (python[i][0] == python[j][0]), (variants[i], variants[j])
+
+
+def test_symbols_of_a_trace_are_not_asked_for_their_values() -> None:
+    shapes = ShapeEnv()
+    q = FakeTensorMode(shape_env=shapes).from_tensor(rows(3, 5, 4, 16))
+    assert not isinstance(q.shape[0], int)
+    op = RECORDS["attention"]
+    for read in (reader(op), python_reader(op)):
+        assert read({**sample(op), "q": q}, False, False) == (None, None, True)
+    assert shapes.guards == []
+
+
+def test_strictness_is_part_of_a_signature() -> None:
+    op = RECORDS["attention"]
+    for read in (reader(op), python_reader(op)):
+        assert read(sample(op), True, False)[0] != read(sample(op), False, False)[0]

@@ -1,0 +1,167 @@
+"""Pictures of the house: what goes in above the waist and what computes below it, and the floors with their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fusion_attention as fa
+from fusion_attention.backends import BACKENDS
+from fusion_attention.ops import RECORDS
+from website.masks import of_band
+from website.svg import Picture
+
+SOURCE = Path(fa.__file__).parent
+DOORS = (
+    ("transformers", 'attn_implementation="fusion_attention"', "a"),
+    ("torch SDPA, FlexAttention", "the same calls, packed and banded", "a"),
+    ("flash-attn", "flash_attn_varlen_func on a CPU", "a"),
+    ("torch_npu", "npu_fusion_attention and its family", "c"),
+    ("aclnn", "two phases, codes, workspaces", "c"),
+    ("fusion_attention", "attention(q, k, v, band=...)", "d"),
+)
+ENGINES = {
+    "cpu": ("C++ core", "x86-64 up to AVX-512 BF16, and Arm", "b"),
+    "triton": ("Triton kernels", "NVIDIA GPUs, CUDA graphs", "b"),
+    "golden": ("golden", "float64: the judge of both", "b"),
+}
+
+
+def overview() -> Picture:
+    """What the library is: many faces, one problem, several ways to compute it."""
+    picture = Picture(1080, 496, "Six faces above the waist, one problem in it, three back ends below")
+    picture.text(170, 34, "code that you have", size=14, fill="soft", anchor="middle")
+    picture.text(555, 34, "one meaning", size=14, fill="soft", anchor="middle")
+    picture.text(925, 34, "the machine at hand", size=14, fill="soft", anchor="middle")
+    wx, wy, ww, wh = 420, 108, 270, 262
+    for place, (name, says, colour) in enumerate(DOORS):
+        y = 54 + place * 68
+        middle, into = y + 29, wy + 46 + place * 34
+        picture.path(f"M322 {middle}C372 {middle} 366 {into} {wx} {into}", stroke=colour, width=2)
+        picture.rect(18, y, 304, 58, "panel", r=9, stroke="rule")
+        picture.rect(18, y + 9, 5, 40, colour, r=2)
+        picture.text(40, y + 26, name, size=17, bold=True)
+        picture.text(40, y + 46, says, size=13, fill="soft")
+    engines = [ENGINES[name] for name in ("cpu", "triton", "golden") if name in BACKENDS]
+    for place, (name, says, colour) in enumerate(engines):
+        y = 88 + place * 112
+        middle, out = y + 39, wy + 84 + place * 47
+        picture.path(f"M{wx + ww} {out}C742 {out} 736 {middle} 788 {middle}", stroke=colour, width=2, arrow=True)
+        picture.rect(790, y, 272, 78, "panel", r=9, stroke="rule")
+        picture.rect(790, y + 12, 5, 54, colour, r=2)
+        picture.text(812, y + 35, name, size=18, bold=True)
+        picture.text(812, y + 57, says, size=13, fill="soft")
+    picture.rect(wx, wy, ww, wh, "panel", r=14, stroke="a")
+    picture.text(wx + ww / 2, wy + 32, "softmax over the keys", size=17, bold=True, anchor="middle")
+    picture.text(wx + ww / 2, wy + 53, "that each row sees", size=17, bold=True, anchor="middle")
+    picture.grid(wx + (ww - 14 * 16 + 2) / 2, wy + 72, _packed_cells(), 14)
+    picture.text(
+        wx + ww / 2, wy + 240, f"{len(RECORDS)} operators, one contract each", size=13, fill="soft", anchor="middle"
+    )
+    picture.text(
+        540,
+        480,
+        "a wrong call says what to do before anything is computed; golden judges every result in the tests",
+        size=13,
+        fill="soft",
+        anchor="middle",
+    )
+    return picture
+
+
+def overview_tall() -> Picture:
+    """The same for a small screen: from above to below."""
+    picture = Picture(420, 706, "Six faces above the waist, one problem in it, three back ends below")
+    picture.text(210, 20, "code that you have", size=14, fill="soft", anchor="middle")
+    for place, (name, _, colour) in enumerate(DOORS):
+        x, y = 6 + place % 2 * 207, 34 + place // 2 * 58
+        picture.rect(x, y, 201, 48, "panel", r=9, stroke="rule")
+        picture.rect(x, y + 8, 5, 32, colour, r=2)
+        picture.text(x + 18, y + 30, name.replace("torch SDPA, ", "SDPA, "), size=15.5, bold=True)
+    for x in (106, 210, 314):
+        picture.path(f"M{x} 200C{x} 226 {(x + 630) / 4:g} 222 {(x + 630) / 4:g} 246", stroke="a", width=2)
+    picture.rect(75, 246, 270, 224, "panel", r=14, stroke="a")
+    picture.text(210, 276, "softmax over the keys", size=17, bold=True, anchor="middle")
+    picture.text(210, 297, "that each row sees", size=17, bold=True, anchor="middle")
+    picture.grid(99, 314, _packed_cells(), 14)
+    picture.text(210, 500, "one meaning", size=14, fill="soft", anchor="middle")
+    for place, name in enumerate(("cpu", "triton", "golden")):
+        x = 6 + place * 138
+        title, _says, colour = ENGINES[name]
+        picture.path(
+            f"M{(x + 66 + 630) / 4:g} 512C{(x + 66 + 630) / 4:g} 540 {x + 66} 530 {x + 66} 566",
+            stroke=colour,
+            width=2,
+            arrow=True,
+        )
+        picture.rect(x, 570, 132, 62, "panel", r=9, stroke="rule")
+        picture.text(x + 66, 596, title, size=15.5, bold=True, anchor="middle")
+        picture.text(
+            x + 66,
+            617,
+            ("x86-64 and Arm", "NVIDIA GPUs", "float64, judges")[place],
+            size=12.5,
+            fill="soft",
+            anchor="middle",
+        )
+    picture.text(210, 662, f"{len(RECORDS)} operators, one contract each:", size=13.5, fill="soft", anchor="middle")
+    picture.text(210, 682, "a wrong call says what to do", size=13.5, fill="soft", anchor="middle")
+    return picture
+
+
+def _packed_cells() -> list[list[str]]:
+    """Two packed sequences, one with a window, one causal."""
+    cells = [["bg"] * 14 for _ in range(9)]
+    for start, first, rows, keys, band, colour in (
+        (0, 0, 5, 8, fa.Band.window(3), "a"),
+        (5, 8, 4, 6, fa.Band.causal(), "b"),
+    ):
+        for i, row in enumerate(of_band(band, rows, keys).tolist()):
+            for j, seen in enumerate(row):
+                cells[start + i][first + j] = colour if seen else "off"
+    return cells
+
+
+# Floor -> what it is, and its folders and files, as the laws of the tree have them (tests/repository/test_source_rules.py); on the
+# highest is what stands on no other.
+FLOORS = {
+    7: ("what users call", ()),
+    6: ("how a call is run", ("aclnn.py", "acl", "torch_ops")),
+    5: ("a call becomes work", ("plan.py",)),
+    4: ("what it means | what computes it", ("ops", "backends")),
+    2: ("the waist", ("ir",)),
+    1: ("what a call may say", ("contract", "memory.py", "patches.py", "settings.py")),
+}
+BESIDE = ("testing",)  # stands beside the house
+ON_A_LINE = 5
+
+
+def highest() -> list[str]:
+    """What of the package is on no floor below."""
+    below = {*BESIDE, *(name for _, names in FLOORS.values() for name in names)}
+    found = [path for path in SOURCE.iterdir() if path.is_dir() or path.suffix == ".py"]
+    return sorted(path.name for path in found if not path.name.startswith("_") and path.name not in below)
+
+
+def floors() -> Picture:
+    """The floors of the package by layers."""
+    above = highest()
+    lines = [above[i : i + ON_A_LINE] for i in range(0, len(above), ON_A_LINE)]
+    rest = 26 * (len(lines) - 1)
+    picture = Picture(900, 76 * len(FLOORS) + rest + 44, "The package's floors; imports run down")
+    y = 24.0
+    for number, (says, names) in FLOORS.items():
+        width = {2: 210.0, 5: 300.0}.get(number, 580.0)
+        rows = lines if number == 7 else [list(names)]
+        height = 60.0 + 26 * (len(rows) - 1)
+        x = 332 - width / 2
+        picture.rect(x, y, width, height, "a2" if number == 2 else "panel", r=9, stroke="a" if number == 2 else "rule")
+        for line, row in enumerate(rows):
+            for place, name in enumerate(row):
+                at = x + width / len(row) * (place + 0.5)
+                picture.text(at, y + 36 + 26 * line, name, size=13.5, mono=True, anchor="middle")
+        picture.text(650, y + height / 2 - 2, f"floor {number}", size=12.5, fill="soft")
+        picture.text(650, y + height / 2 + 17, says, size=14)
+        y += height + 16
+    picture.line(24, 30, 24, y - 12, "soft", arrow=True)
+    picture.text(24, y + 12, "imports run down", size=12.5, fill="soft")
+    return picture
