@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from fusion_attention.captures.reader import CaptureError
     from fusion_attention.captures.replay import Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
-    from fusion_attention.explain.explanation import explain
     from fusion_attention.ir.mask import Band
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.judge import diagnose, judge
     from fusion_attention.judging.verdict import Judgement
+    from fusion_attention.refusals.explanation import explain
     from fusion_attention.settings import strict
 
 __all__ = [
@@ -71,7 +71,7 @@ _HOMES = {
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",
     "divided_rope": "api.int8_rope",
-    "explain": "calls.explanation",
+    "explain": "refusals.explanation",
     "indexer_loss": "api.sparse",
     "judge": "judging.judge",
     "lightning_indexer": "api.sparse",

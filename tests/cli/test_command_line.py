@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import fusion_attention as fa
 from fusion_attention.cli import app
-from fusion_attention.explain.parser import LONGEST
+from fusion_attention.refusals.parser import LONGEST
 
 Q = "query=f16[1,4,2,64]"
 CALL = "npu_fusion_attention(f16[1,4,2,64], f16[1,4,2,64], f16[1,4,2,64], 2, {})"

@@ -15,10 +15,10 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.cli import app
 from fusion_attention.contract.sampling import Spoiled, sample, spoils
-from fusion_attention.explain.cann_logs import CODES, read_log
-from fusion_attention.explain.explanation import Explanation, explain, explain_arguments
-from fusion_attention.explain.parser import parse_call
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals.cann_logs import CODES, read_log
+from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
+from fusion_attention.refusals.parser import parse_call
 
 OPERATORS = [name for name in RECORDS if name != "decode_attention"]  # its cache is no parameter of the record
 # What shapes and dtypes cannot show.

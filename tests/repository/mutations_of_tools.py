@@ -59,13 +59,13 @@ JUDGING = [
 
 EXPLAINED, COMMANDS = "cli/test_explain.py", "cli/test_command_line.py"
 TOOLS = [
-    house("a text may call what it likes", "explain/parser.py",
+    house("a text may call what it likes", "refusals/parser.py",
           "    if name in _TURNS:\n", "    if hasattr(tensor, name):\n",
           f"{COMMANDS}::test_nothing_of_a_text_is_executed"),
-    house("what the chip alone refuses is not asked", "explain/explanation.py",
+    house("what the chip alone refuses is not asked", "refusals/explanation.py",
           "of_chip = _failures(op, args, there, strict=True)", "of_chip = _failures(op, args, there, strict=False)",
           f"{EXPLAINED}::test_the_rule_in_our_words"),
-    house("mends are named that nobody tried", "explain/fixes.py",
+    house("mends are named that nobody tried", "refusals/fixes.py",
           "in kind(op, args) if is_legal({**args, **changes}))", "in kind(op, args))",
           f"{EXPLAINED}::test_a_call_that_no_single_change_mends"),
     house("a fault of the self test is dropped", "cli/selftest.py",

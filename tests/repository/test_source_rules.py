@@ -21,7 +21,7 @@ from fusion_attention import _native
 
 # A module, or a package with all it holds -> its floor. Imports run down, or stay on a floor.
 FLOORS = {
-    "__main__": 7, "cli": 7, "api": 7, "explain": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
+    "__main__": 7, "cli": 7, "api": 7, "refusals": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
     "integrations": 7, "explorer": 7, "judging": 7, "capi": 7, "fake_npu": 7,
     "aclnn": 6, "acl": 6, "torch_ops": 6, "_aclnn": 6,
     "plan": 5,

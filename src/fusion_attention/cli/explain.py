@@ -16,7 +16,7 @@ from fusion_attention.cli.output import refuse, show_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusion_attention.explain.explanation import Explanation, Finding
+    from fusion_attention.refusals.explanation import Explanation, Finding
 
 COMMAND, LONGEST = "explain", 4 << 20
 _HEADINGS = {
@@ -55,7 +55,7 @@ def explain(
     """
     from rich.console import Console
 
-    from fusion_attention.explain.explanation import explain as explained
+    from fusion_attention.refusals.explanation import explain as explained
 
     try:
         path = _file(text)
@@ -107,8 +107,8 @@ def _captured(path: Path, log: str) -> Explanation:
     import torch
 
     from fusion_attention.captures.reader import read
-    from fusion_attention.explain.cann_logs import read_log
-    from fusion_attention.explain.explanation import explain_arguments
+    from fusion_attention.refusals.cann_logs import read_log
+    from fusion_attention.refusals.explanation import explain_arguments
 
     recorded = read(path, torch.device("cpu"))
     op, args = recorded.op, recorded.args
@@ -145,7 +145,7 @@ def _show(found: Explanation, console: Console) -> None:
 
 
 def _finding(one: Finding, line: object) -> None:
-    from fusion_attention.explain.cann_logs import CODES
+    from fusion_attention.refusals.cann_logs import CODES
 
     assert callable(line)
     style, heading = _HEADINGS[one.where]

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 
 from fusion_attention.contract import INVALID, NULL_POINTER, TILING, Op, Rule
-from fusion_attention.explain.cann_logs import SAME, Log
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals.cann_logs import SAME, Log
 
 MOST = 4  # rules that a log alone is answered with
 _ROWS = ("actual_seq_qlen", "actual_seq_lengths")

@@ -30,11 +30,11 @@ from fusion_attention.contract import (
     bind,
     members,
 )
-from fusion_attention.explain.cann_logs import CODES, SAME, Log, is_log, read_log
-from fusion_attention.explain.fixes import TRIANGLE, mends
-from fusion_attention.explain.likely_rules import likely
-from fusion_attention.explain.parser import PHASE_1, Written, WrittenError, parse_call
 from fusion_attention.ops import RECORDS
+from fusion_attention.refusals.cann_logs import CODES, SAME, Log, is_log, read_log
+from fusion_attention.refusals.fixes import TRIANGLE, mends
+from fusion_attention.refusals.likely_rules import likely
+from fusion_attention.refusals.parser import PHASE_1, Written, WrittenError, parse_call
 
 # Other libraries' words, the parameter of CANN's functions that stands for each, and how it is said.
 _CAUSAL = f"sparse_mode=3 (2: from the upper left corner, as torch) with atten_mask={TRIANGLE}"
