@@ -22,9 +22,9 @@ from benchmarks import (
     decode_rows,
     dense,
     distributed,
-    doors,
     features,
     inference,
+    integrations,
     launches,
     loss,
     memory,
@@ -61,7 +61,13 @@ GROUPS: dict[str, tuple[Callable[[bool], Iterator[Pair]], ...]] = {
     "sparse": (sparse.attention, sparse.gradients, sparse.indexing, sparse.lists, sparse.threads),
     "loss": (loss.lists, loss.bands),
     "inference": (inference.rows_of_all,),
-    "doors": (doors.encoders, doors.training, doors.windows, doors.flash, doors.flex),
+    "integrations": (
+        integrations.encoders,
+        integrations.training,
+        integrations.windows,
+        integrations.flash,
+        integrations.flex,
+    ),
     "npu": (npu.steps,),
 }
 MEMORY, DECODE, BUSY, SCHEDULE, DISTRIBUTED, SCALE = "memory", "decode", "busy", "schedule", "distributed", "scale"
@@ -76,7 +82,7 @@ TITLE = (
 # What a group measures in microseconds, and what it may take.
 COSTS = {
     "threads": ("plan.run, us", features.overhead_us, 15),
-    "doors": ("registered function beside fa.attention, us", doors.registered_us, 15),
+    "integrations": ("registered function beside fa.attention, us", integrations.registered_us, 15),
 }
 
 

@@ -71,8 +71,8 @@ def core(call: Lowered, outputs: Mapping[str, Tensor], variant: str) -> None:
         core(*filled.first, variant)
     with torch.no_grad():
         filled.begin()
-        plan = cpu.schedule(call.problem, call.extents, call.verb, variant)
-        getattr(cpu, call.verb)(call.problem, call.extents, plan, *filled.operands)
+        plan = cpu.schedule(call.problem, call.extents, call.op_kind, variant)
+        getattr(cpu, call.op_kind)(call.problem, call.extents, plan, *filled.operands)
         filled.finish()
 
 
@@ -94,7 +94,7 @@ def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Error
     found: dict[str, Results] = dict(ours(call, triton))
     if not triton:
         found |= {who: made for who in programs.NAMES if (made := programs.results(who, call))}
-    low = ("eager", "SDPA") if call.verb.endswith("backward") else ("eager",)
+    low = ("eager", "SDPA") if call.op_kind.endswith("backward") else ("eager",)
     rounded = {who: found.pop(who) for who in low if who in found}
     for grade, theirs in ((KERNEL, found), (PROGRAM, rounded)):
         if theirs:

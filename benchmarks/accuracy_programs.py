@@ -125,7 +125,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
     """
     outputs: Leaves = call.results()
     if indexer.serves(call):
-        if who != "eager" or call.verb not in ("indexer_topk", "indexer_backward"):
+        if who != "eager" or call.op_kind not in ("indexer_topk", "indexer_backward"):
             return {}
         _indexer(indexer.setting_of(call), indexer.views_of(call, outputs))
         return outputs

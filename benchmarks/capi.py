@@ -1,4 +1,4 @@
-"""What the C face costs: a start, a call's two phases, and how much of a large problem's time is its own.
+"""What the C API costs: a start, a call's two phases, and how much of a large problem's time is its own.
 
 benchmarks/capi_calls.cpp is the program. Times are of the processor, on one thread: neighbours disturb them little.
 """
@@ -50,7 +50,7 @@ def build(folder: Path) -> Path:
     """
     found = compiler()
     if found is None:
-        raise FileNotFoundError("the C face's benchmark needs a C++ compiler: install g++, or name one in CXX")
+        raise FileNotFoundError("the C API's benchmark needs a C++ compiler: install g++, or name one in CXX")
     program = folder / "calls"
     flags = ["-std=c++17", "-O2", *shlex.split(environment.cflags())]
     subprocess.run([found, *flags, str(SOURCE), "-o", str(program), *shlex.split(environment.libs())], check=True)
@@ -134,7 +134,7 @@ def measured(quick: bool, turns: int) -> list[Cost]:
 
 def show(quick: bool, turns: int, console: Console) -> list[Cost]:
     """A table of all figures; returns them."""
-    title = "The C face; medians, on one thread"
+    title = "The C API; medians, on one thread"
     report = Report(console, title, {"cost": -48, "": -3, "figure": 10, "goal": 8, "reached": -7})
     found = measured(quick, turns)
     for cost in found:

@@ -1,4 +1,4 @@
-// What calls of the C face cost, on one thread: started by benchmarks/capi.py, which links it as any program of CANN's.
+// What calls of the C API cost, on one thread: started by benchmarks/capi.py, which links it as any program of CANN's.
 // capi_calls start: microseconds from aclInit to aclrtMalloc. capi_calls TOKENS TURNS: per turn, microseconds of
 // processor time of phase 1 over new tensors, phase 1 over known ones, and phase 2 of a repeatable executor.
 #include <cstdio>

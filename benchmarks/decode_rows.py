@@ -168,11 +168,11 @@ def latencies(turns: int = 3000) -> list[Latency]:
 
     q, cache = torch.randn(1, 1, 128).bfloat16(), torch.randn(1, 16, 128).bfloat16()
 
-    def face() -> object:
+    def interface() -> object:
         return npu.npu_incre_flash_attention(q, cache, cache, num_heads=1, scale_value=0.1)
 
     found = []
-    for name, call, goal in (("plan.update + run", both, 12.0), ("npu_incre_flash_attention", face, 15.0)):
+    for name, call, goal in (("plan.update + run", both, 12.0), ("npu_incre_flash_attention", interface, 15.0)):
         call()
         found.append(Latency(name, statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal))
     return found

@@ -175,8 +175,8 @@ def balance(length: int = 16384) -> list[Shared]:
     """Counted causal pairs of the busiest rank beside the mean."""
     found = []
     for schedule, goal in (("zigzag", 1.05), ("ring", 0.0)):
-        laid = layout_of(schedule, (length,), (8,))
-        pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in held) for held in laid.ranks]
+        placement = layout_of(schedule, (length,), (8,))
+        pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in held) for held in placement.ranks]
         mean = sum(pairs) / len(pairs)
         found.append(Shared(f"{schedule}, 8 ranks, S {length}, pairs", max(pairs), mean, max(pairs) / mean, goal))
     return found

@@ -123,7 +123,7 @@ def threads(quick: bool) -> Iterator[Pair]:
     if "v3" in _native.cpu_features()["runnable"]:
         q, k, v = rows(torch.float32, (8, 8), size, 128)
         made, operands = planned(q, k, v)
-        v3 = dataclasses.replace(made, schedule=cpu.schedule(made.problem, made.extents, made.verb, "v3"))
+        v3 = dataclasses.replace(made, schedule=cpu.schedule(made.problem, made.extents, made.op_kind, "v3"))
         flops = arithmetic(q, size * size, 2)
         ours = functools.partial(v3.run, operands)
         goal = 0.0 if quick else 0.80

@@ -1,7 +1,7 @@
 """Inference over a cache: prompts, chunks of prompts and mixed batches over pages, a prefix that sequences share, MLA.
 
-Every row is a planned call on the waist, beside the same work in another form. A cache lies in pages [heads, page, dim]
-in random order unless a row says otherwise.
+Every row is a planned call in the intermediate representation, beside the same work in another form. A cache lies in
+pages [heads, page, dim] in random order unless a row says otherwise.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def encoders(quick: bool) -> Iterator[Pair]:
         name = f"BERT {label}, {len(texts)} texts, {real} of {len(texts) * longest} tokens"
         flops = linear(ours, real) + sum(4 * n * n * config.hidden_size for n in lengths) * config.num_hidden_layers
         goal = 0.0 if quick else max(1.5, 0.95 * share)
-        yield Pair("doors", name, "padded, sdpa", *calls, flops, PEAKS[label], goal=goal)
+        yield Pair("integrations", name, "padded, sdpa", *calls, flops, PEAKS[label], goal=goal)
 
 
 def training(quick: bool) -> Iterator[Pair]:
@@ -92,11 +92,11 @@ def training(quick: bool) -> Iterator[Pair]:
     flops = 7 * 2 * width * triangle(size)  # two products forward, five backward
     goal = 0.0 if quick else 1.7
     name = f"Llama bf16 S{size}, attention fwd + bwd"
-    yield Pair("doors", name, "sdpa", *(c.forward_backward for c in calls), flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "sdpa", *(c.forward_backward for c in calls), flops, "bfloat16", goal=goal)
     steps = [functools.partial(step, m.train(), torch.optim.AdamW(m.parameters(), **STEPS), ids) for m in pair]
     flops = 3 * linear(pair[0], size) + config.num_hidden_layers * flops
     goal = 0.0 if quick else 1.0
-    yield Pair("doors", f"Llama bf16 S{size}, training step", "sdpa", *steps, flops, "bfloat16", goal=goal)
+    yield Pair("integrations", f"Llama bf16 S{size}, training step", "sdpa", *steps, flops, "bfloat16", goal=goal)
 
 
 def step(model: Any, optimizer: Any, ids: Tensor) -> None:
@@ -118,7 +118,7 @@ def windows(quick: bool) -> Iterator[Pair]:
     flops = arithmetic(calls[0].q, window * size - triangle(window - 1), 2)
     name = f"Gemma 3 bf16 S{size}, attention, window {window}"
     goal = 0.0 if quick else 5.0
-    yield Pair("doors", name, "sdpa + mask", *(c.forward for c in calls), flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "sdpa + mask", *(c.forward for c in calls), flops, "bfloat16", goal=goal)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def flash(quick: bool) -> Iterator[Pair]:
     calls = [backward(out, (q, k, v)) for out in outs]
     flops, goal = 8 * 128 * 10 * sum(map(triangle, lengths)), 0.0 if quick else 1.0
     name = f"flash varlen backward, {sum(lengths)} tokens"
-    yield Pair("doors", name, "fa.attention", *calls, flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "fa.attention", *calls, flops, "bfloat16", goal=goal)
 
 
 def backward(out: Tensor, given: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
@@ -215,12 +215,12 @@ def flex(quick: bool) -> Iterator[Pair]:
     pairs, name = sum(map(triangle, lengths)), f"flex S{size}, {len(lengths)} documents"
     goal = 0.0 if quick else 3.0
     flops = arithmetic(q, pairs, 2)
-    yield Pair("doors", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=goal)
+    yield Pair("integrations", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=goal)
     q, k, v = rows(BF16, (8, 8), size, 128, grad=True)
     whole = seen(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
     outs = flex_attention(q, k, v, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, k, v, whole)
     calls = [backward(out, (q, k, v)) for out in outs]
-    yield Pair("doors", f"{name}, backward", "SDPA + mask", *calls, arithmetic(q, pairs, 5), "bfloat16")
+    yield Pair("integrations", f"{name}, backward", "SDPA + mask", *calls, arithmetic(q, pairs, 5), "bfloat16")
 
 
 def registered_us() -> float:

@@ -104,8 +104,8 @@ def measured(quick: bool, turns: int) -> list[Cost]:
     """All figures: medians of the turns."""
     with left_out() as launched:
         problem, extents, operands, grads = dense()
-        verbs = ("attention_forward", "attention_backward")
-        forward, backward = (plan(problem, extents, CPU, "triton", verb) for verb in verbs)
+        op_kinds = ("attention_forward", "attention_backward")
+        forward, backward = (plan(problem, extents, CPU, "triton", op_kind) for op_kind in op_kinds)
         calls = {"forward": partial(forward.run, operands), "backward": partial(backward.run, operands, grads)}
         for name, int8 in (("decode, bfloat16", False), ("decode, int8", True)):
             problem, extents, operands = decoding(int8)

@@ -54,7 +54,7 @@ def resident(field: str) -> int:
 
 
 def workspaces(dtype: torch.dtype, length: int) -> tuple[int, int]:
-    """Bytes that the plans of both verbs announce."""
+    """Bytes that the plans of both operation kinds announce."""
     n = np.array([length])
     extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
     problem = Problem(1, 1, DIM, DIM, dtype=str(dtype).removeprefix("torch."))

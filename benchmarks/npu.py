@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.dense import DTYPES, PEAKS, triangle
-from benchmarks.doors import STEPS, linear, step, transformers
+from benchmarks.integrations import STEPS, linear, step, transformers
 from fusion_attention import npu
 from fusion_attention.bench.pair import Pair
 

@@ -1,6 +1,6 @@
 // Lets a module that was linked on a newer system run wherever glibc is 2.28 or later: what got a new version, or a new
 // home, since then is asked for by the version that every such glibc has. Linked into the Python module and the C
-// face's libraries, where CMakeLists.txt makes them portable; tests/backends/test_portable.py and
+// interface's libraries, where CMakeLists.txt makes them portable; tests/backends/test_portable.py and
 // tests/capi/test_runtime.py read which versions they ask for.
 
 #if defined(__x86_64__)

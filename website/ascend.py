@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fusion_attention.cli import app, docstrings
 from fusion_attention.cli.op_pages import another, groups
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary import COMPANIONS, CONTRACTS
+from fusion_attention.ops.auxiliary import AUXILIARY, CONTRACTS
 from website.ascend_calls import ALL_CALLS, EVERYWHERE
 from website.svg import Picture
 
@@ -38,7 +38,7 @@ def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
     said = record.summary if record else docstrings.prose(_first(function), "")
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
-    core = record is not None and (name not in COMPANIONS or another(name))
+    core = record is not None and (name not in AUXILIARY or another(name))
     return f"| {link} | {_cell(said)} | {'the core' if core else 'torch'} |"
 
 

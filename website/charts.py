@@ -72,21 +72,21 @@ def beside_sdpa(tall: bool = False) -> Picture:
 
 
 SHAPED = (
-    ("doors", "Gemma 3 bf16, S 8192, a layer with a window of 512: attention's forward", "sdpa + mask",
+    ("integrations", "Gemma 3 bf16, S 8192, a layer with a window of 512: attention's forward", "sdpa + mask",
      "a window layer of Gemma 3: 512 of 8192 tokens", "SDPA + mask"),
     ("packed", "bf16, 100 sequences, 9241 of 51200 tokens", "padded SDPA + mask", "100 packed sequences",
      "padded SDPA + mask"),
     ("masks", "window 256, S2048", "SDPA + mask", "a window of 256 over 2048 tokens", "SDPA + mask"),
-    ("doors", "FlexAttention bf16, S 8192, a block mask of 36 documents, forward", "compiled",
+    ("integrations", "FlexAttention bf16, S 8192, a block mask of 36 documents, forward", "compiled",
      "36 documents in 8192 tokens", "compiled FlexAttention"),
     ("masks", "window 256, S2048", "FlexAttention", "the same window of 256", "compiled FlexAttention"),
     ("masks", "causal ALiBi, S2048", "SDPA + bias", "causal with ALiBi", "SDPA + bias"),
     ("sparse", "indexer and top 2048, bf16", "einsum + topk", "indexer and its top 2048 of 8192 keys", "einsum + topk"),
-    ("doors", "Llama, 4 layers of 1024, bf16, S 2048: attention, forward and backward", "sdpa",
+    ("integrations", "Llama, 4 layers of 1024, bf16, S 2048: attention, forward and backward", "sdpa",
      "Llama's attention, forward and backward", "SDPA"),
-    ("doors", "BERT base bf16, 32 texts, 3769 of 8000 tokens, packed", "padded, sdpa",
+    ("integrations", "BERT base bf16, 32 texts, 3769 of 8000 tokens, packed", "padded, sdpa",
      "BERT base on packed texts, a whole model", "padded, SDPA"),
-    ("doors", "the same, whole training step", "sdpa", "a whole training step of that Llama", "SDPA"),
+    ("integrations", "the same, whole training step", "sdpa", "a whole training step of that Llama", "SDPA"),
 )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def gallery() -> Picture:
 
 
 def bands() -> Picture:
-    """The bands of the pythonic face."""
+    """The bands of the Python API."""
     shown = [
         ("Band.full()", fa.Band.full()),
         ("Band.causal()", fa.Band.causal()),

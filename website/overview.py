@@ -1,4 +1,4 @@
-"""Pictures of the house: what goes in above the waist and what computes below it, and the floors with their folders."""
+"""Pictures of the package: its interfaces, back ends and layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from website.masks import of_band
 from website.svg import Picture
 
 SOURCE = Path(fa.__file__).parent
-DOORS = (
+INTEGRATIONS = (
     ("transformers", 'attn_implementation="fusion_attention"', "a"),
     ("torch SDPA, FlexAttention", "the same calls, packed and banded", "a"),
     ("flash-attn", "flash_attn_varlen_func on a CPU", "a"),
@@ -27,13 +27,13 @@ ENGINES = {
 
 
 def overview() -> Picture:
-    """What the library is: many faces, one problem, several ways to compute it."""
-    picture = Picture(1080, 496, "Six faces above the waist, one problem in it, three back ends below")
+    """What the library is: many interfaces, one problem, several ways to compute it."""
+    picture = Picture(1080, 496, "Six APIs, one intermediate representation, three back ends")
     picture.text(170, 34, "code that you have", size=14, fill="soft", anchor="middle")
     picture.text(555, 34, "one meaning", size=14, fill="soft", anchor="middle")
     picture.text(925, 34, "the machine at hand", size=14, fill="soft", anchor="middle")
     wx, wy, ww, wh = 420, 108, 270, 262
-    for place, (name, says, colour) in enumerate(DOORS):
+    for place, (name, says, colour) in enumerate(INTEGRATIONS):
         y = 54 + place * 68
         middle, into = y + 29, wy + 46 + place * 34
         picture.path(f"M322 {middle}C372 {middle} 366 {into} {wx} {into}", stroke=colour, width=2)
@@ -70,9 +70,9 @@ def overview() -> Picture:
 
 def overview_tall() -> Picture:
     """The same for a small screen: from above to below."""
-    picture = Picture(420, 706, "Six faces above the waist, one problem in it, three back ends below")
+    picture = Picture(420, 706, "Six APIs, one intermediate representation, three back ends")
     picture.text(210, 20, "code that you have", size=14, fill="soft", anchor="middle")
-    for place, (name, _, colour) in enumerate(DOORS):
+    for place, (name, _, colour) in enumerate(INTEGRATIONS):
         x, y = 6 + place % 2 * 207, 34 + place // 2 * 58
         picture.rect(x, y, 201, 48, "panel", r=9, stroke="rule")
         picture.rect(x, y + 8, 5, 32, colour, r=2)
@@ -121,14 +121,14 @@ def _packed_cells() -> list[list[str]]:
     return cells
 
 
-# Floor -> what it is, and its folders and files, as the laws of the tree have them (tests/repository/test_source_rules.py); on the
-# highest is what stands on no other.
+# Floor -> what it is, and its folders and files, as the rules of the source tree have them
+# (tests/repository/test_source_rules.py); on the highest is what stands on no other.
 FLOORS = {
     7: ("what users call", ()),
     6: ("how a call is run", ("aclnn.py", "acl", "torch_ops")),
     5: ("a call becomes work", ("plan.py",)),
     4: ("what it means | what computes it", ("ops", "backends")),
-    2: ("the waist", ("ir",)),
+    2: ("the intermediate representation", ("ir",)),
     1: ("what a call may say", ("contract", "memory.py", "patches.py", "settings.py")),
 }
 BESIDE = ("testing",)  # stands beside the house

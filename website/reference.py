@@ -1,4 +1,4 @@
-"""The reference of the pythonic face: pages made of signatures and docstrings."""
+"""The reference of the Python API: pages made of signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ PAGES = {
         (("fusion_attention.npu", ("install", "uninstall", "strict")),),
     ),
     "acl": Page(
-        "acl: the two-phase face",
+        "acl: the two-phase interface",
         "CANN's runtime in Python ([guide](../two_phase.md)); the operators of `aclnn` have "
         "[pages of their own](../ops/index.md).",
         (("fusion_attention.acl", ("*",)), ("fusion_attention.acl.rt", ())),
@@ -149,7 +149,7 @@ def render(page: Page) -> str:
 
 def index() -> str:
     """The page that lists what every page shows."""
-    words = "The pythonic face, from its docstrings. Operators by CANN's names and torch_npu's have their rules on "
+    words = "The Python API, from its docstrings. Operators by CANN's names and torch_npu's have their rules on "
     lines = ["# Reference", "", f"{words}[pages of their own](../ops/index.md).", ""]
     for file, page in PAGES.items():
         lines += [f"## [{page.title}]({file}.md)", "", "| name | what it is |", "|---|---|"]

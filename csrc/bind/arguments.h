@@ -185,7 +185,7 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std:
     return sequences;
 }
 
-// What both verbs read, in the order in which Python gives it; holds the arrays that the views point into.
+// What both op_kinds read, in the order in which Python gives it; holds the arrays that the views point into.
 struct OperandsArgument {
     RowsArgument q, k, v, out, max, sum, q_rope, k_rope;
     MatrixArgument bias, blocked, drop_bits, blocked_tiles;

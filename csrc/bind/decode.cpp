@@ -193,15 +193,15 @@ private:
 };
 
 // A plan with the views of its operands, which say how rows and pages lie: a call brings only where they begin.
-struct LaidDecode {
+struct PreparedDecode {
     nb::object plan;
     DecodeArgument given;
 
-    LaidDecode(nb::object plan_, const Decode &of, const nb::tuple &operands)
+    PreparedDecode(nb::object plan_, const Decode &of, const nb::tuple &operands)
         : plan(std::move(plan_)), given(operands, of.kinds(), of.plan().sequences()) {}
 };
 
-std::unique_ptr<LaidDecode> lay(nb::object self, const nb::tuple &operands) {
+std::unique_ptr<PreparedDecode> prepare(nb::object self, const nb::tuple &operands) {
     const auto &of = nb::cast<const Decode &>(self);
     const Kinds &kinds = of.kinds();
     const fusion::DecodeProblem &p = kinds.problem;
@@ -210,12 +210,12 @@ std::unique_ptr<LaidDecode> lay(nb::object self, const nb::tuple &operands) {
         p.has_row_scale || p.rounding != fusion::Rounding::none) {
         refuse("only q, k, v and a table of pages can be laid elsewhere");
     }
-    return std::make_unique<LaidDecode>(std::move(self), of, operands);
+    return std::make_unique<PreparedDecode>(std::move(self), of, operands);
 }
 
 // Tensors; None for statistics that nobody reads, and for the table of a cache without pages.
-std::int64_t run_laid(const LaidDecode &self, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle table,
-                      nb::handle out, nb::handle max, nb::handle sum) {
+std::int64_t run_prepared(const PreparedDecode &self, int threads, nb::handle q, nb::handle k, nb::handle v,
+                          nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
     require_threads(threads);
     const auto &of = nb::cast<const Decode &>(self.plan);
     fusion::DecodeOperands o = self.given.operands;
@@ -237,8 +237,8 @@ void bind_decode(nb::module_ &m) {
         .def_prop_ro("variant", &Decode::variant)
         .def("run", &Decode::run, "threads"_a, "operands"_a)
         .def("run_dense", &Decode::run_dense, "dense"_a, "threads"_a, "operands"_a)
-        .def("lay", &lay, "operands"_a);
-    nb::class_<LaidDecode>(m, "LaidDecode", "A plan with the views of its operands.")
-        .def("run", &run_laid, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
+        .def("prepare", &prepare, "operands"_a);
+    nb::class_<PreparedDecode>(m, "PreparedDecode", "A plan with the views of its operands.")
+        .def("run", &run_prepared, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
              "sum"_a.none());
 }

@@ -32,27 +32,27 @@ std::int64_t run(const fusion::ForwardPlan &self, int threads, const nb::tuple &
 }
 
 // A plan with the views of its operands, which say how rows lie: a call brings only where they begin.
-struct LaidForward {
+struct PreparedForward {
     nb::object plan;
     OperandsArgument given;
 
-    LaidForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands)
+    PreparedForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands)
         : plan(std::move(plan_)), given(operands, of.problem(), of.sequences()) {}
 };
 
-std::unique_ptr<LaidForward> lay(nb::object self, const nb::tuple &operands) {
+std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &operands) {
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
     const fusion::Problem &p = plan.problem();
     if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_blocked_tiles || p.has_sink ||
         p.dropout != fusion::Dropout::none) {
         refuse("only q, k and v can be laid elsewhere");
     }
-    return std::make_unique<LaidForward>(std::move(self), plan, operands);
+    return std::make_unique<PreparedForward>(std::move(self), plan, operands);
 }
 
 // Tensors, or None for statistics that nobody reads; packed keys have no table of pages.
-std::int64_t run_laid(const LaidForward &self, int threads, nb::handle q, nb::handle k, nb::handle v, nb::handle table,
-                      nb::handle out, nb::handle max, nb::handle sum) {
+std::int64_t run_prepared(const PreparedForward &self, int threads, nb::handle q, nb::handle k, nb::handle v,
+                          nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
     require_threads(threads);
     if (!table.is_none()) refuse("a table belongs to a cache of pages");
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);
@@ -72,8 +72,8 @@ void bind_forward(nb::module_ &m) {
         .def("workspace_bytes", &fusion::ForwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
         .def("run", &run, "threads"_a, "operands"_a)
-        .def("lay", &lay, "operands"_a);
-    nb::class_<LaidForward>(m, "LaidForward", "A plan with the views of its operands.")
-        .def("run", &run_laid, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
+        .def("prepare", &prepare, "operands"_a);
+    nb::class_<PreparedForward>(m, "PreparedForward", "A plan with the views of its operands.")
+        .def("run", &run_prepared, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
              "sum"_a.none());
 }

@@ -1,4 +1,4 @@
-// The Python face of the native core: converts and checks arguments, then calls the chosen variant.
+// The Python interface of the native core: converts and checks arguments, then calls the chosen variant.
 // Compiled for the baseline instruction set; a call with bad arguments ends in a Python exception, never in a crash.
 
 #include "plan/arena.h"

@@ -82,10 +82,10 @@ void trace_copy(const End &source, const End &target, std::size_t count, const C
     if (source.on_device() && !target.on_device()) compare_with_traces("dst", source, count, call);
 }
 
-void check_room(const char *room_name, std::size_t room, std::size_t count) {
-    if (count <= room) return;
-    throw Refusal(rt_invalid_param, "count: expected 0 to " + std::string(room_name) + "=" + std::to_string(room) +
-                                        ", got " + std::to_string(count));
+void check_capacity(const char *capacity_name, std::size_t capacity, std::size_t count) {
+    if (count <= capacity) return;
+    throw Refusal(rt_invalid_param, "count: expected 0 to " + std::string(capacity_name) + "=" +
+                                        std::to_string(capacity) + ", got " + std::to_string(count));
 }
 
 int kind_of(int kind) {
@@ -106,10 +106,10 @@ void move(const End &source, const End &target, std::size_t count) {
     }
 }
 
-void copy(const Call &call, void *dst, std::size_t room, const void *src, std::size_t count, int kind) {
+void copy(const Call &call, void *dst, std::size_t capacity, const void *src, std::size_t count, int kind) {
     need_init();
     kind = kind_of(kind);
-    check_room("destMax", room, count);
+    check_capacity("destMax", capacity, count);
     const End target("dst", dst, count, call), source("src", src, count, call);
     need_kind(kind, source, target);
     if (call.number != 0) trace_copy(source, target, count, call);
@@ -146,9 +146,9 @@ void copy_plane(const Call &call, const Plane &of, int kind) {
     }
 }
 
-void set(const Call &call, void *address, std::size_t room, int value, std::size_t count) {
+void set(const Call &call, void *address, std::size_t capacity, int value, std::size_t count) {
     need_init();
-    check_room("maxCount", room, count);
+    check_capacity("maxCount", capacity, count);
     const End end("devPtr", address, count, call);
     // Whoever may write anywhere by a wrong address should do it without this library's help.
     if (end.memory == nullptr) {

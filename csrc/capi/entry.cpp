@@ -241,10 +241,10 @@ std::shared_ptr<Allocation> check_workspace(const Planned &planned, void *worksp
     if (!memory || memory->host)
         throw Refusal(nn_runtime, "workspace: expected device memory, got " + described(workspace) + advice);
     const auto first = static_cast<std::size_t>(static_cast<char *>(workspace) - memory->address);
-    const std::size_t room = memory->granted - first;
-    if (room < size)
+    const std::size_t capacity = memory->granted - first;
+    if (capacity < size)
         throw Refusal(nn_runtime, "workspace: expected " + std::to_string(size) + " bytes of device memory, got " +
-                                      std::to_string(room) + " up to the end of " + described(workspace));
+                                      std::to_string(capacity) + " up to the end of " + described(workspace));
     if (first + needed > memory->asked)
         call.defect("workspace: expected " + std::to_string(needed) + " bytes, got " + described(workspace) +
                     ", within the pages that the chip gives");
@@ -346,7 +346,7 @@ aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_siz
             std::string why;
             if (const int code = check_stream(stream, why))
                 throw Refusal(code == invalid_param ? nn_invalid : nn_runtime, why);
-            const auto room = check_workspace(*planned, workspace, workspace_size, call);
+            const auto capacity = check_workspace(*planned, workspace, workspace_size, call);
             const Python &py = python();
             const auto mine = turn(py, planned->running);
             Run job(op, *planned);
@@ -358,7 +358,7 @@ aclnnStatus run(const Operator &op, void *workspace, std::uint64_t workspace_siz
                 const Locked locked(py);
                 job(py, *now);
             } catch (...) {
-                if (!planned->repeatable) planned->used = false;  // Nothing was written: it may be run when mended.
+                if (!planned->repeatable) planned->used = false;  // Nothing was written: it may be run when corrected.
                 throw;
             }
             if (!planned->repeatable) remove(executor, Kind::executor);

@@ -31,8 +31,8 @@ Memory &memory() {
 
 void *from_system(std::size_t size, bool aligned) {
     // One huge page more than asked for, so that the memory can begin at one.
-    const std::size_t room = aligned ? size + huge_page : size;
-    void *found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::size_t capacity = aligned ? size + huge_page : size;
+    void *found = mmap(nullptr, capacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) return nullptr;
     if (!aligned) return found;
     auto *begin = static_cast<char *>(found);

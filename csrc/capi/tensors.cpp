@@ -82,15 +82,15 @@ Extent extent_of(const Tensor &tensor) {
     }
     if (count == 0) return {0, 0};
     if (!tensor.storage_dims.empty()) {
-        std::int64_t room = 1;
+        std::int64_t capacity = 1;
         for (const std::int64_t size : tensor.storage_dims) {
-            if (__builtin_mul_overflow(room, size, &room)) {
+            if (__builtin_mul_overflow(capacity, size, &capacity)) {
                 throw Refusal(nn_invalid, "storageDims: expected fewer elements than 64 bits can count");
             }
         }
-        if (stop > room) {
+        if (stop > capacity) {
             throw Refusal(nn_invalid, "viewDims: the view ends at element " + to_string(stop) + " of a storage of " +
-                                          to_string(room));
+                                          to_string(capacity));
         }
     }
     return {bytes_of(tensor.offset, bits), bytes_of(stop, bits)};
@@ -114,7 +114,7 @@ void compare_with_copies(const Tensor &tensor, Allocation &memory, std::int64_t 
 }
 
 // Lays a tensor over memory; refused where no allocation holds it.
-void lay(Tensor &tensor, void *data, const Call &call) {
+void place(Tensor &tensor, void *data, const Call &call) {
     static std::atomic<std::uint64_t> versions = 0;
     tensor.version = ++versions;
     tensor.data = data;
@@ -131,11 +131,11 @@ void lay(Tensor &tensor, void *data, const Call &call) {
         throw Refusal(nn_invalid, "tensorData: expected memory aligned to " + to_string(bits / 8) + " bytes, got " +
                                       described(data));
     }
-    const auto room = static_cast<std::int64_t>(memory->granted) - first;
+    const auto capacity = static_cast<std::int64_t>(memory->granted) - first;
     const auto asked = static_cast<std::int64_t>(memory->asked) - first;
     const std::string text =
         "tensorData: the view ends at byte " + to_string(first + extent.end) + " of " + described(memory->address);
-    if (extent.end > room) throw Refusal(nn_invalid, text);
+    if (extent.end > capacity) throw Refusal(nn_invalid, text);
     tensor.memory = memory;
     if (call.number == 0 || extent.end == 0) return;
     if (extent.end > asked) call.defect(text + ", within the pages that the chip gives");
@@ -168,7 +168,7 @@ std::shared_ptr<Tensor> tensor_of(const Request &from, const Call &call) {
             }
         }
     }
-    lay(*made, from.data, call);
+    place(*made, from.data, call);
     return made;
 }
 
@@ -274,7 +274,7 @@ int count(const char *name, const void *caller, Handle handle, const char *param
 
 void move(Handle tensor, void *data, const Call &call, const char *param) {
     auto moved = std::make_shared<Tensor>(*need<Tensor>(tensor, param));
-    lay(*moved, data, call);
+    place(*moved, data, call);
     if (!replace(tensor, Kind::tensor, moved)) throw Refusal(nn_invalid, std::string(param) + ": destroyed meanwhile");
 }
 

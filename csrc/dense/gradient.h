@@ -357,7 +357,7 @@ template <class Format, class T> void store_dq(const Job &job, const RowTile &ti
     job.problem->wide_results ? store_dq_as<Format, float>(job, tile) : store_dq_as<Format, T>(job, tile);
 }
 
-// Of two elements to a word, two columns become words before those are laid across; false where there are no such
+// Of two elements to a word, two columns become words before those are transposed; false where there are no such
 // words.
 template <class Format, class T>
 FUSION_INLINE bool columns_to_words(const float *from, float factor, Words (&words)[lanes]) {

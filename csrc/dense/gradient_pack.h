@@ -116,12 +116,12 @@ FUSION_INLINE Floats pack_dout(const T *dout, const T *out, std::int64_t n, std:
     return sum;
 }
 
-// Elements of `lanes` words' rows, laid across: all of them are there. Of two rows to a word, a vector's width of both
+// Elements of `lanes` words' rows, transposed: all of them are there. Of two rows to a word, a vector's width of both
 // is joined before, one half of its columns (Half) in one square. Places are counted on from four to four rows, or the
 // compiler would compute all of them beforehand and keep them in memory.
 template <class Format, class T, bool Zeroed, int Half>
-__attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, std::int64_t deep,
-                                           typename Format::Word *to) {
+__attribute__((noinline)) Words transpose_words(const T *row, std::int64_t stride, std::int64_t deep,
+                                                typename Format::Word *to) {
     Words nonfinite = {}, block[lanes];
     FUSION_UNROLL for (int i = 0; i < lanes; i += 4) {
         FUSION_UNROLL for (int j = i; j < i + 4; ++j, row += Format::depth * stride) {
@@ -151,8 +151,8 @@ __attribute__((noinline)) Words lay_across(const T *row, std::int64_t stride, st
 
 // The same of `here` rows, and of n elements of each at most, where some are missing; one vector's width of columns.
 template <class Format, class T, bool Zeroed>
-__attribute__((noinline)) Words lay_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
-                                         std::int64_t deep, typename Format::Word *to) {
+__attribute__((noinline)) Words transpose_some(const T *first, std::int64_t stride, std::int64_t here, std::int64_t n,
+                                               std::int64_t deep, typename Format::Word *to) {
     Words nonfinite = {}, block[lanes];
     for (int i = 0; i < lanes; ++i) {
         const std::int64_t row = i * Format::depth;
@@ -177,12 +177,13 @@ bool pack_transposed(const T *first, std::int64_t stride, std::int64_t rows, std
         const std::int64_t here = rows - at * Format::depth;
         std::int64_t d = 0;
         for (; here >= side && d + side <= n; d += side) {
-            nonfinite |= lay_across<Format, T, Zeroed, 0>(row + d, stride, deep, to + d * deep + at);
+            nonfinite |= transpose_words<Format, T, Zeroed, 0>(row + d, stride, deep, to + d * deep + at);
             if constexpr (Format::depth == 1) continue;
-            nonfinite |= lay_across<Format, T, Zeroed, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
+            nonfinite |=
+                transpose_words<Format, T, Zeroed, Format::depth - 1>(row + d, stride, deep, to + d * deep + at);
         }
         for (; d < n; d += lanes) {
-            nonfinite |= lay_some<Format, T, Zeroed>(row + d, stride, here, n - d, deep, to + d * deep + at);
+            nonfinite |= transpose_some<Format, T, Zeroed>(row + d, stride, here, n - d, deep, to + d * deep + at);
         }
     }
     if (!any_nonfinite<Format>(nonfinite)) return false;

@@ -68,7 +68,7 @@ FUSION_INLINE void pack_query(const T *row, std::int64_t n, std::int64_t words, 
     if (d < words) pack_tail<Format>(row, d, n, words, to);
 }
 
-// Keys and words of one square, laid across; out of line, so that what is there only in part costs the others nothing.
+// Keys and words of one square, transposed; out of line, so that what is there only in part costs the others nothing.
 template <class Format, class T>
 __attribute__((noinline)) void pack_some_keys(const T *first, std::int64_t stride, std::int64_t here, std::int64_t d,
                                               std::int64_t n, std::int64_t words, typename Format::Word *to) {

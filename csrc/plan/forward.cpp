@@ -22,7 +22,7 @@ constexpr std::size_t ahead = 8;
 constexpr std::size_t fair_share = 16;
 // Neighbouring pieces of a band that a thread takes together, at most: all but an eighth of what they share is then
 // packed once instead of twice.
-constexpr std::size_t most_stretch = 8;
+constexpr std::size_t most_segment = 8;
 // A tile is short that meets less than such a part of the keys that another of its unit does.
 constexpr std::int64_t short_tile = 3;
 // What loading and storing a row takes, and packing a key, in pairs of a row and a key.
@@ -126,10 +126,10 @@ ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
 void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
                              std::vector<std::pair<double, PlannedUnit>> &placed) const {
     double work = 0;
-    std::int64_t room = 0;
+    std::int64_t capacity = 0;
     for (std::size_t i = 0; i < pieces.size(); ++i) {
         work += pieces[i].work;
-        room = std::max(room, pieces[i].unit.key_end - pieces[i].unit.key_begin);
+        capacity = std::max(capacity, pieces[i].unit.key_end - pieces[i].unit.key_begin);
     }
     for (std::int64_t head = 0; head < problem_.heads_kv; ++head) {
         for (std::size_t i = 0; i < pieces.size(); ++i) {
@@ -137,7 +137,7 @@ void ForwardPlan::add_chains(std::vector<PlannedUnit> &pieces,
             u.unit.head = head;
             u.chain = pieces.size();
             u.left = pieces.size() - i;
-            u.room = room;
+            u.capacity = capacity;
             placed.emplace_back(-work, u);
         }
     }
@@ -229,8 +229,8 @@ bool ForwardPlan::alone(int threads) const {
 }
 
 // How many neighbouring pieces of a chain a thread takes at a time: as many as let threads end together.
-std::size_t ForwardPlan::stretch(std::size_t team) const {
-    std::size_t length = std::min(most_stretch, longest_chain_);
+std::size_t ForwardPlan::segment(std::size_t team) const {
+    std::size_t length = std::min(most_segment, longest_chain_);
     for (; team > 1 && length > 1; --length) {
         double longest = 0;
         std::size_t count = 0;
@@ -252,7 +252,7 @@ std::size_t ForwardPlan::stretch(std::size_t team) const {
 // narrow, and a line that two threads write goes to and fro between them: that was a tenth to a third of the time of a
 // mix of short packed sequences.
 std::size_t ForwardPlan::bundle(const PlannedUnit &u, const Shared &shared) const {
-    if (u.chain > 1) return std::min(u.left, shared.stretch);
+    if (u.chain > 1) return std::min(u.left, shared.segment);
     const double most = work_ / static_cast<double>(fair_share * shared.team);
     auto heads = static_cast<std::size_t>(problem_.heads_kv);
     while (heads > 1 && (problem_.heads_kv % heads != 0 || static_cast<double>(heads) * u.work > most)) --heads;
@@ -318,7 +318,7 @@ std::int64_t ForwardPlan::run(const Job &job, int threads) const {
     char *const scratch = memory.data() + (own ? count * unit_bytes_ : slots() * wave_bytes_);
     Shared shared{.job = job, .packed = memory.data(), .team = count};
     if (own) {
-        shared.stretch = stretch(count);
+        shared.segment = segment(count);
     } else {
         shared.left = reinterpret_cast<std::atomic<std::int64_t> *>(scratch + count * scratch_bytes_);
         shared.ready = reinterpret_cast<std::atomic<bool> *>(shared.left + wave_ends_.size());
@@ -417,7 +417,7 @@ std::int64_t ForwardPlan::begin_unit(const PlannedUnit &next, bool goes_on, char
     const Unit before = unit;
     unit = next.unit;
     unit.packed = packed;
-    unit.key_end = unit.key_begin + next.room;
+    unit.key_end = unit.key_begin + next.capacity;
     const std::int64_t gone = (unit.key_begin - before.key_begin) / variant_.panel;
     if (!goes_on || gone < 0 || gone >= done) return 0;
     kernels_.carry(problem_, before, unit, done - gone);

@@ -43,7 +43,7 @@ private:
         std::int64_t longest = 0;           // keys of a tile
         double work = 0, before = 0;        // in pairs of a row and a key; of all units before it
         std::size_t chain = 1, left = 1;    // units of its chain, which follow one another; from this one on
-        std::int64_t room = 0;              // keys of the longest of them
+        std::int64_t capacity = 0;          // keys of the longest of them
     };
     // One piece of work: a run of panels to pack, or a tile of one query head, which waits for the runs [first, end)
     // that hold its keys. Runs are counted over the whole plan.
@@ -57,7 +57,7 @@ private:
     struct Shared {  // by the threads of a run
         const Job &job;
         char *packed;
-        std::size_t team, stretch = 1;              // threads; neighbouring units of a chain that one takes
+        std::size_t team, segment = 1;              // threads; neighbouring units of a chain that one takes
         std::atomic<std::size_t> next = 0;          // the first unit or item that no thread has taken
         std::atomic<std::int64_t> *left = nullptr;  // of each wave: its unfinished items
         std::atomic<bool> *ready = nullptr;         // of each run of panels: is packed
@@ -80,7 +80,7 @@ private:
     double all_work() const;
     std::size_t team(int threads) const;
     std::size_t slots() const;
-    std::size_t stretch(std::size_t team) const;
+    std::size_t segment(std::size_t team) const;
     std::size_t bundle(const PlannedUnit &u, const Shared &shared) const;
     std::size_t take(Shared &shared, Bundle &own) const;
     bool plenty(const PlannedUnit &u, const Shared &shared) const;

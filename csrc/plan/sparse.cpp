@@ -35,8 +35,8 @@ std::size_t lines(std::size_t bytes) { return round_up(bytes, cache_line); }
 // A batch's ranges come as many items later as there are threads, and as many more are begun meanwhile.
 Batches::Pace pace_of(int team, std::size_t bytes) {
     const std::int64_t members = team > 1 ? team : 0;  // one thread computes items in order and never runs ahead
-    const std::size_t room = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
-    const auto slots = std::max<std::int64_t>(static_cast<std::int64_t>(room), 1);
+    const std::size_t capacity = std::max(most_notes, most_notes_per_thread * static_cast<std::size_t>(team)) / bytes;
+    const auto slots = std::max<std::int64_t>(static_cast<std::int64_t>(capacity), 1);
     const std::int64_t wanted = std::max<std::int64_t>(least_batch, team);
     const std::int64_t lag = std::min(members, slots / 3);
     const std::int64_t ahead = members ? std::min(std::max(members, wanted / 2), slots / 3) : 0;

@@ -62,16 +62,16 @@ public:
     }
 
     // One thread's part: note(item) leaves an item's notes, add(batch, range) adds a batch's, and starts_of(item) are
-    // Notes::starts. room: for as many numbers as units have strips, and one more, which no other thread uses; note and
-    // add may use it too.
+    // Notes::starts. capacity: for as many numbers as units have strips, and one more, which no other thread uses; note
+    // and add may use it too.
     template <class Note, class StartsOf, class Add>
-    void work(const Team &team, const Note &note, const StartsOf &starts_of, const Add &add, std::int64_t *room) {
+    void work(const Team &team, const Note &note, const StartsOf &starts_of, const Add &add, std::int64_t *capacity) {
         for (std::int64_t task; (task = team.take(taken_)) < tasks_;) {
             const auto after = [](std::int64_t t, const Segment &segment) { return t < segment.task; };
             const Segment &found = *(std::upper_bound(segments_.begin(), segments_.end(), task, after) - 1);
             const std::int64_t index = task - found.task;
             if (found.adds) add_range(team, found.first, index, add);
-            else note_item(team, found.first + index, note, starts_of, room);
+            else note_item(team, found.first + index, note, starts_of, capacity);
         }
     }
 
@@ -106,7 +106,7 @@ private:
 
     template <class Note, class StartsOf>
     void note_item(const Team &team, std::int64_t item, const Note &note, const StartsOf &starts_of,
-                   std::int64_t *room) {
+                   std::int64_t *capacity) {
         if (item >= slots_) {  // what its slot last held has been added
             const std::atomic<std::int64_t> &ranges = left_[batch_of(item - slots_)].ranges;
             if (!team.wait_until([&] { return ranges.load(std::memory_order_acquire) == 0; })) return;
@@ -114,7 +114,7 @@ private:
         note(item);
         const std::int64_t b = batch_of(item);
         if (left_[b].items.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-        divide(batches_[b], starts_of, room);
+        divide(batches_[b], starts_of, capacity);
         left_[b].divided.store(true, std::memory_order_release);
     }
 

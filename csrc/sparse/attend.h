@@ -164,7 +164,7 @@ void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Fo
 // still more than nothing, and where one of exactly 0 met what is not finite, though a key whose score is -inf is not
 // seen.
 template <class Format, class T>
-__attribute__((noinline)) void mend(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
+__attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64_t i, std::int64_t count) {
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {
@@ -220,7 +220,7 @@ template <class Format, class T> void store_heads(const SparseWork<Format> &w, s
         const bool none = peak == -infinity;
         T *out = row_of<T>(w.o.out, w.item.seq, head, w.item.row);
         const float *from = w.s.out + i * w.sizes.value_columns;
-        if (sum == sum && !none && any_nan(from, w.p.dim_v)) mend<Format, T>(w, i, count);
+        if (sum == sum && !none && any_nan(from, w.p.dim_v)) recompute<Format, T>(w, i, count);
         const float factor = share / sum;
         for (std::int64_t d = 0; d < w.p.dim_v; d += lanes) {
             const Floats x = load<Floats>(from + d);  // an infinity outlasts a factor that no float can hold

@@ -77,7 +77,7 @@ template <class Format, class T> void score_list(const IndexListWork<Format> &wo
                                  s.padded_heads * w.sizes.words, s.rows, nullptr, s.deep, w.p.dim_qk);
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         auto *const across = work.list.across + at / Format::depth * w.sizes.columns;
-        reader.stream.lay(across);
+        reader.stream.transpose_to(across);
         reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
                      work.list.products + at * s.pitch, s.pitch, s.padded_heads, across, [](auto...) {});
     }

@@ -2,7 +2,7 @@
 //
 // Rows that lie as words are never copied; others are converted while the block before them is multiplied. Reading rows
 // waits for memory and multiplying does not touch it, so the product of a block is cut into pieces, and between them a
-// vector's width of each row of a later block is asked for, and that of the block itself is laid across.
+// vector's width of each row of a later block is asked for, and that of the block itself is transposed.
 
 #pragma once
 
@@ -71,8 +71,8 @@ public:
         now_.tail_words = sizes.words - sizes.main_words;
     }
 
-    // Where blocks are laid across from now on.
-    void lay(Word *across) { across_ = across; }
+    // Where blocks are transposed from now on.
+    void transpose_to(Word *across) { across_ = across; }
 
     // Multiplies the block of keys from the list's i on, which is a chunk's `at`-th.
     void multiply(std::int64_t i, std::int64_t at, const Word *b, float *c, std::int64_t c_stride,
@@ -98,7 +98,7 @@ public:
         block_by_panels<Format>(rows, b, c, c_stride, columns, 0, *this);
     }
 
-    // In turns: a vector of each row is asked for (and copied), and one is laid across.
+    // In turns: a vector of each row is asked for (and copied), and one is transposed.
     FUSION_INLINE void operator()(std::int64_t step) const {
         const std::int64_t slice = step / 2;
         const bool tail = slice >= main_;
@@ -232,7 +232,7 @@ template <class Format, class T> struct ListReader {
           ahead(job, item, keys, streams ? 0 : count, lead, cost),
           stream(job, item, sizes, keys, count, rows, across, deep, columns) {}
 
-    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch]; gathered ones are laid across
+    // Products of a chunk's keys with heads that lie beside each other, to [key][pitch]; gathered ones are transposed
     // unless that is null. rest(first key of a block, keys, whether it streams): what else a block is for.
     template <class Rest>
     FUSION_INLINE void score(const Chunk &chunk, const Word *q, float *to, std::int64_t pitch, std::int64_t columns,

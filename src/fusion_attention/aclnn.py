@@ -65,7 +65,7 @@ def planned(op: Op, values: tuple[Any, ...], options: Options) -> acl.Executor:
     Raises:
         Exception: anything; failure() has its code and text.
     """
-    job = _lay(op, values, options)
+    job = _prepare(op, values, options)
     return acl.Executor(op, job.layout.workspace, values, options, job)
 
 
@@ -90,14 +90,14 @@ def failure(op: Op, error: Exception) -> tuple[int, str]:
     return code, text
 
 
-def _lay(op: Op, values: tuple[Any, ...], options: Options) -> Job:
+def _prepare(op: Op, values: tuple[Any, ...], options: Options) -> Job:
     """Checks a call and lays it on the memory of its tensors."""
     args = _arguments(op, values)
     # Tensor content is read in phase 2: it may come after phase 1.
     bound = bind(op, args, strict=options.strict, reads=False)
     assert op.lower is not None
     call = op.lower(bound)
-    layouts = bound.memo.two_phase
+    layouts = bound.call_cache.two_phase
     layout = layouts.get((options.backend, options.device))
     if layout is None:
         layout = layouts[options.backend, options.device] = layout_of(bound, call, args, options)
@@ -197,7 +197,7 @@ def due(executor: acl.Executor) -> Job:
         # Int arrays were read in phase 1, and need not be there any more.
         pairs = zip(op.params, executor.values, strict=True)
         values = tuple(job.args[p.name] if type(v) is acl.IntArray else v for p, v in pairs)
-        job = executor.job = _lay(op, values, options)
+        job = executor.job = _prepare(op, values, options)
     if options.check_content or job.layout.reads:
         _check_content(op, job.args, options.strict, options.check_content)
     return job

@@ -31,14 +31,14 @@ class Plan:
 
     Attributes:
         backend: the name of the back end that was chosen.
-        verb: what is computed: the back end's function of that name.
+        op_kind: what is computed: the back end's function of that name.
         capacity: the extents it was planned for, where update() may be called; else None.
     """
 
     problem: AnyProblem
     extents: Extents
     backend: str
-    verb: str
+    op_kind: str
     schedule: Any
     module: Backend
     capacity: _Capacity | None = None
@@ -47,7 +47,7 @@ class Plan:
     def workspace_bytes(self) -> int:
         """Memory that a run takes besides operands and results, on the lengths it was planned for."""
         planned = self.capacity.extents if self.capacity else self.extents
-        return self.module.workspace_bytes(self.problem, planned, self.verb)
+        return self.module.workspace_bytes(self.problem, planned, self.op_kind)
 
     def update(self, kv_len: Any) -> None:
         """Other key lengths for the same sequences: what a decode loop says before each step, instead of planning anew.
@@ -68,7 +68,7 @@ class Plan:
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")
         extents = self.capacity.shortened(kv_len)
-        self.schedule = self.module.reschedule(self.problem, extents, self.verb, self.schedule)
+        self.schedule = self.module.reschedule(self.problem, extents, self.op_kind, self.schedule)
         self.extents = extents
 
     def keep(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -77,7 +77,7 @@ class Plan:
 
     def run(self, *operands: Any) -> None:
         """Computes into the operands (attention_forward: Operands; attention_backward: Operands and Grads)."""
-        compute = getattr(self.module, self.verb)
+        compute = getattr(self.module, self.op_kind)
         if torch._C._is_any_autocast_enabled():
             # Back ends say where they round; autocast would narrow their float32 products too.
             with torch.autocast(operands[0].q.keep[0].device.type, enabled=False):
@@ -124,7 +124,7 @@ def plan(
     extents: Extents,
     device: torch.device,
     backend: str = "auto",
-    verb: str = "attention_forward",
+    op_kind: str = "attention_forward",
     *,
     updatable: bool = False,
 ) -> Plan:
@@ -135,7 +135,7 @@ def plan(
         extents: lengths and bands of the sequences.
         device: where the operands lie.
         backend: "auto", or a name in BACKENDS.
-        verb: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse" or
+        op_kind: "attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse" or
             "indexer_loss".
         updatable: a plan of the caller's own, whose key lengths Plan.update changes; extents are then its capacity.
 
@@ -143,13 +143,13 @@ def plan(
         ValueError, BackendError: as choose().
     """
     if updatable:
-        return _made(problem, extents, device, backend, verb, _Capacity(extents))
-    key = (problem, extents.key, device, backend, verb)
+        return _made(problem, extents, device, backend, op_kind, _Capacity(extents))
+    key = (problem, extents.key, device, backend, op_kind)
     with _PLANS_LOCK:
         if found := _PLANS.get(key):
             _PLANS.move_to_end(key)
             return found
-    made = _made(problem, extents, device, backend, verb, None)
+    made = _made(problem, extents, device, backend, op_kind, None)
     with _PLANS_LOCK:
         _PLANS[key] = made
         while len(_PLANS) > _PLANS_KEPT:
@@ -165,7 +165,7 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
         compute(*filled.first, backend)
     found = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.device, backend, call.verb)
+        found = plan(call.problem, call.extents, call.device, backend, call.op_kind)
     with torch.no_grad():
         filled.begin()
         if found is not None:
@@ -174,9 +174,9 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
 
 
 def _made(
-    problem: AnyProblem, extents: Extents, device: torch.device, backend: str, verb: str, capacity: _Capacity | None
+    problem: AnyProblem, extents: Extents, device: torch.device, backend: str, op_kind: str, capacity: _Capacity | None
 ) -> Plan:
-    name = choose(problem, device, backend, verb)
+    name = choose(problem, device, backend, op_kind)
     module = load(name)
-    schedule = module.schedule(problem, extents, verb)
-    return Plan(problem, extents, name, verb, schedule, module, capacity)
+    schedule = module.schedule(problem, extents, op_kind)
+    return Plan(problem, extents, name, op_kind, schedule, module, capacity)

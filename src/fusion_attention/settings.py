@@ -58,7 +58,7 @@ def override(**changes: Any) -> Iterator[None]:
 
 @contextmanager
 def strict(on: bool = True, *, check_content: bool = False) -> Iterator[None]:
-    """Inside the block, or the function that it decorates, calls of every face but the two-phase one are strict.
+    """Inside the block, or the function that it decorates, calls of every interface but the two-phase one are strict.
 
     What the chip would refuse is then an error, and so is what a legal call probably does not mean. The block counts in
     this thread (and asyncio task); for the whole process: npu.install(strict=True). A graph that torch.compile or

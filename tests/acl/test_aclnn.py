@@ -1,4 +1,5 @@
-"""The two-phase face: records compute what the npu face does; a mistake is a code and a text, and writes nothing."""
+"""The two-phase interface: records compute what the npu interface does; a mistake is a code and a text, and writes
+nothing."""
 
 import inspect
 import itertools
@@ -13,7 +14,7 @@ from support.two_phase import V2, Args, call, done, failed, handles_of, outputs_
 
 from fusion_attention import acl, aclnn, npu, use_backend
 from fusion_attention.contract import INVALID, NULL_POINTER, RUNTIME, TILING, Op
-from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer import records as indexer
 from fusion_attention.ops.indexer_loss import records as loss
@@ -32,7 +33,7 @@ def by_name(op: Op) -> str:
     return op.name.removeprefix("aclnnFlashAttention")
 
 
-# ----------------------------------------------------------------------------------------------- the same as npu's face
+# ------------------------------------------------------------------------------------------ the same as npu's interface
 
 VARIANTS: dict[str, Args] = {
     "plain": {},
@@ -121,21 +122,21 @@ LENGTHS = [pytest.param(op, True, id=f"{by_name(op)}-tensors") for op in (*spars
 
 @pytest.mark.parametrize(("op", "tensors"), [*ARRAYS, *LENGTHS])
 def test_every_broken_rule_is_a_code_and_writes_nothing(op: Op, tensors: bool) -> None:
-    for spoiled in spoils(op):
-        outputs = outputs_of(op, spoiled.args)
+    for broken in invalid_samples(op):
+        outputs = outputs_of(op, broken.args)
         before = {name: tensor.clone() for name, tensor in outputs.items() if tensor is not None}
-        if spoiled.level == "note":
+        if broken.level == "note":
             with pytest.warns(UserWarning, match=op.name):
-                assert call(op, spoiled.args, outputs, strict=False) == (0, 0), (spoiled.id, acl.get_recent_err_msg())
+                assert call(op, broken.args, outputs, strict=False) == (0, 0), (broken.id, acl.get_recent_err_msg())
             continue
-        content = spoiled.level == "content"
-        later = content or any(rule.reads and spoiled.id.endswith(rule.id) for rule in op.asked)
-        rets = call(op, spoiled.args, outputs, content, tensors, strict=spoiled.level in ("limit", "doubt"))
+        content = broken.level == "content"
+        later = content or any(rule.reads and broken.id.endswith(rule.id) for rule in op.asked)
+        rets = call(op, broken.args, outputs, content, tensors, strict=broken.level in ("limit", "doubt"))
         text = acl.get_recent_err_msg()
-        assert rets == ((0, spoiled.code) if later else (spoiled.code, 0)), (spoiled.id, text)
-        assert text.startswith(str(op.failure(spoiled.param, spoiled.expected, ""))), (spoiled.id, text)
-        assert "\n" not in text, (spoiled.id, text)
-        assert all(same(before[name], outputs[name]) for name in before), spoiled.id  # type: ignore[arg-type]
+        assert rets == ((0, broken.code) if later else (broken.code, 0)), (broken.id, text)
+        assert text.startswith(str(op.failure(broken.param, broken.expected, ""))), (broken.id, text)
+        assert "\n" not in text, (broken.id, text)
+        assert all(same(before[name], outputs[name]) for name in before), broken.id  # type: ignore[arg-type]
 
 
 def planned(args: Args | None = None, **outputs: Any) -> tuple[int, int, acl.Executor | None, dict[str, acl.Tensor]]:
@@ -310,11 +311,11 @@ def test_a_repeatable_executor_and_its_addresses() -> None:
     failed(acl.set_tensor_addr(executor, 11, handles["query"], other), INVALID, "index: expected 0 to 10, got 11")
     failed(acl.set_tensor_addr(executor, 0, None, other), 561103, "tensor")
     failed(acl.set_tensor_addr(None, 0, handles["query"], other), 561103, "executor")
-    room = torch.zeros(1000, dtype=torch.float16)
-    assert acl.set_tensor_addr(executor, 10, handles["attention_out"], room[8:]) == 0
+    buffer = torch.zeros(1000, dtype=torch.float16)
+    assert acl.set_tensor_addr(executor, 10, handles["attention_out"], buffer[8:]) == 0
     assert run(size, executor) == 0, acl.get_recent_err_msg()
     moved = done(V2, args | {"query": other})["attention_out"]
-    assert same(room[8 : 8 + moved.numel()], moved.reshape(-1))
+    assert same(buffer[8 : 8 + moved.numel()], moved.reshape(-1))
     assert not first.any()
     assert acl.destroy_acl_op_executor(executor) == 0
     failed(run(size, executor), RUNTIME, "a destroyed one")

@@ -204,7 +204,7 @@ def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest
     assert not advice
     del first, second
     assert advice == [(*pages, memory._MADV_FREE) for pages in whole]
-    assert idle() == 40 << 20  # neither kind takes the other's room
+    assert idle() == 40 << 20  # neither kind takes the other's buffer
     assert large(16 << 20).data_ptr() in places
     large(24 << 20)
     assert idle() == 32 << 20  # what was given back first is gone

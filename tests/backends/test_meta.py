@@ -18,11 +18,11 @@ META = torch.device("meta")
 Tensors = list[torch.Tensor]
 
 
-def laid(value: Any) -> Any:
+def prepared(value: Any) -> Any:
     """Tensors as they are described, in whatever holds them."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
-    return type(value)(map(laid, value)) if isinstance(value, (tuple, list)) else value
+    return type(value)(map(prepared, value)) if isinstance(value, (tuple, list)) else value
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -33,16 +33,16 @@ def moved(value: Any, device: torch.device) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in (*npu.__all__, *fa.__all__) if name in RECORDS])
 def test_functions_give_the_shapes_of_their_results(name: str) -> None:
-    op, face = RECORDS[name], getattr(fa, name, None) or getattr(npu, name)
+    op, interface = RECORDS[name], getattr(fa, name, None) or getattr(npu, name)
     for layout in op.layouts:
         args = sample(op, **{op.layout_attr: layout, "B": 1, "D": 4, "Dv": 4, "K": 4})
         given = {p.shown: args[p.name] for p in op.params if p.name in args and not getattr(p, "output", False)}
         if name == "decode_attention":
             given["cache"] = given.pop("k"), given.pop("v")
-        want = face(**given)
+        want = interface(**given)
         for _ in range(2):  # a signature that is known, too
-            found = face(**{key: moved(value, META) for key, value in given.items()})
-            assert laid(found) == laid(want), layout
+            found = interface(**{key: moved(value, META) for key, value in given.items()})
+            assert prepared(found) == prepared(want), layout
             assert (found[0] if isinstance(found, tuple) else found).is_meta
 
 
@@ -67,7 +67,7 @@ def test_gradients_have_the_shapes_of_their_inputs(call: Callable[..., torch.Ten
         with fa.use_backend(backend):
             call(q).sum().backward()
         assert q.grad is not None
-        assert laid(q.grad) == laid(q)
+        assert prepared(q.grad) == prepared(q)
 
 
 def test_what_is_wrong_is_said_there_too() -> None:

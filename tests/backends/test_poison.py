@@ -20,16 +20,16 @@ BACKENDS = ("cpu", "golden")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("family", "verb"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("family", "op_kind"), FAMILIES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_forgotten_element_is_missed(
-    family: Callable[[str], Results], verb: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    family: Callable[[str], Results], op_kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert forgets(monkeypatch, backend, verb, lambda: family(backend)) == FAMILIES[family, verb]
+    assert forgets(monkeypatch, backend, op_kind, lambda: family(backend)) == FAMILIES[family, op_kind]
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_fresh_results_of_every_record_are_poison(name: str) -> None:
-    """Those too that no verb writes, but what comes after it."""
+    """Those too that no operation kind writes, but what comes after it."""
     op = RECORDS[name]
     args = sample(op)
     assert op.lower is not None
@@ -39,9 +39,9 @@ def test_fresh_results_of_every_record_are_poison(name: str) -> None:
     assert [n for n, tensor in found.items() if not is_poison(tensor)] == []
 
 
-def test_results_of_calls_that_a_plan_was_laid_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second call of one signature the core writes without a verb."""
-    monkeypatch.setattr(cpu, "lay_forward", lambda *_: lambda *given: True)
+def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call of one signature the core writes without an operation kind."""
+    monkeypatch.setattr(cpu, "prepare_forward", lambda *_: lambda *given: True)
     q, k, v = torch.randn(3, 1, 5, 2, 24).unbind()
     first = fa.attention(q, k, v, scale=0.3125)
     assert first.isfinite().all()

@@ -149,18 +149,18 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
 def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
-    verb: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    op_kind: str, tables: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[dict[str, Any]] = []
     watch(monkeypatch, lambda _, named: launched.append(named), computes=False)
-    e, compute = extents((20, 30), (40, 40)), getattr(backend, verb)
-    schedule = backend.schedule(PROBLEM, e, verb)
+    e, compute = extents((20, 30), (40, 40)), getattr(backend, op_kind)
+    schedule = backend.schedule(PROBLEM, e, op_kind)
     for turn in range(2):
         operands, grads = memory_of(2, 40)
         launched.clear()
-        compute(PROBLEM, e, schedule, operands, *([grads] if verb == "attention_backward" else []))
+        compute(PROBLEM, e, schedule, operands, *([grads] if op_kind == "attention_backward" else []))
         assert len(tables) == 1, turn
         own = {view.keep[0].data_ptr() for view in (operands.q, operands.k, operands.v, grads.dq)}
         assert all(each["q"].data_ptr() in own for each in launched if "q" in each)

@@ -19,7 +19,7 @@ from fusion_attention.capi import environment
 
 TOOLS = ("cc", "c++", "cmake", "nm")
 pytestmark = [
-    pytest.mark.skipif(bool(environment.missing()), reason="installed without its C face"),
+    pytest.mark.skipif(bool(environment.missing()), reason="installed without its C API"),
     pytest.mark.skipif(not all(map(shutil.which, TOOLS)), reason=f"one of {', '.join(TOOLS)} is not there"),
 ]
 EXAMPLES = ROOT / "examples/capi"
@@ -116,9 +116,9 @@ def flags() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "spoilt"), [("decode", "-Dexp=exp2"), ("kl_loss", "-Dfmax=fmin")])
-def test_another_formula_ends_with_1(program: str, spoilt: str, tmp_path: Path) -> None:
-    run("cc", "-std=c11", spoilt, EXAMPLES / f"{program}.c", *flags(), "-lm", "-o", tmp_path / program)
+@pytest.mark.parametrize(("program", "poisoned"), [("decode", "-Dexp=exp2"), ("kl_loss", "-Dfmax=fmin")])
+def test_another_formula_ends_with_1(program: str, poisoned: str, tmp_path: Path) -> None:
+    run("cc", "-std=c11", poisoned, EXAMPLES / f"{program}.c", *flags(), "-lm", "-o", tmp_path / program)
     done = subprocess.run([tmp_path / program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "WRONG" in done.stdout

@@ -77,7 +77,7 @@ def test_ends_that_overlap(checked: Runtime, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
-    """16-bit values copied to where a tensor of 32 bits is laid; 32-bit values read where one of 16 bits lies."""
+    """16-bit values copied to where a tensor of 32 bits is prepared; 32-bit values read where one of 16 bits lies."""
     address = copied(checked, np.zeros(16, np.float16), 64)
     wide = checked.tensor((16,), FLOAT, address)
     (line,) = reported(capfd)

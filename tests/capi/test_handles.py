@@ -142,9 +142,9 @@ def test_handles_are_never_used_again(acl: Runtime) -> None:
     assert all(handle % 256 == 0 for handle in seen)
 
 
-def ordinary(parameter: Parameter, room: Any) -> Any:
+def ordinary(parameter: Parameter, buffer: Any) -> Any:
     """A value that is no mistake by itself, so that only the hostile one next to it is."""
-    return ctypes.addressof(room) if parameter.is_pointer and not parameter.is_handle else 0
+    return ctypes.addressof(buffer) if parameter.is_pointer and not parameter.is_handle else 0
 
 
 NOT_FOR_ALL = {"aclInit", "aclFinalize", "aclGetRecentErrMsg", "aclrtGetSocName", "aclrtSetDevice", "aclrtResetDevice",
@@ -155,7 +155,7 @@ NOT_FOR_ALL = {"aclInit", "aclFinalize", "aclGetRecentErrMsg", "aclrtGetSocName"
 def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> None:
     """Null, freed and wild addresses, ended handles, handles of every other kind, in every position."""
     function = functions()[name]
-    room = (ctypes.c_uint64 * 32)()
+    buffer = (ctypes.c_uint64 * 32)()
     for begun in (False, True):
         gone: dict[str, int] = {}
         alive: dict[str, int] = {}
@@ -171,7 +171,7 @@ def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> Non
             if parameter.is_handle:
                 hostile += [1, 256, 1 << 40, 0xAC << 48, (0xAC << 48) + (1 << 43), (1 << 64) - 1, *alive.values()]
             for value in hostile:
-                args = [ordinary(p, room) for p in function.parameters]
+                args = [ordinary(p, buffer) for p in function.parameters]
                 args[i] = value
                 library.aclGetRecentErrMsg()
                 answer = getattr(library, name)(*args)
@@ -193,10 +193,10 @@ def test_the_runtime_is_needed(library: Runtime) -> None:
     for name, function in functions().items():
         of_runtime = name.startswith("aclrt") and function.returns == "aclError" and name != "aclrtGetVersion"
         if of_runtime:
-            room = (ctypes.c_uint64 * 32)()
-            assert getattr(library, name)(*[ordinary(p, room) for p in function.parameters]) == 100001, name
+            buffer = (ctypes.c_uint64 * 32)()
+            assert getattr(library, name)(*[ordinary(p, buffer) for p in function.parameters]) == 100001, name
             assert library.message() == f"{name}: called before aclInit() or after aclFinalize()"
-            assert bytes(room) == bytes(256)
+            assert bytes(buffer) == bytes(256)
 
 
 def test_what_was_made_ends_with_the_runtime(library: Runtime) -> None:

@@ -1,4 +1,4 @@
-"""Operators called from C: the bytes, codes and words of the two-phase face in Python; executors; threads."""
+"""Operators called from C: the bytes, codes and words of the two-phase interface in Python; executors; threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.two_phase import Args, call, outputs_of
 
 from fusion_attention import acl as python
 from fusion_attention.contract import Op
-from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
 
 OPERATORS = {name: op for name, op in RECORDS.items() if name.startswith("aclnn")}
@@ -28,7 +28,7 @@ pytestmark = [needs_compiler, pytest.mark.filterwarnings("ignore::fusion_attenti
 
 @pytest.fixture
 def c(acl: Runtime) -> Iterator[Operators]:
-    """The C operators, and the Python face beside them."""
+    """The C operators, and the Python interface beside them."""
     assert python.init() == 0
     assert python.rt.set_device(0) == 0
     yield Operators(acl)
@@ -78,12 +78,12 @@ def test_every_operator_is_declared() -> None:
 def broken(c: Operators, op: Op) -> int:
     """How many of a record's broken calls C can say; each gives the code and the words that Python's gives."""
     count = 0
-    for spoiled in spoils(op):
+    for broken in invalid_samples(op):
         try:
-            found, expected = both(c, op, spoiled.args)
+            found, expected = both(c, op, broken.args)
         except Inexpressible:
             continue
-        assert found == expected, spoiled.id
+        assert found == expected, broken.id
         count += found != 0
     return count
 
@@ -178,7 +178,7 @@ def test_addresses_may_come_after_phase_1(c: Operators) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["no workspace", "small", "of the host", "beyond", "freed", "destroyed", "stream"])
-def test_what_phase_2_refuses_writes_nothing_and_can_be_mended(wrong: str, c: Operators) -> None:
+def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c: Operators) -> None:
     attention = Attention(c)
     _, size, executor = attention.plan()
     assert size > 0

@@ -34,7 +34,7 @@ TWINS: dict[str, Callable[[Given], Printed]] = {
 }
 EACH = pytest.mark.parametrize("operator", TWINS)
 # The program of the loss, with the shapes and the types of host data that its page's tables ask for.
-MENDED = {
+CORRECTED = {
     "weightShape = {4,64}": "weightShape = {4,32}",
     "sparseIndicesShape = {1, 2048}": "sparseIndicesShape = {4, 1, 2048}",
     "softmaxMaxShape = {4, 64}": "softmaxMaxShape = {1, 4, 64}",
@@ -72,9 +72,9 @@ def printed() -> dict[str, str]:
     return found
 
 
-def mended(operator: str) -> str:
+def corrected(operator: str) -> str:
     text = printed()[operator]
-    for wrong, right in MENDED.items() if operator == LOSS else ():
+    for wrong, right in CORRECTED.items() if operator == LOSS else ():
         assert text.count(wrong) == 1, wrong
         text = text.replace(wrong, right)
     return text
@@ -154,7 +154,7 @@ def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(25)
     dtype = torch.bfloat16 if "Unpadding" in operator else torch.float16
     own, twin = {}, {}
-    for name in tensors(mended(operator))[0]:
+    for name in tensors(corrected(operator))[0]:
         plain = name.removesuffix("Tensor")
         if plain in ("q", "k", "v", "query", "key", "value", "dx", "dOut", "qIndex", "kIndex"):
             data = torch.randn(16, generator=generator).mul(0.05).to(dtype)
@@ -166,7 +166,7 @@ def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
 def test_it_gives_the_bytes_of_the_same_calls_in_python_and_of_golden(
     operator: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = mended(operator)
+    text = corrected(operator)
     ran = bench.run(text, poisoned(text, {}))
     twin = TWINS[operator]({})
     same(ran, twin)
@@ -187,7 +187,7 @@ def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
 @pytest.mark.slow
 @EACH
 def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, bench: Bench) -> None:
-    text = mended(operator)
+    text = corrected(operator)
     own, twin = drawn(operator)
     assert own
     same(bench.run(text, poisoned(text, own)), TWINS[operator](twin))
@@ -197,14 +197,14 @@ def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, b
 @pytest.mark.parametrize("level", ["-O1", "-O2", "-O3"])
 @EACH
 def test_optimised(operator: str, level: str, bench: Bench) -> None:
-    text = mended(operator)
+    text = corrected(operator)
     same(bench.run(text, poisoned(text, {}), level), TWINS[operator]({}))
 
 
 @pytest.mark.slow
 @EACH
 def test_the_checked_mode_changes_nothing_and_says_what_is_wrong(operator: str, bench: Bench) -> None:
-    text = mended(operator)
+    text = corrected(operator)
     ran = bench.run(text, poisoned(text, {}), FUSION_ATTENTION_CHECKED="1")
     same(ran, TWINS[operator]({}))
     for defect in DEFECTS[operator]:

@@ -267,7 +267,7 @@ def forged(value: Any, chance: random.Random) -> Any:
     return chance.choice(HOSTILE)
 
 
-def spoiled(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
+def poisoned(tensor: torch.Tensor, chance: random.Random) -> torch.Tensor:
     """Another shape, dtype or content."""
     dtypes = (torch.float32, torch.float16, torch.int32, torch.int64, torch.bool, torch.uint8)
     changes: list[Callable[[], torch.Tensor]] = [
@@ -304,7 +304,7 @@ def test_forged_at_random(call: Callable[[], None], tmp_path: Path) -> None:
                 text[field] = json.dumps(forged(json.loads(text[field]), chance))
             else:
                 name = chance.choice(list(tensors))
-                tensors[name] = spoiled(tensors[name], chance)
+                tensors[name] = poisoned(tensors[name], chance)
             safetensors.torch.save_file(tensors, tmp_path / "forged", text)
         try:
             fa.replay(tmp_path / "forged")

@@ -8,7 +8,7 @@ from clauses.dtypes import F32, H
 from clauses.near import Near, near, softmax
 from clauses.table import Args, filled, prototype
 from clauses.training import band, biased, bits, given, grid, tabled
-from clauses.values import draw, heads_first, laid
+from clauses.values import draw, heads_first, prepared
 
 PROTOTYPE = prototype("""
     aclTensor   query
@@ -50,18 +50,18 @@ def base(
     dtype: torch.dtype = H,
 ) -> Args:
     """Attention of padded batches; Dv 0 is D."""
-    query = laid(draw(B, N, S1, D, d=dtype), layout)
+    query = prepared(draw(B, N, S1, D, d=dtype), layout)
     return filled(
         PROTOTYPE,
         query=query,
-        key=laid(draw(B, N2, S2, D, d=dtype), layout),
-        value=laid(draw(B, N2, S2, Dv or D, d=dtype), layout),
+        key=prepared(draw(B, N2, S2, D, d=dtype), layout),
+        value=prepared(draw(B, N2, S2, Dv or D, d=dtype), layout),
         scaleValueOptional=0.25,
         headNum=N,
         inputLayout=layout,
         softmaxMaxOut=torch.empty(B, N, S1, 8, dtype=F32),
         softmaxSumOut=torch.empty(B, N, S1, 8, dtype=F32),
-        attentionOutOut=torch.empty_like(laid(torch.empty(B, N, S1, Dv or D, dtype=dtype), layout)),
+        attentionOutOut=torch.empty_like(prepared(torch.empty(B, N, S1, Dv or D, dtype=dtype), layout)),
     )
 
 
@@ -121,7 +121,7 @@ def formula(args: Args) -> dict[str, Near]:
         weights = weights.only(kept, 0) / args["keepProbOptional"]
     out = (weights.rounded(dtype) @ near(value)).rounded(dtype)
     top, total = top.only(some, -FLT_MAX), total.only(some, FLT_MAX if zeros else keys)
-    out = Near(laid(out.value, layout), laid(out.slack, layout))
+    out = Near(prepared(out.value, layout), prepared(out.slack, layout))
     lanes = [Near(x.value.expand(full), x.slack.expand(full)) for x in (top, total)]
     return dict(zip(OUTPUTS, (*lanes, out), strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
 from clauses.table import Args, filled, prototype
-from clauses.values import draw, heads_first, laid, whole
+from clauses.values import draw, heads_first, prepared, whole
 
 PROTOTYPE = prototype("""
     aclTensor     query
@@ -63,7 +63,7 @@ def base(
 
     def rows(n: int, s: int, heads: int, order: str, d: torch.dtype) -> torch.Tensor:
         shape = (n, heads, s, D)
-        return laid(whole(*shape, low=-128, high=128, d=d) if d == I8 else draw(*shape, d=d), order)
+        return prepared(whole(*shape, low=-128, high=128, d=d) if d == I8 else draw(*shape, d=d), order)
 
     stored = cache or dtype
     spread, table = [(B, S)] if not listed else [(1, s) for s in listed], None

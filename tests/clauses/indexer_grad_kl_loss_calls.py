@@ -148,11 +148,11 @@ def formula(args: Args) -> dict[str, Near]:
         logs = p.only(seen, 1).log() - y.only(seen, 1).log()
         loss = loss + (p * logs).sum(1).sum(0)
         d_i = (y - p)[:, None]
-        d_w.lay(rows, (d_i * products.relu()).sum(2))
+        d_w.prepare(rows, (d_i * products.relu()).sum(2))
         d_s = (d_i * weight * products.step()).rounded(dtype).only(wide_of(seen, q.shape[1]), 0)
-        d_q.lay(rows, d_s @ near(k[keys]))
+        d_q.prepare(rows, d_s @ near(k[keys]))
         flat_s = Near(d_s.value.flatten(0, 1), d_s.slack.flatten(0, 1))
-        d_k.lay(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
+        d_k.prepare(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
     found = {"dQueryIndex": d_q, "dKeyIndex": d_k, "dWeights": d_w, "loss": loss}
     return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in found.items()}
 

@@ -52,7 +52,7 @@ class Near:
     def __getitem__(self, at: object) -> Near:
         return Near(self.value[at], self.slack[at])  # type: ignore[index]
 
-    def lay(self, where: slice, part: Near) -> None:
+    def prepare(self, where: slice, part: Near) -> None:
         """Writes rows, in the shape that they have here."""
         shape = self.value[where].shape
         self.value[where], self.slack[where] = part.value.reshape(shape), part.slack.reshape(shape)

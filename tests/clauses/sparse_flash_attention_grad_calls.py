@@ -163,7 +163,7 @@ def formula(args: Args) -> dict[str, Near]:
         d_k = (d_s.T @ near(query[rows].flatten(0, 1))) * args["scaleValue"]
         d_v = p.T @ d_out
         for total, one, where in zip(sums, (d_q, d_k, d_v), (rows, keys, keys), strict=True):
-            total.lay(where, one)
+            total.prepare(where, one)
     results = {}
     pairs = (("dQueryOut", 0, 0), ("dKeyOut", 1, 0), ("dValueOut", 2, 0))
     ropes = (("dQueryRopeOutOptional", 0, dim), ("dKeyRopeOutOptional", 1, dim))

@@ -24,7 +24,7 @@ def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.T
     return torch.randint(low, high, shape, generator=GENERATOR).to(d)
 
 
-def laid(t: torch.Tensor, layout: str) -> torch.Tensor:
+def prepared(t: torch.Tensor, layout: str) -> torch.Tensor:
     """[B, N, S, D] in a layout."""
     if layout == "BNSD":
         return t.contiguous()

@@ -1,4 +1,4 @@
-"""`fusion-attention explain`: calls as text, as captures and as CANN's log; the rule that breaks, and its mend."""
+"""`fusion-attention explain`: calls as text, as captures and as CANN's log; the rule that breaks, and its fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.cli import app
-from fusion_attention.contract.sampling import Spoiled, sample, spoils
+from fusion_attention.contract.sampling import InvalidSample, invalid_samples, sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.refusals.cann_logs import CODES, read_log
 from fusion_attention.refusals.explanation import Explanation, explain, explain_arguments
@@ -37,7 +37,7 @@ def sentences(found: Explanation, where: str = "everywhere") -> list[str]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_legal_call_of_every_operator(name: str) -> None:
     op = RECORDS[name]
-    found = explain(written(op, sample(op), face=False))
+    found = explain(written(op, sample(op), interface=False))
     assert found.operator == name
     assert sentences(found) == []
     assert found.results
@@ -45,14 +45,14 @@ def test_a_legal_call_of_every_operator(name: str) -> None:
     assert found.computes["golden"] == "yes"
 
 
-def spoiled(name: str, share: int) -> list[Spoiled]:
+def broken_calls(name: str, share: int) -> list[InvalidSample]:
     """Calls that break one rule each; about one in `share` of them, always the same ones."""
     op = RECORDS[name]
-    chosen = [one for one in spoils(op) if zlib.crc32(one.id.encode()) % share == 0]
+    chosen = [one for one in invalid_samples(op) if zlib.crc32(one.id.encode()) % share == 0]
     return [one for one in chosen if not one.id.endswith("-type") and can_show(name, one)]
 
 
-def can_show(name: str, one: Spoiled) -> bool:
+def can_show(name: str, one: InvalidSample) -> bool:
     op = RECORDS[name]
     rules = {op.spell(rule.expected): rule for rule in op.asked}
     rule = rules.get(one.expected)
@@ -74,8 +74,8 @@ def test_every_broken_rule_is_found_from_text(name: str) -> None:
 
 def found_any(name: str, share: int) -> None:
     op = RECORDS[name]
-    for one in spoiled(name, share):
-        found = explain(written(op, one.args, face=False))
+    for one in broken_calls(name, share):
+        found = explain(written(op, one.args, interface=False))
         broken = [f for f in found.findings if f.param == one.param]
         assert broken, one.id
         if one.level in ("meaning", "limit"):
@@ -190,7 +190,7 @@ def test_printed_it_is_a_few_lines() -> None:
     lines = str(found).splitlines()
     assert lines[0].startswith("npu_fusion_attention: breaks one rule")
     assert lines[1] == "everywhere: key: expected float16 as query, got float32 (convert it with .to())"
-    assert "mend: key in float16" in lines
+    assert "fix: key in float16" in lines
 
 
 def test_a_doubt_is_no_broken_rule_here() -> None:
@@ -200,7 +200,7 @@ def test_a_doubt_is_no_broken_rule_here() -> None:
 
 
 LENGTHS = [100, 150, 50]
-MENDS = [
+FIXES = [
     (
         f'npu_fusion_attention({TOKENS}, "TND", scale=0.1, actual_seq_qlen={LENGTHS}, actual_seq_kvlen={LENGTHS})',
         "cumulative ends in place of lengths: actual_seq_qlen=[100, 250, 300], actual_seq_kvlen=[100, 250, 300]",
@@ -236,18 +236,18 @@ MENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "mend"), MENDS)
-def test_mends_are_tried_before_they_are_named(call: str, mend: str) -> None:
-    assert mend in explain(call).mends
+@pytest.mark.parametrize(("call", "fix"), FIXES)
+def test_fixes_are_tried_before_they_are_named(call: str, fix: str) -> None:
+    assert fix in explain(call).fixes
 
 
-def test_a_call_that_no_single_change_mends() -> None:
+def test_a_call_that_no_single_change_fixes() -> None:
     found = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
     assert found.broken
-    assert found.mends == ()
-    # It runs here: what would change nothing on the chip is no mend.
+    assert found.fixes == ()
+    # It runs here: what would change nothing on the chip is no fix.
     speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
-    assert fa.explain(speculating).mends == ()
+    assert fa.explain(speculating).fixes == ()
 
 
 def test_a_named_call_is_parsed_and_nothing_more() -> None:
@@ -309,7 +309,7 @@ def test_a_log_points_at_rules(text: str, operator: str, param: str, part: str) 
     assert found.log is not None
     assert str(found.log.code) in found.verdict
     assert found.log.meaning in found.verdict
-    hits = [f for f in found.findings if f.param == param and part in f"{f.expected} {f.mend}"]
+    hits = [f for f in found.findings if f.param == param and part in f"{f.expected} {f.fix}"]
     assert hits, [f.sentence for f in found.findings]
     assert len(found.findings) <= 4
     assert all(f.where == "likely" for f in found.findings)
@@ -321,7 +321,7 @@ def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> 
     assert CODES[code][0] in found.verdict
     (one,) = found.findings
     assert one.code == code
-    assert "fusion-attention ops npu_fusion_attention" in one.mend
+    assert "fusion-attention ops npu_fusion_attention" in one.fix
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_reason_is_told_without_its_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "mend"),
+    ("word", "fix"),
     [
         ("is_causal=True", "sparse_mode=3"),
         ("softmax_scale=0.1", "here: scale="),
@@ -358,9 +358,9 @@ def test_a_reason_is_told_without_its_process() -> None:
         ("colour=2", "fusion-attention ops npu_fusion_attention"),
     ],
 )
-def test_words_of_other_libraries(word: str, mend: str) -> None:
+def test_words_of_other_libraries(word: str, fix: str) -> None:
     (found,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
-    assert mend in found.mend
+    assert fix in found.fix
 
 
 def test_the_size_of_a_page_is_read_from_the_cache() -> None:
@@ -369,7 +369,7 @@ def test_the_size_of_a_page_is_read_from_the_cache() -> None:
         'input_layout="BSH", block_table=i32[2,8], actual_seq_lengths_kv=[1024, 900])'
     )
     assert [f.param for f in found.findings] == ["block_size"]
-    assert found.mends == ("block_size=128, an axis of key",)
+    assert found.fixes == ("block_size=128, an axis of key",)
 
 
 def test_a_log_of_an_operator_without_a_record() -> None:
@@ -431,8 +431,8 @@ def test_json_holds_what_the_table_shows() -> None:
     assert code == 1
     assert found["operator"] == "npu_fusion_attention"
     assert found["findings"][0]["name"] == "ACLNN_ERR_PARAM_INVALID"
-    assert found["findings"][0]["mend"]
-    assert found["mends"] == ['input_layout="BSND", if the tensors lie so']
+    assert found["findings"][0]["fix"]
+    assert found["fixes"] == ['input_layout="BSND", if the tensors lie so']
     code, out, _ = run("call aclnnFlashAttentionScore failed, error code is 161002", "--json")
     assert json.loads(out)["log"]["name"] == "ACLNN_ERR_PARAM_INVALID"
 

@@ -17,7 +17,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training import records as training
 
-# ------------------------------------------------------------------------------------------------- values at the door
+# ------------------------------------------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
         second = bind(op, args)
         assert len(op.signatures) == kept
         assert plain(first) == plain(second)
-        assert first.memo is second.memo
+        assert first.call_cache is second.call_cache
         assert all(
             a is b for p in op.tensors() for a, b in zip(*map(listed, (second[p.name], args[p.name])), strict=True)
         )
@@ -185,7 +185,7 @@ def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
     assert bool(outcome(op, legal | {"actual_seq_kvlen": [2, 12]}, strict=strict)[0]) is strict
     other = bind(op, legal | {"actual_seq_kvlen": [4, 12]}, strict=strict)
     assert (other["kv_len"].tolist(), other["S2"]) == ([4, 8], 8)
-    assert other.memo is not first.memo
+    assert other.call_cache is not first.call_cache
     assert plain(bind(op, legal, strict=strict)) == plain(first)
     assert len(op.signatures) == 1
 

@@ -122,13 +122,13 @@ def test_a_wrong_result_is_noticed(page: Page, breaking: Broken, monkeypatch: py
         breaking(outputs)
         return ret
 
-    def laid(page: Page, args: dict[str, Any], *second: Any) -> Any:
+    def prepared(page: Page, args: dict[str, Any], *second: Any) -> Any:
         outputs.clear()
         outputs.update({name: args[name] for name in outputs_of(page) if isinstance(args[name], torch.Tensor)})
         return called(page, args, *second)
 
     monkeypatch.setattr(aclnn, "_second", second)
-    monkeypatch.setattr(table, "called", laid)
+    monkeypatch.setattr(table, "called", prepared)
     assert not missed(page, lambda check: not check.codes)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.levels import BOTH, CONTENT, DOUBTS, LIMITS, MISSING, NOTES, SHAPES_AND_DTYPES
-from support.records import ATTENTION, EVERY_FACE, PACKED, Args, call, layouts, one, outcome
+from support.records import ATTENTION, EVERY_INTERFACE, PACKED, Args, call, layouts, one, outcome
 from torch.utils._pytree import tree_leaves
 
 import fusion_attention.contract.binding as binding
@@ -31,14 +31,14 @@ from fusion_attention.contract import (
     Tensor,
     bind,
 )
-from fusion_attention.contract.sampling import sample, spoils
+from fusion_attention.contract.sampling import invalid_samples, sample
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary import CONTRACTS
 from fusion_attention.ops.training import fa_record as attention
 from fusion_attention.ops.training import records as training
 from fusion_attention.plan import Plan
 
-# --------------------------------------------------------------------------------------------------- samples, spoils
+# --------------------------------------------------------------------------------------------- samples, invalid samples
 
 
 @pytest.mark.parametrize("name", CONTRACTS)
@@ -52,7 +52,7 @@ def test_every_sample_is_legal(name: str) -> None:
 def test_every_broken_rule_is_reported_alone(name: str) -> None:
     """At its level: limits need strict, content needs check_content, meaning neither; doubts warn unless strict."""
     op = CONTRACTS[name]
-    for case in spoils(op):
+    for case in invalid_samples(op):
         op.signatures.clear()  # some warnings come with the first call of a signature
         asked = {"strict": case.level in ("limit", "doubt"), "check_content": case.level == "content"}
         failures, notes = outcome(op, case.args, **asked)
@@ -89,7 +89,7 @@ def test_rules_are_declared_whole(name: str) -> None:
     for rule in op.rules:
         assert rule.level in LEVELS
         assert rule.stage in STAGES
-        assert rule.given or rule.spoil, f"{rule.id}: say how to break it"
+        assert rule.given or rule.invalid, f"{rule.id}: say how to break it"
         assert rule.advice, f"{rule.id}: say why, or what to do"
 
 
@@ -143,7 +143,7 @@ def test_forms_of_pse(settings: Args, legal: bool) -> None:
     assert (outcome(training.TORCH_V1, sample(training.TORCH_V1, **settings))[0] == ()) is legal
 
 
-# -------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 @pytest.fixture
@@ -155,11 +155,11 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("name", EVERY_FACE)
+@pytest.mark.parametrize("name", EVERY_INTERFACE)
 def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
     op = CONTRACTS[name]
     outputs = {p.shown for p in op.tensors(output=True)}
-    for case in spoils(op):
+    for case in invalid_samples(op):
         if case.level != "meaning" or any(case.args.get(name) is not None for name in outputs):
             continue
         versions = [t._version for t in case.args.values() if isinstance(t, torch.Tensor)]
@@ -169,7 +169,7 @@ def test_a_function_refuses_what_its_record_refuses(name: str) -> None:
         assert versions == [t._version for t in case.args.values() if isinstance(t, torch.Tensor)], case.id
 
 
-@pytest.mark.parametrize("name", EVERY_FACE)
+@pytest.mark.parametrize("name", EVERY_INTERFACE)
 def test_a_function_takes_its_samples(name: str) -> None:
     op = CONTRACTS[name]
     for layout in layouts(op):

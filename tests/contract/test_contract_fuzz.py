@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.records import EVERY_FACE, Args, call, layouts
+from support.records import EVERY_INTERFACE, Args, call, layouts
 
 from fusion_attention import BackendError, ContractError, ContractWarning
 from fusion_attention.contract import Array, Attr, Bound, Op, Param, Tensor, bind, show
@@ -127,13 +127,13 @@ def try_call(op: Op, args: Args) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", ContractWarning)
-        if op.name in EVERY_FACE:  # functions make their own outputs
+        if op.name in EVERY_INTERFACE:  # functions make their own outputs
             args = Shown({**args, **{p.name: None for p in op.tensors(output=True)}})
         refused, bound = refusal(lambda: bind(op, args))
         if refused:
             assert refused.startswith(str(op.failure(bound.param, "", "")))
             assert bound.code in (161001, 161002, 561002)
-        if op.name in EVERY_FACE:  # the two-phase functions take handles: tests/acl/test_aclnn.py
+        if op.name in EVERY_INTERFACE:  # the two-phase functions take handles: tests/acl/test_aclnn.py
             answer, error = refusal(lambda: call(op, args))
             if isinstance(error, BackendError):
                 assert not refused

@@ -45,8 +45,8 @@ def ends(count: int = 150) -> dict[str, Any]:
     return {"actual_seq_qlen": [50, 100, count], "actual_seq_kvlen": [50, 100, 300]}
 
 
-def indexed(face: Callable[..., Any], **options: Any) -> Any:
-    return face(ROWS, ROWS[:, :1], ROWS[..., 0], **options)
+def indexed(interface: Callable[..., Any], **options: Any) -> Any:
+    return interface(ROWS, ROWS[:, :1], ROWS[..., 0], **options)
 
 
 LISTS = torch.zeros(300, 1, 4, dtype=torch.int32)
@@ -132,7 +132,7 @@ def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_two_phase_face_is_strict_unless_told() -> None:
+def test_the_two_phase_interface_is_strict_unless_told() -> None:
     op = RECORDS["aclnnFlashAttentionVarLenScore"]
     made = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
     made["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
@@ -207,12 +207,14 @@ def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("face", [own, selected])
-def test_a_loss_that_left_lse_out_is_none_through_it(face: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+@pytest.mark.parametrize("interface", [own, selected])
+def test_a_loss_that_left_lse_out_is_none_through_it(
+    interface: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     """Reentrant checkpointing gives every output a gradient: zeros where nobody used it."""
     alone, through = Q.clone().requires_grad_(), Q.clone().requires_grad_()
-    face(alone)[0].sum().backward()
-    out, lse = checkpoint(face, through, use_reentrant=True)
+    interface(alone)[0].sum().backward()
+    out, lse = checkpoint(interface, through, use_reentrant=True)
     assert lse.requires_grad
     out.sum().backward()
     assert torch.equal(through.grad, alone.grad)  # type: ignore[arg-type]

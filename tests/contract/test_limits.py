@@ -1,4 +1,4 @@
-"""What CANN's pages let through and refuse at their edges, by the two-phase face: blanks, sizes, reserved values."""
+"""The limits of CANN's pages, through the two-phase interface: blanks, sizes, reserved values."""
 
 import warnings
 from typing import Any
@@ -56,7 +56,7 @@ def test_a_needed_array_without_elements_is_missing() -> None:
     )
 
 
-def test_the_npu_face_takes_an_empty_tensor_too() -> None:
+def test_the_npu_interface_takes_an_empty_tensor_too() -> None:
     args = sample(RECORDS["npu_incre_flash_attention"], actual_seq_lengths=[4, 5])
     given = {p.shown: args[p.name] for p in RECORDS["npu_incre_flash_attention"].tensors()}
     more = {"num_heads": 4, "num_key_value_heads": 2, "actual_seq_lengths": [4, 5]}

@@ -82,7 +82,7 @@ def test_every_limit_is_an_error_in_a_block(name: str) -> None:
         if rule.level != "limit":
             continue
         layout = next(layout for layout in op.layouts if layout in (rule.only or op.layouts))
-        args = sample(op, **{op.layout_attr: layout, **rule.given, **rule.spoil})
+        args = sample(op, **{op.layout_attr: layout, **rule.given, **rule.invalid})
         bind(op, args)
         with fa.strict(), pytest.raises(fa.ContractError):
             bind(op, args)
@@ -161,7 +161,7 @@ def test_what_a_backward_computes_anew_takes_what_is_set_around_it() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_two_phase_face_has_its_own() -> None:
+def test_the_two_phase_interface_has_its_own() -> None:
     op = RECORDS["aclnnIncreFlashAttention"]
     args = sample(op, S1=2)
     handles = handles_of(op, args, {"attention_out": torch.zeros_like(args["query"])}).values()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.records import FACES
+from support.records import INTERFACES
 
 import fusion_attention
 from fusion_attention.captures.capture import PLACES
@@ -20,11 +20,11 @@ POSITIONAL = {
 }
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", INTERFACES)
 def test_a_signature_is_its_record(name: str) -> None:
     op, extra = RECORDS[name], set() if name.startswith("npu") else {"return_lse", "backend", "foreign"}
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
-    given = [p for p in inspect.signature(FACES[name]).parameters.values() if p.name not in extra]
+    given = [p for p in inspect.signature(INTERFACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
     for parameter, p in zip(given, inputs, strict=True):
         # torch_npu declares what its gradients need as optional.
@@ -39,7 +39,7 @@ def test_a_signature_is_its_record(name: str) -> None:
 
 
 class Passed(Exception):
-    """What a door hands on, instead of a result."""
+    """The arguments that a function hands on, instead of a result."""
 
 
 def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -55,15 +55,15 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
     return found.value.args[0]
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", INTERFACES)
 def test_every_parameter_reaches_its_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the record's name for it, and nothing else does: bind() takes what it does not find as None."""
     op: Op = RECORDS[name]
-    parameters = dict(inspect.signature(FACES[name]).parameters)
+    parameters = dict(inspect.signature(INTERFACES[name]).parameters)
     parameters.pop("foreign", None)
     given = {shown: f"the value of {shown}" for shown in parameters}
     inputs = {p.name: given[p.shown] for p in op.params if p.shown in given}
-    assert passed(monkeypatch, FACES[name], given) == inputs
+    assert passed(monkeypatch, INTERFACES[name], given) == inputs
     assert len(inputs) == len(parameters) - len({"return_lse", "backend"} & parameters.keys())
 
 
@@ -100,9 +100,9 @@ KEYWORD_ONLY_FROM = {
 }
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", INTERFACES)
 def test_what_may_be_positional(name: str) -> None:
-    parameters = inspect.signature(FACES[name]).parameters.values()
+    parameters = inspect.signature(INTERFACES[name]).parameters.values()
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert (keywords or [None])[0] == KEYWORD_ONLY_FROM[name]
 
@@ -174,7 +174,7 @@ TORCH_NPU = {
 @pytest.mark.parametrize("name", TORCH_NPU)
 def test_torch_npu_signatures(name: str) -> None:
     found = []
-    for p in inspect.signature(FACES[name]).parameters.values():
+    for p in inspect.signature(INTERFACES[name]).parameters.values():
         plain = p.default is p.empty or p.default is None
         found.append(p.name if plain else f"{p.name}={p.default!r}")
     assert found == TORCH_NPU[name].split()
@@ -353,5 +353,5 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *FACES} == set(RECORDS)
+    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} == set(RECORDS)
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}

@@ -117,8 +117,8 @@ def test_what_content_does_not_show_is_not_said() -> None:
     args = made()
     even = saved(args | {name: torch.ones_like(args[name]) for name in ("query", "key")}, "")
     assert not verdict(even, "")
-    for spoiled in (torch.full((40, 4, 8), -9.0), torch.full((40, 4, 8), float("nan")), torch.zeros(40, 4, 8)):
-        given = saved(args, "") | {"softmax_max": spoiled}
+    for broken in (torch.full((40, 4, 8), -9.0), torch.full((40, 4, 8), float("nan")), torch.zeros(40, 4, 8)):
+        given = saved(args, "") | {"softmax_max": broken}
         assert not any(verdict(given, layout) for layout in OTHER)
     pse = {"pse": torch.linspace(0, 9, 4), "pse_type": 2}
     biased = saved(args | pse, "")
@@ -126,7 +126,7 @@ def test_what_content_does_not_show_is_not_said() -> None:
 
 
 @pytest.mark.parametrize(("layout", "other"), [("", "same_as_input"), ("same_as_input", "")])
-def test_the_two_phase_face_asks_in_its_second_phase(layout: str, other: str) -> None:
+def test_the_two_phase_interface_asks_in_its_second_phase(layout: str, other: str) -> None:
     op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
     told = {"": "TND", "same_as_input": ""}[layout]
     args = {

@@ -1,4 +1,4 @@
-"""A storage that was emptied, or made smaller, under a tensor: an error at every face, and never a read.
+"""A storage that was emptied, or made smaller, under a tensor: an error at every interface, and never a read.
 
 Without these checks most of these calls end the process.
 """

@@ -17,36 +17,36 @@ ONE = SCHEDULES[:4]  # on one dimension
 LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
 
 
-def pairs(laid: Any) -> list[int]:
+def pairs(placement: Any) -> list[int]:
     """Causal pairs of a row and a key on each rank."""
-    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in pieces) for pieces in laid.ranks]
+    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in pieces) for pieces in placement.ranks]
 
 
 @given(LENGTHS, st.sampled_from(ONE), st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_every_token_lies_on_one_rank_and_cuts_on_tiles(lengths: list[int], schedule: str, world: int) -> None:
-    laid = layout_of(schedule, tuple(lengths), (world,))
-    check(laid, lengths, world)
+    placement = layout_of(schedule, tuple(lengths), (world,))
+    check(placement, lengths, world)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
 def test_a_mesh_divides_the_shares_of_its_ring(lengths: list[int], ring: int, columns: int) -> None:
-    laid = layout_of("ulysses+ring", tuple(lengths), (ring, columns))
-    check(laid, lengths, ring * columns)
+    placement = layout_of("ulysses+ring", tuple(lengths), (ring, columns))
+    check(placement, lengths, ring * columns)
     line = layout_of("zigzag", tuple(lengths), (ring,))
     for row in range(ring):
-        held = [token for at in range(columns) for token in laid.whole(row * columns + at).tolist()]
+        held = [token for at in range(columns) for token in placement.whole(row * columns + at).tolist()]
         assert held == line.whole(row).tolist()
 
 
-def check(laid: Any, lengths: list[int], world: int) -> None:
-    assert len(laid.ranks) == world
-    held = sorted(token for rank in range(world) for token in laid.whole(rank).tolist())
+def check(placement: Any, lengths: list[int], world: int) -> None:
+    assert len(placement.ranks) == world
+    held = sorted(token for rank in range(world) for token in placement.whole(rank).tolist())
     assert held == list(range(sum(lengths)))
-    for rank, pieces in enumerate(laid.ranks):
+    for rank, pieces in enumerate(placement.ranks):
         assert list(pieces) == sorted(pieces)
-        assert laid.sizes[rank] == sum(end - first for _, first, end in pieces)
+        assert placement.sizes[rank] == sum(end - first for _, first, end in pieces)
         for b, first, end in pieces:
             assert first < end
             assert first % CUT == 0
@@ -56,10 +56,10 @@ def check(laid: Any, lengths: list[int], world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
 @pytest.mark.parametrize("schedule", ["zigzag", "allgather"])
 def test_causal_bands_load_all_ranks_alike(schedule: str, world: int) -> None:
-    laid = layout_of(schedule, (256 * CUT,), (world,))
-    counted = pairs(laid)
+    placement = layout_of(schedule, (256 * CUT,), (world,))
+    counted = pairs(placement)
     assert max(counted) * world <= 1.05 * sum(counted)
-    assert max(laid.sizes) == min(laid.sizes)
+    assert max(placement.sizes) == min(placement.sizes)
 
 
 def test_contiguous_shares_of_a_causal_band_are_not_alike() -> None:
@@ -70,20 +70,20 @@ def test_contiguous_shares_of_a_causal_band_are_not_alike() -> None:
 def test_packed_sequences_stay_balanced() -> None:
     """Many short ones, a few long ones, none a multiple of anything: memory and pairs."""
     lengths = (*(37 + 91 * (at * at % 23) for at in range(60)), 5000, 9000, 77)
-    laid = layout_of("zigzag", lengths, (4,))
-    assert max(laid.sizes) * 4 <= 1.05 * sum(laid.sizes)
-    assert max(pairs(laid)) * 4 <= 1.05 * sum(pairs(laid))
+    placement = layout_of("zigzag", lengths, (4,))
+    assert max(placement.sizes) * 4 <= 1.05 * sum(placement.sizes)
+    assert max(pairs(placement)) * 4 <= 1.05 * sum(pairs(placement))
 
 
 def test_a_sequence_shorter_than_the_world_leaves_ranks_without_rows() -> None:
-    laid = layout_of("zigzag", (3,), (4,))
-    assert sorted(laid.sizes) == [0, 0, 0, 3]
+    placement = layout_of("zigzag", (3,), (4,))
+    assert sorted(placement.sizes) == [0, 0, 0, 3]
 
 
 @pytest.mark.parametrize("schedule", ONE)
 def test_a_length_that_nobody_has_takes_no_memory(schedule: str) -> None:
-    laid = layout_of(schedule, (10**12,), (4,))
-    assert max(laid.sizes) - min(laid.sizes) <= 2 * CUT
+    placement = layout_of(schedule, (10**12,), (4,))
+    assert max(placement.sizes) - min(placement.sizes) <= 2 * CUT
 
 
 def test_a_short_padded_batch_is_spread_all_the_same() -> None:

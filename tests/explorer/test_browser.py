@@ -89,21 +89,21 @@ def test_what_is_drawn(browser: Browser, address: str) -> None:
     rng = random.Random(7)
     words = browser.run("VERDICTS")
     for _ in range(SHOWN):
-        s, face = shown_setting(rng), rng.choice(("own", "training", "inference", "two_phase"))
-        go(browser, f"{fragment(s)}&face={face}")
-        wanted = cells_of(s, face)
-        state = "none" if wanted is None else verdict(remarks_on(s, face))
-        assert browser.run("$('verdict').textContent") == words[state], (s, face)
+        s, interface = shown_setting(rng), rng.choice(("own", "training", "inference", "two_phase"))
+        go(browser, f"{fragment(s)}&interface={interface}")
+        wanted = cells_of(s, interface)
+        state = "none" if wanted is None else verdict(remarks_on(s, interface))
+        assert browser.run("$('verdict').textContent") == words[state], (s, interface)
         assert browser.run("$('refused').hidden") is (state not in ("refused", "none"))
         if wanted is not None:
-            assert cells(browser) == "".join(map(str, wanted.ravel().tolist())), (s, face)
+            assert cells(browser) == "".join(map(str, wanted.ravel().tolist())), (s, interface)
         if s.mode != BAND:
             assert browser.run("$('title').textContent") == f"sparse_mode {s.mode}: {NAMES[str(s.mode)]}"
 
 
 def test_pixels_are_the_band(browser: Browser, address: str) -> None:
     """Not the page's idea of its cells, but the colours on the canvas."""
-    browser.open(f"{address}#mode=band&q=7&kv=12&pre=3&next=1&face=own")
+    browser.open(f"{address}#mode=band&q=7&kv=12&pre=3&next=1&interface=own")
     colours = browser.run(
         "(() => { const read = (j, i) => matrix.context.getImageData((LEFT + (j + 0.4) * matrix.cell) * matrix.ratio, "
         "(TOP + (i + 0.4) * matrix.cell) * matrix.ratio, 1, 1).data.slice(0, 3).join(); "
@@ -180,7 +180,7 @@ def test_a_mask_is_painted(browser: Browser, address: str) -> None:
     assert re.search(r"row 1 has keys 0 to 3 in its band; key 3: removed", browser.run("$('live').textContent"))
 
 
-def test_faces_that_see_other_keys_are_named(browser: Browser, address: str) -> None:
+def test_interfaces_that_see_other_keys_are_named(browser: Browser, address: str) -> None:
     """One query row outside TND: inference ignores mode and window, training does not."""
     browser.open(f"{address}#mode=4&q=1&kv=8&pre=2&next=0")
     assert browser.run("$('elsewhere').textContent") == "Other keys are seen at: Inference."

@@ -17,9 +17,9 @@ from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.explorer.calls import call
 from fusion_attention.explorer.draw import cells_of, is_seen
 from fusion_attention.explorer.violations import OPERATORS, asked, remarks_on, verdict
-from fusion_attention.explorer.visible import FACES, MODES, Setting
+from fusion_attention.explorer.visible import INTERFACES, MODES, Setting
 
-SETTINGS = 24  # of every mode and face
+SETTINGS = 24  # of every mode and interface
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def prepare(s: Setting, before: str) -> dict[str, Any]:
     return names
 
 
-def check_seen(s: Setting, face: str, out: torch.Tensor) -> None:
+def check_seen(s: Setting, interface: str, out: torch.Tensor) -> None:
     """Whether each row of an output has exactly the keys that the picture shows; one without keys: zeros or a mean."""
-    cells = cells_of(s, face)
+    cells = cells_of(s, interface)
     assert cells is not None
     weights = (out if s.packed else out[0]).float().cpu().numpy()
     starts_q, starts_k = ([0, *accumulate(n)] for n in (s.q_len, s.kv_len))
@@ -62,14 +62,14 @@ def check_seen(s: Setting, face: str, out: torch.Tensor) -> None:
         wanted = is_seen(cells[starts_q[b] :][:rows, starts_k[b] :][:, :keys])
         got = weights[starts_q[b] :][:rows, :, :keys] > 0
         empty = ~wanted.any(1)
-        assert np.array_equal(got[~empty], np.broadcast_to(wanted[:, None], got.shape)[~empty]), (s, face, b)
+        assert np.array_equal(got[~empty], np.broadcast_to(wanted[:, None], got.shape)[~empty]), (s, interface, b)
         assert (got[empty].all(-1) | ~got[empty].any(-1)).all()
 
 
-def known(failures: Any, operator: str, face: str) -> set[str]:
+def known(failures: Any, operator: str, interface: str) -> set[str]:
     """The messages of failures whose rules the explorer asks."""
-    rules = {rule.id for rule in asked(operator, face)}
-    domain = [rule.expected for rule in asked(operator, face) if rule.stage == "domains"]
+    rules = {rule.id for rule in asked(operator, interface)}
+    domain = [rule.expected for rule in asked(operator, interface) if rule.stage == "domains"]
     found = set()
     for failure in failures:
         if failure.rule.id in rules if failure.rule else failure.expected in domain:
@@ -91,34 +91,34 @@ def refusal(text: str, names: dict[str, Any]) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("face", ["own", "training", "inference"])
-def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, face: str) -> None:
-    rng = random.Random(f"{mode} {face}")
+@pytest.mark.parametrize("interface", ["own", "training", "inference"])
+def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: str) -> None:
+    rng = random.Random(f"{mode} {interface}")
     for _ in range(SETTINGS):
         s = random_setting(rng, longest=7, modes=(mode,))
-        text, found = call(s, face), remarks_on(s, face)
+        text, found = call(s, interface), remarks_on(s, interface)
         if text is None or "your_mask" in text["before"]:
             continue
         names = prepare(s, text["before"])
         failures, warned = refusal(text["call"], names)
-        if face == "own":
+        if interface == "own":
             assert failures is None, (s, failures)
-            check_seen(s, face, names["out"])
+            check_seen(s, interface, names["out"])
             continue
-        operator = OPERATORS[face][s.packed]
+        operator = OPERATORS[interface][s.packed]
         by_level = {
             level: {message(operator, r) for r in found if r["level"] in level} for level in ("meaning", "note")
         }
         assert (failures is not None) is (verdict(found) == "refused"), (s, found, failures)
         if failures is not None:
-            assert known(failures, operator, face) == by_level["meaning"]
+            assert known(failures, operator, interface) == by_level["meaning"]
             continue
-        check_seen(s, face, names["out"])
+        check_seen(s, interface, names["out"])
         assert by_level["note"] <= set(warned)
         with fa.strict():
             failures, _ = refusal(text["call"], names)
         limits = {message(operator, r) for r in found if r["level"] in ("limit", "doubt")}
-        assert known(failures or (), operator, face) == limits, (s, found, failures)
+        assert known(failures or (), operator, interface) == limits, (s, found, failures)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -138,5 +138,5 @@ def test_two_phase_calls_see_what_is_drawn_and_return_the_code(mode: int) -> Non
             check_seen(s, "two_phase", names["out"])
 
 
-def test_every_face_has_a_call() -> None:
-    assert {"own", *OPERATORS} == set(FACES)
+def test_every_interface_has_a_call() -> None:
+    assert {"own", *OPERATORS} == set(INTERFACES)

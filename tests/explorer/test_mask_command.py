@@ -52,7 +52,7 @@ def test_a_band_as_json_is_the_band() -> None:
     assert [[first <= j < end for j in range(8)] for first, end in rows] == seen.tolist()
     assert found["seen"] == int(seen.sum())
     assert found["title"] == "Band.window(2, 1)"
-    assert "sparse_mode=4, pre_tockens=2" in found["faces"]["training"]["call"]
+    assert "sparse_mode=4, pre_tockens=2" in found["interfaces"]["training"]["call"]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_bands_as_text(words: str, band: Band) -> None:
 def test_packed_modes_say_each_sequence() -> None:
     found = report(7, "--q", "3,5", "--kv", "6,5", "--next", -1)
     assert [item["formula"] for item in found["items"]] == ["0 ≤ j ≤ min(5, i + 3)", "0 ≤ j ≤ min(4, i - 1)"]
-    verdicts = {name: face["verdict"] for name, face in found["faces"].items()}
+    verdicts = {name: interface["verdict"] for name, interface in found["interfaces"].items()}
     assert verdicts == {"own": "ok", "training": "chip", "inference": "refused", "two_phase": "chip"}
-    assert "actual_seq_qlen=[3, 8]" in found["faces"]["training"]["call"]
+    assert "actual_seq_qlen=[3, 8]" in found["interfaces"]["training"]["call"]
 
 
 def test_infinite_edges_are_null() -> None:
@@ -93,7 +93,7 @@ def test_the_screen_shows_picture_rule_call_and_refusal() -> None:
     assert " ".join(RULES["6"].split()) in shown
     assert "561002 prefix: expected per sequence a prefix between" in shown
     assert "fa.Band.prefix_causal([1])" in shown
-    code, shown = invoke(3, "--q", 5, "--kv", 3, "--mask", "none", "--face", "training")
+    code, shown = invoke(3, "--q", 5, "--kv", 3, "--mask", "none", "--interface", "training")
     assert "runs, and warns" in shown
     assert "a training operator without atten_mask ignores sparse_mode" in shown
     assert "import torch_npu" in shown
@@ -112,7 +112,7 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
     for name in ("mask.npy", "mask.txt"):
         found = report(1, "--q", 2, "--kv", 3, "--mask", tmp_path / name)
         assert found["seen"] == 2
-        assert "mask[[0, 1, 1, 1], [1, 0, 1, 2]] = True" in found["faces"]["training"]["before"]
+        assert "mask[[0, 1, 1, 1], [1, 0, 1, 2]] = True" in found["interfaces"]["training"]["before"]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
         (["3", "--mask", "/nowhere.npy"], "only modes 0, 1, 5 and 9 read a mask"),
         (["1", "--mask", "/nowhere.npy"], "cannot read /nowhere.npy"),
         (["1", "--mask", "/nowhere.txt"], "cannot read /nowhere.txt"),
-        (["3", "--face", "sideways"], "expected one of own, training, inference, two_phase"),
-        (["Band(hi=3, prefix=(2,))", "--face", "training"], "has no call that says the same"),
+        (["3", "--interface", "sideways"], "expected one of own, training, inference, two_phase"),
+        (["Band(hi=3, prefix=(2,))", "--interface", "training"], "has no call that says the same"),
         (["--svg", "x.svg"], "a picture needs a mode"),
     ],
 )

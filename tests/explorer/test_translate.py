@@ -179,7 +179,8 @@ def test_every_built_in_that_the_rules_use_is_there() -> None:
 def test_rules_of_masks_are_asked() -> None:
     """Each kind of refusal and each silent change that a setting can meet; a renamed one would fall out of the page."""
     checks = {
-        face: [rule.check for rule in violations.asked(two[1], face)] for face, two in violations.OPERATORS.items()
+        interface: [rule.check for rule in violations.asked(two[1], interface)]
+        for interface, two in violations.OPERATORS.items()
     }
     assert [any("packed_window" in check for check in found) for found in checks.values()] == [True, False, True]
     assert "prefix_fits(prefix, q_len, kv_len)" in checks["training"]

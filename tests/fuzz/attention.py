@@ -227,7 +227,7 @@ def _run(call: dict[str, Any], leaves: dict[str, Tensor]) -> Results:
 def _expect(batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: Matrix | None) -> dict[str, Value]:
     scale = (batch.dim + batch.dim_rope) ** -0.5 if e["scale"] is None else e["scale"]
     every = [rows_of(batch, b, e, scale) for b in range(len(batch.q_len))]
-    expected = {"out": batch.lay([(r.out, r.stored_error) for r in every], "q")}
+    expected = {"out": batch.place_dense([(r.out, r.stored_error) for r in every], "q")}
     expected["lse"] = batch.by_row([(r.lse, r.lse_error) for r in every], -torch.inf)
     if leaves:
         slopes = [r.slopes(batch.rows(b, "dy")) for b, r in enumerate(every)]

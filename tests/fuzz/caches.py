@@ -60,7 +60,7 @@ class Cache:
     table: Tensor | None = None
     pages: int = 0
 
-    def lay(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
+    def place_dense(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
         """Parts [slots, N2, ..] in the cache's form."""
         swap = (lambda t: t.transpose(1, 2)) if self.layout == "BNSD" else (lambda t: t)
         if self.form == "list":
@@ -85,8 +85,8 @@ class Cache:
 
     def tensor(self, side: Side) -> Any:
         if self.stored == "int4":
-            return self.lay(self.pack(side.stored), torch.uint8)
-        return self.lay(side.stored, torch.int8 if self.stored else self.dtype)
+            return self.place_dense(self.pack(side.stored), torch.uint8)
+        return self.place_dense(side.stored, torch.int8 if self.stored else self.dtype)
 
 
 def draw_side(rng: Rng, slots: Sequence[int], heads: int, dim: int, stored: str, dtype: torch.dtype) -> Side:
@@ -254,5 +254,5 @@ def draw_scales(cache: Cache, side: Side, dim: int) -> None:
     side.offset = [whole(o if gives else 0 * o, n) for o, n in zip(offsets, cache.slots, strict=True)]
     for name, parts in (("scale", scales), ("offset", offsets)):
         if name == "scale" or gives:
-            laid = cache.lay(parts, torch.float32) if kind == 4 else place(rng, parts[0].float())
-            side.arguments[name] = laid
+            packed_rows = cache.place_dense(parts, torch.float32) if kind == 4 else place(rng, parts[0].float())
+            side.arguments[name] = packed_rows

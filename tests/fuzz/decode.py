@@ -14,7 +14,21 @@ from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill,
 from .core import Drawn, Results, Value
 from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, lengths, maybe, normal, pick, place, size
+from .places import (
+    DTYPES,
+    Rng,
+    Tensor,
+    dim,
+    garbage,
+    lengths,
+    maybe,
+    normal,
+    pick,
+    place,
+    place_dense,
+    place_rows,
+    size,
+)
 
 
 @dataclass
@@ -67,9 +81,9 @@ def draw_rows(s: Step, dims: int) -> None:
     s.q = [normal(s.rng, s.heads, m, dims).to(s.dtype).double() for m in s.q_len]
 
 
-def lay_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
+def place_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
     """[B, N, S1, d] in the layout, from [N, R, d] per sequence."""
-    return lay([part.transpose(0, 1) for part in parts], layout, s.rows, fill)
+    return place_dense([part.transpose(0, 1) for part in parts], layout, s.rows, fill)
 
 
 def hide(s: Step, may_mean: bool) -> None:
@@ -165,7 +179,7 @@ def draw(rng: Rng) -> Drawn:
         s.sink = normal(rng, s.heads).float()
         call["sink"] = place(rng, s.sink)
     draw_post(s, call, ("out_scale", "out_offset"))
-    call |= {"q": place(rng, lay_q(s, call["layout"], s.q, float(garbage(rng, dtype))).to(dtype)), "return_lse": True}
+    call |= {"q": place(rng, place_q(s, call["layout"], s.q, float(garbage(rng, dtype))).to(dtype)), "return_lse": True}
     return Drawn(call, lambda: _run(s, call), lambda _: _expect(s, call["layout"]))
 
 
@@ -237,8 +251,8 @@ def attended(s: Step, b: int) -> Rows:
 
 def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
     """out in its layout and dtype; int8: rounded half to even, per channel half away from zero, saturated."""
-    value = lay_q(s, layout, [r.out for r in rows], 0.0)
-    error = lay_q(s, layout, [r.out_error for r in rows], 0.0)
+    value = place_q(s, layout, [r.out for r in rows], 0.0)
+    error = place_q(s, layout, [r.out_error for r in rows], 0.0)
     if s.out_scale is None:
         return Value(value, torch.where(error > 0, rounding(value, error, s.dtype), 0.0), s.dtype)
     dims = value.shape[-1] if layout != "BSH" else value.shape[-1] // s.heads
@@ -261,14 +275,16 @@ def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
         return half.clamp(-128, 127)
 
     off = torch.maximum((whole(value + error) - whole(value)).abs(), (whole(value - error) - whole(value)).abs())
-    used = lay_q(s, layout, [torch.ones_like(r.out) for r in rows], 0.0)  # rows behind a length are zeros, not offsets
+    used = place_q(
+        s, layout, [torch.ones_like(r.out) for r in rows], 0.0
+    )  # rows behind a length are zeros, not offsets
     return Value(whole(value) * used, off * used, torch.int8)
 
 
 def _expect(s: Step, layout: str) -> dict[str, Value]:
     rows = [attended(s, b) for b in range(len(s.q_len))]
     expected = {"out": stored_out(s, layout, rows)}
-    lse = lay_rows([r.lse for r in rows], False, s.rows, -torch.inf)
-    error = lay_rows([torch.where(r.lse.isfinite(), r.lse_error, 0.0) for r in rows], False, s.rows)
+    lse = place_rows([r.lse for r in rows], False, s.rows, -torch.inf)
+    error = place_rows([torch.where(r.lse.isfinite(), r.lse_error, 0.0) for r in rows], False, s.rows)
     expected["lse"] = Value(lse, error + U * lse.abs().nan_to_num(0, 0, 0), torch.float32)
     return expected | {"stored " + name: want for name, (_, want) in s.checks.items()}

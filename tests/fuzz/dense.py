@@ -11,7 +11,7 @@ import torch
 
 from .core import Value
 from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, lay, lay_rows, maybe, normal, pick, place, size
+from .places import DTYPES, Rng, Tensor, dim, garbage, maybe, normal, pick, place, place_dense, place_rows, size
 
 LARGEST = 1_500_000  # elements of a call's scores
 
@@ -58,19 +58,19 @@ class Batch:
     def tensor(self, name: str, side: str) -> Tensor:
         """The tensor of a name in the call's layout, at any strides, NaN behind every length."""
         parts = [part.to(self.dtype) for part in self.parts[name]]
-        laid = lay(parts, self.layout, self.tokens[side == "kv"], float(garbage(self.rng, self.dtype)))
-        return place(self.rng, laid)
+        packed_rows = place_dense(parts, self.layout, self.tokens[side == "kv"], float(garbage(self.rng, self.dtype)))
+        return place(self.rng, packed_rows)
 
-    def lay(self, parts: Sequence[tuple[Tensor, Tensor]], side: str) -> Value:
+    def place_dense(self, parts: Sequence[tuple[Tensor, Tensor]], side: str) -> Value:
         """What comes back in a layout, from (value, error) per sequence by head, [heads, length, elements]."""
         tokens = self.tokens[side == "kv"]
-        value, error = (lay([p[i].transpose(0, 1) for p in parts], self.layout, tokens) for i in (0, 1))
+        value, error = (place_dense([p[i].transpose(0, 1) for p in parts], self.layout, tokens) for i in (0, 1))
         return Value(value, torch.where(error > 0, rounding(value, error, self.dtype), 0.0), self.dtype)
 
     def by_row(self, parts: Sequence[tuple[Tensor, Tensor]], fill: float = 0.0, head_major: bool = False) -> Value:
         """Statistics from (value, error) [heads, length] per sequence."""
-        value = lay_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
-        error = lay_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
+        value = place_rows([p[0] for p in parts], self.packed, self.tokens[0], fill, head_major)
+        error = place_rows([p[1] for p in parts], self.packed, self.tokens[0], 0.0, head_major)
         error = torch.where(value.isfinite(), error, 0.0)
         return Value(value, error + U * value.abs().nan_to_num(0, 0, 0), torch.float32)
 
@@ -293,7 +293,7 @@ def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) 
         heads, queries = batch.heads_kv, name.startswith("q")
         whole = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
         parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in whole]
-        found["d" + name] = batch.lay(parts, "q" if queries else "kv")
+        found["d" + name] = batch.place_dense(parts, "q" if queries else "kv")
     return found
 
 

@@ -15,8 +15,8 @@ from fusion_attention import npu
 from .core import Drawn, Results, Value, exact
 from .dense import Batch
 from .formulas import HALF, U, narrowing, rounding
-from .places import Rng, Tensor, lay, leaf, maybe, normal, pick, place
-from .sparse import Lists, draw_lists, draw_sequences, given_lengths, lay_lists, lay_pages, read_entries, visible
+from .places import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
+from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_pages, read_entries, visible
 
 
 @dataclass
@@ -75,9 +75,9 @@ def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "
     return kind
 
 
-def lay_weights(batch: Batch, parts: Sequence[Tensor], dtype: torch.dtype, fill: float) -> Tensor:
+def place_weights(batch: Batch, parts: Sequence[Tensor], dtype: torch.dtype, fill: float) -> Tensor:
     """[B, S1, N] or [T1, N] from [R, 1, N]."""
-    return place(batch.rng, lay([p.to(dtype) for p in parts], batch.layout, batch.tokens[0], fill).squeeze(-2))
+    return place(batch.rng, place_dense([p.to(dtype) for p in parts], batch.layout, batch.tokens[0], fill).squeeze(-2))
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Plan:
 
     batch: Batch
     call: dict[str, Any]
-    face: str
+    interface: str
     kind: torch.dtype
     causal: bool
     count: int
@@ -101,21 +101,21 @@ def draw(rng: Rng) -> Drawn:
     batch.heads_kv, batch.heads = 1, int(rng.integers(1, 9)) if maybe(rng, 0.9) else int(rng.integers(9, 65))
     if maybe(rng, 0.6):
         batch.dim = min(batch.dim, 48)
-    face = str(pick(rng, "own", "npu", "npu gradient"))
+    interface = str(pick(rng, "own", "npu", "npu gradient"))
     coarse = maybe(rng, 0.3)
     kind = draw_parts(batch, coarse)
     count = int(rng.integers(1, 16)) if maybe(rng, 0.6) else int(rng.integers(1, 400))
-    p = Plan(batch, {}, face, kind, maybe(rng, 0.7), count, coarse, [])
-    pages = maybe(rng, 0.2) and face != "npu gradient"
-    own = face == "own"
+    p = Plan(batch, {}, interface, kind, maybe(rng, 0.7), count, coarse, [])
+    pages = maybe(rng, 0.2) and interface != "npu gradient"
+    own = interface == "own"
     names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_key")
     p.call |= given_lengths(batch, not own, names, pages)
     _hide(batch)
-    laid, table = lay_pages(batch, ["k"], own) if pages else ({"k": batch.tensor("k", "kv")}, None)
-    laid |= {"q": batch.tensor("q", "q"), "w": lay_weights(batch, batch.parts["w"], kind, torch.nan)}
+    packed_rows, table = place_pages(batch, ["k"], own) if pages else ({"k": batch.tensor("k", "kv")}, None)
+    packed_rows |= {"q": batch.tensor("q", "q"), "w": place_weights(batch, batch.parts["w"], kind, torch.nan)}
     long = {"q": "query", "k": "key", "w": "weights"}
-    p.call |= {name if own and name != "w" else long[name]: tensor for name, tensor in laid.items()}
-    if face == "npu gradient":
+    p.call |= {name if own and name != "w" else long[name]: tensor for name, tensor in packed_rows.items()}
+    if interface == "npu gradient":
         return _draw_gradient(p)
     if own:
         p.call |= {"top_k": count, "layout": batch.layout, "causal": p.causal, "page_table": table}
@@ -130,7 +130,7 @@ def draw(rng: Rng) -> Drawn:
         p.call |= {names_of[name]: leaf(p.call[names_of[name]]) for name in p.asked}
         batch.parts["dy"] = [normal(rng, m, 1, count).to(batch.dtype).double() for m in batch.q_len]
         dy = batch.tensor("dy", "q") if p.asked else None
-    return Drawn({"face": face, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
+    return Drawn({"interface": interface, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
 
 
 def _hide(batch: Batch) -> None:
@@ -141,14 +141,14 @@ def _hide(batch: Batch) -> None:
 
 
 def _run(p: Plan, dy: Tensor | None) -> Results:
-    if p.face == "own":
+    if p.interface == "own":
         chosen, values = fa.lightning_indexer(**p.call)
     else:
         chosen, values = npu.npu_lightning_indexer(**p.call)
     found = {"indices": chosen, "values": values}
     if p.asked:
         long = {"q": "query", "k": "key", "w": "weights"}
-        leaves = [p.call[n if p.face == "own" and n != "w" else long[n]] for n in p.asked]
+        leaves = [p.call[n if p.interface == "own" and n != "w" else long[n]] for n in p.asked]
         found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(values, leaves, dy), strict=True)}
     return found
 
@@ -196,9 +196,9 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
     if p.values:
         value = [torch.where(w >= 0, _at(e.value, w), -torch.inf) for e, w in zip(every, wanted, strict=True)]
         error = [torch.where(w >= 0, _at(e.error, w), 0.0) for e, w in zip(every, wanted, strict=True)]
-        laid = _lay(b, value, -torch.inf)
-        off = rounding(laid.nan_to_num(0, 0, 0), _lay(b, error, 0.0), b.dtype)
-        expected["values"] = Value(laid, torch.where(laid.isfinite(), off, 0.0), b.dtype)
+        packed_rows = _lay(b, value, -torch.inf)
+        off = rounding(packed_rows.nan_to_num(0, 0, 0), _lay(b, error, 0.0), b.dtype)
+        expected["values"] = Value(packed_rows, torch.where(packed_rows.isfinite(), off, 0.0), b.dtype)
     else:
         expected["values"] = Value(torch.empty(0).double(), torch.empty(0).double(), b.dtype)
     if p.asked:
@@ -212,7 +212,7 @@ def _at(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _lay(batch: Batch, parts: Sequence[Tensor], fill: float) -> Tensor:
-    return lay([part[:, None] for part in parts], batch.layout, batch.tokens[0], fill)
+    return place_dense([part[:, None] for part in parts], batch.layout, batch.tokens[0], fill)
 
 
 def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Tensor:
@@ -222,13 +222,13 @@ def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Te
     return total[:, :keys]
 
 
-def lay_gradients(
+def place_gradients(
     batch: Batch, every: Sequence[dict[str, tuple[Tensor, Tensor]]], kind: torch.dtype
 ) -> dict[str, Value]:
     """dq, dk and dw in the layout."""
     expected = {
-        "dq": batch.lay([e["dq"] for e in every], "q"),
-        "dk": batch.lay([(e["dk"][0][None], e["dk"][1][None]) for e in every], "kv"),
+        "dq": batch.place_dense([e["dq"] for e in every], "q"),
+        "dk": batch.place_dense([(e["dk"][0][None], e["dk"][1][None]) for e in every], "kv"),
     }
     value, error = (_lay(batch, [e["dw"][i] for e in every], 0.0).squeeze(-2) for i in (0, 1))
     expected["dw"] = Value(value, torch.where(error > 0, rounding(value, error, kind), HALF[kind] * value.abs()), kind)
@@ -245,8 +245,8 @@ def _slopes(p: Plan, every: Sequence[Scores], lists: Sequence[Tensor], seen: Seq
         terms = scatter_slots(dy.abs(), lists[s], read, b.kv_len[s])
         found.append(own.gradients(di, count * U * terms, terms))
     names = ("dq", "dk", "dw")
-    laid = lay_gradients(b, found, p.kind)
-    return {n: laid[n] for n in names if n[1:] in p.asked}
+    packed_rows = place_gradients(b, found, p.kind)
+    return {n: packed_rows[n] for n in names if n[1:] in p.asked}
 
 
 def _draw_gradient(p: Plan) -> Drawn:
@@ -254,7 +254,7 @@ def _draw_gradient(p: Plan) -> Drawn:
     p.lists = draw_lists(b, 1, 1, p.causal)
     count = p.lists.entries[0].shape[-1]
     b.parts["dy"] = [normal(rng, m, 1, count).to(b.dtype).double() for m in b.q_len]
-    lists = lay_lists(b, p.lists.entries, torch.int64 if maybe(rng, 0.5) else torch.int32)
+    lists = place_lists(b, p.lists.entries, torch.int64 if maybe(rng, 0.5) else torch.int32)
     dy = b.tensor("dy", "q")
     if maybe(rng, 0.4):
         lists = lists.squeeze(-2)
@@ -272,4 +272,4 @@ def _draw_gradient(p: Plan) -> Drawn:
         seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
         return _slopes(p, every, [own[0] for own in p.lists.entries], seen)
 
-    return Drawn({"face": p.face, **p.call}, run, expect)
+    return Drawn({"interface": p.interface, **p.call}, run, expect)

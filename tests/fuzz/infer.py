@@ -11,21 +11,25 @@ from fusion_attention import npu
 from .attention import draw_scale
 from .caches import Cache, draw_pages, draw_side
 from .core import Drawn
-from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, lay_q, span_of, stored_out
+from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, place_q, span_of, stored_out
 from .dense import draw_bias, draw_blocked, expanded
 from .places import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
 
 FORMS = {"BSH": "BSND", "BSND": "BSND", "BNSD": "BNSD"}
 
 
-def _lay_cache(s: Step, layout: str, side: Any, dtype: torch.dtype) -> Any:
+def _place_cache(s: Step, layout: str, side: Any, dtype: torch.dtype) -> Any:
     """The side in the call's layout; BSH and pages of three axes flatten heads and elements."""
     cache = s.cache
     flat = layout == "BSH" if cache.form != "pages" else cache.layout == "BSND"
-    laid = cache.lay(side.stored, dtype)
+    packed_rows = cache.place_dense(side.stored, dtype)
     if not flat:
-        return laid
-    return [place(s.rng, t.flatten(2)) for t in laid] if isinstance(laid, list) else place(s.rng, laid.flatten(2))
+        return packed_rows
+    return (
+        [place(s.rng, t.flatten(2)) for t in packed_rows]
+        if isinstance(packed_rows, list)
+        else place(s.rng, packed_rows.flatten(2))
+    )
 
 
 def _draw_scales(s: Step, call: dict[str, Any]) -> None:
@@ -119,9 +123,9 @@ def draw(rng: Rng) -> Drawn:
     _draw_matrices(s, call)
     hide(s, True)
     names = zip(("key", "value"), (cache.keys, cache.values), strict=True)
-    call |= {name: _lay_cache(s, layout, side, torch.int8 if stored else dtype) for name, side in names}
+    call |= {name: _place_cache(s, layout, side, torch.int8 if stored else dtype) for name, side in names}
     draw_post(s, call, ("quant_scale2", "quant_offset2"))
-    call["query"] = place(rng, lay_q(s, layout, s.q, float(garbage(rng, dtype))).to(dtype))
+    call["query"] = place(rng, place_q(s, layout, s.q, float(garbage(rng, dtype))).to(dtype))
     return Drawn(
         call,
         lambda: {"out": npu.npu_incre_flash_attention(**call)},

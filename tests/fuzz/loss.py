@@ -15,9 +15,9 @@ from .attention import draw_scale
 from .core import Drawn, Results, Value
 from .dense import Batch, fill_batch, hide_unseen
 from .formulas import EXP, Rows, U
-from .indexer import Scores, draw_parts, lay_gradients, lay_weights, scores_of
-from .places import Rng, Tensor, dim, lay_rows, leaf, maybe, normal, pick, place
-from .sparse import Lists, draw_lists, draw_sequences, given_lengths, lay_lists, lay_stats, visible
+from .indexer import Scores, draw_parts, place_gradients, place_weights, scores_of
+from .places import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
+from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_stats, visible
 
 INDEX = ("iq", "ik", "iw")
 LEAST = 1e-8  # of a probability in a logarithm
@@ -30,7 +30,7 @@ class Plan:
     batch: Batch
     index: Batch
     call: dict[str, Any]
-    face: str
+    interface: str
     kind: torch.dtype
     scale: float
     counts: list[Tensor]
@@ -55,19 +55,30 @@ def draw(rng: Rng) -> Drawn:
     batch.dim = min(batch.dim, 100)
     index = replace(batch, heads=int(rng.integers(1, 9)) if maybe(rng, 0.9) else int(rng.integers(9, 40)), heads_kv=1)
     index.dim, index.dim_rope, index.parts = dim(rng, 64), 0, {}
-    face = str(pick(rng, "own", "npu sparse", "npu dense", "npu statistics"))
+    interface = str(pick(rng, "own", "npu sparse", "npu dense", "npu statistics"))
     causal = maybe(rng, 0.7)
     fill_batch(batch, values=False)
     kind = draw_parts(index, maybe(rng, 0.1), INDEX)
-    selects = face == "npu sparse" or (face == "own" and maybe(rng, 0.6))
+    selects = interface == "npu sparse" or (interface == "own" and maybe(rng, 0.6))
     lists = draw_lists(batch, 1, 1, causal) if selects else None
     everything = [
         (torch.arange(n) < visible(m, n, causal)[:, None]).int() for m, n in zip(batch.q_len, batch.kv_len, strict=True)
     ]
     counts = everything if lists is None else [own[0] for own in lists.counts]
-    sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) and face in ("own", "npu sparse") else None
+    sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) and interface in ("own", "npu sparse") else None
     p = Plan(
-        batch, index, {}, face, kind, draw_scale(rng, batch.dim + batch.dim_rope), counts, sink, lists, [], [], ([], [])
+        batch,
+        index,
+        {},
+        interface,
+        kind,
+        draw_scale(rng, batch.dim + batch.dim_rope),
+        counts,
+        sink,
+        lists,
+        [],
+        [],
+        ([], []),
     )
     denser = maybe(rng, 0.15)
     dense = everything if denser else counts
@@ -85,7 +96,7 @@ def draw(rng: Rng) -> Drawn:
             for s, count in enumerate(counts):
                 index.parts["ik"][s][~(count > 0).any(0)] = torch.nan
     _arguments(p, causal)
-    about = {"face": face, "factor": p.factor, **p.call}
+    about = {"interface": interface, "factor": p.factor, **p.call}
     return Drawn(about, lambda: _run(p), lambda _: _expect(p))
 
 
@@ -99,16 +110,16 @@ def _takes_all(p: Plan, s: int, count: Tensor, sink: Tensor) -> bool:
 
 
 def _arguments(p: Plan, causal: bool) -> None:
-    b, rng, own = p.batch, p.batch.rng, p.face == "own"
+    b, rng, own = p.batch, p.batch.rng, p.interface == "own"
     names = ("q_len", "kv_len") if own else ("actual_seq_qlen", "actual_seq_klen")
     p.call |= given_lengths(b, not own, names)
     index = {"q": p.index.tensor("iq", "q"), "k": p.index.tensor("ik", "kv")}
-    index["w"] = lay_weights(b, p.index.parts["iw"], p.kind, torch.nan)
+    index["w"] = place_weights(b, p.index.parts["iw"], p.kind, torch.nan)
     long = {"q": "query_index", "k": "key_index", "w": "weights"}
     index = {("index_" + n if n != "w" else "weights") if own else long[n]: t for n, t in index.items()}
     p.call |= index | {"layout": b.layout}
     p.call |= {"causal": causal} if own else {"sparse_mode": 3 if causal else 0}
-    if p.face == "npu statistics":
+    if p.interface == "npu statistics":
         return
     kinds = {"q": "query", "k": "key", "q_rope": "query_rope", "k_rope": "key_rope"}
     p.call |= {n if own else kinds[n]: b.tensor(n, "q" if n[0] == "q" else "kv") for n in kinds if n in b.parts}
@@ -117,24 +128,24 @@ def _arguments(p: Plan, causal: bool) -> None:
         p.call["sink" if own else "sinks"] = place(rng, p.sink)
     if p.lists is not None:
         dtype = torch.int64 if maybe(rng, 0.4) else torch.int32
-        p.call["indices" if own else "sparse_indices"] = lay_lists(b, p.lists.entries, dtype)
+        p.call["indices" if own else "sparse_indices"] = place_lists(b, p.lists.entries, dtype)
     if own:
-        p.call["lse"] = place(rng, lay_rows(p.lse, b.packed, b.tokens[0], -torch.inf).float())
+        p.call["lse"] = place(rng, place_rows(p.lse, b.packed, b.tokens[0], -torch.inf).float())
         p.asked = [n for n in ("index_q", "index_k", "weights") if maybe(rng, 0.7)]
         p.call |= {n: leaf(p.call[n]) for n in p.asked}
         p.factor = float(rng.choice([1.0, 2.0, -4.0]))
         return
     for name, parts in zip(("softmax_max", "softmax_sum"), p.given, strict=True):
-        p.call[name] = place(rng, lay_stats(b, parts).float())
-    if p.face == "npu dense":
+        p.call[name] = place(rng, place_stats(b, parts).float())
+    if p.interface == "npu dense":
         for name, parts in zip(("softmax_max_index", "softmax_sum_index"), _index_statistics(p), strict=True):
             p.call[name] = place(rng, _by_row(p, [own.float() for own, _ in parts]))
 
 
 def _by_row(p: Plan, parts: Sequence[Tensor]) -> Tensor:
     """[B, 1, S1] or [1, T1] from [R] per sequence."""
-    laid = lay_rows([own[None] for own in parts], p.batch.packed, p.batch.tokens[0])
-    return laid.T if p.batch.packed else laid
+    packed_rows = place_rows([own[None] for own in parts], p.batch.packed, p.batch.tokens[0])
+    return packed_rows.T if p.batch.packed else packed_rows
 
 
 def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
@@ -171,10 +182,10 @@ def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[
 
 
 def _run(p: Plan) -> Results:
-    if p.face == "npu statistics":
+    if p.interface == "npu statistics":
         call = p.call
         return dict(zip(("max", "sum"), npu.npu_dense_lightning_indexer_softmax_lse(**call), strict=True))
-    if p.face == "own":
+    if p.interface == "own":
         loss = fa.indexer_loss(**p.call)
         found = {"loss": loss.detach().reshape(1)}
         if p.asked:
@@ -182,7 +193,7 @@ def _run(p: Plan) -> Results:
             short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
             found |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
         return found
-    function = getattr(npu, f"{p.face.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
+    function = getattr(npu, f"{p.interface.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
     return dict(zip(("dq", "dk", "dw", "loss"), function(**p.call), strict=True))
 
 
@@ -190,7 +201,7 @@ def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
     """p [R, K] of every key that counts, and its error."""
     b, count = p.batch, p.counts[s]
     rows = _attention(b, s, count, p.scale, None)
-    if p.face == "own":
+    if p.interface == "own":
         lse, size = p.lse[s], p.lse[s].nan_to_num(0, 0, 0).abs()
     else:
         peak, total = p.given[0][s], p.given[1][s]
@@ -230,14 +241,14 @@ def _own(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tu
 
 
 def _expect(p: Plan) -> dict[str, Value]:
-    if p.face == "npu statistics":
+    if p.interface == "npu statistics":
         found = {}
         for name, parts in zip(("max", "sum"), _index_statistics(p), strict=True):
             value, error = (_by_row(p, [own[i] for own in parts]) for i in (0, 1))
             found[name] = Value(value, error + U * value.abs(), torch.float32)
         return found
     given = None
-    if p.face == "npu dense":
+    if p.interface == "npu dense":
         tops, sums = _index_statistics(p)
         given = [t.float().double() for t, _ in tops], [t.float().double() for t, _ in sums]
     loss, doubt, slopes = 0.0, 0.0, []
@@ -252,10 +263,13 @@ def _expect(p: Plan) -> dict[str, Value]:
         slopes.append(own.gradients(di, di_error, di.abs()))
     value = torch.tensor([loss], dtype=torch.float64)
     expected = {"loss": Value(value, doubt + 4 * U * value.abs() + 1e-37, torch.float32)}
-    laid = lay_gradients(p.index, slopes, p.kind)
+    packed_rows = place_gradients(p.index, slopes, p.kind)
     short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-    asked = [short[n] for n in p.asked] if p.face == "own" else list(laid)
-    scaled = {n: Value(laid[n].value * p.factor, laid[n].error * abs(p.factor), laid[n].dtype) for n in asked}
+    asked = [short[n] for n in p.asked] if p.interface == "own" else list(packed_rows)
+    scaled = {
+        n: Value(packed_rows[n].value * p.factor, packed_rows[n].error * abs(p.factor), packed_rows[n].dtype)
+        for n in asked
+    }
     return expected | scaled
 
 

@@ -65,17 +65,17 @@ def place(rng: Rng, values: Tensor, plain: float = 0.25) -> Tensor:
         steps[-1] = 1
     before = [int(rng.integers(0, 3)) if small else int(rng.integers(0, 2)) for _ in range(dims)]
     behind = [int(rng.integers(0, 3)) if small else 0 for _ in range(dims)]
-    room = [b + n * s + e for n, s, b, e in zip(values.shape, steps, before, behind, strict=True)]
+    buffer = [b + n * s + e for n, s, b, e in zip(values.shape, steps, before, behind, strict=True)]
     offset = int(rng.integers(0, 9))
-    memory = torch.full((offset + int(np.prod([1, *room])),), garbage(rng, values.dtype), dtype=values.dtype)
-    whole = memory[offset:].view([room[axis] for axis in order]).permute([order.index(axis) for axis in range(dims)])
+    memory = torch.full((offset + int(np.prod([1, *buffer])),), garbage(rng, values.dtype), dtype=values.dtype)
+    whole = memory[offset:].view([buffer[axis] for axis in order]).permute([order.index(axis) for axis in range(dims)])
     for axis in range(dims):
         whole = whole.narrow(axis, before[axis], values.shape[axis] * steps[axis])
         whole = whole[(slice(None),) * axis + (slice(None, None, steps[axis]),)]
     return whole.copy_(values)
 
 
-def lay(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
+def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
     """Sequences [length, heads, dim] in a layout; tokens: its S, packed its T; fill: behind lengths."""
     heads, elements = parts[0].shape[1:]
     if layout == "TND":
@@ -88,16 +88,18 @@ def lay(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) ->
     return whole.transpose(0, 1) if layout == "SBH" else whole
 
 
-def lay_rows(parts: Sequence[Tensor], packed: bool, tokens: int, fill: float = 0.0, head_major: bool = False) -> Tensor:
+def place_rows(
+    parts: Sequence[Tensor], packed: bool, tokens: int, fill: float = 0.0, head_major: bool = False
+) -> Tensor:
     """Numbers per row [heads, length] as [B, heads, S], or packed [T, heads] (head_major: item by item [heads, L])."""
     if packed and head_major:
         rest = parts[0].new_full((tokens * len(parts[0]) - sum(part.numel() for part in parts),), fill)
         return torch.cat([*(part.reshape(-1) for part in parts), rest]).view(tokens, len(parts[0]))
-    return lay([part.T[..., None] for part in parts], "TND" if packed else "BNSD", tokens, fill).squeeze(-1)
+    return place_dense([part.T[..., None] for part in parts], "TND" if packed else "BNSD", tokens, fill).squeeze(-1)
 
 
 def lengths(rng: Rng, values: Sequence[int]) -> object:
-    """Lengths in any of the types that faces take."""
+    """Lengths in any of the types that interfaces take."""
     kind = int(rng.integers(4))
     if kind < 2:
         return tuple(values) if kind else list(values)

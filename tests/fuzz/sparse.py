@@ -17,7 +17,7 @@ from .caches import Cache, Side, draw_pages
 from .core import Drawn, Results, Value
 from .dense import Batch, dsink, fill_batch, gradients, hide_unseen
 from .formulas import Rows, Slopes, U
-from .places import DTYPES, Rng, Tensor, dim, lay, leaf, lengths, maybe, normal, pick, place, size
+from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, place_dense, size
 
 
 def draw_sequences(rng: Rng, most: int = 300) -> Batch:
@@ -106,15 +106,15 @@ def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
     return found
 
 
-def lay_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def place_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[B, S1, heads, K] or [T1, heads, K]; garbage in rows that no sequence has."""
     wild = int(batch.rng.choice([-7, 0, 10**6]))
-    laid = lay([own.transpose(0, 1) for own in entries], batch.layout, batch.tokens[0], wild)
-    return place(batch.rng, laid.to(dtype))
+    packed_rows = place_dense([own.transpose(0, 1) for own in entries], batch.layout, batch.tokens[0], wild)
+    return place(batch.rng, packed_rows.to(dtype))
 
 
-def lay_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Tensors of keys as pages of one table, which a CANN face takes for absent where it has no column."""
+def place_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Tensors of keys as pages of one table, which a CANN interface takes for absent where it has no column."""
     rng = batch.rng
     parts = [batch.parts[name] for name in names]
     none = Side([])
@@ -122,7 +122,9 @@ def lay_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, 
     cache.page = int(rng.choice([1, 3, 8, 16, 32]))
     draw_pages(cache, 0 if own else 1)
     assert cache.table is not None
-    return {n: cache.lay(own, batch.dtype) for n, own in zip(names, parts, strict=True)}, place(rng, cache.table)
+    return {n: cache.place_dense(own, batch.dtype) for n, own in zip(names, parts, strict=True)}, place(
+        rng, cache.table
+    )
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Plan:
 
     batch: Batch
     call: dict[str, Any]
-    face: str
+    interface: str
     lists: Lists
     block: int
     scale: float
@@ -145,11 +147,11 @@ NPU = {"q": "query", "k": "key", "v": "value", "q_rope": "query_rope", "k_rope":
 
 def draw(rng: Rng) -> Drawn:
     batch = draw_sequences(rng, 130)
-    face = str(pick(rng, "own", "npu", "npu gradient"))
+    interface = str(pick(rng, "own", "npu", "npu gradient"))
     causal, block = maybe(rng, 0.7), 1 if maybe(rng, 0.5) else int(rng.integers(1, 129 if maybe(rng, 0.3) else 17))
-    shares, pages = maybe(rng, 0.3), maybe(rng, 0.2) and face != "npu gradient"
+    shares, pages = maybe(rng, 0.3), maybe(rng, 0.2) and interface != "npu gradient"
     if shares:
-        batch.dim_v = int(rng.integers(1, batch.dim + 1)) if face == "own" and maybe(rng, 0.6) else batch.dim
+        batch.dim_v = int(rng.integers(1, batch.dim + 1)) if interface == "own" and maybe(rng, 0.6) else batch.dim
     if maybe(rng, 0.4):
         batch.dim_rope = dim(rng, 64)
     b = batch
@@ -158,37 +160,37 @@ def draw(rng: Rng) -> Drawn:
     hide_unseen(b, [own.repeat_interleave(b.group, 0) for own in lists.counts], False)
     if shares:
         b.parts["v"] = [part[..., : b.dim_v] for part in b.parts["k"]]
-    sink = normal(rng, b.heads).float() if maybe(rng, 0.25) and face != "npu gradient" else None
+    sink = normal(rng, b.heads).float() if maybe(rng, 0.25) and interface != "npu gradient" else None
     scale = draw_scale(rng, b.dim + b.dim_rope)
-    p = Plan(b, {}, face, lists, block, scale, sink, shares)
+    p = Plan(b, {}, interface, lists, block, scale, sink, shares)
     _arguments(p, causal, pages)
     given = [name for name in ("q", "k", "v", "q_rope", "k_rope", "sink") if p.call.get(_name(p, name)) is not None]
-    if face == "npu gradient":
+    if interface == "npu gradient":
         p.asked = given
     elif not pages and maybe(rng, 0.6):
         p.asked = [name for name in given if maybe(rng, 0.7)]
         p.call |= {_name(p, name): leaf(p.call[_name(p, name)]) for name in p.asked}
     b.draw("dy", "q", b.heads, b.dim_v)
     dy = b.tensor("dy", "q") if p.asked else None
-    return Drawn({"face": face, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
+    return Drawn({"interface": interface, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
 
 
 def _name(p: Plan, short: str) -> str:
-    return short if p.face == "own" else NPU.get(short, short)
+    return short if p.interface == "own" else NPU.get(short, short)
 
 
 def _arguments(p: Plan, causal: bool, pages: bool) -> None:
-    b, rng, own = p.batch, p.batch.rng, p.face == "own"
+    b, rng, own = p.batch, p.batch.rng, p.interface == "own"
     names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_kv")
     p.call |= given_lengths(b, not own, names, pages)
-    p.call["indices" if own else "sparse_indices"] = lay_lists(
+    p.call["indices" if own else "sparse_indices"] = place_lists(
         b, p.lists.entries, torch.int64 if maybe(rng, 0.4) else torch.int32
     )
     keys = [name for name in ("k", "v", "k_rope") if name in b.parts and not (name == "v" and p.shares)]
-    laid, table = lay_pages(b, keys, own) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
-    laid |= {name: b.tensor(name, "q") for name in ("q", "q_rope") if name in b.parts}
-    laid |= {"sink": place(rng, p.sink)} if p.sink is not None else {}
-    p.call |= {_name(p, name): tensor for name, tensor in laid.items()}
+    packed_rows, table = place_pages(b, keys, own) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
+    packed_rows |= {name: b.tensor(name, "q") for name in ("q", "q_rope") if name in b.parts}
+    packed_rows |= {"sink": place(rng, p.sink)} if p.sink is not None else {}
+    p.call |= {_name(p, name): tensor for name, tensor in packed_rows.items()}
     if p.shares:
         p.call[_name(p, "v")] = None
     if own:
@@ -204,13 +206,13 @@ def _arguments(p: Plan, causal: bool, pages: bool) -> None:
 
 
 def _run(p: Plan, dy: Tensor | None) -> Results:
-    if p.face == "own":
+    if p.interface == "own":
         out, lse = fa.sparse_attention(**p.call)
         found = {"out": out, "lse": lse}
     else:
         out, top, total = npu.npu_sparse_flash_attention(**p.call)
         found = {"out": out, "max": top, "sum": total}
-    if p.face == "npu gradient":
+    if p.interface == "npu gradient":
         gone = ("actual_seq_lengths", "layout", "block_table", "sinks", "return_softmax_lse")
         given = {name: v for name, v in p.call.items() if not name.startswith(gone)}
         for name, long in (("actual_seq_qlen", "query"), ("actual_seq_kvlen", "kv")):
@@ -232,10 +234,10 @@ def _rows(p: Plan, s: int) -> Rows:
     return Rows(b.q(s), b.k(s), b.v(s), p.scale, count, b.dtype, sink=sink)
 
 
-def lay_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
+def place_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
     """[B, N2, S1, G] or [N2, T1, G], from [N, R] per sequence."""
     grouped = [own.unflatten(0, (batch.heads_kv, -1)).permute(2, 0, 1) for own in parts]
-    return lay(grouped, batch.layout, batch.tokens[0]).transpose(-3, -2)
+    return place_dense(grouped, batch.layout, batch.tokens[0]).transpose(-3, -2)
 
 
 def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
@@ -244,8 +246,8 @@ def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
         gone = [r.empty & torch.tensor(r.sink is None) for r in every]
         value = [torch.where(g, 0.0, getattr(r, name)) for g, r in zip(gone, every, strict=True)]
         error = [torch.where(g, 0.0, getattr(r, name + "_error")) for g, r in zip(gone, every, strict=True)]
-        laid = lay_stats(p.batch, value)
-        expected[name] = Value(laid, lay_stats(p.batch, error) + U * laid.abs(), torch.float32)
+        packed_rows = place_stats(p.batch, value)
+        expected[name] = Value(packed_rows, place_stats(p.batch, error) + U * packed_rows.abs(), torch.float32)
     return expected
 
 
@@ -257,15 +259,15 @@ def _saved_rows(p: Plan, stats: Tensor) -> list[Tensor]:
 def _expect(p: Plan, got: Results) -> dict[str, Value]:
     b = p.batch
     every = [_rows(p, s) for s in range(len(b.q_len))]
-    expected = {"out": b.lay([(r.out, r.stored_error) for r in every], "q")}
-    if p.face == "own":
+    expected = {"out": b.place_dense([(r.out, r.stored_error) for r in every], "q")}
+    if p.interface == "own":
         expected["lse"] = b.by_row([(r.lse, r.lse_error) for r in every], -torch.inf)
     else:
         expected |= _stats(p, every)
     if not p.asked:
         return expected
     dys = [b.rows(s, "dy") for s in range(len(b.q_len))]
-    if p.face == "npu gradient":
+    if p.interface == "npu gradient":
         outs = [own.transpose(0, 1) for own in b.split(got["out"].double())]
         saved = zip(outs, _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
         slopes = [r.saved(*own, dy) for r, own, dy in zip(every, saved, dys, strict=True)]
@@ -288,4 +290,4 @@ def _both(b: Batch, slopes: Sequence[Slopes]) -> Value:
         value[..., : b.dim_v] += dv
         error[..., : b.dim_v] += dv_error + U * dv.abs()
         parts.append((value, error))
-    return b.lay(parts, "kv")
+    return b.place_dense(parts, "kv")

@@ -352,7 +352,7 @@ def _expect(p: Plan, may_mean: list[Tensor], got: Results) -> dict[str, Value]:
     if drops and p.drop.bits is None and not p.drop.seed and not p.drop.offset:
         p.drop.seed, p.drop.offset = int(got["seed"]), int(got["offset"])
     every = [_rows(p, s, may_mean[s]) for s in range(len(b.q_len))]
-    expected = {"out": b.lay([(r.out, r.stored_error) for r in every], "q")}
+    expected = {"out": b.place_dense([(r.out, r.stored_error) for r in every], "q")}
     stats = [_statistics(r) for r in every]
     expected |= {name: _lanes(p, [s[i] for s in stats]) for i, name in enumerate(("max", "sum"))}
     expected["empty"] = exact(torch.empty(0, dtype=b.dtype))

@@ -1,4 +1,4 @@
-"""Every two-phase record: legal calls in strange memory, spoiled ones, and phases in the wrong order.
+"""Every two-phase record: legal calls in strange memory, broken ones, and phases in the wrong order.
 
 A legal call gives the same bits wherever its tensors lie, and writes nothing but its outputs; a refused one writes
 nothing at all and says which code.
@@ -18,7 +18,7 @@ from support.two_phase import call, handles_of, outputs_of
 
 from fusion_attention import ContractError, ContractWarning, acl, aclnn
 from fusion_attention.contract import Op, bind
-from fusion_attention.contract.sampling import Spoiled, sample, spoils
+from fusion_attention.contract.sampling import InvalidSample, invalid_samples, sample
 from fusion_attention.ops import RECORDS
 
 from .core import Drawn, Results, Value, exact
@@ -32,7 +32,7 @@ Args = dict[str, Any]
 def draw(rng: Rng) -> Drawn:
     op = OPERATORS[int(rng.integers(len(OPERATORS)))]
     if maybe(rng, 0.45):
-        return _draw_spoiled(rng, op)
+        return _draw_poisoned(rng, op)
     rule = op.asked[int(rng.integers(len(op.asked)))]
     layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
     args = sample(op, **{op.layout_attr: layouts[0], **rule.given})
@@ -154,30 +154,30 @@ def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
 
 @cache
 def _mistakes(name: str) -> int:
-    """How many calls a record spoils."""
-    return sum(1 for _ in spoils(RECORDS[name]))
+    """How many calls a record invalid samples."""
+    return sum(1 for _ in invalid_samples(RECORDS[name]))
 
 
-def _draw_spoiled(rng: Rng, op: Op) -> Drawn:
+def _draw_poisoned(rng: Rng, op: Op) -> Drawn:
     """A call that breaks one rule, and the code that its record gives."""
-    spoiled: Spoiled = next(islice(spoils(op), int(rng.integers(_mistakes(op.name))), None))
-    outputs = outputs_of(op, spoiled.args)
+    broken: InvalidSample = next(islice(invalid_samples(op), int(rng.integers(_mistakes(op.name))), None))
+    outputs = outputs_of(op, broken.args)
     # Asked strictly, the chip's limits may speak before the rule that is broken.
-    strict = spoiled.level == "limit" or (spoiled.level not in ("meaning", "content") and maybe(rng, 0.5))
-    content = spoiled.level == "content"
+    strict = broken.level == "limit" or (broken.level not in ("meaning", "content") and maybe(rng, 0.5))
+    content = broken.level == "content"
     watched = _Watched(rng, outputs, 1.0 if strict else 0.3)
     strictly = strict or not watched.tensors
-    refused = spoiled.level in ("meaning", "limit", "content") or (spoiled.level == "doubt" and strictly)
+    refused = broken.level in ("meaning", "limit", "content") or (broken.level == "doubt" and strictly)
 
     def run() -> Results:
         with _started():
-            first, second = call(op, spoiled.args, watched.tensors, content, strict=strictly)
+            first, second = call(op, broken.args, watched.tensors, content, strict=strictly)
         return {"code": _code(first or second), "bytes written": _code(watched.touched(whole=True) if refused else 0)}
 
     def expect(_: Results) -> dict[str, Value]:
-        return {"code": exact(_code(spoiled.code if refused else 0)), "bytes written": exact(_code(0))}
+        return {"code": exact(_code(broken.code if refused else 0)), "bytes written": exact(_code(0))}
 
-    about = {"operator": op.name, "spoiled": spoiled.id, "level": spoiled.level, "strict": strict, **spoiled.args}
+    about = {"operator": op.name, "broken": broken.id, "level": broken.level, "strict": strict, **broken.args}
     return Drawn(about, run, expect)
 
 

@@ -39,9 +39,9 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE], ids=lambda case: case.id)
-@pytest.mark.parametrize("lay", [lambda args: args, aligned], ids=["anywhere", "aligned"])
-def test_cases(case: Case, lay: Callable[[Args], Args]) -> None:
-    args = lay(arguments(case))
+@pytest.mark.parametrize("prepare", [lambda args: args, aligned], ids=["anywhere", "aligned"])
+def test_cases(case: Case, prepare: Callable[[Args], Args]) -> None:
+    args = prepare(arguments(case))
     check(case.id, on_gpu(case, args), expected(case, args))
 
 

@@ -1,4 +1,5 @@
-"""Decoding: golden against dense formulas, back ends against golden, stores and faces against each other bit by bit."""
+"""Decoding: golden against dense formulas, back ends against golden, stores and interfaces against each other bit by
+bit."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,7 +38,7 @@ def wide(call: InferenceCall) -> InferenceCall:
 
     k, v = (tuple(promote(t) for t in side) for side in (call.k, call.v))
     problem = replace(call.problem, dtype="float64")
-    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), memo=Memo())
+    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), call_cache=Memo())
 
 
 def run(call: InferenceCall, backend: str) -> torch.Tensor:
@@ -87,7 +88,7 @@ def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
         assert all(same(first, other) for other in rest), backend
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 def two_phase(name: str, args: Args, out: torch.Tensor) -> tuple[int, int]:
@@ -123,7 +124,7 @@ def pythonic(case: DecodeCase, args: Args) -> Args | None:
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_faces_give_the_same_bits(case: DecodeCase) -> None:
+def test_interfaces_give_the_same_bits(case: DecodeCase) -> None:
     args = arguments(case)
     want = npu.npu_incre_flash_attention(**{name: value for name, value in args.items() if value is not None})
     names = ["aclnnIncreFlashAttentionV4"]
@@ -181,7 +182,7 @@ BAD: dict[str, tuple[DecodeCase, Args, str, str]] = {
 
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named_on_every_face(name: str) -> None:
+def test_bad_input_is_named_on_every_interface(name: str) -> None:
     case, changes, param, words = BAD[name]
     args = {**arguments(case), **changes}
     if name == "offsets alone":

@@ -43,7 +43,7 @@ def wide(call: InferenceCall) -> InferenceCall:
 
     names = ("q", "k", "v", "bias", "q_rope", "k_rope", "k_common", "v_common")
     changed = {name: promote(getattr(call, name)) for name in names}
-    return replace(call, problem=replace(call.problem, dtype="float64"), memo=Memo(), **changed)
+    return replace(call, problem=replace(call.problem, dtype="float64"), call_cache=Memo(), **changed)
 
 
 def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:

@@ -256,22 +256,22 @@ def test_integers_of_latents_are_the_numbers_they_stand_for(layout: str) -> None
     heads: dict[str, Any] = {"num_query_heads": 8, "num_key_value_heads": 1, "input_layout": layout}
     given: dict[str, Any] = {**heads, "softmax_scale": 0.01, "atten_mask": MASK, "sparse_mode": 3}
 
-    def laid(t: Tensor) -> Tensor:
+    def prepared(t: Tensor) -> Tensor:
         return t.flatten(2) if layout == "BSH" else t
 
-    latent = laid(stored["latent"])
+    latent = prepared(stored["latent"])
     ours, _ = FIA_V2(
-        *(laid(stored["query"]), latent, latent),
-        query_rope=fa.divided_rope(laid(q_rope), q_scale, k_scale),
-        key_rope=laid(k_rope),
+        *(prepared(stored["query"]), latent, latent),
+        query_rope=fa.divided_rope(prepared(q_rope), q_scale, k_scale),
+        key_rope=prepared(k_rope),
         dequant_scale_query=q_scale,
         dequant_scale_key=k_scale,
         dequant_scale_value=k_scale,
         query_quant_mode=3,
         **given,
     )
-    floats = laid(stored["query"] * q_scale[..., None]), latent * k_scale
-    ropes = {"query_rope": laid(q_rope), "key_rope": laid(k_rope)}
+    floats = prepared(stored["query"] * q_scale[..., None]), latent * k_scale
+    ropes = {"query_rope": prepared(q_rope), "key_rope": prepared(k_rope)}
     compare(layout, ours, expected(FIA_V2, floats[0], floats[1], floats[1], **ropes, **given)[0])
 
 

@@ -1,4 +1,4 @@
-"""Fused inference attention through torch_npu's functions: forms of lengths, errors, traces, and rooms for results."""
+"""Fused inference attention through torch_npu's functions: lengths, errors, traces, output buffers."""
 
 import importlib
 import random
@@ -169,13 +169,13 @@ def test_meta_tensors_give_the_shapes_of_others(op: Op, settings: Args) -> None:
 
 @pytest.mark.parametrize("op", TORCH[1:], ids=lambda op: op.name)
 @pytest.mark.parametrize("lse", [False, True])
-def test_room_is_what_a_call_returns(op: Op, lse: bool) -> None:
-    room = getattr(npu, f"_{op.name}_infer_output")
+def test_buffer_is_what_a_call_returns(op: Op, lse: bool) -> None:
+    buffer = getattr(npu, f"_{op.name}_infer_output")
     shown = {p.name: p.shown for p in op.params}
     for layout in op.layouts:
         args = sample(op, input_layout=layout, softmax_lse_flag=lse)
         names = ("query", "value", "input_layout", "block_table", "num_heads", "num_key_value_heads", "query_rope")
-        got = room(**{shown[name]: args[name] for name in (*names, "softmax_lse_flag")})
+        got = buffer(**{shown[name]: args[name] for name in (*names, "softmax_lse_flag")})
         for ours, real in zip(got, results(op, args), strict=True):
             assert (ours.shape, ours.dtype) == (real.shape, real.dtype), layout
 
@@ -190,13 +190,13 @@ def test_room_is_what_a_call_returns(op: Op, lse: bool) -> None:
         ({"value": torch.zeros(2, 64)}, "value: expected 3 dimensions in layout BSH"),
     ],
 )
-def test_no_room_for_what_is_no_call(wrong: dict[str, Any], text: str) -> None:
+def test_no_buffer_for_what_is_no_call(wrong: dict[str, Any], text: str) -> None:
     given = {"query": torch.zeros(2, 3, 256), "value": torch.zeros(2, 6, 256), "num_heads": 4} | wrong
     with pytest.raises(ContractError, match=re.escape(text)):
         npu._npu_fused_infer_attention_score_infer_output(**given)
 
 
-# ----------------------------------------------------------------------------------------------------- rooms of callers
+# --------------------------------------------------------------------------------------------------- buffers of callers
 
 ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
 
@@ -232,10 +232,10 @@ def test_an_out_that_does_not_fit(out: Any, text: str) -> None:
     assert all((t == 0).all() for t in tensors)
 
 
-@pytest.mark.parametrize("face", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
-def test_arguments_that_the_function_does_not_have(face: Any) -> None:
+@pytest.mark.parametrize("interface", [FIA.out, npu._npu_fused_infer_attention_score_get_max_workspace])
+def test_arguments_that_the_function_does_not_have(interface: Any) -> None:
     given, query = packed(**ENDS), rows(8, 4, 64)
-    out = {"out": [torch.empty(0), torch.empty(0)]} if face is FIA.out else {}
+    out = {"out": [torch.empty(0), torch.empty(0)]} if interface is FIA.out else {}
     for positional, named in (
         ((), given | {"heads": 4}),
         ((), {"query": query, "num_heads": 4}),
@@ -243,7 +243,7 @@ def test_arguments_that_the_function_does_not_have(face: Any) -> None:
         ((query,) * 4, ENDS),
     ):
         with pytest.raises(TypeError, match="argument"):
-            face(*positional, **named, **out)
+            interface(*positional, **named, **out)
 
 
 def test_the_workspace_is_asked_for_a_legal_call() -> None:
@@ -296,10 +296,10 @@ def test_out_in_a_graph() -> None:
         return out + 1
 
     fast, made = compiled(step)
-    rooms = torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1)
-    found = fast(query, *rooms)
-    same_bits(rooms, FIA(query, **given))
-    same_bits(found, rooms[0] + 1)
+    buffers = torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1)
+    found = fast(query, *buffers)
+    same_bits(buffers, FIA(query, **given))
+    same_bits(found, buffers[0] + 1)
     assert len(made) == 1
 
 
@@ -378,7 +378,7 @@ def together(op: Op, chance: random.Random) -> Args | None:
     """A call with what two or three rules are about, right or wrong; None where the sample's axes contradict them."""
     settings: Args = {"input_layout": chance.choice(op.layouts), "softmax_lse_flag": chance.random() < 0.3}
     for rule in chance.sample(op.asked, chance.choice((2, 3))):
-        settings |= {**rule.given, **(rule.spoil if chance.random() < 0.5 else {})}
+        settings |= {**rule.given, **(rule.invalid if chance.random() < 0.5 else {})}
     settings |= {axis: chance.choice((0, 1, 2, 5)) for axis in ("B", "S1", "S2", "T1") if chance.random() < 0.1}
     if max(settings.get(axis, 0) for axis in ("B", "S2", "N1")) > 100:
         return None  # what only the limits of a chip are about

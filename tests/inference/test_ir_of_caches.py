@@ -1,5 +1,5 @@
-"""What the waist says of caches, by golden against loops that share nothing with it: pieces, common keys, matrices
-without the first keys, scales of rows and of tokens, rounded weights.
+"""What the intermediate representation says of caches, by golden against loops that share nothing with it: pieces,
+common keys, matrices without the first keys, scales of rows and of tokens, rounded weights.
 
 All memory that no row may see holds NaN, or integers that would be noticed.
 """
@@ -120,7 +120,7 @@ def run(call: Call) -> list[Tensor]:
     p = call.problem
     count, most = len(Q_LEN), max(Q_LEN)
 
-    def room(dim: int) -> RowView:
+    def buffer(dim: int) -> RowView:
         return rows(torch.full((count, p.heads_q, most, dim), math.nan).double(), Q_LEN)
 
     def given(values: Tensor, lengths: tuple[int, ...]) -> RowView:
@@ -128,7 +128,7 @@ def run(call: Call) -> list[Tensor]:
 
     operands = Operands(
         **{"q": given(call.q, Q_LEN), "k": given(call.k, call.kv_len), "v": given(call.v, call.kv_len)}
-        | {"out": room(p.dim_v), "stats": Stats(room(1), room(1))}
+        | {"out": buffer(p.dim_v), "stats": Stats(buffer(1), buffer(1))}
         | call.views
     )
     golden.attention_forward(p, call.extents, None, operands)

@@ -1,4 +1,4 @@
-"""The door of flash-attn: its functions against formulas in float64, and the module that install() plays.
+"""The integration of flash-attn: its functions against formulas in float64, and the module that install() plays.
 
 The formulas are those of flash-attn's documentation, sequence by sequence.
 """
@@ -24,7 +24,7 @@ from support.support_tables import table, write, written
 
 import fusion_attention as fa
 from fusion_attention import npu
-from fusion_attention.integrations import flash_attn as door
+from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import functions, words
 from fusion_attention.testing.drawn import compare_with
 
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    door.uninstall()
+    integration.uninstall()
     assert importlib.util.find_spec("flash_attn") is None
     assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
 
@@ -87,10 +87,10 @@ def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> 
 def test_padded(name: str, dtype: torch.dtype) -> None:
     how = WORDS[name]
     inputs = [torch.randn(3, s, n, 16).to(dtype).requires_grad_() for s, n in ((6, 4), (9, 2), (9, 2))]
-    out, lse, none = door.flash_attn_func(*inputs, **how, return_attn_probs=True)
+    out, lse, none = integration.flash_attn_func(*inputs, **how, return_attn_probs=True)
     assert none is None
     assert lse.shape == (3, 4, 6)
-    same_bits(door.flash_attn_func(*inputs, **how), out)
+    same_bits(integration.flash_attn_func(*inputs, **how), out)
     dout = torch.randn(out.shape).to(dtype)
     got = [out, lse, *torch.autograd.grad(out, inputs, dout)]
 
@@ -110,7 +110,7 @@ def test_packed(name: str, dtype: torch.dtype) -> None:
     how = WORDS[name]
     inputs = [torch.randn(s, n, 16).to(dtype).requires_grad_() for s, n in ((10, 4), (11, 2), (11, 2))]
     cu = ends(LENGTHS[0]), ends(LENGTHS[1])
-    out, lse, none = door.flash_attn_varlen_func(*inputs, *cu, 7, 5, **how, return_attn_probs=True)
+    out, lse, none = integration.flash_attn_varlen_func(*inputs, *cu, 7, 5, **how, return_attn_probs=True)
     assert none is None
     assert lse.shape == (4, 10)
     dout = torch.randn(out.shape).to(dtype)
@@ -128,15 +128,15 @@ def test_one_tensor_of_all() -> None:
         return t.flatten(0, 1)
 
     pairs = [
-        (door.flash_attn_qkvpacked_func(qkv, **how), door.flash_attn_func(*qkv.unbind(2), **how)),
-        (door.flash_attn_kvpacked_func(q, kv, **how), door.flash_attn_func(q, *kv.unbind(2), **how)),
+        (integration.flash_attn_qkvpacked_func(qkv, **how), integration.flash_attn_func(*qkv.unbind(2), **how)),
+        (integration.flash_attn_kvpacked_func(q, kv, **how), integration.flash_attn_func(q, *kv.unbind(2), **how)),
         (
-            door.flash_attn_varlen_qkvpacked_func(flat(qkv), cu, 6, **how),
-            door.flash_attn_varlen_func(*flat(qkv).unbind(1), cu, cu, 6, 6, **how),
+            integration.flash_attn_varlen_qkvpacked_func(flat(qkv), cu, 6, **how),
+            integration.flash_attn_varlen_func(*flat(qkv).unbind(1), cu, cu, 6, 6, **how),
         ),
         (
-            door.flash_attn_varlen_kvpacked_func(flat(q), flat(kv), cu, cu, 6, 6, **how),
-            door.flash_attn_varlen_func(flat(q), *flat(kv).unbind(1), cu, cu, 6, 6, **how),
+            integration.flash_attn_varlen_kvpacked_func(flat(q), flat(kv), cu, cu, 6, 6, **how),
+            integration.flash_attn_varlen_func(flat(q), *flat(kv).unbind(1), cu, cu, 6, 6, **how),
         ),
     ]
     for one, apart in pairs:
@@ -155,7 +155,7 @@ def test_the_backward_is_attentions_own() -> None:
     """No node of autograd beside that of fa.attention(), and nothing is copied."""
     q = torch.randn(7, 2, 16, requires_grad=True)
     cu = ends([3, 4])
-    out = door.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True)
+    out = integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True)
     own = fa.attention(q, q, q, layout="TND", q_len=[3, 4], kv_len=[3, 4], band=fa.Band.causal())
     assert type(out.grad_fn) is type(own.grad_fn)
     assert [type(node) for node, _ in out.grad_fn.next_functions] == [
@@ -169,13 +169,13 @@ def test_dropout() -> None:
 
     def drawn(seed: int, **how: Any) -> Tensor:
         torch.manual_seed(seed)
-        return door.flash_attn_func(q, q, ones, dropout_p=0.5, **how)
+        return integration.flash_attn_func(q, q, ones, dropout_p=0.5, **how)
 
     same_bits(drawn(1), drawn(1))
     assert not torch.equal(drawn(1), drawn(2))
     torch.manual_seed(1)
     flat = [t.flatten(0, 1) for t in (q, q, ones)]
-    packed = door.flash_attn_varlen_func(*flat, ends([64, 64]), ends([64, 64]), 64, 64, dropout_p=0.5)
+    packed = integration.flash_attn_varlen_func(*flat, ends([64, 64]), ends([64, 64]), 64, 64, dropout_p=0.5)
     same_bits(packed, drawn(1).flatten(0, 1))
     kept = drawn(3)[..., 0]
     # A row's result is twice the sum of what was kept of its probabilities: 1 on average, with this deviation at most.
@@ -186,16 +186,16 @@ def test_dropout() -> None:
 
 def test_lengths_are_read_as_they_are() -> None:
     q, cu = torch.randn(7, 2, 16), ends([3, 4])
-    before = door.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4)
+    before = integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4)
     cu.numpy()[1] = 5  # unseen by torch
-    after = door.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
-    same_bits(after, door.flash_attn_varlen_func(q, q, q, ends([5, 2]), ends([5, 2]), 5, 5))
+    after = integration.flash_attn_varlen_func(q, q, q, cu, cu, 5, 5)
+    same_bits(after, integration.flash_attn_varlen_func(q, q, q, ends([5, 2]), ends([5, 2]), 5, 5))
     assert not torch.equal(before, after)
     for bad, message in ((cu[1:], "begin with 0, got 5 in front"), (cu[:0], "begin with 0, got none")):
         with pytest.raises(ValueError, match=f"flash_attn: cu_seqlens_q: expected cumulative lengths that {message}"):
-            door.flash_attn_varlen_func(q, q, q, bad, cu, 4, 4)
+            integration.flash_attn_varlen_func(q, q, q, bad, cu, 4, 4)
     with pytest.raises(fa.ContractError, match="q_len"):
-        door.flash_attn_varlen_func(q, q, q, ends([5, 9]), ends([5, 2]), 5, 5)
+        integration.flash_attn_varlen_func(q, q, q, ends([5, 9]), ends([5, 2]), 5, 5)
 
 
 def test_lengths_of_another_device_are_read_once() -> None:
@@ -232,8 +232,8 @@ def test_compiled(dynamic: bool) -> None:
 
     def program(q: Tensor, cu: Tensor) -> Tensor:
         how: dict[str, Any] = {"causal": True, "window_size": (2, 0)}
-        padded = door.flash_attn_func(q[None], q[None], q[None], softcap=2.0)
-        return door.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, **how) + padded[0]
+        padded = integration.flash_attn_func(q[None], q[None], q[None], softcap=2.0)
+        return integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, **how) + padded[0]
 
     got, want = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, cu), program(q, cu)
     same_bits(got, want)
@@ -241,8 +241,8 @@ def test_compiled(dynamic: bool) -> None:
 
 
 def test_the_module_that_is_played() -> None:
-    door.install()
-    door.install()
+    integration.install()
+    integration.install()
     import flash_attn  # type: ignore[import-not-found]
     from flash_attn.bert_padding import pad_input, unpad_input  # type: ignore[import-not-found]  # noqa: F401
     from flash_attn.flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
@@ -254,8 +254,8 @@ def test_the_module_that_is_played() -> None:
         importlib.metadata.version("flash_attn") == importlib.metadata.version("flash-attn") == flash_attn.__version__
     )
     assert flash_attn.__version__.split(".")[0] == "2"
-    assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func is door.flash_attn_varlen_func
-    assert set(flash_attn.__all__) == {n for n in door.__all__ if n.startswith("flash_attn")}
+    assert flash_attn_varlen_func is flash_attn.flash_attn_varlen_func is integration.flash_attn_varlen_func
+    assert set(flash_attn.__all__) == {n for n in integration.__all__ if n.startswith("flash_attn")}
     with pytest.raises(ImportError):
         from flash_attn.ops.triton.layer_norm import layer_norm_fn  # type: ignore[import-not-found]  # noqa: F401
     with pytest.raises(
@@ -273,8 +273,8 @@ def test_the_module_that_is_played() -> None:
 
 @pytest.mark.parametrize(("version", "count"), [("2.6.3", 4), ("2.7.0.post2", 5), ("2.10.1", 5)])
 def test_an_older_release(version: str, count: int) -> None:
-    door.install()
-    door.install(version)
+    integration.install()
+    integration.install(version)
     from flash_attn.bert_padding import unpad_input
 
     assert importlib.metadata.version("flash_attn") == sys.modules["flash_attn"].__version__ == version
@@ -282,11 +282,11 @@ def test_an_older_release(version: str, count: int) -> None:
 
 
 def test_installed_beside_torch_npu_in_any_order() -> None:
-    for last in (door.uninstall, npu.uninstall):
-        door.install()
+    for last in (integration.uninstall, npu.uninstall):
+        integration.install()
         npu.install()
-        (npu.uninstall if last is door.uninstall else door.uninstall)()
-        assert ("flash_attn" in sys.modules) == (last is door.uninstall)
+        (npu.uninstall if last is integration.uninstall else integration.uninstall)()
+        assert ("flash_attn" in sys.modules) == (last is integration.uninstall)
         last()
         assert not {"flash_attn", "torch_npu"} & set(sys.modules)
 
@@ -295,7 +295,7 @@ def test_another_flash_attn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
         with pytest.raises(RuntimeError, match=r"expected no other flash_attn, got <module 'flash_attn'"):
-            door.install()
+            integration.install()
 
 
 def test_signatures_are_flash_attns() -> None:
@@ -314,7 +314,7 @@ def test_signatures_are_flash_attns() -> None:
         "return_softmax_lse",
     }
     for name, parameters in known.items():
-        assert list(inspect.signature(getattr(door, name)).parameters) == parameters.split()
+        assert list(inspect.signature(getattr(integration, name)).parameters) == parameters.split()
     assert all(name in known for name in vars(functions) if name.startswith("flash_attn_"))
 
 

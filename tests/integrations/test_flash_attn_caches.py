@@ -9,7 +9,7 @@ from support.bits import same_bits
 from support.drawn_together import check, expected_together
 from support.flash_attn import WORDS, ends, formula, of_sequence, packed_call
 
-from fusion_attention.integrations import flash_attn as door
+from fusion_attention.integrations import flash_attn as integration
 from fusion_attention.integrations.flash_attn import bert_padding, rotary
 from fusion_attention.testing.drawn import compare_with
 
@@ -48,7 +48,7 @@ def test_caches(name: str, kind: str, rows: int) -> None:
         k_pages, block_table = pages_of(held[0], 4)
         torch.manual_seed(1)
         caches = [k_pages, pages_of(held[1], 4)[0]]
-    out, lse = door.flash_attn_with_kvcache(
+    out, lse = integration.flash_attn_with_kvcache(
         q,
         *caches,
         *fresh,
@@ -86,7 +86,9 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
     angles = torch.rand(12, 4) * 6
     cos, sin, lengths = angles.cos(), angles.sin(), torch.tensor([5, 2], dtype=torch.int32)
     held = [t.clone() for t in caches]
-    out = door.flash_attn_with_kvcache(q, *caches, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how)
+    out = integration.flash_attn_with_kvcache(
+        q, *caches, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how
+    )
 
     def golden() -> tuple[Tensor, Tensor, Tensor]:
         turned_q = by_complex_numbers(q.double(), cos, sin, lengths, interleaved, each=bool(how))
@@ -125,7 +127,7 @@ def test_packed_rows_over_pages(alibi: bool) -> None:
     q, lengths = torch.randn(10, 4, 16), ([3, 0, 5], [5, 4, 8])
     how: dict[str, Any] = {"causal": True} | ({"alibi_slopes": torch.rand(3, 4)} if alibi else {})
     cu = ends(lengths[0]), ends(lengths[1])
-    out, lse, _ = door.flash_attn_varlen_func(
+    out, lse, _ = integration.flash_attn_varlen_func(
         q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
     )
     sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
@@ -183,17 +185,17 @@ def test_caches_that_are_wrong_are_not_written(name: str) -> None:
     error, message, over_pages, how = wrong_calls()[name]
     held = torch.zeros(4, 4, 2, 16) if over_pages else torch.zeros(2, 8, 2, 16)
     with pytest.raises(error, match=message):
-        door.flash_attn_with_kvcache(torch.randn(2, 1, 4, 16), held, held, **how)
+        integration.flash_attn_with_kvcache(torch.randn(2, 1, 4, 16), held, held, **how)
     assert not held.any()
 
 
 def test_a_whole_cache_and_a_number() -> None:
     q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 8, 2, 16)
-    whole = door.flash_attn_with_kvcache(q, cache, cache)
-    same_bits(whole, door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
+    whole = integration.flash_attn_with_kvcache(q, cache, cache)
+    same_bits(whole, integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
     assert not whole.requires_grad
     with torch.inference_mode():
-        same_bits(door.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), whole)
+        same_bits(integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), whole)
 
 
 def test_padding_there_and_back() -> None:

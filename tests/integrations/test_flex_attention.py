@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 from fusion_attention import BackendError
-from fusion_attention.integrations import flex_attention as door
+from fusion_attention.integrations import flex_attention as integration
 from fusion_attention.integrations.flex_attention import explain, flex_attention, masks, patched
 from fusion_attention.testing.drawn import compare_with
 
@@ -444,4 +444,4 @@ def test_importing_loads_no_compiler() -> None:
     program = "import sys, fusion_attention.integrations.flex_attention; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert door.__all__ == ["explain", "flex_attention", "patched"]
+    assert integration.__all__ == ["explain", "flex_attention", "patched"]

@@ -1,4 +1,4 @@
-"""The door of torch's SDPA: its formula in float64 is what is right, for this library and for torch's own alike."""
+"""torch's SDPA answered by this library: judged by its formula in float64, as torch's own is."""
 
 import copy
 import functools

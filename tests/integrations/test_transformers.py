@@ -20,7 +20,7 @@ from support.hf_drawn import parameters_together, together, wide
 from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family
 from transformers import EncoderDecoderCache
 
-from fusion_attention.integrations import transformers as door
+from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache
 
 LENGTHS = 13, 6, 9
@@ -32,7 +32,7 @@ RARE, COMPILED = ("torch.compile", "left-padded", "bfloat16", "static cache"), (
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    door.register()
+    integration.register()
 
 
 Batch = dict[str, Any]
@@ -238,8 +238,8 @@ def test_as_eager(
     mine, _ = batches(family, batch)
     model.set_attn_implementation("fusion_attention")
     calls = []
-    for function in (door.attention, door.sparse_attention):
-        monkeypatch.setattr(door, function.__name__, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
+    for function in (integration.attention, integration.sparse_attention):
+        monkeypatch.setattr(integration, function.__name__, lambda *a, f=function, **k: calls.append(f) or f(*a, **k))
     if column == "bfloat16":
         monkeypatch.setattr(torch.nn.functional, "layer_norm", layer_norm)
     if column == "torch.compile":

@@ -18,7 +18,7 @@ from support.hf_drawn import wide
 from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family
 from transformers import DynamicCache, EncoderDecoderCache
 
-from fusion_attention.integrations import transformers as door
+from fusion_attention.integrations import transformers as integration
 from fusion_attention.integrations.transformers_cache import PagedCache, PagedLayer
 from fusion_attention.testing.drawn import compare_with
 
@@ -33,7 +33,7 @@ Models = Callable[[str], Any]
 @pytest.fixture(scope="module")
 def models() -> Models:
     """By name, with our attention."""
-    door.register()
+    integration.register()
     made: dict[str, Any] = {}
 
     def model_of(name: str) -> Any:
@@ -329,7 +329,7 @@ def parts_are_near(model: Any, family: Family, ids: Tensor, mask: Tensor, first:
 def test_values_that_a_model_changes_are_the_ones_that_count() -> None:
     family = Family("DiffLlama", "diffllama.DiffLlamaForCausalLM", "DiffLlamaConfig", GROUPED | {"hidden_size": 64})
     model = family.make()
-    door.register()
+    integration.register()
     model.set_attn_implementation("fusion_attention")
     ids = torch.randint(3, VOCABULARY, (2, 12))
     parts_are_near(model, family, ids, torch.ones_like(ids), 8)

@@ -1,4 +1,5 @@
-"""The door itself: registering, masks of the user's own, what is refused, caches in parts, training as users train."""
+"""The integration itself: registering, masks of the user's own, what is refused, caches in parts, training as users
+train."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 # ruff: noqa: E402  (both need transformers)
 from support.hf_models import FAMILIES, NOT_SERVED, PAGE, SIZES, page_with, table
 
-from fusion_attention.integrations import transformers as door
+from fusion_attention.integrations import transformers as integration
 
 BY_NAME = {family.name: family for family in FAMILIES}
 NAME = "fusion_attention"
@@ -24,7 +25,7 @@ NAME = "fusion_attention"
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    door.register()
+    integration.register()
 
 
 def made(name: str, implementation: str = NAME) -> Any:
@@ -56,24 +57,24 @@ def test_registering_again_changes_nothing() -> None:
     before = dict(mapping)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        door.register()
+        integration.register()
     assert dict(mapping) == before
 
 
 def test_another_release_is_named_with_those_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "6.1.0.dev0")
     with pytest.warns(ContractWarning, match=r"transformers 6\.1\.0\.dev0 was not tested .* 5\.\d+ to 5\.\d+ were"):
-        door.register("another name")
+        integration.register("another name")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        door.register("another name")  # one warning
+        integration.register("another name")  # one warning
     del transformers.AttentionInterface._global_mapping["another name"]
     del transformers.masking_utils.AttentionMaskInterface._global_mapping["another name"]
 
 
 def test_the_release_here_is_tested() -> None:
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
-    first, last = (tuple(map(int, bound.split("."))) for bound in door.TESTED)
+    first, last = (tuple(map(int, bound.split("."))) for bound in integration.TESTED)
     assert first <= release <= last
 
 

@@ -304,12 +304,12 @@ def test_keys_that_are_never_read(keys: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"), [(0.0, "rows are zero"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
+    ("invalid", "says"), [(0.0, "rows are zero"), (math.nan, "NaN"), (None, "is a copy of row 0 of head 0")], ids=str
 )
-def test_what_wrong_rows_look_like_is_said(spoil: float | None, says: str) -> None:
+def test_what_wrong_rows_look_like_is_said(invalid: float | None, says: str) -> None:
     given = inputs(torch.float32, 100)
     out = fa.attention(**given)
-    out[:, 60:64] = out[:, :1].clone() if spoil is None else spoil
+    out[:, 60:64] = out[:, :1].clone() if invalid is None else invalid
     for standard in ("error-bound", "cann-0.5%", "cann-double"):
         found = fa.judge("attention", given, {"out": out}, backends=False, standard=standard)
         assert found.verdict == "wrong", standard

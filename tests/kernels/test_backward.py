@@ -87,8 +87,8 @@ def test_gradients_that_no_descriptor_describes(
 
 
 def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels that mend, which would form anew each row that did."""
-    monkeypatch.setattr(launch_dense, "launch_mend", lambda *_: [])
+    """Without the kernels that recompute, which would form anew each row that did."""
+    monkeypatch.setattr(launch_dense, "launch_recompute", lambda *_: [])
     case = Case("TND", "float16", (20, 9), (40, 30), dim_qk=16, dim_v=16, scale=1e-3, **CAUSAL)
     args = aligned(arguments(case))
     args["dy"][:20] *= 4096  # of one sequence: the other one's gradients keep their small parts

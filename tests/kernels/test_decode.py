@@ -85,7 +85,7 @@ def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], deq
     judge(cache, operands, cache.extents())
 
 
-def test_a_cache_of_latents_by_the_public_door() -> None:
+def test_a_cache_of_latents_by_the_public_integration() -> None:
     cache = fa.PagedKVCache(1, 48, 8, dim_v=32, page_size=16, shares_kv=True, dtype=torch.bfloat16)
     sequences = [cache.allocate(), cache.allocate()]
     generator = torch.Generator().manual_seed(5)
@@ -141,10 +141,10 @@ def bands(generator: np.random.Generator, q_len: np.ndarray) -> Extents:
 def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
     generator = np.random.default_rng(seed)
     q_len = generator.integers(0, 12, 5)
-    for _ in range(4):  # the same rows with other keys: the same room
+    for _ in range(4):  # the same rows with other keys: the same buffer
         e = bands(generator, q_len)
         listed = launch_decode.work(PROBLEM, e, TILE, WANTED)
-        cut, room = launch_decode.room_for_shares(PROBLEM, e, TILE, WANTED)
+        cut, buffer = launch_decode.buffer_for_shares(PROBLEM, e, TILE, WANTED)
         assert len(listed) == WANTED + (-(-q_len * PROBLEM.group // TILE.BM)).sum()
         met = {(b, r): np.zeros(n, int) for b, n in enumerate(e.kv_len) for r in range(q_len[b] * PROBLEM.group)}
         for b, r0, r1, begin, end, *_ in listed.tolist():
@@ -157,7 +157,7 @@ def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
             assert (counts <= 1).all()
             assert (counts[first : max(end, first)] == 1).all()
         shared = np.flatnonzero(listed[:, 5] > 1)
-        assert (shared < room).all()
+        assert (shared < buffer).all()
         firsts = [(first, count) for *_, first, count in listed.tolist() if count]
         assert len(firsts) <= cut
         assert [n for first, count in firsts for n in range(first, first + count)] == shared.tolist()

@@ -65,13 +65,13 @@ def test_rows_are_added_in_their_order_for_any_number_of_chunks(
 
 def test_every_key_is_written_where_its_view_lies() -> None:
     """Two heads, an empty sequence, more keys than a tile, columns from the middle; nothing else is touched."""
-    lengths, heads, dim, room = np.array([3, 0, 20]), 2, 3, 7
+    lengths, heads, dim, buffer = np.array([3, 0, 20]), 2, 3, 7
     e = Extents(lengths, lengths, lengths * 0, lengths * 0, lengths * 0, lengths * 0)
     like = torch.zeros(1)
     total = KeySum(like, int(lengths.sum()) * heads, 6)
     total.total.copy_(torch.arange(total.total.numel()).view(total.total.shape))
-    out = torch.full((int(lengths.sum()), heads, room), torch.nan, dtype=torch.bfloat16)
-    view = RowView((out,), e.kv_start * heads * room, heads * room, np.full(3, room, np.int64), dim)
+    out = torch.full((int(lengths.sum()), heads, buffer), torch.nan, dtype=torch.bfloat16)
+    view = RowView((out,), e.kv_start * heads * buffer, heads * buffer, np.full(3, buffer, np.int64), dim)
     views = {"ids": launch_key_sum.numbered(like, e, heads), "dk": view}
     where = Where(torch.from_numpy(layout_table.places(views, 3)), torch.from_numpy(launch_key_sum.key_tiles(e)), 3)
     total.write(out, "dk", 2, dim, heads, where)

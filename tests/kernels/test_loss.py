@@ -85,8 +85,8 @@ def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -
     call, found = lowered(case, operands(case)), []
     for size in (1 << 25, 1):
         monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
-        monkeypatch.setattr(launch_loss, "ROOM", size)
-        monkeypatch.setattr(launch_dense_kl_loss, "ROOM", size)
+        monkeypatch.setattr(launch_loss, "BUFFER", size)
+        monkeypatch.setattr(launch_dense_kl_loss, "BUFFER", size)
         found.append(dict(run(call, "triton")))
     same_bits(found[1], found[0])
 
@@ -98,7 +98,9 @@ def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.
     p = IndexerLossProblem(64, 1, 64, 64, 128, dtype="bfloat16")
     monkeypatch.undo()  # the tiles of a GPU
     served = [rows[1].target for rows in shapes_loss.WARM[90, 2]]
-    taken = [launch_dense_kl_loss.rooms_of(p, launch_dense_kl_loss.Work.of(e, t), t, 128, int(n.sum())) for t in served]
+    taken = [
+        launch_dense_kl_loss.buffers_of(p, launch_dense_kl_loss.Work.of(e, t), t, 128, int(n.sum())) for t in served
+    ]
     assert launch_dense_kl_loss.warm_bytes(p, e) >= max(map(launch_dense_kl_loss.bytes_of, taken))
 
 

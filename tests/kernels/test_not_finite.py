@@ -1,4 +1,4 @@
-"""A value that is not finite reaches exactly golden's rows: the kernels that mend, under Triton's interpreter."""
+"""A value that is not finite reaches exactly golden's rows: the kernels that recompute, under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -163,10 +163,10 @@ def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
 
 
 def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits with and without the kernels that mend."""
+    """The same bits with and without the kernels that recompute."""
     case = dataclasses.replace(CASES[0], dtype="float32")
     args = arguments(case)
-    mended = run(lowered(case, args), args["dy"], "triton")
-    monkeypatch.setattr("fusion_attention.backends.triton.launch_dense.launch_mend", lambda *_: [])
+    recomputed = run(lowered(case, args), args["dy"], "triton")
+    monkeypatch.setattr("fusion_attention.backends.triton.launch_dense.launch_recompute", lambda *_: [])
     plainly = run(lowered(case, args), args["dy"], "triton")
-    same_bits(mended, plainly)
+    same_bits(recomputed, plainly)

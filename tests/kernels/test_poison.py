@@ -22,9 +22,9 @@ def training() -> Results:
     return run(lowered(case, args), args["dy"], "triton")
 
 
-@pytest.mark.parametrize(("verb", "results"), [("attention_forward", 3), ("attention_backward", 7)])
-def test_a_forgotten_element_is_missed(verb: str, results: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert forgets(monkeypatch, "triton", verb, training) == results
+@pytest.mark.parametrize(("op_kind", "results"), [("attention_forward", 3), ("attention_backward", 7)])
+def test_a_forgotten_element_is_missed(op_kind: str, results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forgets(monkeypatch, "triton", op_kind, training) == results
 
 
 @pytest.mark.parametrize("module", [launch_dense, launch_decode])
@@ -51,14 +51,14 @@ def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 SLOW = ("attention_backward", "indexer_topk", "indexer_backward")
 OF_LISTS = [
-    pytest.param(family, verb, marks=[pytest.mark.slow] if verb in SLOW else [])
-    for family, verb in FAMILIES
+    pytest.param(family, op_kind, marks=[pytest.mark.slow] if op_kind in SLOW else [])
+    for family, op_kind in FAMILIES
     if family.__name__ not in ("training", "decode")
 ]
 
 
-@pytest.mark.parametrize(("family", "verb"), OF_LISTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("family", "op_kind"), OF_LISTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_forgotten_element_of_lists_is_missed(
-    family: Callable[[str], Results], verb: str, monkeypatch: pytest.MonkeyPatch
+    family: Callable[[str], Results], op_kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert forgets(monkeypatch, "triton", verb, lambda: family("triton")) == FAMILIES[family, verb]
+    assert forgets(monkeypatch, "triton", op_kind, lambda: family("triton")) == FAMILIES[family, op_kind]

@@ -125,8 +125,8 @@ def test_a_forward_is_not_refused_for_what_the_backward_takes(chip: pytest.Monke
     assert backend.reasons_against(wide, CUDA) == []
     with_chip(chip, (8, 9), 99)
     assert backend.reasons_against(wide, CUDA, "attention_forward") == []
-    for verb in ("attention_backward", ""):
-        (reason,) = backend.reasons_against(wide, CUDA, verb)
+    for op_kind in ("attention_backward", ""):
+        (reason,) = backend.reasons_against(wide, CUDA, op_kind)
         assert "no tile for dim_qk 768, dim_rope 0 and dim_v 768 in bfloat16" in reason
     assert choose(wide, CUDA, "auto", "attention_forward") == "triton"
 
@@ -282,5 +282,5 @@ def test_a_pool_is_measured_by_its_memory() -> None:
 def test_an_argument_that_no_kernel_takes() -> None:
     with pytest.raises(TypeError, match="no kernel takes qurey, slope"):
         launch_dense.FAMILY.launch(
-            launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.MEND["mend_out"][0]
+            launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.FIX["fix_out"][0]
         )

@@ -1,4 +1,4 @@
-"""Layers, faces and autograd over lists on the Triton back end, under its interpreter, against golden."""
+"""Layers, interfaces and autograd over lists on the Triton back end, under its interpreter, against golden."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_one_call_by_both_faces() -> None:
+def test_one_call_by_both_interfaces() -> None:
     q, k, lists = rows(1, 3, 2, 16, seed=1), rows(1, 9, 1, 16, seed=2), torch.randint(0, 7, (1, 3, 1, 5)).int()
     ours = fa.sparse_attention(q, k, k, lists, scale=0.3, backend="triton")
     with fa.use_backend("triton"):
@@ -67,7 +67,7 @@ def test_one_call_by_both_faces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "verb", "words"),
+    ("problem", "op_kind", "words"),
     [
         (Problem(2, 1, 16, 16, select_count=4, bias="matrix"), "attention_forward", ["bias with select_count"]),
         (
@@ -83,6 +83,6 @@ def test_one_call_by_both_faces() -> None:
         (Problem(2, 1, 16, 16, select_count=4, page_size=16), "attention_forward", []),
     ],
 )
-def test_what_is_refused(problem: Any, verb: str, words: list[str]) -> None:
-    reasons = backend.reasons_against(problem, "cpu", verb)
+def test_what_is_refused(problem: Any, op_kind: str, words: list[str]) -> None:
+    reasons = backend.reasons_against(problem, "cpu", op_kind)
     assert [word in reason for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)

@@ -77,16 +77,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
-    """The verbs that a call runs: problem, lengths and operands of each."""
+    """The operation kinds that a call runs: problem, lengths and operands of each."""
     made: dict[str, tuple[Any, ...]] = {}
-    for verb in VERBS:
-        real = getattr(backend, verb)
+    for op_kind in VERBS:
+        real = getattr(backend, op_kind)
 
-        def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, verb: str = verb) -> None:
-            made[verb] = (p, e, given)
+        def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, op_kind: str = op_kind) -> None:
+            made[op_kind] = (p, e, given)
             real(p, e, s, *given)
 
-        monkeypatch.setattr(backend, verb, noting)
+        monkeypatch.setattr(backend, op_kind, noting)
     call()
     assert made
     return made
@@ -95,8 +95,8 @@ def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[s
 @pytest.mark.parametrize("name", CALLS)
 def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
-    for verb, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
-        found, graph = plan(problem, extents, CPU, "triton", verb, updatable=True), Captured(monkeypatch)
+    for op_kind, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
+        found, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
         found.run(*given)
         with graph:
             found.run(*given)
@@ -104,20 +104,20 @@ def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: p
         found.update([3, 14])
         graph.replay()
         short = [t for each in given for t in written(each)]
-        assert not same(short, long), verb
-        plan(problem, found.extents, CPU, "triton", verb).run(*given)
-        assert same(short, [t for each in given for t in written(each)]), verb
+        assert not same(short, long), op_kind
+        plan(problem, found.extents, CPU, "triton", op_kind).run(*given)
+        assert same(short, [t for each in given for t in written(each)]), op_kind
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33])
 def test_no_length_takes_more_turns_than_were_planned(window: int) -> None:
     q, tile, most = np.array([1, 40]), Tile(16, 16, 4, 1), 90
     capacity = of_window(q, np.array([most, most]), window)
-    room, turns = launch_dense_kl_loss.most_turns(capacity, tile), []
+    buffer, turns = launch_dense_kl_loss.most_turns(capacity, tile), []
     for kv_len in range(most + 1):
         turns.append(launch_dense_kl_loss.turns_of(of_window(q, np.array([kv_len, most - kv_len]), window), tile)[2])
-        assert (turns[-1] <= room).all()
-    assert (np.max(turns, 0) == room).all()
+        assert (turns[-1] <= buffer).all()
+    assert (np.max(turns, 0) == buffer).all()
 
 
 def of_window(q_len: np.ndarray, kv_len: np.ndarray, window: int) -> Extents:

@@ -37,8 +37,8 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: [real(*given) for given in recorded] and None  # type: ignore[return-value]
 
 
-def updatable(problem: Problem, extents: Extents, verb: str = "attention_forward") -> Plan:
-    return plan(problem, extents, CPU, "triton", verb, updatable=True)
+def updatable(problem: Problem, extents: Extents, op_kind: str = "attention_forward") -> Plan:
+    return plan(problem, extents, CPU, "triton", op_kind, updatable=True)
 
 
 @pytest.mark.parametrize("cache", [Cache(q_len=2), Cache(dequant="token", dtype="float16")], ids=lambda cache: cache.id)
@@ -83,7 +83,9 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
     """First captured on shorter lengths than it is replayed with: grids and lists have room for the plan's."""
     problem, capacity = Problem(2, 1, 16, 8, scale=0.3), (20, 40, 33)
     operands, grads = dense(problem)
-    forward, backward = (updatable(problem, extents(capacity), f"attention_{verb}") for verb in ("forward", "backward"))
+    forward, backward = (
+        updatable(problem, extents(capacity), f"attention_{op_kind}") for op_kind in ("forward", "backward")
+    )
     for kv_len in ((4, 17, 1), (0, 40, 33)):
         for found in (forward, backward):
             found.update(kv_len)
@@ -102,7 +104,7 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
         assert written(operands, grads)[-1].any()
 
 
-def test_a_list_keeps_its_place_and_its_room() -> None:
+def test_a_list_keeps_its_place_and_its_buffer() -> None:
     kept = layout_table.Kept(extents((20, 40, 33)))
     kept.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731

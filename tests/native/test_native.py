@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
-from support.native_dense import CAPPED, VARIANTS, converted, draw_call, judge, native, spoil, unit_views, with_cap
+from support.native_dense import CAPPED, VARIANTS, converted, draw_call, invalid, judge, native, unit_views, with_cap
 from support.oracle import forward, make
 
 from fusion_attention import _native, attention
@@ -36,7 +36,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> None:
     call = with_cap(draw_call(seed), 0.0 if seed < 1030 else 0.9)
-    spoil(call, seed)
+    invalid(call, seed)
     want = forward(call)
     for variant in VARIANTS:
         same_where_not_finite(native(call, variant), want, f"{variant} {call.problem}")
@@ -191,33 +191,33 @@ def test_beside_a_large_score_nothing_else_weighs_anything(variant: str, power: 
 
 
 @pytest.mark.parametrize(
-    ("verb", "dtype", "most"),
+    ("op_kind", "dtype", "most"),
     [
         ("attention_forward", "bfloat16", 60_000_000),
         ("attention_backward", "bfloat16", 120_000_000),
         ("attention_backward", "float32", 220_000_000),
     ],
 )
-def test_workspace_grows_with_length_not_with_its_square(verb: str, dtype: str, most: int) -> None:
+def test_workspace_grows_with_length_not_with_its_square(op_kind: str, dtype: str, most: int) -> None:
     def workspace(length: int) -> int:
         n = np.array([length])
         extents = Extents(n, n, n * 0 - INFINITE, n * 0 + 1, n * 0, n * 0)
-        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, verb)
+        return cpu.workspace_bytes(Problem(1, 1, 64, 64, dtype=dtype), extents, op_kind)
 
     assert workspace(65536) < most
     assert workspace(65536) < 2.1 * workspace(32768)
 
 
-@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
-def test_memory_that_is_not_there_is_an_error(verb: str) -> None:
+@pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
+def test_memory_that_is_not_there_is_an_error(op_kind: str) -> None:
     none, many = np.zeros(1, np.int64), np.array([1 << 48])
-    problem, lengths = Problem(1, 1, 64, 64), (none + 1, many) if verb == "attention_forward" else (many, none + 1)
+    problem, lengths = Problem(1, 1, 64, 64), (none + 1, many) if op_kind == "attention_forward" else (many, none + 1)
     extents = Extents(*lengths, none - INFINITE, none + INFINITE, none, none)
     view, one = RowView((torch.zeros(64),), none, 64, none, 64), RowView((torch.zeros(1),), none, 1, none, 1)
-    grads = (Grads(view, view, view, view),) if verb == "attention_backward" else ()
+    grads = (Grads(view, view, view, view),) if op_kind == "attention_backward" else ()
     operands = Operands(view, view, view, view, Stats(one, one))
     with pytest.raises(MemoryError):
-        getattr(cpu, verb)(problem, extents, cpu.schedule(problem, extents, verb), operands, *grads)
+        getattr(cpu, op_kind)(problem, extents, cpu.schedule(problem, extents, op_kind), operands, *grads)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad calls

@@ -22,8 +22,8 @@ from support.native_dense import (
     draw_call,
     gradient_sizes,
     gradients,
+    invalid,
     native,
-    spoil,
     unit_views,
     wanted,
     with_cap,
@@ -68,7 +68,7 @@ def test_random_calls_against_the_specification(seed: int, softcap: float) -> No
 @pytest.mark.parametrize("seed", range(2000, 2040))
 def test_what_is_not_finite_reaches_exactly_the_gradients_that_see_it(seed: int) -> None:
     call, rng = with_cap(draw_call(seed), 0.0 if seed < 2030 else 0.9), random.Random(seed)
-    spoil(call, seed)
+    invalid(call, seed)
     if (tensors := [t for t in call.dout if t.numel()]) and rng.random() < 0.5:
         tensor = rng.choice(tensors)
         tensor[tuple(rng.randrange(n) for n in tensor.shape)] = rng.choice([math.nan, math.inf])

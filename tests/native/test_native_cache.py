@@ -20,10 +20,10 @@ from support.native_decode import (
     Stored,
     alike,
     draw_case,
-    lay,
     native,
     pieces_of,
     plain_case,
+    prepare,
     remade,
     stored_case,
 )
@@ -104,7 +104,7 @@ def with_common(case: Case, common: int, paged: int = 0) -> tuple[Problem, Opera
     views: dict[str, Any] = {}
     for name, stored in (("k", case.k), ("v", case.v)):
         dim = stored.numbers[0].shape[2]
-        views[name] = lay([t[:, common:] for t in stored.numbers], dim, form, paged, case.seed)
+        views[name] = prepare([t[:, common:] for t in stored.numbers], dim, form, paged, case.seed)
         views[f"{name}_common"] = rows([stored.numbers[0][:, :common]])
     return replace(case.problem, common_keys=common, page_size=paged), replace(operands, **views)
 
@@ -228,7 +228,7 @@ def test_scales_of_tokens_lie_anywhere() -> None:
 
     def shared(form: str, size: int) -> dict[str, Any]:
         def view(tensors: list[torch.Tensor]) -> RowView | PagedView:
-            one = lay([t[:1].contiguous() for t in tensors], 1, form, size, 5)
+            one = prepare([t[:1].contiguous() for t in tensors], 1, form, size, 5)
             if isinstance(one, PagedView):
                 return replace(one, stride_head=0)
             return replace(one, stride_head=np.zeros_like(one.stride_head))

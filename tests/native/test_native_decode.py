@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.bits import same_bits, same_where_not_finite
 from support.native_decode import Case, Stored, draw_case, native, plain_case, remade
-from support.native_dense import CAPPED, converted, judge, spoil, with_cap
+from support.native_dense import CAPPED, converted, invalid, judge, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
 from support.oracle import alone, forward, load, make, results
 
@@ -50,7 +50,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(seed: int) -> N
         if scale and scale[0].numel():
             scale[0].view(-1)[seed % scale[0].numel()] = (math.nan, math.inf)[seed // 2 % 2]
     else:
-        spoil(replace(case.call, k=case.k.numbers, v=case.v.numbers), seed)
+        invalid(replace(case.call, k=case.k.numbers, v=case.v.numbers), seed)
     k, v = case.k.meaning(), case.v.meaning()
     case = replace(case, call=replace(case.call, k=k, v=[t[..., : v[0].shape[2]] for t in k] if shares else v))
     want = forward(case.call)
@@ -330,7 +330,7 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_written(change:
     assert operands.out.sequence(0, 2, 1).isnan().all()
 
 
-def test_a_laid_decode_takes_what_it_was_laid_for() -> None:
+def test_a_prepared_decode_takes_what_it_was_prepared_for() -> None:
     for page in (0, 16):
         problem = Problem(2, 1, 8, 8, dtype="bfloat16", page_size=page)
         case = plain_case(problem, (1,), (20,))
@@ -338,15 +338,15 @@ def test_a_laid_decode_takes_what_it_was_laid_for() -> None:
         schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
         cpu.attention_forward(problem, case.call.extents, schedule, operands)
         assert isinstance(schedule, decode.Schedule)
-        laid = decode.lay(schedule, problem, operands)
-        assert laid is not None
+        prepared = decode.prepare(schedule, problem, operands)
+        assert prepared is not None
         k, table = (
             (operands.k.pool, operands.k.table) if isinstance(operands.k, PagedView) else (operands.k.keep[0], None)
         )
         v = operands.v.pool if isinstance(operands.v, PagedView) else operands.v.keep[0]
         out, wanted = operands.out.keep[0], operands.out.keep[0].clone()
         given: list[Any] = [operands.q.keep[0], k, v, table, out.fill_(torch.nan), None, None]
-        assert laid.run(1, *given) == 0
+        assert prepared.run(1, *given) == 0
         same_bits([out], [wanted])
         out.fill_(torch.nan)
         for change, message in (
@@ -354,18 +354,18 @@ def test_a_laid_decode_takes_what_it_was_laid_for() -> None:
             ({0: 3}, "data_ptr"),
         ):
             with pytest.raises((ValueError, AttributeError), match=message):
-                laid.run(1, *[change.get(i, value) for i, value in enumerate(given)])
+                prepared.run(1, *[change.get(i, value) for i, value in enumerate(given)])
         with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
-            laid.run(0, *given)
+            prepared.run(0, *given)
         assert out.isnan().all()
 
 
-def test_a_decode_that_reads_more_is_not_laid() -> None:
+def test_a_decode_that_reads_more_is_not_prepared() -> None:
     problem = Problem(2, 1, 8, 8, dtype="bfloat16", has_sink=True)
     case = plain_case(problem, (1,), (20,))
     operands = case.operands()
     schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    assert decode.lay(schedule, problem, operands) is None
+    assert decode.prepare(schedule, problem, operands) is None
     with Floats() as floats, pytest.raises(ValueError, match="only q, k, v and a table of pages"):
-        schedule.decode.lay(decode._operands(problem, operands, floats))
+        schedule.decode.prepare(decode._operands(problem, operands, floats))

@@ -139,11 +139,11 @@ def test_scores_that_are_no_numbers_have_a_place() -> None:
         assert values.flatten().tolist() == [0.0, 0.0, -2.0, -2.0, -3.0, -math.inf]
 
 
-@pytest.mark.parametrize("verb", ["indexer_topk", "indexer_backward"])
-def test_memory_stays_under_a_gigabyte(verb: str) -> None:
+@pytest.mark.parametrize("op_kind", ["indexer_topk", "indexer_backward"])
+def test_memory_stays_under_a_gigabyte(op_kind: str) -> None:
     for dtype in ("float32", "bfloat16"):
         problem = IndexerProblem(64, 128, dtype, dtype, 2048)
-        assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), verb) < 200_000_000
+        assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), op_kind) < 200_000_000
 
 
 def test_what_this_back_end_does_not_compute_is_said() -> None:

@@ -38,7 +38,7 @@ def drawn(case: LossCase) -> Args:
 
 
 def loss_of(case: LossCase, args: Args) -> Loss:
-    """The call; the statistics of its indexer are given, where a face would have them found first."""
+    """The call; the statistics of its indexer are given, where an interface would have them found first."""
     call = lowered(case, args)
     given = {} if case.count else {name: args[name] for name in INDEX_STATISTICS}
     return Loss(call.extents, call.layout, {**call.tensors, **given}, call.problem)
@@ -190,7 +190,7 @@ def test_no_sequence_has_no_loss() -> None:
     empty = replace(call, extents=extents_of((), ()))
     filled = call.fill(call.results())
     cpu.indexer_loss(
-        empty.problem, empty.extents, cpu.schedule(empty.problem, empty.extents, empty.verb), *filled.operands
+        empty.problem, empty.extents, cpu.schedule(empty.problem, empty.extents, empty.op_kind), *filled.operands
     )
     assert filled.operands[0].loss.item() == 0
 

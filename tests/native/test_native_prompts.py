@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.native_decode import alike, lay, pieces_of, plain_case
+from support.native_decode import alike, pieces_of, plain_case, prepare
 from support.native_dense import VARIANTS, converted, judge
 from support.oracle import Call, Results, forward, load, make, results, rows
 
@@ -79,7 +79,7 @@ def test_pages_and_pieces_give_the_bits_of_rows(seed: int) -> None:
     views: dict[str, Any] = {}
     for i, name in enumerate(("k", "v") + (("k_rope",) if p.dim_rope else ())):
         tensors = getattr(call, name)
-        views[name] = lay(tensors, tensors[0].shape[2], "pages", size, seed + i)
+        views[name] = prepare(tensors, tensors[0].shape[2], "pages", size, seed + i)
     heads = p.heads_kv
     nz = {name: pieces_of(view, heads, rng.choice([8, 16])) for name, view in views.items()}
     paged = replace(p, page_size=size)
@@ -99,7 +99,7 @@ def test_common_keys_and_shared_ones_give_the_bits_of_rows(seed: int) -> None:
     views: dict[str, Any] = {}
     for name in ("k", "v"):
         tensors, form = getattr(call, name), "pages" if size else "rows"
-        views[name] = lay([t[:, common:] for t in tensors], tensors[0].shape[2], form, size, seed)
+        views[name] = prepare([t[:, common:] for t in tensors], tensors[0].shape[2], form, size, seed)
         views[f"{name}_common"] = rows([tensors[0][:, :common]]) if common else None
     for variant in VARIANTS:
         if common or size:
@@ -108,7 +108,7 @@ def test_common_keys_and_shared_ones_give_the_bits_of_rows(seed: int) -> None:
     dim_v = min(p.dim_v, p.dim_qk)
     shared = replace(p, dim_v=dim_v)
     call = replace(call, problem=shared, v=[t[..., :dim_v] for t in call.k])
-    k = lay(call.k, p.dim_qk, "pages", 16, seed)
+    k = prepare(call.k, p.dim_qk, "pages", 16, seed)
     for variant in VARIANTS:
         form = replace(shared, shares_kv=True, page_size=16)
         got = over_cache(call, form, {"k": k, "v": replace(k, dim=dim_v)}, variant)
@@ -132,7 +132,7 @@ def test_scales_of_rows_in_prompts(variant: str) -> None:
 def test_threads_do_not_change_a_bit_of_a_prompt(threads: int) -> None:
     problem = Problem(8, 2, 128, 128, dtype="bfloat16", scale=0.09)
     call = converted(make(problem, (700, 1, 130), (2500, 64, 131), Band.causal("end")), torch.bfloat16)
-    views = {name: lay(getattr(call, name), 128, "pages", 128, 7) for name in ("k", "v")}
+    views = {name: prepare(getattr(call, name), 128, "pages", 128, 7) for name in ("k", "v")}
     got = over_cache(call, replace(problem, page_size=128), views, VARIANTS[-1], threads)
     same_bits(got, plainly(call, VARIANTS[-1], 1))
 

@@ -120,7 +120,7 @@ def test_memory_behind_a_sequence_is_not_met(length: int) -> None:
     assert out.isfinite().all()
 
 
-def test_sequences_of_few_keys_are_the_dense_forwards_and_their_plan_is_laid() -> None:
+def test_sequences_of_few_keys_are_the_dense_forwards_and_their_plan_is_prepared() -> None:
     problem = Problem(12, 12, 64, 64, dtype="bfloat16")
     call = make(problem, (16, 0, 3, 32), (16, 0, 3, 32))
     assert isinstance(cpu.schedule(problem, call.extents, "attention_forward"), ForwardPlan)

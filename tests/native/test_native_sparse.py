@@ -162,7 +162,7 @@ def test_lists_around_whole_blocks_and_chunks(dtype: str, heads: int) -> None:
 @pytest.mark.parametrize("dim_v", [25, 63, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_that_end_within_a_word_of_the_keys(dtype: str, dim_v: int) -> None:
-    """Two bfloat16 elements are a word: an odd value row is gathered by itself, and wants room of its own."""
+    """Two bfloat16 elements are a word: an odd value row is gathered by itself, and wants buffer of its own."""
     sizes = {"heads_q": 8, "dim_qk": 64, "dim_v": dim_v, "dim_rope": 8, "scale": 0.1, "sink": True}
     case = SparseCase("TND", 0, dtype, (9,), (40,), shares_kv=True, **sizes)
     args = drawn(case)
@@ -251,11 +251,11 @@ def test_beside_a_large_score_no_other_key_weighs_anything(variant: str, power: 
 # ------------------------------------------------------------------------------------------------- memory and bad calls
 
 
-@pytest.mark.parametrize("verb", ["attention_forward", "attention_backward"])
+@pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_stays_under_a_gigabyte(verb: str, dtype: str) -> None:
+def test_memory_stays_under_a_gigabyte(op_kind: str, dtype: str) -> None:
     problem = Problem(64, 1, 576, 512, dtype=dtype, select_count=2048)
-    assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), verb) < 1_000_000_000
+    assert cpu.workspace_bytes(problem, extents_of((32768,), (32768,)), op_kind) < 1_000_000_000
 
 
 def test_what_this_back_end_does_not_compute_is_said() -> None:
@@ -267,7 +267,7 @@ def test_what_this_back_end_does_not_compute_is_said() -> None:
 def test_sizes_that_disagree_are_an_error() -> None:
     call = lowered(drawn(SparseCase("TND", q_len=(3,), kv_len=(5,), heads_q=2, mode=0)))
     results = call.results()
-    (operands,), plan = call.fill(results).operands, cpu.schedule(call.problem, call.extents, call.verb)
+    (operands,), plan = call.fill(results).operands, cpu.schedule(call.problem, call.extents, call.op_kind)
     narrow, long = replace(operands.indices, dim=3), replace(operands.indices, address=np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="indices has rows of another length"):
         cpu.attention_forward(call.problem, call.extents, plan, replace(operands, indices=narrow))

@@ -60,13 +60,13 @@ def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, seen: S
     compare_with("out", out, lambda: loop(q.double(), keys, values, rows, seen), draws=DRAWS)
 
 
-def room(rows: int = T, dim: int = DV) -> torch.Tensor:
+def buffer(rows: int = T, dim: int = DV) -> torch.Tensor:
     return torch.full((rows, N1, dim), math.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_rows(dtype: torch.dtype) -> None:
-    q, k, v, out = Q.to(dtype), K.to(dtype), V.to(dtype), room().to(dtype)
+    q, k, v, out = Q.to(dtype), K.to(dtype), V.to(dtype), buffer().to(dtype)
     keys, values, lower = packed(k), packed(v), causal(ROWS)
     npu._npu_flash_attention_unpad(q, k, v, ROWS, SCALE, N1, N2, out)
     judge(out, keys, values, ROWS, everything, q)
@@ -81,10 +81,10 @@ def test_packed_rows(dtype: torch.dtype) -> None:
 def test_a_mask_of_every_sequence() -> None:
     mask = torch.rand(4, 5, 5, generator=GENERATOR) < 0.4
     mask[:, :, 0] = False
-    out = room()
+    out = buffer()
     npu._npu_flash_attention(Q, K, V, mask, ROWS, SCALE, N1, N2, out)
     judge(out, packed(K), packed(V), ROWS, lambda b, i, keys: ~mask[b, i, :keys])
-    again = room()
+    again = buffer()
     npu._npu_flash_attention(Q, K, V, mask[:, None].to(torch.int8), ROWS, SCALE, N1, N2, again)
     same_bits(again, out)
 
@@ -115,13 +115,13 @@ def test_masks_in_fractals() -> None:
 
 @pytest.mark.parametrize("kernel", [0, 2, None])
 def test_a_choice_of_kernels_changes_nothing(kernel: int | None) -> None:
-    npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted := room())
-    npu._npu_flash_attention_unpad_v2(Q, K, V, ROWS, SCALE, N1, N2, kernel_type=kernel, out=(out := room()))
+    npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted := buffer())
+    npu._npu_flash_attention_unpad_v2(Q, K, V, ROWS, SCALE, N1, N2, kernel_type=kernel, out=(out := buffer()))
     same_bits(out, wanted)
 
 
 def test_rows_behind_the_last_sequence_stay() -> None:
-    rows, out = torch.tensor([2, 3]), room()
+    rows, out = torch.tensor([2, 3]), buffer()
     npu._npu_flash_attention_unpad(Q, K, V, rows, SCALE, N1, N2, out)
     judge(out[:5], K[:5].split([2, 3]), V[:5].split([2, 3]), rows, everything, Q[:5])
     assert out[5:].isnan().all()
@@ -130,11 +130,11 @@ def test_rows_behind_the_last_sequence_stay() -> None:
 
 
 def test_rows_over_pages() -> None:
-    out, keys, values = room(), unpaged(PAGES, KEYS, TABLE), unpaged(VALUES, KEYS, TABLE)
+    out, keys, values = buffer(), unpaged(PAGES, KEYS, TABLE), unpaged(VALUES, KEYS, TABLE)
     triangle = torch.ones(128, 128, dtype=torch.bfloat16).triu(1)
     npu._npu_flash_attention_qlens(Q, PAGES, VALUES, TABLE, triangle, ROWS, KEYS, N2, N1, SCALE, out)
     judge(out, keys, values, ROWS, causal(ROWS))
-    again, pages = room(), {"block_table": TABLE, "context_lens": KEYS, "seq_len": ROWS}
+    again, pages = buffer(), {"block_table": TABLE, "context_lens": KEYS, "seq_len": ROWS}
     npu._npu_paged_attention_splitfuse_v2(
         Q, PAGES, VALUES, mask=triangle, **pages, num_kv_heads=N2, num_heads=N1, scale_value=SCALE, out=again
     )
@@ -152,7 +152,7 @@ def test_rows_over_pages() -> None:
 def test_one_row_of_every_sequence() -> None:
     some = KEYS > 0
     keys, table, q = KEYS[some], TABLE[some], Q[:3]
-    ones, out = torch.ones(3, dtype=torch.int64), room(3)
+    ones, out = torch.ones(3, dtype=torch.int64), buffer(3)
     args = {
         "query": q, "key_cache": PAGES, "value_cache": VALUES, "num_kv_heads": N2, "num_heads": N1,
         "scale_value": SCALE, "block_table": table, "context_lens": keys.int(), "out": out,
@@ -160,11 +160,11 @@ def test_one_row_of_every_sequence() -> None:
     workspace = npu._npu_paged_attention_get_workspace(**args)
     npu._npu_paged_attention(**args, workspace=workspace)
     judge(out, unpaged(PAGES, keys, table), unpaged(VALUES, keys, table), ones, everything, q)
-    npu._npu_paged_attention(Q[:4], PAGES, VALUES, N2, N1, SCALE, TABLE, KEYS, out4 := room(4))
+    npu._npu_paged_attention(Q[:4], PAGES, VALUES, N2, N1, SCALE, TABLE, KEYS, out4 := buffer(4))
     assert not out4[1].any()  # a sequence without keys
     for heads in (1, N2):
         pages = PAGES[:, :, :heads]
-        npu._npu_paged_attention_mla(q, pages, heads, N1, SCALE, table, keys, 12, latent := room(3, 12))
+        npu._npu_paged_attention_mla(q, pages, heads, N1, SCALE, table, keys, 12, latent := buffer(3, 12))
         judge(latent, unpaged(pages, keys, table), unpaged(pages[..., :12], keys, table), ones, everything, q)
 
 
@@ -221,10 +221,10 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
     """Arguments of a legal call, with some changed."""
     rows, pages = torch.tensor([2, 3]), torch.tensor([20, 31])
     common = {"scale_value": SCALE, "num_heads": N1, "num_kv_heads": N2}
-    args: dict[str, Any] = {"query": Q[:5], "key": K[:5], "value": V[:5], "seq_len": rows, "out": room(5), **common}
+    args: dict[str, Any] = {"query": Q[:5], "key": K[:5], "value": V[:5], "seq_len": rows, "out": buffer(5), **common}
     if "paged" in name:
         args = {"query": Q[:2], "key_cache": PAGES, "value_cache": VALUES, "block_table": TABLE[:2], **common}
-        args |= {"context_lens": pages, "out": room(2)}
+        args |= {"context_lens": pages, "out": buffer(2)}
     elif "unpad" not in name:
         args["mask"] = torch.zeros(5, 5)
     return args | changes
@@ -238,8 +238,8 @@ def call(name: str, **changes: Any) -> dict[str, Any]:
         ("_npu_flash_attention", {"seq_len": torch.tensor([2, -3])}, "seq_len: expected lengths >= 0"),
         ("_npu_flash_attention", {"mask": torch.zeros(2, 2)}, r"mask: expected \[S, S\]"),
         ("_npu_flash_attention", {"mask": torch.full((5, 5), -0.5)}, "or 0, got -0.5"),
-        ("_npu_flash_attention", {"out": room(5).double()}, "out: expected float32 as query"),
-        ("_npu_flash_attention", {"out": room(5)[:1].expand(5, N1, DV)}, "memory of its own"),
+        ("_npu_flash_attention", {"out": buffer(5).double()}, "out: expected float32 as query"),
+        ("_npu_flash_attention", {"out": buffer(5)[:1].expand(5, N1, DV)}, "memory of its own"),
         ("_npu_flash_attention", {"query": Q[:5].clone().requires_grad_()}, "query: .*npu_fusion_attention"),
         ("_npu_flash_attention_unpad", {"num_kv_heads": 3}, "key: expected axis 1 to be"),
         ("_npu_flash_attention_unpad", {"scale_value": math.inf}, "a finite scale"),
@@ -257,12 +257,12 @@ def test_what_is_wrong_is_said_and_nothing_is_written(name: str, changes: dict[s
 
 
 def test_rows_that_do_not_lie_end_to_end() -> None:
-    out, wanted = torch.full((N1, T, DV), math.nan).transpose(0, 1), room()
+    out, wanted = torch.full((N1, T, DV), math.nan).transpose(0, 1), buffer()
     npu._npu_flash_attention_unpad(Q, K, V, ROWS, SCALE, N1, N2, wanted)
     apart = Q.repeat_interleave(2, -1)[..., ::2], K.transpose(0, 1).contiguous().transpose(0, 1), V
     npu._npu_flash_attention_unpad(*apart, ROWS, SCALE, N1, N2, out)
     same_bits(out, wanted)
-    npu._npu_paged_attention(Q[:2], PAGES, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], wanted := room(2))
+    npu._npu_paged_attention(Q[:2], PAGES, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], wanted := buffer(2))
     pages = PAGES.repeat_interleave(2, 0)[::2]
-    npu._npu_paged_attention(Q[:2], pages, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], out := room(2))
+    npu._npu_paged_attention(Q[:2], pages, VALUES, N2, N1, SCALE, TABLE[:2], KEYS[:2], out := buffer(2))
     same_bits(out, wanted)

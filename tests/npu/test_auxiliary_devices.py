@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.records import COMPANION_FACES
+from support.records import AUXILIARY_INTERFACES
 
 from fusion_attention import ContractError, npu
 from fusion_attention.contract import Tensor
 from fusion_attention.contract.sampling import sample
-from fusion_attention.ops.auxiliary import COMPANIONS
+from fusion_attention.ops.auxiliary import AUXILIARY
 
 # What moves elements, and computes none, takes them of any dtype.
 OF_ANY_DTYPE = {"npu_confusion_transpose", "npu_confusion_transpose_backward", "npu_format_cast", "npu_format_cast_"}
@@ -39,7 +39,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 def given(name: str) -> dict[str, Any]:
     """The arguments of a sample by the function's names, in memory of their own: some of them are written."""
-    op = COMPANIONS[name]
+    op = AUXILIARY[name]
     args, inputs = sample(op), [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     return {p.shown: each(torch.clone, args[p.name]) for p in inputs}
 
@@ -56,10 +56,10 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
-@pytest.mark.parametrize("name", COMPANIONS)
+@pytest.mark.parametrize("name", AUXILIARY)
 def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     plain, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
-    found = [COMPANION_FACES[name](**args) for args in (plain, changed)]
+    found = [AUXILIARY_INTERFACES[name](**args) for args in (plain, changed)]
     want, got = (
         [*tensors(result), *tensors([*args.values()])] for result, args in zip(found, (plain, changed), strict=True)
     )
@@ -69,7 +69,7 @@ def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tens
         same_bits(ours.cpu(), theirs, name)
 
 
-@pytest.mark.parametrize("name", [name for name in COMPANIONS if name not in OF_ANY_DTYPE])
+@pytest.mark.parametrize("name", [name for name in AUXILIARY if name not in OF_ANY_DTYPE])
 def test_float64_is_refused(name: str) -> None:
     floats = [
         key for key, value in given(name).items() if isinstance(value, torch.Tensor) and value.dtype == torch.float32
@@ -77,16 +77,16 @@ def test_float64_is_refused(name: str) -> None:
     for key in floats:
         args = given(name)
         with pytest.raises(ContractError, match=rf"{name}: \w+: expected .*float64"):
-            COMPANION_FACES[name](**{**args, key: args[key].double()})
+            AUXILIARY_INTERFACES[name](**{**args, key: args[key].double()})
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-@pytest.mark.parametrize("name", [name for name in COMPANIONS if "paged" not in name and "flash" not in name])
+@pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
 def test_autocast_changes_nothing(name: str, device: str) -> None:
     """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
     plain, within = ({key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2))
-    want = tensors(COMPANION_FACES[name](**plain))
+    want = tensors(AUXILIARY_INTERFACES[name](**plain))
     with torch.autocast(device, dtype=torch.bfloat16):
-        got = tensors(COMPANION_FACES[name](**within))
+        got = tensors(AUXILIARY_INTERFACES[name](**within))
     for ours, theirs in zip(got, want, strict=True):
         same_bits(ours.cpu(), theirs.cpu(), name)

@@ -129,7 +129,7 @@ def test_beside_another_torch_npu_nothing_is_run(
     assert "expected no other torch_npu" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------------ subprocesses
+# --------------------------------------------------------------------------------------------------------- subprocesses
 
 STANDING_IN = """
 import importlib.machinery, sys

@@ -153,7 +153,7 @@ def test_weights_that_wait_for_a_gradient_are_a_doubt() -> None:
 ONE = torch.ones(1)
 
 
-@pytest.mark.parametrize("face", [npu.npu_mla_prolog, npu.npu_mla_prolog_v2, npu.npu_mla_prolog_v3])
+@pytest.mark.parametrize("interface", [npu.npu_mla_prolog, npu.npu_mla_prolog_v2, npu.npu_mla_prolog_v3])
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -169,10 +169,10 @@ ONE = torch.ones(1)
         ({"kv_cache": caches()[0].requires_grad_()}, "kv_cache: .*written in place"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_written(face: Callable[..., Any], changes: Any, text: str) -> None:
+def test_what_is_wrong_is_said_and_nothing_is_written(interface: Callable[..., Any], changes: Any, text: str) -> None:
     args = args_of(**changes)
-    with pytest.raises(ContractError, match=f"{face.__name__}: {text}"):
-        face(**args)
+    with pytest.raises(ContractError, match=f"{interface.__name__}: {text}"):
+        interface(**args)
     assert all((args[name] == 7).all() for name in ("kv_cache", "kr_cache"))
 
 

@@ -121,7 +121,7 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
                 found = getattr(found, part)
 
 
-def test_a_new_function_of_a_face_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
     monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
     modules = made(torch.device("cpu"), "npu")

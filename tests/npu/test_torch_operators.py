@@ -180,9 +180,9 @@ OUTS: list[tuple[Any, int]] = [(npu.npu_fusion_attention_v3, 6), (npu.npu_fusion
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu"])
-@pytest.mark.parametrize(("face", "count"), OUTS)
+@pytest.mark.parametrize(("interface", "count"), OUTS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_results_go_where_they_are_told(face: Any, count: int, device: str, packed: bool) -> None:
+def test_results_go_where_they_are_told(interface: Any, count: int, device: str, packed: bool) -> None:
     q = torch.randn(6, 2, 16, device=device) if packed else torch.randn(1, 2, 6, 16, device=device)
     sink = torch.zeros(2, device=device)
     given: dict[str, Any] = {"scale": 0.25, "sink": sink}
@@ -193,21 +193,21 @@ def test_results_go_where_they_are_told(face: Any, count: int, device: str, pack
         out, top, total, *_ = npu.npu_fusion_attention_v3(*args, **given)
         args = (q, q, q, out, *args[3:])
         given |= {"softmax_max": top, "softmax_sum": total, "attention_in": out, "scale_value": given.pop("scale")}
-    wanted = face(*args, **given)
-    for out_of in (face.out, getattr(torch.ops.npu, face.__name__).out):
-        room = [torch.full_like(t, 7) if t.numel() else torch.full((3,), 7.0, device=device) for t in wanted]
-        found = out_of(*args, **given, workspace=None, out=room)
-        for ours, theirs, into in zip(found, wanted, room, strict=True):
+    wanted = interface(*args, **given)
+    for out_of in (interface.out, getattr(torch.ops.npu, interface.__name__).out):
+        buffer = [torch.full_like(t, 7) if t.numel() else torch.full((3,), 7.0, device=device) for t in wanted]
+        found = out_of(*args, **given, workspace=None, out=buffer)
+        for ours, theirs, into in zip(found, wanted, buffer, strict=True):
             assert ours.data_ptr() == into.data_ptr()
             same_bits(into, theirs if theirs.numel() else torch.full((3,), 7.0, device=device))
 
 
 def test_an_out_that_does_not_fit_is_said_and_nothing_is_written() -> None:
     q = torch.randn(1, 2, 6, 16)
-    room = [torch.zeros_like(t) for t in npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25)]
+    buffer = [torch.zeros_like(t) for t in npu.npu_fusion_attention_v3(q, q, q, 2, "BNSD", scale=0.25)]
     out = npu.npu_fusion_attention_v3.out
     with pytest.raises(ContractError, match=r"out: expected \[attention_out, .*offset\]"):
-        out(q, q, q, 2, "BNSD", scale=0.25, out=room[:2])
+        out(q, q, q, 2, "BNSD", scale=0.25, out=buffer[:2])
     with pytest.raises(ContractError, match="softmax_max: expected out as the result"):
-        out(q, q, q, 2, "BNSD", scale=0.25, out=[room[0], room[1].double(), *room[2:]])
-    assert not any(t.any() for t in room)
+        out(q, q, q, 2, "BNSD", scale=0.25, out=[buffer[0], buffer[1].double(), *buffer[2:]])
+    assert not any(t.any() for t in buffer)

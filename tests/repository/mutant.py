@@ -22,13 +22,13 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def house(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
+def package(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
     """A mutation of the package."""
     return Mutant(name, f"src/fusion_attention/{file}", old, new, tuple(f"tests/{test}" for test in tests))
 
 
 def capi(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
-    """A mutation of the C face's libraries, which are built anew for it."""
+    """A mutation of the C API's libraries, which are built anew for it."""
     return Mutant(name, f"csrc/capi/{file}", old, new, tuple(f"tests/capi/{test}" for test in tests))
 
 

@@ -150,7 +150,7 @@ class Copy:
         return Run(ran.code, ran.text, seconds + linked.seconds + ran.seconds)
 
     def capi(self) -> None:
-        """Builds the C face's libraries, what changed alone; the tests of the copy then call them."""
+        """Builds the C API's libraries, what changed alone; the tests of the copy then call them."""
         csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
         text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
         made: list[str | Path] = []

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from mutant import house
+from mutant import package
 
 ATB = [
-    house("a mask's line is read that is another row's", "npu/auxiliary/atb.py",
+    package("a mask's line is read that is another row's", "npu/auxiliary/atb.py",
           "(ends - rows)[:, None]", "ends[:, None]",
           "npu/test_atb.py::test_rows_over_pages"),
-    house("1 in a mask leaves a key", "ops/auxiliary/atb.py",
+    package("1 in a mask leaves a key", "ops/auxiliary/atb.py",
           "return (mask > 0) | (mask <= UNSEEN)", "return mask <= UNSEEN",
           "npu/test_atb.py::test_packed_rows"),
-    house("rows behind the last sequence are written", "npu/auxiliary/atb.py",
+    package("rows behind the last sequence are written", "npu/auxiliary/atb.py",
           'given["out"][:rows].copy_(found)', 'given["out"].zero_()[:rows].copy_(found)',
           "npu/test_atb.py::test_rows_behind_the_last_sequence_stay"),
-    house("a smoothed loss leaves out the weights of classes", "npu/auxiliary/losses.py",
+    package("a smoothed loss leaves out the weights of classes", "npu/auxiliary/losses.py",
           "spread = log_prob if weight is None else log_prob * weight", "spread = log_prob",
           "npu/test_cross_entropy.py::test_a_loss_and_its_gradient_are_torchs"),
-    house("a negative scale is lost before the rectifier", "npu/auxiliary/quantised_sparse.py",
+    package("a negative scale is lost before the rectifier", "npu/auxiliary/quantised_sparse.py",
           '"key": key.float() * key_dequant_scale.float().unsqueeze(-1)',
           '"key": key.float() * key_dequant_scale.float().abs().unsqueeze(-1)',
           "sparse/test_quantised_sparse.py::test_the_indexer_chooses_what_the_formula_does"),
-    house("pages that are left out move the others", "npu/auxiliary/quantised_sparse.py",
+    package("pages that are left out move the others", "npu/auxiliary/quantised_sparse.py",
           "found = torch.searchsorted(used, table.clamp(0, pages - 1))", "found = table.clamp(0, len(used) - 1)",
           "sparse/test_quantised_sparse.py::test_attention_over_packed_bytes"),
-    house("an error comes under the name of what computes", "npu/auxiliary/call.py",
+    package("an error comes under the name of what computes", "npu/auxiliary/call.py",
           "replace(f, op=op.name, ", "replace(f, ",
           "npu/test_atb.py::test_what_is_wrong_is_said_and_nothing_is_written"),
 ]  # fmt: skip

@@ -1,18 +1,18 @@
-"""The mutations of the C face's headers and command; part of mutations.py's."""
+"""The mutations of the C API's headers and command; part of mutations.py's."""
 
 from __future__ import annotations
 
-from mutant import Mutant, house
+from mutant import Mutant, package
 
 HEADERS = "capi/test_headers.py"
 COMMAND = "cli/test_capi_command.py"
 
 
-C_FACE = [
-    house("lengths of the sparse operators are arrays in C too", "ops/shared/prototypes.py",
+C_API = [
+    package("lengths of the sparse operators are arrays in C too", "ops/shared/prototypes.py",
           'r"PaddingSize|actualSeq" if name in', 'r"PaddingSize" if name in',
           f"{HEADERS}::test_declarations_are_what_the_pages_print"),
-    house("gradients are declared beside the forwards", "ops/shared/prototypes.py",
+    package("gradients are declared beside the forwards", "ops/shared/prototypes.py",
           "{'_grad' if 'Grad' in name else ''}", "",
           f"{HEADERS}::test_every_operator_is_declared_and_defined_once_in_its_file"),
     Mutant("the mask of outputs is one bit off", "codegen/headers.py",
@@ -20,7 +20,7 @@ C_FACE = [
     Mutant("a header without its extern C's end", "codegen/headers.py",
            "{functions}\n#ifdef __cplusplus\n}}", "{functions}\n#ifdef __cplusplus\n",
            (f"tests/{HEADERS}::test_what_is_there_is_what_the_records_give",)),
-    house("flags of a folder with a space in its name", "capi/environment.py",
+    package("flags of a folder with a space in its name", "capi/environment.py",
           'return shlex.join([f"-L{LIBRARY}"', 'return " ".join([f"-L{LIBRARY}"',
           f"{COMMAND}::test_flags_are_one_line_that_a_shell_reads"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutant import capi, house
+from mutant import capi, package
 
 OPERATORS = "test_operators.py"
 ENTRY = [
@@ -11,12 +11,12 @@ ENTRY = [
          f"{OPERATORS}::test_a_repeatable_executor_follows_its_tensors"),
     capi("a workspace may be a little too small", "entry.cpp",
          "if (size < needed)", "if (size + 64 < needed)",
-         f"{OPERATORS}::test_what_phase_2_refuses_writes_nothing_and_can_be_mended"),
+         f"{OPERATORS}::test_what_phase_2_refuses_writes_nothing_and_can_be_recomputed"),
     capi("a window begins where its memory does", "entry.cpp",
          "return address + begin;", "return address;",
          f"{OPERATORS}::test_windows_of_larger_memory_give_what_python_gives"),
     capi("Python takes SIGINT from the program", "python.cpp",
          "sigaction(SIGINT, &interrupt, nullptr);", "", "test_embedding.py::test_a_program_that_starts_python"),
-    house("C programs are not held to the chip's limits", "capi/entry.py",
+    package("C programs are not held to the chip's limits", "capi/entry.py",
           "strict=True", "strict=False", f"capi/{OPERATORS}::test_broken_calls_are_refused_as_in_python"),
 ]  # fmt: skip

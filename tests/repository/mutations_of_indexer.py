@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from mutant import house
+from mutant import package
 
 CHOICE, LOSS = "kernels/test_indexer_kernels.py", "kernels/test_loss.py"
 HIDDEN = "kernels/test_lists_not_finite.py::test_what_a_weight_of_zero_hides_stays_hidden"
 INDEXER = [
-    house("Triton: a score that is no number is chosen last", "backends/triton/indexer_choice.py",
+    package("Triton: a score that is no number is chosen last", "backends/triton/indexer_choice.py",
           "tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)", "tl.where(bits < 0, bits ^ LARGEST, bits), NO_RANK)",
           f"{CHOICE}::test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen"),
-    house("Triton: among equals one key too many stays", "backends/triton/indexer_choice.py",
+    package("Triton: among equals one key too many stays", "backends/triton/indexer_choice.py",
           "(tl.cumsum(equal, 0) <= equals)", "(tl.cumsum(equal, 0) <= equals + 1)",
           f"{CHOICE}::test_the_order_is_exact"),
-    house("Triton: gradients read a list behind its end", "backends/triton/selection.py",
+    package("Triton: gradients read a list behind its end", "backends/triton/selection.py",
           "tl.min(tl.where(entry < 0, n, SELECT), 0)", "SELECT", f"{LOSS}::test_cases"),
-    house("Triton: the warm-up's window is one key short", "backends/triton/dense_kl_loss.py",
+    package("Triton: the warm-up's window is one key short", "backends/triton/dense_kl_loss.py",
           "(key[None, :] >= (row + lo)[:, None])", "(key[None, :] > (row + lo)[:, None])", f"{LOSS}::test_cases"),
-    house("Triton: a lane without a head makes an infinite key NaN", "backends/triton/selected_loss.py",
+    package("Triton: a lane without a head makes an infinite key NaN", "backends/triton/selected_loss.py",
           "if PADDED:", "if not PADDED:", f"{LOSS}::test_an_infinite_key_whose_products_are_all_negative_scores_zero"),
-    house("Triton: a key that is NaN is multiplied by zero", "backends/triton/loss_parts.py",
+    package("Triton: a key that is NaN is multiplied by zero", "backends/triton/loss_parts.py",
           "tl.where(bad[:, None] > 0, tl.zeros_like(x), x)", "x",
           f"{LOSS}::test_a_row_that_is_not_finite_reaches_exactly_goldens_rows"),
-    house("Triton: nobody notes a query of the indexer that is not finite", "backends/triton/indexer_gradient.py",
+    package("Triton: nobody notes a query of the indexer that is not finite", "backends/triton/indexer_gradient.py",
           "mask=strange_three(query, D1, D2) > 0)", "mask=head0 < 0)", HIDDEN),
-    house("Triton: what is not above 0 counts when it is mended", "backends/triton/indexer_gradient.py",
+    package("Triton: what is not above 0 counts when it is recomputed", "backends/triton/indexer_gradient.py",
           "live = chosen & (products(query, listed, W1, W2) > 0.0)", "live = chosen", HIDDEN),
-    house("Triton: an entry that does not count has its gradient", "backends/triton/indexer_gradient.py",
+    package("Triton: an entry that does not count has its gradient", "backends/triton/indexer_gradient.py",
           "g = tl.where(chosen, g, 0.0)", "g = g * 1.0",
           "kernels/test_lists_not_finite.py::test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is"),
-    house("Triton: differences of float16 have no room", "backends/triton/loss_parts.py",
+    package("Triton: differences of float16 have no room", "backends/triton/loss_parts.py",
           "tl.constexpr(256.0)", "tl.constexpr(4096.0)",
           f"{LOSS}::test_float16_holds_differences_of_statistics_of_fewer_keys"),
 ]  # fmt: skip

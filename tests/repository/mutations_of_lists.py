@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from mutant import house
+from mutant import package
 
 FORWARD, UPDATES = "kernels/test_sparse_forward.py", "kernels/test_sparse_updates.py"
 SHARED_OUT = f"{FORWARD}::test_lists_of_few_tokens_are_shared_out"
 SUMS = "kernels/test_key_sum.py::test_rows_are_added_in_their_order_for_any_number_of_chunks"
 LISTS = [
-    house("Triton: an entry behind the last block wraps around", "backends/triton/selection.py",
+    package("Triton: an entry behind the last block wraps around", "backends/triton/selection.py",
           "tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK", "entry * BLOCK",
           f"{FORWARD}::test_no_list_makes_a_row_read_outside"),
-    house("Triton: a list goes on behind its end", "backends/triton/selection.py",
+    package("Triton: a list goes on behind its end", "backends/triton/selection.py",
           "tl.where(entry < 0, n, SELECT)", "tl.where(entry < -1, n, SELECT)",
           f"{FORWARD}::test_cases"),
-    house("Triton: slots behind the end of a list weigh as zeros do", "backends/triton/sparse_forward.py",
+    package("Triton: slots behind the end of a list weigh as zeros do", "backends/triton/sparse_forward.py",
           "s = tl.where(there[None, :], s, -float(\"inf\"))", "s = tl.where(there[None, :], s, 0.0)",
           f"{FORWARD}::test_cases"),
-    house("Triton: the page of the turn before, of a list", "backends/triton/sparse_forward.py",
+    package("Triton: the page of the turn before, of a list", "backends/triton/sparse_forward.py",
           "key, page = key_next, page_next", "key, page = key_next, page", f"{FORWARD}::test_cases"),
-    house("Triton: what no float holds weighs nothing in a list", "backends/triton/recompute_lists.py",
+    package("Triton: what no float holds weighs nothing in a list", "backends/triton/recompute_lists.py",
           "p, outlasting(p), counted", "p, p, counted",
           f"{FORWARD}::test_infinite_values_outlast_weights_that_no_float_can_hold"),
-    house("Triton: every share of a list is its first", "backends/triton/sparse_forward.py",
+    package("Triton: every share of a list is its first", "backends/triton/sparse_forward.py",
           "begin = tl.program_id(1) * per", "begin = 0 * per", SHARED_OUT),
-    house("Triton: a share of a list goes on to the list's end", "backends/triton/sparse_forward.py",
+    package("Triton: a share of a list goes on to the list's end", "backends/triton/sparse_forward.py",
           "tl.minimum(slots, begin + per)", "tl.minimum(slots, slots + per)", SHARED_OUT),
-    house("Triton: a key's blocks have no sums of their own", "backends/triton/key_sum.py",
+    package("Triton: a key's blocks have no sums of their own", "backends/triton/key_sum.py",
           "row // per == before // per", "row >= before // per", SUMS),
-    house("Triton: of a hot key's blocks the last counts", "backends/triton/key_sum.py",
+    package("Triton: of a hot key's blocks the last counts", "backends/triton/key_sum.py",
           "acc += tl.load(of_key", "acc = tl.load(of_key", SUMS),
-    house("Triton: a graph of the warm-up loss keeps its rows' tiles", "backends/triton/launch_dense_kl_loss.py",
+    package("Triton: a graph of the warm-up loss keeps its rows' tiles", "backends/triton/launch_dense_kl_loss.py",
           'held.on(device, f"rows {t.target}", work.rows)', "memory.Copied.of(work.rows(e), device)",
           f"{UPDATES}::test_updated_plans_and_their_graphs_are_fresh_ones"),
-    house("Triton: a window never lies across one tile more", "backends/triton/launch_dense_kl_loss.py",
+    package("Triton: a window never lies across one tile more", "backends/triton/launch_dense_kl_loss.py",
           "t.end - t.begin + 2 * tile.BN - 2", "t.end - t.begin + tile.BN - 1",
           f"{UPDATES}::test_no_length_takes_more_turns_than_were_planned"),
 ]  # fmt: skip

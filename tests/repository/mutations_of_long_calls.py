@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from mutant import core, house
+from mutant import core, package
 
 TRAINING = "kernels/test_long_shapes.py::test_training_attention_and_its_gradients"
 LISTS = "kernels/test_long_shapes.py::test_lists_of_far_keys_and_long_caches"
 SUMS = "kernels/test_long_shapes.py::test_gradients_of_lists_of_far_keys"
 CHOICE = "kernels/test_long_shapes.py::test_what_is_chosen_of_many_keys"
 LONG_CALLS = [
-    house("Triton: a loop stops after 1024 keys", "backends/triton/forward.py",
+    package("Triton: a loop stops after 1024 keys", "backends/triton/forward.py",
           "for t in tl.range(0, left + right):", "for t in tl.range(0, tl.minimum(left + right, 1024 // BN)):",
           TRAINING),
-    house("Triton: a new maximum after 1024 keys does not fade out", "backends/triton/forward.py",
+    package("Triton: a new maximum after 1024 keys does not fade out", "backends/triton/forward.py",
           "acc0 = acc0 * fade[:, None]", "acc0 = acc0 * tl.where(t * BN < 1024, fade, 1.0)[:, None]", TRAINING),
-    house("Triton: the last rows of 2048 keep what lay there", "backends/triton/forward.py",
+    package("Triton: the last rows of 2048 keep what lay there", "backends/triton/forward.py",
           "at_out + wide * stride_out, valid,", "at_out + wide * stride_out, valid & (row < 2032),", TRAINING),
-    house("Triton: sums of rows from 1024 on are not written", "backends/triton/forward.py",
+    package("Triton: sums of rows from 1024 on are not written", "backends/triton/forward.py",
           "wide * stride_sum, l, mask=valid)", "wide * stride_sum, l, mask=valid & (row < 1024))", TRAINING),
-    house("Triton: dq leaves out keys from 1024 on", "backends/triton/backward.py",
+    package("Triton: dq leaves out keys from 1024 on", "backends/triton/backward.py",
           "add_three((dq0, dq1, dq2), ds, keys,", "add_three((dq0, dq1, dq2), tl.where(j0 < 1024, ds, 0.0), keys,",
           TRAINING),
-    house("Triton: dv leaves out rows from 1024 on", "backends/triton/backward.py",
+    package("Triton: dv leaves out rows from 1024 on", "backends/triton/backward.py",
           "        weight = p\n", "        weight = tl.where(row0 < 1024, p, 0.0)\n", TRAINING),
-    house("Triton: the last tokens of dv are 10 % too large", "backends/triton/backward.py",
+    package("Triton: the last tokens of dv are 10 % too large", "backends/triton/backward.py",
           "(dv0, dv1, dv2), 1.0 / keep_prob,", "(dv0, dv1, dv2), tl.where(j0 + BN < 2048, 1.0, 1.1) / keep_prob,",
           TRAINING),
-    house("Triton: a cache's pages begin again after 2048 keys", "backends/triton/decode.py",
+    package("Triton: a cache's pages begin again after 2048 keys", "backends/triton/decode.py",
           "ahead = page_ahead(table, b * step, last, j0 + BN,",
           "ahead = page_ahead(table, b * step, last, (j0 + BN) % 2048,", LISTS),
-    house("Triton: values of keys from 8192 on are those of near ones", "backends/triton/sparse_forward.py",
+    package("Triton: values of keys from 8192 on are those of near ones", "backends/triton/sparse_forward.py",
           "offset_within(cache_v, key,", "offset_within(cache_v, key % 8192,", LISTS),
-    house("Triton: a list's keys from 16000 on are not seen", "backends/triton/sparse_forward.py",
+    package("Triton: a list's keys from 16000 on are not seen", "backends/triton/sparse_forward.py",
           "there = in_band(key, first, end)\n", "there = in_band(key, first, end) & (key < 16000)\n", LISTS),
-    house("Triton: a list's weights of keys from 1100 on are zero", "backends/triton/sparse_backward.py",
+    package("Triton: a list's weights of keys from 1100 on are zero", "backends/triton/sparse_backward.py",
           "seen = chosen[None, :] & (s != ", "seen = (chosen & (j < 1100))[None, :] & (s != ", SUMS),
-    house("Triton: sums of keys from 1100 on are not written", "backends/triton/key_sum.py",
+    package("Triton: sums of keys from 1100 on are not written", "backends/triton/key_sum.py",
           "there = (j < tl.load(tile + 2))", "there = (j < tl.minimum(tl.load(tile + 2), 1100))", SUMS),
-    house("Triton: the indexer reads no key from 2048 on", "backends/triton/indexer_choice.py",
+    package("Triton: the indexer reads no key from 2048 on", "backends/triton/indexer_choice.py",
           "ahead = seen_ranks(scores, j + BN, first, end)",
           "ahead = seen_ranks(scores, j + BN, first, tl.minimum(end, 2048))", CHOICE),
-    house("the error bound looks at no tile from row 1024 on", "judging/error_bound.py",
+    package("the error bound looks at no tile from row 1024 on", "judging/error_bound.py",
           "    whole = length // TILE * TILE\n    found = rows",
           "    whole = min(length, 1024) // TILE * TILE\n    found = rows",
           "judging/test_error_bound.py::test_a_fault_of_one_tile_is_seen_however_long_the_rest_is"),

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from mutant import house
+from mutant import package
 
 PROGRAMS = "npu/test_npu_programs.py"
 AROUND = "npu/test_npu_surface.py"
 SURFACE = [
-    house("a relative import is one of the chip's", "npu/coverage.py",
+    package("a relative import is one of the chip's", "npu/coverage.py",
           "isinstance(node, ast.ImportFrom) and not node.level and node.module",
           "isinstance(node, ast.ImportFrom) and node.module", "npu/test_npu_coverage.py::test_a_form_of_use"),
-    house("a missing function counts as answered", "cli/npu.py",
+    package("a missing function counts as answered", "cli/npu.py",
           'for row in calls if row["here"])', "for row in calls)", "npu/test_npu_coverage.py::test_the_table"),
-    house("a program's own folder is not searched", "npu/__main__.py",
+    package("a program's own folder is not searched", "npu/__main__.py",
           "sys.path[0] = str(Path(given.program).resolve().parent)", "pass",
           f"{PROGRAMS}::test_a_program_runs_as_python_runs_it"),
-    house("children are told for ever", "npu/subprocesses/__init__.py",
+    package("children are told for ever", "npu/subprocesses/__init__.py",
           "os.environ.pop(name, None)", "pass", f"{PROGRAMS}::test_a_child_finds_torch_npu_once_it_has_torch"),
-    house("torch's load installs in the middle of ours", "npu/subprocesses/sitecustomize.py",
+    package("torch's load installs in the middle of ours", "npu/subprocesses/sitecustomize.py",
           'loader is None or "fusion_attention" in sys.modules', "loader is None",
           f"{PROGRAMS}::test_a_child_finds_torch_npu_once_it_has_torch"),
-    house("programs that tests start are not told", "npu/pytest.py",
+    package("programs that tests start are not told", "npu/pytest.py",
           "early_config.stash[_UNSAY] = tell(DEFAULT)", "early_config.stash[_UNSAY] = lambda: None",
           f"{PROGRAMS}::test_a_run_of_pytest"),
-    house("a number becomes a device", "npu/surface/transfer.py",
+    package("a number becomes a device", "npu/surface/transfer.py",
           "if numbers and type(value) is int", "if type(value) is int", f"{AROUND}::test_a_program_for_cuda"),
-    house("a replay computes into memory of its own", "npu/surface/graphs.py",
+    package("a replay computes into memory of its own", "npu/surface/graphs.py",
           "old.copy_(new)", "old.set_(new)",
           "npu/test_npu_graphs.py::test_a_replay_is_an_eager_call_into_the_same_outputs"),
-    house("CANN's leading zero is a sequence", "npu/surface/cann_ops.py",
+    package("CANN's leading zero is a sequence", "npu/surface/cann_ops.py",
           "if cu_seqlens_k is None else cu_seqlens_k[1:]", "if cu_seqlens_k is None else cu_seqlens_k",
           f"{AROUND}::test_cann_indexer"),
-    house("lse of packed rows token by token", "npu/surface/cann_ops.py",
+    package("lse of packed rows token by token", "npu/surface/cann_ops.py",
           "lse.mT.contiguous() if", "lse if", f"{AROUND}::test_cann_attention_of_packed_rows"),
 ]  # fmt: skip

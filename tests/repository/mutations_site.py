@@ -1,16 +1,16 @@
 """The mutations of what makes pages and pictures: as mutations.py."""
 
-from mutations import Mutant, house
+from mutations import Mutant, package
 
 PAGES = "repository/test_pages.py"
 SITE = (
-    house("what this machine lacks counts as a back end's refusal", "cli/op_support.py",
+    package("what this machine lacks counts as a back end's refusal", "cli/op_support.py",
           'absent = triton.against_device(device) if name == "triton" else []', "absent: list[str] = []",
           f"{PAGES}::test_what_a_back_end_refuses_is_on_the_page"),
-    house("an argument behind a named one goes by its place", "cli/op_examples.py",
+    package("an argument behind a named one goes by its place", "cli/op_examples.py",
           "by_place = by_place and needed", "by_place = by_place or needed",
           "repository/test_examples.py::test_pages_run"),
-    house("a star of a docstring begins an emphasis", "cli/docstrings.py",
+    package("a star of a docstring begins an emphasis", "cli/docstrings.py",
           r'r"([*_<>\[\]|])"', r'r"([_<>\[\]|])"', f"{PAGES}::test_docstrings_become_markdown"),
     Mutant("a picture of a mask shows what is not seen", "website/masks.py",
            "return out.reshape(rows, wide)[:, :keys] > 0\n\n\ndef of_band",

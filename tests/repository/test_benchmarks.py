@@ -29,7 +29,7 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
         ("packed", 7),
         *(
             pytest.param(*row, marks=slow)
-            for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("doors", 8), ("npu", 2))
+            for row in (("gradients", 20), ("steps", 4), ("threads", 9), ("integrations", 8), ("npu", 2))
         ),
     ],
 )

@@ -29,10 +29,10 @@ def run(program: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# ----------------------------------------------------------------------------------------------------------- the face
+# -------------------------------------------------------------------------------------------------------- the interface
 
 
-def test_the_face_alone_loads_nothing() -> None:
+def test_the_interface_alone_loads_nothing() -> None:
     before = "before = set(sys.modules)\n"
     loaded = run(f"{before}import fusion_attention\nprint(json.dumps([*set(sys.modules) - before]))")
     assert {m for m in loaded if m.split(".")[0] == "fusion_attention"} == {"fusion_attention"}
@@ -53,11 +53,11 @@ loaded = sorted(set(sys.modules) - brought)
 def test_a_first_call_loads_this_package_and_no_more() -> None:
     loaded = run(f"{EAGER}print(json.dumps(loaded))")
     assert [m for m in loaded if m.split(".")[0] != "fusion_attention"] == []
-    # Neither what torch_npu's names, captures, layers and the two-phase face need, nor torch's compiler.
-    rooms = {word for m in loaded for word in m.split(".")[1:]}
+    # Neither what torch_npu's names, captures, layers and the two-phase interface need, nor torch's compiler.
+    buffers = {word for m in loaded for word in m.split(".")[1:]}
     unneeded = {"npu", "capture", "nn", "acl", "aclnn", "cli", "testing", "trace_constants", "sampling", "doc_pages"}
     unneeded |= {"integrations"}
-    assert not rooms & unneeded
+    assert not buffers & unneeded
     assert len(loaded) < 105
 
 
@@ -114,7 +114,7 @@ def facts() -> dict[str, Any]:
     return run(FACTS)
 
 
-def test_every_name_of_the_face(facts: dict[str, Any]) -> None:
+def test_every_name_of_the_interface(facts: dict[str, Any]) -> None:
     """Loaded late, shown to checkers, and listed: three times the same names."""
     tree = ast.parse(Path(fa.__file__).read_text(encoding="utf-8"))
     shown = {

@@ -16,7 +16,7 @@ from codegen.__main__ import files
 from fusion_attention.cli import app, docstrings, op_pages, op_support
 from fusion_attention.contract import BackendError
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary import COMPANIONS, CONTRACTS
+from fusion_attention.ops.auxiliary import AUXILIARY, CONTRACTS
 from website import charts, everything, hooks, masks
 from website.pictures import in_memory
 
@@ -123,7 +123,7 @@ def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None
     for heading in ("Call", "Example", "Support", "Parameters"):
         assert page.count(f"\n## {heading}\n") == 1, heading
     assert f"{name}(" in blocks(page)[0] or f"{name}GetWorkspaceSize(" in page
-    assert "\n$$\n" in page or name in COMPANIONS, "its record has no formula in TeX"
+    assert "\n$$\n" in page or name in AUXILIARY, "its record has no formula in TeX"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -140,7 +140,7 @@ def test_the_matrix_of_support_is_true(dtype: str) -> None:
 
 def test_a_call_has_the_types_that_one_passes() -> None:
     """What a schema is told of a tensor that is written is no type of a reader's."""
-    for op in COMPANIONS.values():
+    for op in AUXILIARY.values():
         assert "Annotated" not in op_pages.page(op)
 
 

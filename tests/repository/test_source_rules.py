@@ -1,4 +1,5 @@
-"""The laws of the house (docs/design.md), held against the tree itself: floors, words, lengths, the native module.
+"""The rules of the source tree (docs/design.md), held against the tree itself: floors, words, lengths, the native
+module.
 
 Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
 """
@@ -31,9 +32,9 @@ FLOORS = {
     "_native": 0,
 }  # fmt: skip
 
-# Outside the floors: the face (test_imports.py: what it shows comes late); testing sees all, and only tests see it, and
-# the command that judges as they do.
-FACE, TESTING = "", "testing"
+# Outside the floors: the interface (test_imports.py: what it shows comes late); testing sees all, and only tests see
+# it, and the command that judges as they do.
+INTERFACE, TESTING = "", "testing"
 JUDGES = ("cli.selftest",)
 
 # A machine without these must load everything else: imported at a module's top only inside the package named.
@@ -64,7 +65,7 @@ def targets(node: ast.AST, module: str) -> Iterator[str]:
         yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def house_name(target: str) -> str:
+def module_name(target: str) -> str:
     """An absolute name of ours -> the module it comes from (the longest part of it that is one)."""
     parts = target.split(".")[1:]
     while parts and not exists(".".join(parts)):
@@ -89,8 +90,10 @@ def imports(module: str) -> tuple[tuple[str, int, bool], ...]:
     )
 
 
-def house_imports(module: str) -> list[tuple[str, int, bool]]:
-    return [(house_name(target), line, top) for target, line, top in imports(module) if target.split(".")[0] == PACKAGE]
+def package_imports(module: str) -> list[tuple[str, int, bool]]:
+    return [
+        (module_name(target), line, top) for target, line, top in imports(module) if target.split(".")[0] == PACKAGE
+    ]
 
 
 def floor(module: str) -> int:
@@ -109,10 +112,10 @@ def reason_against(importer: str, imported: str) -> str | None:
         return None
     if inside(imported, TESTING):
         return None if importer in JUDGES else "only tests import testing"
-    if importer == FACE:
+    if importer == INTERFACE:
         return None
-    if imported == FACE:
-        return None if floor(importer) == 7 else "only the top floor may see the package's face"
+    if imported == INTERFACE:
+        return None if floor(importer) == 7 else "only the top floor may see the package's interface"
     if floor(imported) > floor(importer):
         return f"floor {floor(importer)} must not reach up to floor {floor(imported)}"
     if importer == "backends" and inside(imported, importer):
@@ -124,7 +127,7 @@ def reason_against(importer: str, imported: str) -> str | None:
 
 def test_every_module_has_a_floor() -> None:
     strangers = [
-        name for name in modules() if name not in (FACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
+        name for name in modules() if name not in (INTERFACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
     ]
     assert not strangers, f"no floor in tests/repository/test_source_rules.py (and docs/design.md) for: {strangers}"
 
@@ -133,7 +136,7 @@ def test_imports_run_down() -> None:
     wrong = [
         f"{importer or PACKAGE}:{line} imports {imported or PACKAGE}: {reason}"
         for importer in modules()
-        for imported, line, _ in house_imports(importer)
+        for imported, line, _ in package_imports(importer)
         if (reason := reason_against(importer, imported))
     ]
     assert not wrong, "\n".join(wrong)
@@ -141,7 +144,7 @@ def test_imports_run_down() -> None:
 
 def test_no_import_circle() -> None:
     """Floors allow neighbours to import each other; a circle, late imports counted, they do not."""
-    graph = {module: {name for name, _, _ in house_imports(module)} - {module} for module in modules()}
+    graph = {module: {name for name, _, _ in package_imports(module)} - {module} for module in modules()}
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -155,13 +158,13 @@ def test_no_import_circle() -> None:
         visit(module, ())
 
 
-def test_the_contract_has_one_door() -> None:
+def test_the_contract_has_one_integration() -> None:
     """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
     inner = {"contract", "contract.doc_pages", "contract.sampling"}
     wrong = [
         f"{importer}:{line} imports {imported}: import it from {PACKAGE}.contract"
         for importer in modules()
-        for imported, line, _ in house_imports(importer)
+        for imported, line, _ in package_imports(importer)
         if inside(imported, "contract") and imported not in inner and not inside(importer, "contract")
     ]
     assert not wrong, "\n".join(wrong)
@@ -174,7 +177,7 @@ def test_fast_back_ends_are_imported_late() -> None:
             continue
         for target, line, top in imports(importer):
             first = target.split(".")[0]
-            table, name = (LAZY, house_name(target)) if first == PACKAGE else (LAZY_THIRD_PARTY, first)
+            table, name = (LAZY, module_name(target)) if first == PACKAGE else (LAZY_THIRD_PARTY, first)
             homes = [home for lazy, home in table.items() if inside(name, lazy)]
             if top and homes and not inside(importer, homes[0]):
                 wrong.append(f"{importer}:{line} imports {target} at its top; a machine without it could not load it")
@@ -210,16 +213,16 @@ def test_the_floors_themselves(importer: str, imported: str, allowed: bool) -> N
 
 # -------------------------------------------------------------------------------------------------------------- words
 
-BELOW_THE_WAIST = ("ir/*.py", "backends/**/*.py")
+BELOW_THE_IR = ("ir/*.py", "backends/**/*.py")
 # Underscores part words (npu_x is said to say npu), and aclnn may stand before an operator's name.
 CANN_WORDS = re.compile(
     r"(?<![a-z0-9])(?:(?:BSND|BNSD|BSH|SBH|TND|sparse_mode|pse_type|npu)(?![a-z0-9])|aclnn)", re.IGNORECASE
 )
 
 
-def test_no_cann_word_below_the_waist() -> None:
-    files = [path for pattern in BELOW_THE_WAIST for path in SOURCE.glob(pattern)]
-    core = ROOT / "csrc"  # of which capi is another face, and no part of the core
+def test_no_cann_word_below_the_ir() -> None:
+    files = [path for pattern in BELOW_THE_IR for path in SOURCE.glob(pattern)]
+    core = ROOT / "csrc"  # of which capi is another interface, and no part of the core
     files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
@@ -252,7 +255,7 @@ FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 500, 60, 150
 LONGER: dict[str, str] = {}
 
 
-def house_files() -> list[Path]:
+def package_files() -> list[Path]:
     code = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     folders = ("csrc", "tests/native")
     native = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".cpp", ".h")]
@@ -274,7 +277,7 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def too_long() -> dict[str, str]:
     found = {}
-    for path in house_files():
+    for path in package_files():
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) >= FILE_LINES:

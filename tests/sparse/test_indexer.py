@@ -1,4 +1,4 @@
-"""The lightning indexer: its order literally, its gradients by autograd, every back end against golden, its faces."""
+"""The lightning indexer: its order, its gradients by autograd, every back end against golden, its interfaces."""
 
 import math
 from dataclasses import replace
@@ -170,11 +170,11 @@ def test_what_is_not_a_number() -> None:
     assert values.flatten().tolist() == [-2.0, -6.0, -10.0, -math.inf]
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if max(c.kv_len) < 100], ids=lambda case: case.id)
-def test_faces_have_the_same_bits(case: IndexerCase) -> None:
+def test_interfaces_have_the_same_bits(case: IndexerCase) -> None:
     args = operands(case)
     leaves = leaves_of(args, "query", "key", "weights")
     call = lowered_indexer(args)

@@ -255,13 +255,13 @@ def test_rows_of_no_sequence_get_no_gradient() -> None:
         assert not got["dkey_index"][0, 3:].any()
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
-FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
+INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 
 
-@pytest.mark.parametrize("case", [c for c in FACE_CASES if not c.sink or c.count], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not c.sink or c.count], ids=lambda case: case.id)
 def test_npu_has_the_same_bits(case: LossCase) -> None:
     args = operands(case)
     op = indexer_loss.TORCH if case.count else indexer_loss.TORCH_DENSE
@@ -273,7 +273,7 @@ def test_npu_has_the_same_bits(case: LossCase) -> None:
         assert not tensor.requires_grad
 
 
-@pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
 def test_the_pythonic_api_scales_what_came_with_the_loss(case: LossCase) -> None:
     backend = backends(case)[-1]
     args = own(case, operands(case))

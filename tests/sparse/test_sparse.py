@@ -13,7 +13,7 @@ from fusion_attention import npu
 from fusion_attention.ops.sparse import fa_record
 from fusion_attention.ops.sparse import records as sparse
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, SparseBackward
-from fusion_attention.testing import call_face, check
+from fusion_attention.testing import call_interface, check
 from fusion_attention.testing.drawn import compare_with
 from fusion_attention.testing.sparse import (
     SparseCase,
@@ -275,12 +275,12 @@ def test_statistics_may_span_more_than_the_list() -> None:
     close({name: first[name] + second[name] for name in want}, want)
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
-FACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
+INTERFACE_CASES = [case for case in CASES if max(case.q_len, default=0) < 20]
 
 
-@pytest.mark.parametrize("case", [c for c in FACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [c for c in INTERFACE_CASES if not operands(c)["dim_v"]], ids=lambda case: case.id)
 def test_npu_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
@@ -299,7 +299,7 @@ def test_npu_has_the_same_bits(case: SparseCase) -> None:
         same_bits(gradient, want[f"d{name}"], name)
 
 
-@pytest.mark.parametrize("case", FACE_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", INTERFACE_CASES, ids=lambda case: case.id)
 def test_the_pythonic_api_has_the_same_bits(case: SparseCase) -> None:
     args = operands(case)
     want, leaves = compute(case, lowered(args), args["dy"], "auto"), leaves_of(args, *DIFFERENTIABLE)
@@ -355,7 +355,7 @@ def test_bad_calls_say_what_is_wrong(wrong: Args, text: str) -> None:
     if wrong.get("layout_kv"):
         wrong = {**wrong, "actual_seq_kvlen": [9]}
     with pytest.raises(fa.ContractError, match=f"npu_sparse_flash_attention: .*expected .*{text}"):
-        call_face(npu.npu_sparse_flash_attention, sparse.TORCH, {**args, **wrong})
+        call_interface(npu.npu_sparse_flash_attention, sparse.TORCH, {**args, **wrong})
 
 
 def test_the_first_bad_entry_is_named() -> None:

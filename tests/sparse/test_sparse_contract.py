@@ -1,4 +1,4 @@
-"""The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase face."""
+"""The records of sparse attention and the indexer: their rules' levels and codes, and the two-phase interface."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +100,7 @@ def test_levels_and_codes(op: Op) -> None:
         assert rule.code == wanted, key
 
 
-# --------------------------------------------------------------------------------------------------- the two-phase face
+# ---------------------------------------------------------------------------------------------- the two-phase interface
 
 
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from support.triton_ahead import TYPES
 
 from fusion_attention.backends.triton import launch_indexer, shapes_sparse
 from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
 from fusion_attention.ir.problem import IndexerProblem
 
@@ -53,9 +53,9 @@ def write(p: IndexerProblem) -> Config:
     return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
 
 
-def mended(p: IndexerProblem) -> Config:
-    known = launch_indexer.mend_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
-    return lambda _: Compiled(mend_gradient, known, typed(p), shapes_sparse.MEND_GRADIENT, counted=False)
+def recomputed(p: IndexerProblem) -> Config:
+    known = launch_indexer.recompute_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
+    return lambda _: Compiled(recompute_gradient, known, typed(p), shapes_sparse.RECOMPUTE_GRADIENT, counted=False)
 
 
 def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
@@ -99,13 +99,13 @@ CONFIGS: dict[str, Config] = {
     "indexer gradient 256": gradient(problem(dim=256)),
     "indexer gradient odd strides": gradient(problem(), align=1),
     "indexer gradient float32": gradient(problem(**FLOAT32)),
-    "indexer mend": mended(problem()),
-    "indexer mend 256": mended(problem(dim=256)),
+    "indexer recompute": recomputed(problem()),
+    "indexer recompute 256": recomputed(problem(dim=256)),
 }
 EVERYDAY: tuple[str, ...] = ("indexer scores 64 heads", "indexer gradient 64 heads")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 SPILLED = {
     "indexer gradient 128 heads sm_86": "16 bytes with Triton 3.7.1, none with 3.6.0",
-    "indexer mend sm_80": "16 bytes with Triton 3.7.1; runs where something is not finite",
+    "indexer recompute sm_80": "16 bytes with Triton 3.7.1; runs where something is not finite",
     "indexer scores 33 heads sm_86": "8 bytes with Triton 3.7.1, none with 3.6.0; one instruction of a turn",
 }

@@ -12,7 +12,7 @@ from fusion_attention.backends.triton import launch_sparse_backward as launched
 from fusion_attention.backends.triton import shapes_sparse_backward as cuts
 from fusion_attention.backends.triton import sparse_backward as kernels
 from fusion_attention.backends.triton.backward import prepare
-from fusion_attention.backends.triton.recompute_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.recompute_list_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.ir.problem import Problem
 
@@ -52,7 +52,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         steps = launched.launches(p, tiles, wide, launched.slots_of(p, tiles), atomic)
         one = [one for one in steps if one.kernel is kernel][which]
         cut = one.tile
-        if kernel in (read_lists, mend_rows, mend_slots):
+        if kernel in (read_lists, recompute_rows, recompute_slots):
             small = shapes.Tile(0, 0, cut.num_warps, cut.num_stages)
             return Compiled(kernel, one.known, types_of(p, atomic), small, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
@@ -111,8 +111,8 @@ def configs() -> dict[str, Config]:
     found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
     found["sparse lists"] = step(read_lists, problem(128))
     for name in ("bfloat16", "float16"):
-        found[f"sparse mend rows {name}"] = step(mend_rows, problem(128, dtype=name))
-        found[f"sparse mend slots {name}"] = step(mend_slots, problem(128, dtype=name))
+        found[f"sparse recompute rows {name}"] = step(recompute_rows, problem(128, dtype=name))
+        found[f"sparse recompute slots {name}"] = step(recompute_slots, problem(128, dtype=name))
     found["sparse prepare 512"] = noted(problem(128, has_sink=True))
     found |= {"sum rows": of_rows(key_sum.add_rows), "sum rows float32": of_rows(key_sum.add_rows, "float32")}
     found |= {"sum blocks": of_rows(key_sum.add_blocks), "sum blocks float32": of_rows(key_sum.add_blocks, "float32")}
@@ -125,5 +125,5 @@ EVERYDAY: tuple[str, ...] = ("sparse weights 128", "sparse slots 128", "sparse r
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 SPILLED = {
     "sparse weights 40 grouped sm_80": "8 bytes with Triton 3.7.1, none with 3.6.0",
-    "sparse mend slots float16 sm_90": "16 bytes with Triton 3.7.1; runs where something is not finite",
+    "sparse recompute slots float16 sm_90": "16 bytes with Triton 3.7.1; runs where something is not finite",
 }

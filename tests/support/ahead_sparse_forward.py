@@ -8,7 +8,7 @@ from support.ahead_run import Compiled, Config, pointers
 from support.triton_ahead import problem
 
 from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
-from fusion_attention.backends.triton.recompute_lists import mend_lists
+from fusion_attention.backends.triton.recompute_lists import recompute_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
 
 LATENT: dict[str, Any] = {"dim": 512, "dim_rope": 64, "shares_kv": True}
@@ -21,8 +21,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(align: int = 0, mends: bool = False, cut: bool = False, **more: Any) -> Config:
-    """The forward kernel of a problem, or the one that mends; cut: programs share out a list."""
+def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: Any) -> Config:
+    """The forward kernel of a problem, or the one that recomputes; cut: programs share out a list."""
     given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
     p = problem(**given)
 
@@ -35,9 +35,9 @@ def config(align: int = 0, mends: bool = False, cut: bool = False, **more: Any) 
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
         types |= pointers("i32", "table") if p.page_size else {}
-        if mends:
-            known = launch_sparse.mend_constants(p, align or shapes.widest(p))
-            return Compiled(mend_lists, known, types, shapes.mend_tile("mend_out", p), counted=False)
+        if recomputes:
+            known = launch_sparse.recompute_constants(p, align or shapes.widest(p))
+            return Compiled(recompute_lists, known, types, shapes.recompute_tile("recompute_out", p), counted=False)
         known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), cut=cut)
         return Compiled(sparse_forward, known, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0)
 
@@ -67,11 +67,13 @@ CONFIGS |= {
     **{f"lists {name} odd strides": config(align=1, **size) for name, size in SIZES.items()},
     **{f"lists {name} float32": config(dtype="float32", **size) for name, size in SIZES.items()},
     "lists latent float32 pages": config(dtype="float32", **LATENT, page_size=16, select_block=3),
-    **{f"lists {name} mended": config(mends=True, **size) for name, size in SIZES.items()},
-    "lists 576 pages mended": config(mends=True, **SIZES["576"], page_size=64, select_block=16, dtype="float16"),
+    **{f"lists {name} recomputed": config(recomputes=True, **size) for name, size in SIZES.items()},
+    "lists 576 pages recomputed": config(
+        recomputes=True, **SIZES["576"], page_size=64, select_block=16, dtype="float16"
+    ),
     "lists latent odd pages": config(align=1, **LATENT, page_size=16, select_block=3),
 }
-EVERYDAY = ("lists latent 64 heads", "lists 128 mended")
+EVERYDAY = ("lists latent 64 heads", "lists 128 recomputed")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
 SPILLED = {
@@ -86,5 +88,5 @@ SPILLED = {
         ),
         OUTSIDE,
     ),
-    "lists 768 mended sm_90": "8 bytes of a kernel that returns where all results are finite",
+    "lists 768 recomputed sm_90": "8 bytes of a kernel that returns where all results are finite",
 }

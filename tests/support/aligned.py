@@ -15,6 +15,6 @@ def aligned(args: dict[str, Any]) -> dict[str, Any]:
     for name in ROWS:
         values = args[name]
         if values is not None:
-            room = values.new_full((*values.shape[:-1], values.shape[-1] + GAP), math.nan)
-            moved[name] = room[..., : values.shape[-1]].copy_(values)
+            buffer = values.new_full((*values.shape[:-1], values.shape[-1] + GAP), math.nan)
+            moved[name] = buffer[..., : values.shape[-1]].copy_(values)
     return args | moved

@@ -1,6 +1,6 @@
-"""The operators of the C face, called through ctypes in this process: libopapi joins the Python that runs already.
+"""The operators of the C API, called through ctypes in this process: libopapi joins the Python that runs already.
 
-Calls are a record's: arguments by canonical name, as the two-phase face in Python takes them.
+Calls are a record's: arguments by canonical name, as the two-phase interface in Python takes them.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Operators:
             self.copy(address, storage.data_ptr(), storage.numel(), TO_DEVICE)
         if value.dtype not in ACL_DTYPES:
             raise Inexpressible(str(value.dtype))
-        room = storage.numel() // value.element_size()
+        buffer = storage.numel() // value.element_size()
         made = self.runtime.aclCreateTensor(
             numbers(tuple(value.shape)), value.dim(), ACL_DTYPES[value.dtype], numbers(value.stride()),
-            value.storage_offset(), 2, numbers((room,)), 1, address,
+            value.storage_offset(), 2, numbers((buffer,)), 1, address,
         )  # fmt: skip
         assert made is not None, self.runtime.message()
         return int(made)

@@ -1,4 +1,4 @@
-"""C and C++ programs on the C face, built and started as their authors would: a compiler, two folders, no Python."""
+"""C and C++ programs on the C API, built and started as their authors would: a compiler, two folders, no Python."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ LENGTHS = [
     replace(PACKED, disabled=1, q_rest=2, softmax_layout="TND", sink=True, **DRAWN),
     replace(PACKED, q_rest=5, kv_rest=2, dtype="float16", pse="blocks", dim_rope=4),
     replace(PACKED, q_len=(5,), kv_len=(7,), q_rest=1),
-    # Padded sequences of their own lengths: only the pythonic face has words for these.
+    # Padded sequences of their own lengths: only the Python API has words for these.
     *(Case(layout=layout, q_len=(2, 5, 0), kv_len=(7, 3, 4), q_rest=1) for layout in DENSE),
     Case(q_len=(2, 5, 3), kv_len=(7, 0, 4), kv_rest=2, dtype="bfloat16", sink=True, dim_rope=2, **CAUSAL, **BITS),
     Case(layout="BNSD", q_len=(2, 5, 3), kv_len=(7, 1, 4), pse="full", pse_type=0, mask="head", **DRAWN),

@@ -37,7 +37,7 @@ def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensor
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that run, with their arguments; that a mode is active makes the faces call operators at all."""
+    """The operators that run, with their arguments; an active mode makes the interfaces call operators."""
 
     def __init__(self) -> None:
         super().__init__()

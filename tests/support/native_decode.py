@@ -65,19 +65,19 @@ def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Rando
     return PagedView(pool, table, size, page, strides[1], strides[0], dim)
 
 
-def lay(tensors: list[torch.Tensor], dim: int, form: str, size: int, seed: int) -> RowView | PagedView:
+def prepare(tensors: list[torch.Tensor], dim: int, form: str, size: int, seed: int) -> RowView | PagedView:
     if form == "pages":
         return in_pages(tensors, dim, size, random.Random(seed), seed % 2 == 0)
     return replace(rows(tensors, packed=form == "rows"), dim=dim)
 
 
-def lay_meaning(stored: Stored, form: str, size: int, seed: int) -> Dequant | None:
+def dequant_of(stored: Stored, form: str, size: int, seed: int) -> Dequant | None:
     if not stored.scale:
         return None
 
     def view(tensors: list[torch.Tensor]) -> RowView | PagedView:
         if tensors[0].shape[2] == 1:
-            return lay([t.float() for t in tensors], 1, form, size, seed)
+            return prepare([t.float() for t in tensors], 1, form, size, seed)
         joined = torch.stack([t.float() for t in tensors])
         address, strides = np.arange(len(tensors)) * joined.stride(0), np.full(len(tensors), joined.stride(1))
         return RowView((joined,), address, 0, strides, joined.shape[3])
@@ -125,14 +125,14 @@ class Case:
         sources = (self.k, p.dim_qk, "k"), (self.v, p.dim_v, "v")
         size = p.page_size
         views: dict[str, Any] = {
-            name: lay([pack(t) for t in s.numbers], dim, self.form, size, self.seed) for s, dim, name in sources
+            name: prepare([pack(t) for t in s.numbers], dim, self.form, size, self.seed) for s, dim, name in sources
         }
         if p.shares_kv:
             views["v"] = replace(views["k"], dim=p.dim_v)
         if call.k_rope:
-            views["k_rope"] = lay(call.k_rope, p.dim_rope, self.form, size, self.seed + 1)
-        views["dequant_k"] = lay_meaning(self.k, self.form, size, self.seed + 2)
-        views["dequant_v"] = lay_meaning(self.v, self.form, size, self.seed + 3)
+            views["k_rope"] = prepare(call.k_rope, p.dim_rope, self.form, size, self.seed + 1)
+        views["dequant_k"] = dequant_of(self.k, self.form, size, self.seed + 2)
+        views["dequant_v"] = dequant_of(self.v, self.form, size, self.seed + 3)
         return replace(operands, **views)
 
 

@@ -90,7 +90,7 @@ def converted(call: Call, dtype: torch.dtype) -> Call:
     return replace(call, **tensors, slopes=slopes, sink=sink)
 
 
-def spoil(call: Call, seed: int) -> None:
+def invalid(call: Call, seed: int) -> None:
     """Some elements of some inputs become inf or NaN."""
     rng = random.Random(seed)
     value = rng.choice([math.nan, math.inf, -math.inf])

@@ -27,15 +27,15 @@ def run(call: Lowered, variant: str | None = None, threads: int = 2, apart: bool
     outputs = call.results()
     filled = call.fill(outputs)
     filled.begin()
-    operands = [laid_apart(each, call.extents) for each in filled.operands] if apart else filled.operands
+    operands = [prepared_apart(each, call.extents) for each in filled.operands] if apart else filled.operands
     torch.set_num_threads(threads)
-    plan = cpu.schedule(call.problem, call.extents, call.verb, variant)
-    getattr(cpu, call.verb)(call.problem, call.extents, plan, *operands)
+    plan = cpu.schedule(call.problem, call.extents, call.op_kind, variant)
+    getattr(cpu, call.op_kind)(call.problem, call.extents, plan, *operands)
     filled.finish()
     return outputs
 
 
-def laid_apart(operands: Any, extents: Extents) -> Any:
+def prepared_apart(operands: Any, extents: Extents) -> Any:
     """The same operands; rows of inputs in a buffer of NaN for each sequence, with gaps between heads and tokens."""
     found: dict[str, Any] = {}
     for name in ("q", "k", "v", "q_rope", "k_rope", "weights"):
@@ -46,7 +46,7 @@ def laid_apart(operands: Any, extents: Extents) -> Any:
         elif isinstance(view, RowView):
             found[name] = replace(found["k"], dim=view.dim)  # values that are a part of the keys' rows
     if hasattr(operands, "index"):
-        found["index"] = laid_apart(operands.index, extents)
+        found["index"] = prepared_apart(operands.index, extents)
     return replace(operands, **found)
 
 

@@ -10,7 +10,7 @@ import torch
 from fusion_attention.contract import Tensors
 from fusion_attention.contract.sampling import sample
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary import COMPANIONS, CONTRACTS
+from fusion_attention.ops.auxiliary import AUXILIARY, CONTRACTS
 
 from .records import by_name
 
@@ -49,7 +49,7 @@ def sampled(name: str) -> dict[str, Any]:
         value = given.get(p.shown)
         if isinstance(p, Tensors) and value is not None:  # attention's lists of keys are declared as tensors
             first = value if isinstance(value, torch.Tensor) else value[0]
-            given[p.shown] = [first] if op.name in COMPANIONS else first
+            given[p.shown] = [first] if op.name in AUXILIARY else first
     outputs = {p.shown for p in op.tensors(output=True)} - needed
     return {name: value for name, value in given.items() if name in needed or not (value is None or name in outputs)}
 

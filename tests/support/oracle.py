@@ -69,7 +69,7 @@ def rows(tensors: Tensors, packed: bool = True) -> RowView:
     return RowView(keep, np.array(address), stride_token, np.array(stride_head), dim)
 
 
-def room(like: Tensors, dim: int, dtype: torch.dtype = torch.float64) -> RowView:
+def buffer(like: Tensors, dim: int, dtype: torch.dtype = torch.float64) -> RowView:
     """Poisoned memory for a result with the heads and lengths of an input."""
     return rows([torch.full((*t.shape[:2], dim), torch.nan, dtype=dtype) for t in like], packed=False)
 
@@ -109,8 +109,8 @@ def load(
         q=rows(call.q, packed),
         k=rows(call.k, not packed),
         v=rows(call.v, packed),
-        out=room(call.q, call.problem.dim_v, dtype),
-        stats=Stats(room(call.q, 1, stats), room(call.q, 1, stats)),
+        out=buffer(call.q, call.problem.dim_v, dtype),
+        stats=Stats(buffer(call.q, 1, stats), buffer(call.q, 1, stats)),
         q_rope=rows(call.q_rope, packed=False) if call.q_rope else None,
         k_rope=rows(call.k_rope) if call.k_rope else None,
         bias=matrix(call.bias) if call.bias else None,
@@ -160,7 +160,7 @@ def backward(
     out = rows([t.to(dtype) for t in saved["out"]])
     operands = replace(load(call, dtype, packed=packed), out=out, stats=Stats(**lanes))
     inputs = {n: getattr(call, n) for n in INPUTS if getattr(call, n)}
-    views = {f"d{n}": room(like, like[0].shape[2], dtype) for n, like in inputs.items()}
+    views = {f"d{n}": buffer(like, like[0].shape[2], dtype) for n, like in inputs.items()}
     dbias = operands.bias
     if dbias is not None:
         ones = torch.ones_like(dbias.keep, dtype=stats)

@@ -46,7 +46,7 @@ class Call:
         if wide:
             made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
             args = args | made
-        # Without a memo: no plan of another variant is found again.
+        # Without a call_cache: no plan of another variant is found again.
         return replace(fa_record.dense_call(bind(fa_record.RECORD, args), seed=self.seed))
 
     def saved(self, of: dict[str, Tensor]) -> Saved:

@@ -1,7 +1,7 @@
 """Kernels with well-known mistakes, written once more in plain torch from CANN's pages: what the judge must find.
 
-Shares nothing with the judge or the waist. A kernel is a plain loop over sequences; `wrong` names the mistake that it
-makes, and "" none. Sums are of float32; weights are rounded where a chip's kernel rounds them.
+Shares nothing with the judge or the intermediate representation. A kernel is a plain loop over sequences; `wrong` names
+the mistake that it makes, and "" none. Sums are of float32; weights are rounded where a chip's kernel rounds them.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.auxiliary import COMPANIONS
+from fusion_attention.ops.auxiliary import AUXILIARY
 
-FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
-FACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
-del FACES["decode_attention"]  # its cache stands for several of the record's parameters
-COMPANION_FACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in COMPANIONS}
-EVERY_FACE = FACES | COMPANION_FACES
+INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
+INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+del INTERFACES["decode_attention"]  # its cache stands for several of the record's parameters
+AUXILIARY_INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in AUXILIARY}
+EVERY_INTERFACE = INTERFACES | AUXILIARY_INTERFACES
 Args = dict[str, Any]
 ATTENTION = RECORDS["attention"]
 PACKED = {"input_layout": "TND"}
@@ -46,7 +46,9 @@ def one(op: Op, args: Args, **flags: bool) -> str:
 
 def call(op: Op, args: Args) -> Any:
     """The function that a record describes, called by its own names."""
-    return EVERY_FACE[op.name](**{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)})
+    return EVERY_INTERFACE[op.name](
+        **{p.shown: args[p.name] for p in op.params if not (isinstance(p, Tensor) and p.output)}
+    )
 
 
 def by_name(op: Op, args: Args) -> Args:

@@ -43,7 +43,7 @@ def cloned(args: Args) -> Args:
 
 
 def shown(op: Op, case: Rows, args: Args) -> Args:
-    """Arguments of the pythonic face."""
+    """Arguments of the Python API."""
     given = {p.shown: args[p.name] for p in op.params if p.name in args}
     return {**given, "causal": case.mode == 3, "q_len": case.q_len, "kv_len": case.kv_len}
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fusion_attention.explorer import calls, draw, violations, visible, words
-from fusion_attention.explorer.visible import BAND, FACES, MODES, PREFIX_MODES, Setting
+from fusion_attention.explorer.visible import BAND, INTERFACES, MODES, PREFIX_MODES, Setting
 from fusion_attention.ir.mask import UNLIMITED
 
 COUNTS = (UNLIMITED, UNLIMITED - 1, 0, 1, 2, 3, 7, -1, -2, -5, -UNLIMITED, 40)
@@ -35,16 +35,16 @@ def random_setting(rng: random.Random, longest: int = 12, modes: tuple[int, ...]
 
 
 def by_python(s: Setting) -> dict[str, Any]:
-    """Everything that is said of a setting at every face."""
+    """Everything that is said of a setting at every interface."""
     found: dict[str, Any] = {}
-    for face in FACES:
-        p = visible.picture(s, face)
-        cells = draw.cells_of(s, face)
-        found[face] = {
+    for interface in INTERFACES:
+        p = visible.picture(s, interface)
+        cells = draw.cells_of(s, interface)
+        found[interface] = {
             "picture": p,
             "cells": "" if cells is None else "".join(map(str, cells.ravel().tolist())),
-            "remarks": violations.remarks_on(s, face),
-            "call": calls.call(s, face),
+            "remarks": violations.remarks_on(s, interface),
+            "call": calls.call(s, interface),
             "formulas": [words.formula(p, b) for b in range(len(s.q_len))] if p else [],
         }
     return found
@@ -54,11 +54,10 @@ def by_python(s: Setting) -> dict[str, Any]:
 BY_SCRIPT = """
 function everything(given) {
   const s = settingOf(given), found = {};
-  for (const face of ["own", "training", "inference", "two_phase"]) {
-    const p = picture(s, face), rows = s.q_len.reduce((a, b) => a + b, 0), keys = s.kv_len.reduce((a, b) => a + b, 0);
-    const cells = new Uint8Array(p ? rows * keys : 0);
-    if (p) paintKinds(s, p, cells, keys);
-    found[face] = { picture: p, cells: Array.from(cells).join(""), remarks: remarksOn(s, face), call: call(s, face),
+  for (const interface of ["own", "training", "inference", "two_phase"]) {
+    const p = picture(s, interface), rows = s.q_len.reduce((a, b) => a + b, 0), keys = s.kv_len.reduce((a, b) => a + b,
+    0); const cells = new Uint8Array(p ? rows * keys : 0); if (p) paintKinds(s, p, cells, keys); found[interface] = {
+    picture: p, cells: Array.from(cells).join(""), remarks: remarksOn(s, interface), call: call(s, interface),
       formulas: p ? s.q_len.map((_, b) => formula(p, b)) : [] };
   }
   return JSON.stringify(found);

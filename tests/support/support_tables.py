@@ -1,4 +1,4 @@
-"""The tables of docs/with_*.md: what a door's tests ran, and what came of it.
+"""The tables of docs/with_*.md: what an integration's tests ran, and what came of it.
 
 python tests/integrations/test_sdpa.py          writes that of its page; test_flash_attn.py and test_flex_page.py too
 """

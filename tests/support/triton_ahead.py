@@ -57,9 +57,9 @@ KERNELS = {
     "key": backward.backward_key,
     "decode": decode.decode,
     "join": decode.join,
-    "mend_out": recompute.mend_out,
-    "mend_query": recompute.mend_query,
-    "mend_key": recompute.mend_key,
+    "recompute_out": recompute.recompute_out,
+    "recompute_query": recompute.recompute_query,
+    "recompute_key": recompute.recompute_key,
 }
 
 
@@ -71,10 +71,10 @@ def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launchin
     if kernel in ("decode", "join"):
         both = launch_decode.decode_constants(problem, tile, align)
         return dict(zip(("decode", "join"), both, strict=True))[kernel]
-    if kernel == "mend_out":
-        return launch_dense.mend_out_constants(problem, align)
-    if kernel in shapes.MEND:
-        return launch_dense.mend_constants(kernel, problem, align)
+    if kernel == "recompute_out":
+        return launch_dense.recompute_out_constants(problem, align)
+    if kernel in shapes.RECOMPUTE:
+        return launch_dense.recompute_constants(kernel, problem, align)
     prepare, query, key = launch_dense.backward_constants(problem, tile, align)
     return {"prepare": prepare, "query": query, "key": key}[kernel]
 
@@ -204,8 +204,8 @@ class Config:
 
     def tile(self, chip: int) -> Tile | None:
         """The tile that a launch chooses; None: the chip's tables hold none."""
-        if self.kernel in shapes.MEND:
-            return shapes.mend_tile(self.kernel, self.problem)
+        if self.kernel in shapes.RECOMPUTE:
+            return shapes.recompute_tile(self.kernel, self.problem)
         if self.kernel == "join":
             return launch_decode.JOIN
         kernel = self.table or {"prepare": "query"}.get(self.kernel, self.kernel)
@@ -271,11 +271,11 @@ def configs() -> dict[str, Config]:
     found["forward 96"] = Config("forward", problem(96, dtype="float16"))
     found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
     found |= of_caches()
-    for kernel in shapes.MEND:
+    for kernel in shapes.RECOMPUTE:
         found[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
         found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
         found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
-    found["mend_out 576 int8"] = Config("mend_out", problem(512, dim_rope=64, **PAGES, **INT8))
+    found["recompute_out 576 int8"] = Config("recompute_out", problem(512, dim_rope=64, **PAGES, **INT8))
     found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
     return found
 
@@ -314,9 +314,15 @@ EVERYDAY = (
     "forward 192",
     *("query 128 plain", "query 64 read", "query float32", "key 128 plain", "key 128 drawn", "key 768", "prepare 128"),
     *("decode 128", "decode 576", "decode 128 16 rows int8", "join 128"),
-    *("mend_out 128", "mend_query 128", "mend_key 768 read"),
+    *("recompute_out 128", "recompute_query 128", "recompute_key 768 read"),
 )
-OLDER = "forward 128 plain", "query 64 read", "key 128 drawn", "decode 128 16 rows int8", "mend_out 128"  # on sm_80 too
+OLDER = (
+    "forward 128 plain",
+    "query 64 read",
+    "key 128 drawn",
+    "decode 128 16 rows int8",
+    "recompute_out 128",
+)  # on sm_80 too
 CHIPS = (80, 86, 90)
 SHARED = {80: 166912, 86: 101376, 90: 232448}  # bytes that a program may have
 OTHERS = {89: 86, 100: 90, 120: 86}  # chips whose tiles are another one's (shapes.CHIPS)

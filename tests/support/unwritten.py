@@ -1,4 +1,4 @@
-"""A back end that forgets: its verb runs, then one element of one of its results is as it was before."""
+"""A back end that forgets: its operation kind runs, then one element of one of its results is as it was before."""
 
 import importlib
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from fusion_attention.testing import compare
 Results = dict[str, torch.Tensor]
 
 
-def written(verb: Callable[..., None], *given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Runs a back end's verb: (a tensor that it wrote, what that held before) for each."""
+def written(op_kind: Callable[..., None], *given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Runs a back end's op_kind: (a tensor that it wrote, what that held before) for each."""
     _, _, _, *operands = given
     tensors = {tensor.data_ptr(): tensor for tensor in tensors_in(tuple(operands)) if tensor.numel()}
     before = [(tensor, tensor.clone()) for tensor in tensors.values()]
-    verb(*given)
+    op_kind(*given)
     return [(tensor, old) for tensor, old in before if not same(tensor, old)]
 
 
@@ -39,33 +39,33 @@ def judge(ours: Results, right: Results) -> None:
             same_bits(ours[name], want, name)
 
 
-def forgets(patch: pytest.MonkeyPatch, backend: str, verb: str, run: Callable[[], Results]) -> int:
-    """Forgets one element of each result of a verb in turn, each of which was poison and must be missed.
+def forgets(patch: pytest.MonkeyPatch, backend: str, op_kind: str, run: Callable[[], Results]) -> int:
+    """Forgets one element of each result of an operation kind in turn, each of which was poison and must be missed.
 
     Args:
-        patch: puts the verb back.
+        patch: puts the operation kind back.
         backend: its back end.
-        verb: whose results are spoilt.
-        run: a call that uses the verb, and all that it returns.
+        op_kind: whose results are poisoned.
+        run: a call that uses the operation kind, and all that it returns.
 
     Returns:
         How many results there were.
     """
     module = importlib.import_module(f"fusion_attention.backends.{backend}")
-    real, right, found, at = getattr(module, verb), run(), 1, 0
+    real, right, found, at = getattr(module, op_kind), run(), 1, 0
 
     def forgetful(*given: Any) -> None:
         nonlocal found
         changed = written(real, *given)
         tensor, old = changed[at]
         found = len(changed)
-        assert is_poison(old), f"{verb}: result {at} held other values than poison before"
+        assert is_poison(old), f"{op_kind}: result {at} held other values than poison before"
         tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() // 2).copy_(old.flatten()[:1])
 
     judge(run(), right)
     while at < found:
-        with patch.context() as spoilt:
-            spoilt.setattr(module, verb, forgetful)
+        with patch.context() as poisoned:
+            poisoned.setattr(module, op_kind, forgetful)
             ours = run()
         with pytest.raises(AssertionError):
             judge(ours, right)

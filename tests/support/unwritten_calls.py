@@ -1,4 +1,4 @@
-"""Calls of every family of verbs, for what a back end may forget of their results."""
+"""Calls of every family of operation kinds, for what a back end may forget of their results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def losses(backend: str) -> Results:
     return eager.run(loss.lowered(case, loss.arguments(case)), backend)
 
 
-# (family, verb): results of the verb.
+# (family, operation kind): results of the operation kind.
 FAMILIES: dict[tuple[Callable[[str], Results], str], int] = {
     (training, "attention_forward"): 3,
     (training, "attention_backward"): 7,

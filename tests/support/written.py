@@ -12,12 +12,13 @@ from fusion_attention.contract import Array, Op, Tensor
 from fusion_attention.ir.mask import Band
 
 
-def text(op: Op, args: Mapping[str, Any], face: bool = True) -> str:
-    """A call with every argument by name; face: without outputs, which functions of torch_npu and our own have not."""
+def text(op: Op, args: Mapping[str, Any], interface: bool = True) -> str:
+    """A call with every argument by name; interface: without outputs, which functions of torch_npu and our own have
+    not."""
     written = []
     for p in op.params:
         value = args.get(p.name)
-        if value is None or (face and isinstance(p, Tensor) and p.output):
+        if value is None or (interface and isinstance(p, Tensor) and p.output):
             continue
         if isinstance(p, Array) and isinstance(value, torch.Tensor):
             value = value.tolist()

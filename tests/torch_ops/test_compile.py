@@ -1,4 +1,4 @@
-"""The faces under torch.compile, export, autocast, function transforms and modes: the same bits, one graph for all
+"""The interfaces under torch.compile, export, autocast, function transforms and modes: the same bits, one graph for all
 lengths, and clear refusals.
 """
 

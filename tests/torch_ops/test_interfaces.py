@@ -1,5 +1,5 @@
-"""The faces of training attention: the same call by other words has the same bits, torch's operators included; drawn
-dropout; and what a call may not ask for is said clearly.
+"""The interfaces of training attention: the same call by other words has the same bits, torch's operators included;
+drawn dropout; and what a call may not ask for is said clearly.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import fusion_attention as fa
 from fusion_attention import npu
 from fusion_attention.ir import dropout
 from fusion_attention.ops.training import records as training
-from fusion_attention.testing import Case, call_face, in_band, poisoned, pythonic, stats_part
+from fusion_attention.testing import Case, call_interface, in_band, poisoned, pythonic, stats_part
 from fusion_attention.testing.drawn import compare_with
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -30,7 +30,7 @@ def values_of(args: Args) -> Args:
     return {n: torch.nan_to_num(t).contiguous().clone() if isinstance(t, torch.Tensor) else t for n, t in args.items()}
 
 
-# ----------------------------------------------------------------------------------------------------- faces, versions
+# ------------------------------------------------------------------------------------------------- interfaces, versions
 
 BY_PYTHON = [case for case in CASES if case.npu and pythonic(case, operands(case)) is not None]
 LEAVES = {"query": "q", "key": "k", "value": "v", "query_rope": "q_rope", "key_rope": "k_rope", "sink": "sink"}
@@ -97,9 +97,9 @@ def test_all_versions_agree(case: Case) -> None:
     for version, (forward, op, backward, grad_op) in VERSIONS.items():
         # v3 takes no seed: it draws one, so all versions draw the same.
         torch.manual_seed(7)
-        out, top, total, _, seed, offset, *_ = call_face(forward, op, {**args, "seed": 0, "offset": 0})
+        out, top, total, _, seed, offset, *_ = call_interface(forward, op, {**args, "seed": 0, "offset": 0})
         saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out, "seed": seed, "offset": offset}
-        grads = call_face(backward, grad_op, {**args, **saved})
+        grads = call_interface(backward, grad_op, {**args, **saved})
         names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
         named = dict(zip(names if version == 2 else (*names[:4], "dsink"), grads, strict=True))
         results[version] = {"out": out, "max": top, "sum": total, **{n: named[n] for n in (*names[:4], "dsink")}}
@@ -125,7 +125,7 @@ def test_lengths_of_every_kind(kind: Callable[[list[int]], Any]) -> None:
 def test_an_empty_optional_tensor_was_not_given(name: str, nothing: torch.Tensor) -> None:
     args = operands(Case())
     forward, op, *_ = VERSIONS[2]
-    want = call_face(forward, op, args)
+    want = call_interface(forward, op, args)
     got = forward(**{p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}, **{name: nothing})
     for one, other in zip(got[:3], want[:3], strict=True):
         same_bits(one, other, name)
@@ -153,13 +153,13 @@ def test_drawn_bits_are_those_of_the_mask(case: Case) -> None:
     mask = {"drop_mask": packed_bits(case, args["seed"], args["offset"]), "seed": 0, "offset": 0}
     results = []
     for given in ({}, mask):
-        out, top, total, _, seed, offset, numels = call_face(*VERSIONS[2][:2], {**args, **leaves, **given})
+        out, top, total, _, seed, offset, numels = call_interface(*VERSIONS[2][:2], {**args, **leaves, **given})
         grads = torch.autograd.grad(out, list(leaves.values()), args["dy"])
         results.append({str(i): t.detach() for i, t in enumerate((out, top, total, *grads))})
         assert (seed, offset) == ((0, 0) if given else (args["seed"], args["offset"]))
         assert numels == case.heads_q * sum(q * k for q, k in zip(case.q_len, case.kv_len, strict=True))
     same_bits(*results)
-    other = call_face(*VERSIONS[2][:2], {**args, "offset": args["offset"] + 1})[0]
+    other = call_interface(*VERSIONS[2][:2], {**args, "offset": args["offset"] + 1})[0]
     assert not torch.equal(other.nan_to_num(), results[0]["0"].nan_to_num())
 
 
@@ -171,7 +171,7 @@ def test_a_drawn_seed_follows_torch_and_its_gradient_follows_it(version: int) ->
     leaves = {n: args[n].detach().requires_grad_() for n in ("query", "key", "value")}
 
     def once() -> tuple[Any, ...]:
-        return call_face(forward, op, {**args, **leaves})
+        return call_interface(forward, op, {**args, **leaves})
 
     torch.manual_seed(3)
     first, second = once(), once()
@@ -183,7 +183,7 @@ def test_a_drawn_seed_follows_torch_and_its_gradient_follows_it(version: int) ->
     out, top, total, _, seed, offset, *numels = second
     saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out.detach(), "seed": seed, "offset": offset}
     saved |= {"numels": numels[0]} if numels else {}
-    explicit = call_face(backward, grad_op, {**args, **saved})
+    explicit = call_interface(backward, grad_op, {**args, **saved})
     for one, other in zip(explicit, torch.autograd.grad(out, list(leaves.values()), args["dy"]), strict=False):
         same_bits(one, other, "regenerated")
 
@@ -217,7 +217,7 @@ def test_the_operators_that_torch_sees(case: Case) -> None:
     names = [n for n in FLOATS[:-1] if args[n] is not None and (n != "pse" or "dpse" in want)]
     leaves = [args[n].requires_grad_() for n in names]
     with Recorder() as recorder:
-        out, top, total, *_ = call_face(*VERSIONS[2][:2], args)
+        out, top, total, *_ = call_interface(*VERSIONS[2][:2], args)
         gradients = torch.autograd.grad(out, leaves, args["dy"])
     results = ["dpse" if n == "pse" else f"d{LEAVES[n]}" for n in names]
     got = {"out": out.detach(), "max": top, "sum": total, **dict(zip(results, gradients, strict=True))}
@@ -255,9 +255,9 @@ def test_gradients_only_for_what_asks() -> None:
     want = compute(case, args)
     for name, result in (("value", "dv"), ("pse", "dpse"), ("sink", "dsink"), ("key_rope", "dk_rope")):
         leaf = args[name].detach().requires_grad_()
-        out = call_face(*VERSIONS[2][:2], {**args, name: leaf})[0]
+        out = call_interface(*VERSIONS[2][:2], {**args, name: leaf})[0]
         same_bits(torch.autograd.grad(out, leaf, args["dy"])[0], want[result], result)
-    assert not call_face(*VERSIONS[2][:2], args)[0].requires_grad
+    assert not call_interface(*VERSIONS[2][:2], args)[0].requires_grad
 
 
 def test_a_back_end_that_is_not_there() -> None:
@@ -279,7 +279,7 @@ def test_float64_needs_golden(backend: str) -> None:
     assert fa.attention(q, q, q, backend="golden").dtype == torch.float64
 
 
-# --------------------------------------------------------------------------------------- only the pythonic face says it
+# --------------------------------------------------------------------------------------- only the Python API says it
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,5 @@
-"""Calls of one signature that come again: their plan is found at the door; nothing that may differ is taken as known.
+"""Calls of one signature that come again: their plan is found before anything is lowered; nothing that may differ is
+taken as known.
 
 Every call here is made three times first: the first is planned, the second lays, the third runs over addresses alone.
 """
@@ -25,7 +26,7 @@ from fusion_attention.contract.signatures import python_reader, reader
 from fusion_attention.ops import RECORDS
 from fusion_attention.testing.cases import Named
 from fusion_attention.testing.decode import arguments
-from fusion_attention.torch_ops.prepared import Laid
+from fusion_attention.torch_ops.prepared import Prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.ContractWarning")
 
@@ -53,16 +54,16 @@ def forgotten(call: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def laid(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ran over addresses alone."""
     ran: list[Any] = []
-    before = Laid.run
+    before = Prepared.run
 
-    def run(self: Laid, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Prepared, *args: Any, **kwargs: Any) -> Any:
         ran.append(self)
         return before(self, *args, **kwargs)
 
-    monkeypatch.setattr(Laid, "run", run)
+    monkeypatch.setattr(Prepared, "run", run)
     return ran
 
 
@@ -93,30 +94,30 @@ DECODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_own_decodes(name: str, laid: list[Any]) -> None:
+def test_own_decodes(name: str, prepared: list[Any]) -> None:
     q, given = rows(2, 1, 4, 16, seed=3), DECODES[name]
     out = same_bits_of(lambda: fa.decode_attention(q, **given))
     both = same_bits_of(lambda: fa.decode_attention(q, **given, return_lse=True))
     assert same(both[0], out)
-    assert bool(laid) is (name not in ("wide ids", "a list", "few rows", "sink", "strided"))
+    assert bool(prepared) is (name not in ("wide ids", "a list", "few rows", "sink", "strided"))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("stats", [False, True])
-def test_dense_calls(tokens: int, stats: bool, laid: list[Any]) -> None:
+def test_dense_calls(tokens: int, stats: bool, prepared: list[Any]) -> None:
     q, k = rows(2, tokens, 4, 16), rows(2, tokens + 3, 2, 16, seed=1)
     same_bits_of(lambda: fa.attention(q, k, k, return_lse=stats))
-    assert len(laid) >= 2
+    assert len(prepared) >= 2
 
 
-def test_rows_of_means_come_back_every_time(laid: list[Any]) -> None:
+def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
     """The core leaves them to the back end's Python."""
     q, k = rows(1, 4, 2, 16), rows(1, 4, 2, 16, seed=1)
     for tokens in (4, 1):
         given: dict[str, Any] = {"band": fa.Band(hi=-2), "empty_rows": "mean", "return_lse": True}
         found = same_bits_of(lambda given=given, n=tokens: fa.attention(q[:, :n], k, k, **given))  # type: ignore[misc]
         assert found[0][:, 0].any(), "a row that sees no key is a mean"
-    assert len(laid) == 4
+    assert len(prepared) == 4
 
 
 # -------------------------------------------------------------------------------------------------- what values change

@@ -93,7 +93,7 @@ by_checker = pytest.mark.parametrize(
 @pytest.mark.slow
 @by_checker
 def test_what_checkers_make_of_it(checker: str) -> None:
-    """`make lint` asks them too; here a face that they no longer understand fails beside the other tests."""
+    """`make lint` asks them too; here an interface that they no longer understand fails beside the other tests."""
     done = checked(checker, "tests/typed")
     assert done.returncode == 0, done.stdout
 
@@ -102,7 +102,7 @@ def test_what_checkers_make_of_it(checker: str) -> None:
 @by_checker
 def test_checkers_find_what_is_wrong(checker: str, tmp_path: Path) -> None:
     """Without its comments every call of tests/typed that must be an error is one, in its own line."""
-    text = (ROOT / "tests/typed/faces.py").read_text(encoding="utf-8")
+    text = (ROOT / "tests/typed/interfaces.py").read_text(encoding="utf-8")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if "# type: ignore[" in line]
     wrong = tmp_path / "wrong.py"
     wrong.write_text(text.replace("# type: ignore[", "# was ["), encoding="utf-8")

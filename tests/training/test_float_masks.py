@@ -1,7 +1,7 @@
 """A score of -inf is a key not seen: what a float mask hides reaches no result and no gradient, whatever lies there.
 
 Golden is judged by loops over single numbers that pass such keys over; the CPU core by golden, and by its own bits
-where zeros lie in place of what is not finite; the faces by the same bits.
+where zeros lie in place of what is not finite; the interfaces by the same bits.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def spoil_hidden(tame: Call) -> Call:
+def change_hidden(tame: Call) -> Call:
     """The call with elements that are not finite at the keys that its float mask hides from all rows.
 
     Of every fourth such key an infinite element of K alone makes the scores -inf.
@@ -179,7 +179,7 @@ def masked(size: str, fields: dict[str, Any], dtype: str, axes: str) -> Call:
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, dtype: str) -> None:
     tame = masked(size, FIELDS[fields], dtype, "j" if size == "odd" else "hij")
-    wild = spoil_hidden(tame)
+    wild = change_hidden(tame)
     for variant in VARIANTS:
         want, got = native(tame, variant), native(wild, variant)
         same_bits(got, want)
@@ -254,9 +254,9 @@ def test_a_decode_passes_over_what_a_float_mask_hides(name: str, heads: tuple[in
         judge(native_decode.remade(tame), got, want, (variant, name))
 
 
-# ------------------------------------------------------------------------------------------------------------ the faces
+# ------------------------------------------------------------------------------------------------------- the interfaces
 
-FACES = [
+INTERFACES = [
     Case(q_len=(2, 2), kv_len=(37, 37), pse="full", dtype="bfloat16", inner_precise=2),
     Case(q_len=(20, 20), kv_len=(37, 37), pse="full", pse_type=0),
     Case("BNSD", "bfloat16", (6, 6), (40, 40), pse="row", pse_type=1),
@@ -282,8 +282,8 @@ def hidden_values(case: Case, fill: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("case", FACES, ids=lambda case: case.id)
-def test_pse_hides_values_from_every_face(case: Case, fill: float) -> None:
+@pytest.mark.parametrize("case", INTERFACES, ids=lambda case: case.id)
+def test_pse_hides_values_from_every_interface(case: Case, fill: float) -> None:
     wild = hidden_values(case, fill)
     got, want = compute(case, wild), golden(case, wild)
     assert all(t.isfinite().all() for t in want.values())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.oracle import INF, Call, Results, forward, kept, load, make, read, room, rows, run, seen_by, witness
+from support.oracle import INF, Call, Results, buffer, forward, kept, load, make, read, rows, run, seen_by, witness
 
 from fusion_attention.backends import golden
 from fusion_attention.ir.mask import Band
@@ -186,9 +186,9 @@ def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
     shape = getattr(call, name)[0].shape
     places = list(np.ndindex(*shape)) if name == "bias" else list(np.ndindex(*shape[:2]))
     for at in places[:: 7 if name == "bias" else 1]:
-        spoilt = copy.deepcopy(call)
-        getattr(spoilt, name)[0][at] = torch.nan
-        got = run(spoilt)
+        poisoned = copy.deepcopy(call)
+        getattr(poisoned, name)[0][at] = torch.nan
+        got = run(poisoned)
         for result, wanted in expected_nan(call, name, at).items():
             if result not in got:
                 continue
@@ -242,13 +242,13 @@ def test_the_mean_form_is_read_from_the_statistics() -> None:
     agree({n: mean[n] for n in ("dq", "dk", "dv")}, {"dq": zero["dq"], "dk": zero["dk"], "dv": [zero["dv"][0] + more]})
 
 
-# ---------------------------------------------------------------------------------------------------------- the verbs
+# -------------------------------------------------------------------------------------------------- the operation kinds
 
 
 def test_rounding_happens_on_store_only() -> None:
     call = make(PLAIN)
     operands = load(call, torch.bfloat16)
-    operands = replace(operands, stats=Stats(*(room(call.q, 1, torch.float32) for _ in range(2))))
+    operands = replace(operands, stats=Stats(*(buffer(call.q, 1, torch.float32) for _ in range(2))))
     golden.attention_forward(call.problem, call.extents, None, operands)
     exact = forward(call)
     for name, view in (("out", operands.out), ("max", operands.stats.max), ("sum", operands.stats.sum)):
@@ -260,7 +260,7 @@ def test_only_what_was_asked_for_is_written() -> None:
     call = make(replace(PLAIN, dim_rope=2))
     saved, want = forward(call), run(call)
     operands = replace(load(call), out=rows(saved["out"]), stats=Stats(rows(saved["max"]), rows(saved["sum"])))
-    dk = room(call.k, 6)
+    dk = buffer(call.k, 6)
     golden.attention_backward(call.problem, call.extents, None, operands, Grads(rows(call.dout), None, dk, None))
     agree({"dk": read(dk, call.k)}, {"dk": want["dk"]})
 

@@ -128,10 +128,10 @@ def fill_unseen(case: Case, args: Args, value: float) -> Args:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_memory_that_no_row_may_see_never_reaches_a_result(case: Case, value: float) -> None:
     args = operands(case)
-    spoilt = fill_unseen(case, args, value)
-    count = sum(int(spoilt[n].isnan().sum() + spoilt[n].isinf().sum()) for n in ("query", "key", "value"))
+    poisoned = fill_unseen(case, args, value)
+    count = sum(int(poisoned[n].isnan().sum() + poisoned[n].isinf().sum()) for n in ("query", "key", "value"))
     assert count > sum(int(args[n].isnan().sum()) for n in ("query", "key", "value"))
-    same_bits(compute(case, spoilt), compute(case, fill_unseen(case, args, 0.0)))
+    same_bits(compute(case, poisoned), compute(case, fill_unseen(case, args, 0.0)))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -152,12 +152,12 @@ def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name:
         of, n = ("kv", case.heads_kv) if met.startswith("key") else ("q", case.heads_q)
         for start in (0, 1):
             part(case, args[met], of, n, 1)[:, start::3, 0] = math.copysign(1, value)
-    spoilt = changed(args, hostile, *FLOATS)
+    poisoned = changed(args, hostile, *FLOATS)
     side, heads = ("kv", case.heads_kv) if name in ("key", "value", "key_rope") else ("q", case.heads_q)
-    part(case, spoilt[name], side, heads, 1)[1, 2 if side == "kv" else 1, 0] = value
-    want = golden(case, spoilt)
+    part(case, poisoned[name], side, heads, 1)[1, 2 if side == "kv" else 1, 0] = value
+    want = golden(case, poisoned)
     assert any(not t.isfinite().all() for t in want.values())
-    check(case.id, compute(case, spoilt), expected(case, args, want))
+    check(case.id, compute(case, poisoned), expected(case, args, want))
 
 
 # -------------------------------------------------------------------------------------------- neighbours, threads, runs
@@ -205,7 +205,7 @@ def test_packed_equals_padded(case: Case) -> None:
             for b in range(len(case.q_len)):
                 if args[name] is not None:
                     part(padded, moved[name], side, heads, b).copy_(part(case, args[name], side, heads, b))
-        # The pythonic face measures slopes from the same corner only when told so.
+        # The Python API measures slopes from the same corner only when told so.
         apart = compute(padded, moved)
         for b in range(len(case.q_len)):
             same_bits(split(padded, apart, b), split(case, together, b))

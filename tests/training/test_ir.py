@@ -1,4 +1,5 @@
-"""The waist's leaves (band, tiles, drop bits, bias) against literal restatements of their rules.
+"""The leaves of the intermediate representation (band, tiles, drop bits, bias) against literal restatements of their
+rules.
 
 Every rule is written a second time here, by loops over single rows and keys, or with Python's own integers.
 """

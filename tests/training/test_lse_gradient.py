@@ -114,13 +114,13 @@ def test_through_checkpoints_and_once_only(reentrant: bool) -> None:
     given = drawn(9, torch.float32, q=(1, 6, 2, 8))
     alone, through = (given["q"].clone().requires_grad_() for _ in range(2))
 
-    def face(q: Tensor) -> Any:
+    def interface(q: Tensor) -> Any:
         return fa.attention(q, q, q, return_lse=True)
 
-    face(alone)[1].sin().sum().backward()
-    checkpoint(face, through, use_reentrant=reentrant)[1].sin().sum().backward()
+    interface(alone)[1].sin().sum().backward()
+    checkpoint(interface, through, use_reentrant=reentrant)[1].sin().sum().backward()
     assert torch.equal(through.grad, alone.grad)  # type: ignore[arg-type]
     q = given["q"].clone().requires_grad_()
-    (first,) = torch.autograd.grad(face(q)[1].sin().sum(), q, create_graph=True)
+    (first,) = torch.autograd.grad(interface(q)[1].sin().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiate twice"):
         first.sum().backward()

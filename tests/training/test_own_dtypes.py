@@ -1,4 +1,4 @@
-"""What the pythonic face takes in any form: sinks and slopes of every floating dtype, page tables of both integers; and
+"""What the Python API takes in any form: sinks and slopes of every floating dtype, page tables of both integers; and
 what its cache says of itself and of what is no sequence."""
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def selected(sink: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64])
-@pytest.mark.parametrize("way", [lambda face: (face, []), compiled], ids=["eager", "compiled"])
-@pytest.mark.parametrize("face", [dense, selected])
+@pytest.mark.parametrize("way", [lambda interface: (interface, []), compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("interface", [dense, selected])
 def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
-    face: Callable[..., torch.Tensor], way: Callable[..., Any], dtype: torch.dtype
+    interface: Callable[..., torch.Tensor], way: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     sink = torch.randn(HEADS).to(dtype).requires_grad_()
     wide = sink.detach().float().requires_grad_()
-    want, out = face(wide), way(face)[0](sink)
+    want, out = interface(wide), way(interface)[0](sink)
     assert torch.equal(out, want)
     want.square().sum().backward()
     out.square().sum().backward()
@@ -52,12 +52,12 @@ def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
     assert sink.grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("face", [dense, selected])
-def test_what_runs_is_what_a_trace_was_told(face: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("interface", [dense, selected])
+def test_what_runs_is_what_a_trace_was_told(interface: Callable[..., torch.Tensor]) -> None:
     """The gradient of a narrow sink too has the dtype that its operator promised."""
     sink = torch.randn(HEADS).bfloat16().requires_grad_()
     with CrossRefFakeMode():
-        face(sink).sum().backward()
+        interface(sink).sum().backward()
     assert sink.grad is not None
 
 
@@ -90,7 +90,7 @@ def test_float64_stays_what_it_is() -> None:
     assert not torch.equal(one, other)
 
 
-def test_the_chips_faces_take_float32_alone() -> None:
+def test_the_chips_interfaces_take_float32_alone() -> None:
     with pytest.raises(fa.ContractError, match="sink: expected float32, got bfloat16"):
         npu.npu_fusion_attention(Q, Q, Q, HEADS, "BSND", scale=0.25, sink=torch.zeros(HEADS, dtype=torch.bfloat16))
 
@@ -119,20 +119,20 @@ def sparse(table: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("face", [own, incre, sparse])
-def test_page_tables_of_int64(face: Callable[..., torch.Tensor]) -> None:
+@pytest.mark.parametrize("interface", [own, incre, sparse])
+def test_page_tables_of_int64(interface: Callable[..., torch.Tensor]) -> None:
     table = torch.tensor([[3, 1, 1 << 40], [0, 7, -5]])  # what no token needs may hold anything
     table[:, 2] = torch.tensor([1 << 40, -5])
-    want = face(table[:, :2].int())
+    want = interface(table[:, :2].int())
     for given in (table, table.T.contiguous().T, torch.stack((table, table), -1)[..., 0]):
-        assert torch.equal(face(given), want)
-    assert torch.equal(compiled(face)[0](table), want)
+        assert torch.equal(interface(given), want)
+    assert torch.equal(compiled(interface)[0](table), want)
     table[1, 1] = 8
     with pytest.raises(fa.ContractError, match=r"table: expected"):
-        face(table)
+        interface(table)
     table[1, 1] = (1 << 32) + 7  # its lower half is a page
     with pytest.raises(fa.ContractError, match=r"table: expected"):
-        face(table)
+        interface(table)
 
 
 def test_int64_is_beyond_the_chip() -> None:

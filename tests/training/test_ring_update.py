@@ -172,8 +172,8 @@ def test_rows_without_keys() -> None:
     zeros = torch.zeros_like(out), blind[1], torch.full_like(sum_, torch.finfo(torch.float32).max)
     same_bits(npu.npu_ring_attention_update(*zeros, *zeros), zeros)
     same_bits(npu.npu_ring_attention_update(*zeros, *first), first)
-    spoilt = [torch.full_like(t, NAN) for t in first]
-    assert all(t.isnan().all() for t in npu.npu_ring_attention_update(*zeros, *spoilt))
+    poisoned = [torch.full_like(t, NAN) for t in first]
+    assert all(t.isnan().all() for t in npu.npu_ring_attention_update(*zeros, *poisoned))
 
 
 # ------------------------------------------------------------------------------------------------- the merge of all

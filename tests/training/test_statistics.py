@@ -1,7 +1,7 @@
 """Gradients from statistics that do not belong to the inputs: no crash, nothing read or written beside the operands.
 
-Through the back ends, where every instruction-set variant is forced, and through the npu, aclnn and pythonic faces.
-What the spoiled rows reach may be anything; everything else keeps its bits.
+Through the back ends, where every instruction-set variant is forced, and through the npu, aclnn and Python API.
+What the poisoned rows reach may be anything; everything else keeps its bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BAD = [  # (max, sum)
     *((inf, 1.0), (inf, inf), (1e30, 1.0), (-1e30, 1.0), (-inf, 0.0), (-inf, nan), (-inf, 2.0), (-inf, inf)),
 ]
 DTYPES = ("float32", "float16", "bfloat16")
-SEQ, HEAD, ROW = 0, 2, 60  # spoiled: rows from here on
+SEQ, HEAD, ROW = 0, 2, 60  # poisoned: rows from here on
 
 # ------------------------------------------------------------------------------------------------------- the back ends
 
@@ -39,16 +39,16 @@ SEQ, HEAD, ROW = 0, 2, 60  # spoiled: rows from here on
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bias", ["none", "matrix"])
 @pytest.mark.parametrize("empty", [False, True], ids=["sums", "means"])
-def test_spoiled_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: str, variant: str, dtype: str) -> None:
+def test_poisoned_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: str, variant: str, dtype: str) -> None:
     more = {"dim_rope": 3, "has_sink": True, "dropout": "philox", "keep_prob": 0.8} if bias == "none" else {}
     problem = Problem(4, 2, 24, 17, dtype=dtype, scale=0.2, bias=bias, **more)
     made = converted(make(problem, (130, 40), (150, 40), Band.causal("start")), problem.torch_dtype)
     saved = native(made, variant)
-    spoiled = {name: [t.clone() for t in tensors] for name, tensors in saved.items()}
+    poisoned = {name: [t.clone() for t in tensors] for name, tensors in saved.items()}
     pairs = [pair for pair in BAD if (pair[0] == -inf) == empty]
     for row, pair in enumerate(pairs, ROW):
-        spoiled["max"][SEQ][HEAD, row], spoiled["sum"][SEQ][HEAD, row] = pair
-    want, got = gradients(made, saved, variant), gradients(made, spoiled, variant)
+        poisoned["max"][SEQ][HEAD, row], poisoned["sum"][SEQ][HEAD, row] = pair
+    want, got = gradients(made, saved, variant), gradients(made, poisoned, variant)
     rows, heads = torch.ones(4, 130, dtype=torch.bool), torch.arange(4) != HEAD
     rows[HEAD, ROW : ROW + len(pairs)] = False
     reached = 150 if empty else ROW + len(pairs)  # a row in mean form has all keys
@@ -72,9 +72,9 @@ def test_rows_in_mean_form_may_hold_anything(variant: str) -> None:
     made = converted(make(problem, (9, 3), (5, 7), Band.window(-20, 0)), torch.float32)  # no row sees a key
     saved = native(made, variant)
     for peak, total in BAD:
-        spoiled = saved | {"max": [torch.full_like(t, peak) for t in saved["max"]]}
-        spoiled["sum"] = [torch.full_like(t, total) for t in saved["sum"]]
-        got = gradients(made, spoiled, variant)
+        poisoned = saved | {"max": [torch.full_like(t, peak) for t in saved["max"]]}
+        poisoned["sum"] = [torch.full_like(t, total) for t in saved["sum"]]
+        got = gradients(made, poisoned, variant)
         assert all(not t.any() for name in ("dq", "dk") for t in got[name])
         assert all(t.any() == (peak == -inf and 0 < total < inf) for t in got["dv"]), (peak, total)
 
@@ -89,7 +89,7 @@ def test_golden_takes_them_too(peak: float, total: float) -> None:
     assert dq[1, :3].isfinite().all()
 
 
-# ----------------------------------------------------------------------------------------------------------- the faces
+# ------------------------------------------------------------------------------------------------------- the interfaces
 
 GRADIENTS = [RECORDS[f"aclnn{name}"] for name in ("FlashAttentionScoreGrad", "FlashAttentionUnpaddingScoreGradV5")]
 DENSE = GRADIENTS[0]
@@ -103,12 +103,12 @@ def of_npu(args: Args) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("op", GRADIENTS, ids=lambda op: op.name)
-def test_both_faces_compute_the_same_from_any_statistics(op: Op) -> None:
+def test_both_interfaces_compute_the_same_from_any_statistics(op: Op) -> None:
     args = sample(op, S1=9, S2=9)
     for peak, total in BAD:
-        spoiled = args | {n: torch.full_like(args[n], x) for n, x in (("softmax_max", peak), ("softmax_sum", total))}
-        got = done(op, spoiled)
-        for name, theirs in zip(("dq", "dk", "dv"), of_npu(spoiled), strict=False):
+        poisoned = args | {n: torch.full_like(args[n], x) for n, x in (("softmax_max", peak), ("softmax_sum", total))}
+        got = done(op, poisoned)
+        for name, theirs in zip(("dq", "dk", "dv"), of_npu(poisoned), strict=False):
             assert same(got[name], theirs), (name, peak, total)
 
 

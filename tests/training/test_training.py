@@ -16,7 +16,7 @@ from fusion_attention.npu import npu_fusion_attention_grad_v2, npu_fusion_attent
 from fusion_attention.ops.training import records as training
 from fusion_attention.testing import (
     Case,
-    call_face,
+    call_interface,
     check,
     compare,
     expected,
@@ -75,7 +75,7 @@ def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     dy = args["dy"]
     want = run(lowered(case, args), dy, "cpu")
     leaves = {n: args[n].detach().requires_grad_() for n in LEAVES if args[n] is not None and LEAVES[n] in want}
-    out, top, total, reserved, seed, offset, numels = call_face(
+    out, top, total, reserved, seed, offset, numels = call_interface(
         npu_fusion_attention_v2, training.TORCH_V2, {**args, **leaves}
     )
     for name, value in (("out", out), ("max", top), ("sum", total)):
@@ -86,7 +86,7 @@ def test_explicit_gradients_are_those_of_autograd(case: Case) -> None:
     saved = {"softmax_max": hostile(top), "softmax_sum": hostile(total), "attention_in": hostile(out.detach())}
     saved |= {"seed": seed, "offset": offset, "numels": numels}
     names = ("dq", "dk", "dv", "dpse", "dq_rope", "dk_rope", "dsink")
-    explicit = call_face(npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2, {**args, **saved})
+    explicit = call_interface(npu_fusion_attention_grad_v2, training.TORCH_GRAD_V2, {**args, **saved})
     explicit = dict(zip(names, explicit, strict=True))
     by_autograd = torch.autograd.grad(out, list(leaves.values()), dy)
     for leaf, gradient in zip(leaves, by_autograd, strict=True):
@@ -110,9 +110,9 @@ def test_every_mode_layout_and_dtype_is_a_case() -> None:
 # ---------------------------------------------------------------------------------------------- what the cases contain
 
 
-def face(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def interface(case: Case) -> tuple[dict[str, Any], tuple[Any, ...]]:
     args = operands(case)
-    return args, call_face(npu_fusion_attention_v2, training.TORCH_V2, args)
+    return args, call_interface(npu_fusion_attention_v2, training.TORCH_V2, args)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_statistics_of_packed_rows_in_both_orders() -> None:
     """Per sequence head-major under a token-major shape, or truly token-major; eight equal lanes."""
     case = Case(layout="TND", q_len=(3, 6), kv_len=(5, 4))
     args = operands(case)
-    by_item = call_face(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
-    by_token = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
+    by_item = call_interface(npu_fusion_attention_v2, training.TORCH_V2, args)[1:3]
+    by_token = call_interface(npu_fusion_attention_v2, training.TORCH_V2, {**args, "softmax_layout": "TND"})[1:3]
     for one, other, name in zip(by_item, by_token, ("max", "sum"), strict=True):
         assert one.shape == other.shape == (9, 4, 8)
         assert one.is_contiguous()
@@ -172,7 +172,7 @@ EMPTY_ROWS = [
 
 @pytest.mark.parametrize(("case", "expected"), EMPTY_ROWS, ids=lambda value: getattr(value, "id", ""))
 def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
-    args, (out, top, total, *_) = face(case)
+    args, (out, top, total, *_) = interface(case)
     grads = run(lowered(case, args), args["dy"], "cpu")
     mean = 0 < expected[1] < FLT_MAX
     found = 0
@@ -194,7 +194,7 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
 
 def test_a_sink_leaves_no_row_empty() -> None:
     case = Case(sink=True, mask="head", blank=True)
-    args, (out, top, total, *_) = face(case)
+    args, (out, top, total, *_) = interface(case)
     for b in range(2):
         empty = ~seen(case, args, b).any(-1)
         assert empty.any()
@@ -214,9 +214,9 @@ IGNORED = [
 
 @pytest.mark.parametrize(("case", "mode", "text"), IGNORED, ids=lambda value: getattr(value, "id", str(value)))
 def test_a_mode_that_cannot_act_warns_and_is_ignored(case: Case, mode: dict[str, Any], text: str) -> None:
-    args, want = face(case)
+    args, want = interface(case)
     with pytest.warns(ContractWarning, match=text):
-        got = call_face(npu_fusion_attention_v2, training.TORCH_V2, {**args, **mode})
+        got = call_interface(npu_fusion_attention_v2, training.TORCH_V2, {**args, **mode})
     same_bits(got[:3], want[:3], "as without that mode")
 
 

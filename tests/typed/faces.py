@@ -1,4 +1,4 @@
-"""What type checkers know of the faces: read by mypy and basedpyright (`make lint`), never run.
+"""What type checkers know of the interfaces: read by mypy and basedpyright (`make lint`), never run.
 
 assert_type() says what a call gives; `type: ignore` stands where a call must be an error, and both checkers complain
 about one that is not needed.
@@ -56,7 +56,7 @@ def decoding(q: Tensor, cache: fa.PagedKVCache, wanted: bool) -> None:
     fa.decode_attention(q, cache, layout="TND")  # type: ignore[call-overload]
 
 
-def face(folder: Path) -> None:
+def interface(folder: Path) -> None:
     """The names that come late are those of the modules."""
     assert_type(fa.Band.window(3, 0), Band)
     with fa.capture(folder) as recorded:

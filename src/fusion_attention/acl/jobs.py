@@ -1,6 +1,6 @@
 """A two-phase call between its phases: what its signature decides, and the memory where its tensors lie.
 
-Checks outputs and workspace, which only this face has, and runs. Refuses to know any operator or family of them.
+Checks outputs and workspace, which only this interface has, and runs. Refuses to know any operator or family of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
     outputs = {name: args[name] for name in written}
     found = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.device, options.backend, call.verb)
+        found = plan(call.problem, call.extents, call.device, options.backend, call.op_kind)
     filled = call.fill(outputs)
     own = [t for _, name in given for t in members(args[name]) or ()]
     bytes_, copies = workspace(filled, own, found)

@@ -303,9 +303,9 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
     Returns:
         ret: 0; 100000 for what is no memory, 107000 for sizes or a kind that do not fit.
     """
-    size, room = integer(count, "count"), integer(dest_max, "dest_max")
-    if size < 0 or size > room:
-        raise Refusal(RT, f"count: expected 0 to dest_max={room}, got {size}")
+    size, buffer = integer(count, "count"), integer(dest_max, "dest_max")
+    if size < 0 or size > buffer:
+        raise Refusal(RT, f"count: expected 0 to dest_max={buffer}, got {size}")
     kind = integer(kind, "kind")
     if kind not in tuple(MemcpyKind):
         raise Refusal(state.INVALID_PARAM, f"kind: expected 0 to 3, got {kind}")
@@ -321,7 +321,7 @@ def memcpy(dst: Any, dest_max: int, src: Any, count: int, kind: int) -> None:
 @coded
 def memset(address: int, max_count: int, value: int, count: int) -> None:
     """Sets `count` bytes to a value; returns ret."""
-    size, room = integer(count, "count"), integer(max_count, "max_count")
-    if size < 0 or size > room:
-        raise Refusal(RT, f"count: expected 0 to max_count={room}, got {size}")
+    size, buffer = integer(count, "count"), integer(max_count, "max_count")
+    if size < 0 or size > buffer:
+        raise Refusal(RT, f"count: expected 0 to max_count={buffer}, got {size}")
     bytes_at(address, size, written=True)[0].fill_(integer(value, "value") & 0xFF)

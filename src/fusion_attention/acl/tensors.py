@@ -300,11 +300,11 @@ def create_tensor(
     torch_dtype = TORCH_DTYPES[number]
     memory, base = _storage(data, torch_dtype.itemsize)
     if storage_shape is not None:
-        room = int(np.prod(_sizes(storage_shape, "storage_shape"), dtype=object))
+        buffer = int(np.prod(_sizes(storage_shape, "storage_shape"), dtype=object))
         stop = reach(shape, steps)
-        if stop and first + stop > room:
-            raise Refusal(INVALID, f"view_shape: the view ends at element {first + stop} of a storage of {room}")
-        _window(memory, torch_dtype, (room,), (1,), base)
+        if stop and first + stop > buffer:
+            raise Refusal(INVALID, f"view_shape: the view ends at element {first + stop} of a storage of {buffer}")
+        _window(memory, torch_dtype, (buffer,), (1,), base)
     return Tensor(_window(memory, torch_dtype, shape, steps, base + first), number, tag, first, memory)
 
 

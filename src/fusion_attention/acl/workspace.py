@@ -16,8 +16,8 @@ def workspace(filled: Filled, own: Iterable[torch.Tensor], plan: Plan | None) ->
     own: the caller's tensors; what shares a storage with them needs none.
     """
     theirs = {t.untyped_storage()._cdata for t in own}
-    rooms = {t.untyped_storage()._cdata: t for t in filled.rooms}
+    buffers = {t.untyped_storage()._cdata: t for t in filled.buffers}
     read = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)}
-    needed = {key: t for key, t in (read | rooms).items() if key not in theirs}
+    needed = {key: t for key, t in (read | buffers).items() if key not in theirs}
     converted = sum(t.numel() * t.element_size() for t in needed.values())
-    return converted + (plan.workspace_bytes if plan else 0), not needed.keys() <= rooms.keys()
+    return converted + (plan.workspace_bytes if plan else 0), not needed.keys() <= buffers.keys()

@@ -238,7 +238,7 @@ class PagedKVCache:
         if self._ranks == 1:
             return lengths
         size, owned = self.page_size, self.own_pages(sequences)
-        # Only a sequence's last page may have room.
+        # Only a sequence's last page may have buffer.
         return [
             len(own) * size - max((own[-1] + 1) * size - tokens, 0) if own else 0
             for own, tokens in zip(owned, lengths, strict=True)

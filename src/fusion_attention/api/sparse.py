@@ -1,4 +1,4 @@
-"""The pythonic face of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them, and
+"""The Python API of sparse attention: lightning_indexer() chooses keys, sparse_attention() attends to them, and
 indexer_loss() teaches the one what the other needs."""
 
 from __future__ import annotations

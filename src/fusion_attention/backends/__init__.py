@@ -1,4 +1,5 @@
-"""What computes: back ends that give the same verbs on the waist's types, and the choice among them.
+"""What computes: back ends that give the same operation kinds in the intermediate representation's types, and the
+choice among them.
 
 Each is a module that says itself what it cannot do. They never import one another; load() imports the one chosen.
 """
@@ -38,28 +39,29 @@ Accepted = Any  # a problem against which a back end has no reason
 class Backend(Protocol):
     """A back end: a module of these functions. Of a problem that it refuses it is asked nothing else.
 
-    The properties are its verbs: they compute a problem on given lengths, with its schedule for them, in given memory.
+    The properties are its op_kinds: they compute a problem on given lengths, with its schedule for them, in given
+    memory.
     """
 
     NAME: str
 
-    def reasons_against(self, problem: AnyProblem, device: torch.device, verb: str = "", /) -> list[str]:
-        """One sentence for each thing that it cannot do; empty when it can. Without a verb, for all of them."""
+    def reasons_against(self, problem: AnyProblem, device: torch.device, op_kind: str = "", /) -> list[str]:
+        """One sentence for each thing that it cannot do; without an operation kind, for all of them."""
         ...
 
-    def schedule(self, problem: Accepted, extents: Extents, verb: str, /) -> Any:
-        """What it plans for one of its verbs on given lengths, to be handed to every run; None: nothing."""
+    def schedule(self, problem: Accepted, extents: Extents, op_kind: str, /) -> Any:
+        """What it plans for one of its operation kinds on given lengths, to be handed to every run; None: nothing."""
         ...
 
-    def reschedule(self, problem: Accepted, extents: Extents, verb: str, schedule: Any, /) -> Any:
+    def reschedule(self, problem: Accepted, extents: Extents, op_kind: str, schedule: Any, /) -> Any:
         """The schedule for other key lengths of the same sequences, changed or made anew."""
         ...
 
-    def workspace_bytes(self, problem: Accepted, extents: Extents, verb: str, /) -> int:
-        """What a verb allocates besides operands and results."""
+    def workspace_bytes(self, problem: Accepted, extents: Extents, op_kind: str, /) -> int:
+        """What an operation kind allocates besides operands and results."""
         ...
 
-    def lay_forward(self, problem: Accepted, schedule: Any, operands: Operands, /) -> Callable[..., bool] | None:
+    def prepare_forward(self, problem: Accepted, schedule: Any, operands: Operands, /) -> Callable[..., bool] | None:
         """attention_forward() for many calls whose views differ in memory alone; None where there is nothing to gain.
 
         The function takes (q, k, v, table, out, max, sum): the table None of a cache without pages, the last two None
@@ -128,8 +130,9 @@ def load(name: str) -> Backend:
     return found
 
 
-def choose(problem: AnyProblem, device: torch.device, backend: str, verb: str = "") -> str:
-    """The back end that computes a verb, or all: the named one, or the first of AUTO without a reason against.
+def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:
+    """The back end that computes an operation kind, or all: the named one, or the first of AUTO without a reason
+    against.
 
     Raises:
         ValueError: an unknown name.
@@ -142,7 +145,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, verb: str = 
     automatic = AUTO if device.type == "cuda" else AUTO[1:]
     listed = []
     for name in automatic if backend == "auto" else (backend,):
-        against = reasons_of(name, problem, device, verb)
+        against = reasons_of(name, problem, device, op_kind)
         if not against:
             return name
         listed += [f"{name}: {reason}" for reason in against]
@@ -156,21 +159,22 @@ def _known(backend: str) -> None:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
 
 
-def reasons_of(name: str, problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
+def reasons_of(name: str, problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
     """Why a back end does not compute a problem on a device; empty where it does."""
     try:
         module = load(name)
     except ImportError as error:
         return [f"the {name} back end cannot be loaded ({error})."]
-    return module.reasons_against(problem, device, verb)
+    return module.reasons_against(problem, device, op_kind)
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Inside the block, or the function that it decorates, calls that name no back end are computed by this one.
 
-    It counts in this thread (and asyncio task), for every face but the two-phase one, whose back end acl.init() says. A
-    graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it where it runs inside.
+    It counts in this thread (and asyncio task), for every interface but the two-phase one, whose back end acl.init()
+    says. A graph that torch.compile or torch.export traces inside keeps it; one traced outside takes it where it runs
+    inside.
 
     Args:
         name: "auto" (by the device), "cpu", "triton" or "golden", the float64 model.

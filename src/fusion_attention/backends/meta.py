@@ -11,12 +11,12 @@ from fusion_attention.ir.problem import AnyProblem, Extents
 NAME = "meta"
 
 
-def reasons_against(problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
     """Why this back end cannot compute the problem: where there is memory, somebody wants values in it."""
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 
 
-def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """None."""
     return 0
 
@@ -25,6 +25,6 @@ def nothing(*_: Any) -> None:
     """Nothing is planned, and nothing written into memory that is not there."""
 
 
-schedule = reschedule = lay_forward = keep = nothing
+schedule = reschedule = prepare_forward = keep = nothing
 attention_forward = attention_backward = nothing
 indexer_topk = indexer_backward = indexer_lse = indexer_loss = nothing

@@ -27,11 +27,11 @@ class Report:
         self._line(list(cells), "")
 
     def _line(self, cells: list[str], style: str) -> None:
-        laid = [
+        prepared = [
             cell.ljust(-width) if width < 0 else cell.rjust(width)
             for cell, width in zip(cells, self._widths, strict=True)
         ]
-        self._print("  ".join(laid).rstrip(), style)
+        self._print("  ".join(prepared).rstrip(), style)
 
     def _print(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Where compilers, CMake and pkg-config find the C face. Loads nothing: build systems ask often.
+"""Where compilers, CMake and pkg-config find the C API. Loads nothing: build systems ask often.
 
 Laid out as CANN's own folder is (include, lib64), so that a build that takes CANN's path takes this one.
 """

@@ -34,7 +34,7 @@ from fusion_attention.torch_ops import dispatch
 
 __all__ = ["CaptureError", "Replay", "capture", "replay"]
 
-_FACES = (training, inference, fused_inference, sparse, indexer_loss)
+_INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
@@ -241,7 +241,7 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
     foreign = sys.modules.get("torch_npu")
     if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:
-        ours = {name: getattr(module, name) for module in _FACES for name in module.__all__ if name in RECORDS}
+        ours = {name: getattr(module, name) for module in _INTERFACES for name in module.__all__ if name in RECORDS}
         both = [(name, function) for name, function in ours.items() if hasattr(foreign, name)]
         places += [(foreign, name, _foreign(recorder, name, function)) for name, function in both]
     return places

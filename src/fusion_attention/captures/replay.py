@@ -1,6 +1,6 @@
 """Recorded calls, computed again; printed, a verdict by the error bound.
 
-Refuses to know what an operator computes; replay() goes the way that the faces go.
+Refuses to know what an operator computes; replay() goes the way that the interfaces go.
 """
 
 from __future__ import annotations

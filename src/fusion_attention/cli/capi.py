@@ -1,4 +1,4 @@
-"""What builds need to know of the C face, one line each."""
+"""What builds need to know of the C API, one line each."""
 
 from __future__ import annotations
 

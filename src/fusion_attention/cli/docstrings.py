@@ -1,6 +1,6 @@
 """Docstrings and signatures as Markdown: for the operators' pages, and for the reference of the site.
 
-Knows how docstrings of this house are written (Args, Returns, Raises, Example). Refuses to know any object.
+Knows how docstrings of this package are written (Args, Returns, Raises, Example). Refuses to know any object.
 """
 
 from __future__ import annotations

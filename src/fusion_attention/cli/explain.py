@@ -38,7 +38,7 @@ def explain(
     log: str = typer.Option("", metavar="TEXT|FILE", help="Beside a call: what CANN printed when it failed."),
     as_json: bool = typer.Option(False, "--json", help="Print the answer as JSON."),
 ) -> None:
-    """Say which rule a call breaks, in plain words, and how to mend it.
+    """Say which rule a call breaks, in plain words, and how to fix it.
 
     Works without tensors and without the chip: shapes and dtypes are enough. The text is parsed, never executed. A
     tensor is its dtype and shape, q=bf16[2,1024,8,64], or written as torch makes one, in lines before the call. Of a
@@ -131,11 +131,11 @@ def _show(found: Explanation, console: Console) -> None:
             line(f"CANN printed: {reason}", "dim")
     for one in found.findings:
         _finding(one, line)
-    if found.mends:
+    if found.fixes:
         line("")
-        line("what mends it (each was tried)", "bold green")
-        for mend in found.mends:
-            line(mend, "", 2)
+        line("what fixes it (each was tried)", "bold green")
+        for fix in found.fixes:
+            line(fix, "", 2)
     if found.results:
         line("")
         _reading(found, line)
@@ -153,8 +153,8 @@ def _finding(one: Finding, line: object) -> None:
     line("")
     line(f"{heading}{code}", style)
     line(one.sentence, "", 2)
-    if one.mend:
-        line(one.mend, "green", 2)
+    if one.fix:
+        line(one.fix, "green", 2)
 
 
 def _reading(found: Explanation, line: object) -> None:

@@ -23,7 +23,7 @@ EDGE: dict[str, Any] = {"min": -(2**63), "max": 2**63 - 1, "show_default": "no e
 LONGEST = 1 << 20
 # Rows that text and JSON name one by one.
 NAMED_ROWS = 4096
-FACE_NAMES = {
+INTERFACE_NAMES = {
     "own": "fusion_attention.attention",
     "training": "torch_npu.npu_fusion_attention",
     "inference": "torch_npu.npu_fused_infer_attention_score_v2",
@@ -50,7 +50,10 @@ def mask(
         "zeros", "--mask", metavar="WORD|FILE",
         help="Mask of modes 0, 1, 5 and 9: zeros, triangle, a file (.npy, or lines of 0 and 1); none: no mask.",
     ),
-    face: str = typer.Option("", metavar="FACE", help="Picture and call of one face: " + ", ".join(FACE_NAMES) + "."),
+    interface: str = typer.Option(
+        "", "--interface", "--face", metavar="NAME",
+        help=f"Picture and call of one interface: {', '.join(INTERFACE_NAMES)}.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Intervals, remarks and calls as JSON."),
     svg: Path | None = typer.Option(None, metavar="FILE", dir_okay=False, help="Write the picture as SVG."),
     png: Path | None = typer.Option(None, metavar="FILE", dir_okay=False, help="Write the picture as PNG."),
@@ -70,22 +73,24 @@ def mask(
         return
     if explorer and not mode:
         return
-    if face and face not in FACE_NAMES:
-        raise typer.BadParameter(f"expected one of {', '.join(FACE_NAMES)}, got {face!r}", param_hint="--face")
+    if interface and interface not in INTERFACE_NAMES:
+        raise typer.BadParameter(
+            f"expected one of {', '.join(INTERFACE_NAMES)}, got {interface!r}", param_hint="--interface"
+        )
     if not mode:
         if as_json or svg or png:
             raise typer.BadParameter("a picture needs a mode: 0 to 9, or a Band", param_hint="MODE")
         _show_gallery(_console())
         return
     s = _setting(given)
-    shown = face or ("own" if s.mode < 0 else "inference" if s.mode == 9 else "training")
+    shown = interface or ("own" if s.mode < 0 else "inference" if s.mode == 9 else "training")
     for path, draw in ((svg, _svg), (png, _png)):
         if path is not None:
             _write(path, draw(s, shown))
     if as_json:
         typer.echo(json.dumps(_report(s, shown), indent=2, ensure_ascii=False))
     elif not (svg or png):
-        _show(s, shown, [face] if face else list(FACE_NAMES), _console())
+        _show(s, shown, [interface] if interface else list(INTERFACE_NAMES), _console())
 
 
 # ------------------------------------------------------------------------------------------------------------- options
@@ -200,28 +205,30 @@ def _write(path: Path, data: bytes) -> None:
     typer.echo(f"{path}: {len(data)} bytes", err=True)
 
 
-def _cells(s: Setting, face: str) -> Any:
+def _cells(s: Setting, interface: str) -> Any:
     from fusion_attention.explorer.draw import TooLarge, cells_of
 
     try:
-        cells = cells_of(s, face)
+        cells = cells_of(s, interface)
     except TooLarge as error:
         raise typer.BadParameter(str(error), param_hint="--q") from None
     if cells is None:
-        raise typer.BadParameter(f"{FACE_NAMES[face]} has no call that says the same", param_hint="--face")
+        raise typer.BadParameter(
+            f"{INTERFACE_NAMES[interface]} has no call that says the same", param_hint="--interface"
+        )
     return cells
 
 
-def _svg(s: Setting, face: str) -> bytes:
+def _svg(s: Setting, interface: str) -> bytes:
     from fusion_attention.explorer.draw import svg
 
-    return svg(_cells(s, face), _title(s)).encode()
+    return svg(_cells(s, interface), _title(s)).encode()
 
 
-def _png(s: Setting, face: str) -> bytes:
+def _png(s: Setting, interface: str) -> bytes:
     from fusion_attention.explorer.draw import png
 
-    return png(_cells(s, face))
+    return png(_cells(s, interface))
 
 
 def _write_page(path: Path) -> None:
@@ -258,7 +265,7 @@ def _title(s: Setting) -> str:
     return repr(own_band(s)) if s.mode == BAND else f"sparse_mode {s.mode}: {NAMES[str(s.mode)]}"
 
 
-def _report(s: Setting, face: str) -> dict[str, Any]:
+def _report(s: Setting, interface: str) -> dict[str, Any]:
     """Everything that is said of a setting; infinite edges are null."""
     from fusion_attention.explorer.calls import call
     from fusion_attention.explorer.draw import is_seen
@@ -267,7 +274,7 @@ def _report(s: Setting, face: str) -> dict[str, Any]:
     from fusion_attention.explorer.words import RULES, formula
     from fusion_attention.ir.mask import INFINITE
 
-    p = picture(s, face)
+    p = picture(s, interface)
     items: list[dict[str, Any]] = []
     for b in range(len(s.q_len)) if p is not None else ():
         assert p is not None
@@ -276,27 +283,27 @@ def _report(s: Setting, face: str) -> dict[str, Any]:
         if s.q_len[b] <= NAMED_ROWS:
             item["rows"] = [edges_of(p, b, i) for i in range(s.q_len[b])]
         items.append(item)
-    calls = {name: call(s, name) for name in FACE_NAMES}
-    found = {name: remarks_on(s, name) for name in FACE_NAMES}
+    calls = {name: call(s, name) for name in INTERFACE_NAMES}
+    found = {name: remarks_on(s, name) for name in INTERFACE_NAMES}
     report: dict[str, Any] = {
         "mode": None if s.mode < 0 else s.mode,
         "title": _title(s),
         "rule": RULES[str(s.mode)],
-        "face": face,
+        "interface": interface,
     }
     report |= {"packed": s.packed, "items": items, "mask": p["mask"] if p else None}
     if p and sum(s.q_len) * sum(s.kv_len) <= NAMED_ROWS * NAMED_ROWS:
-        report["seen"] = int(is_seen(_cells(s, face)).sum())
-    faces = {
+        report["seen"] = int(is_seen(_cells(s, interface)).sum())
+    interfaces = {
         name: {
-            "operator": FACE_NAMES[name],
+            "operator": INTERFACE_NAMES[name],
             "verdict": "none" if text is None else verdict(found[name]),
             "remarks": found[name],
             **({"before": None, "call": None} if text is None else text),
         }
         for name, text in calls.items()
     }
-    return report | {"faces": faces}
+    return report | {"interfaces": interfaces}
 
 
 def _console() -> Console:
@@ -305,15 +312,15 @@ def _console() -> Console:
     return Console()
 
 
-def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
+def _show(s: Setting, interface: str, interfaces: list[str], console: Console) -> None:
     from rich.text import Text
 
     from fusion_attention.explorer.draw import is_seen, text
     from fusion_attention.explorer.words import RULES
 
-    cells = _cells(s, face)
+    cells = _cells(s, interface)
     plain = not (console.encoding or "").lower().startswith("utf")
-    console.print(Text(_title(s), "bold"), Text(f"  as {FACE_NAMES[face]} computes it", "dim"), sep="")
+    console.print(Text(_title(s), "bold"), Text(f"  as {INTERFACE_NAMES[interface]} computes it", "dim"), sep="")
     console.print(RULES[str(s.mode)], style="italic", width=min(100, console.width))
     console.print()
     width = console.width - 10
@@ -322,7 +329,7 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
         label = f"row {number:>3}  " if len(lines) == len(cells) else "  "
         console.print(Text(label, "dim") + Text(line, "blue"), no_wrap=True, overflow="crop")
     console.print()
-    report, share = _report(s, face), float(is_seen(cells).mean()) if cells.size else 0.0
+    report, share = _report(s, interface), float(is_seen(cells).mean()) if cells.size else 0.0
     empty = int((~is_seen(cells).any(1)).sum()) if cells.shape[1] else len(cells)
     console.print(f"{len(cells)} rows x {cells.shape[1]} keys, {report['seen']} seen ({share:.1%})", highlight=False)
     if empty:
@@ -330,14 +337,14 @@ def _show(s: Setting, face: str, faces: list[str], console: Console) -> None:
     for b, item in enumerate(report["items"]):
         name = f"sequence {b}, row i: " if s.packed else "row i: "
         console.print(Text(name, "dim") + Text(item["formula"]))
-    for name in faces:
-        _show_face(report["faces"][name], console, whole=len(faces) == 1)
-    if len(faces) > 1:
+    for name in interfaces:
+        _show_interface(report["interfaces"][name], console, whole=len(interfaces) == 1)
+    if len(interfaces) > 1:
         console.print()
-        console.print(Text("--face NAME shows one of them whole: " + ", ".join(faces), "dim"))
+        console.print(Text("--interface NAME shows one of them whole: " + ", ".join(interfaces), "dim"))
 
 
-def _show_face(found: dict[str, Any], console: Console, whole: bool) -> None:
+def _show_interface(found: dict[str, Any], console: Console, whole: bool) -> None:
     from rich.syntax import Syntax
     from rich.text import Text
 

@@ -23,7 +23,7 @@ BY_TORCH = (
     "Computed by torch's own operators, in float32 where the chip adds up in it, on every device that torch has. "
     "There is no two-phase function of it and no C function."
 )
-# Companions that another function computes: (what they are called, that function).
+# Auxiliary operators that another function computes: (what they are called, that function).
 BY_ANOTHER = {
     r"_npu_(paged|flash)_attention.*": "npu_fused_infer_attention_score",
     r"npu_quant_lightning_indexer": "npu_lightning_indexer",
@@ -93,11 +93,11 @@ def shown(op: Op) -> Shown:
         call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
         text="" if two_phase else _text(function(op)),
         example=op_examples.program(op) if op.lower else _example(function(op)),
-        support=_support(op) if op.lower else _companion(op),
+        support=_support(op) if op.lower else _auxiliary(op),
     )
 
 
-def _companion(op: Op) -> str:
+def _auxiliary(op: Op) -> str:
     """What computes a function that has no lowering."""
     name = another(op.name)
     if not name:
@@ -106,7 +106,7 @@ def _companion(op: Op) -> str:
 
 
 def another(name: str) -> str:
-    """The function that computes a companion; "" of one that torch computes."""
+    """The function that computes an auxiliary operator; "" of one that torch computes."""
     return next((found for form, found in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 

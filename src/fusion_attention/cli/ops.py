@@ -85,7 +85,7 @@ def _described(record: Op) -> dict[str, Any]:
         {
             "parameter": record.by_name[rule.param].shown,
             "expected": record.spell(rule.expected),
-            "mend": record.spell(rule.advice),
+            "fix": record.spell(rule.advice),
             "when": record.spell(rule.when),
             "layouts": list(rule.only),
             "level": rule.level,

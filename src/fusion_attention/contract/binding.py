@@ -44,15 +44,15 @@ class Memo:
     Attributes:
         lowered: what the record's lowering made of names (Bound.once).
         run: how a forward call was laid on its outputs; templates: of a decoding call's results.
-        laid: by back end, the plan of a dense or decoding call with its views; lays: False where it has none.
+        prepared: by back end, the plan of a dense or decoding call with its views; preparable: False where it has none.
         two_phase: how the tensors of a two-phase call were found to lie.
     """
 
     lowered: Any = None
     run: Any = None
     templates: Any = None
-    laid: dict[str, Any] = field(default_factory=dict)
-    lays: bool = True
+    prepared: dict[str, Any] = field(default_factory=dict)
+    preparable: bool = True
     two_phase: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -61,13 +61,13 @@ class Bound:
 
     Attributes:
         args: the arguments that were bound.
-        settled, memo: shared by all calls of one signature with the same arrays.
+        settled, call_cache: shared by all calls of one signature with the same arrays.
     """
 
-    __slots__ = ("_names", "_tensors", "args", "memo", "op", "settled")
+    __slots__ = ("_names", "_tensors", "args", "call_cache", "op", "settled")
 
     def __init__(self, op: Op, args: Mapping[str, Any], tensors: tuple[str, ...], settled: _Settled) -> None:
-        self.op, self.args, self.memo = op, args, settled.memo
+        self.op, self.args, self.call_cache = op, args, settled.call_cache
         self._tensors, self.settled = tensors, settled
         self._names: dict[str, Any] | None = None
 
@@ -82,10 +82,10 @@ class Bound:
         return self._names
 
     def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
-        """What a lowering makes of names that are no tensors: made by the first of the calls that share a memo."""
-        made: Made | None = self.memo.lowered
+        """The result of lowering the names that are no tensors, made once for all calls that share a cache."""
+        made: Made | None = self.call_cache.lowered
         if made is None:
-            made = self.memo.lowered = make(self.names)
+            made = self.call_cache.lowered = make(self.names)
         return made
 
     def __getitem__(self, name: str) -> Any:
@@ -122,7 +122,7 @@ class _Settled:
     arrays: tuple[bytes, ...]
     names: dict[str, Any]
     notes: list[str]
-    memo: Memo = field(default_factory=Memo)
+    call_cache: Memo = field(default_factory=Memo)
     within: dict[str, Any] | None = None
 
 
@@ -314,7 +314,7 @@ def _keep(op: Op, key: Any, known: _Signature) -> None:
 
 def outside() -> int:
     """The stack level of the first caller outside this package, where a warning points."""
-    level, frame, house = 1, sys._getframe(1), __name__.split(".")[0]
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == house:
+    level, frame, package = 1, sys._getframe(1), __name__.split(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == package:
         level, frame = level + 1, frame.f_back
     return level

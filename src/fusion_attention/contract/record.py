@@ -103,7 +103,7 @@ class Tensor(Param):
     Args:
         dtypes: allowed dtypes, or "=other" for the dtype of another tensor, or "" for a rule's decision.
         shape: axis words ("B S1 N1*D"), one string or one per layout; "" where a rule decides.
-        output: written by the operator; a caller may leave it to the face to allocate.
+        output: written by the operator; a caller may leave it to the interface to allocate.
         on_host: may lie in host memory beside tensors of a device.
         cast: what to do about another dtype.
         form: from a call's values to the layout of this tensor, where it is not the record's.
@@ -175,7 +175,7 @@ class Rule:
         level: one of LEVELS.
         stage: "presence", "dtype", "lengths" or "rules".
         reads: needs tensor data, so it is asked at every call; for a warning, at the first of its signature.
-        given: sample settings under which the rule is asked; spoil: further settings that break it alone.
+        given: sample settings under which the rule is asked; invalid: further settings that break it alone.
     """
 
     check: str
@@ -190,7 +190,7 @@ class Rule:
     stage: str = "rules"
     reads: bool = False
     given: Settings = field(default_factory=dict, compare=False)
-    spoil: Settings = field(default_factory=dict, compare=False)
+    invalid: Settings = field(default_factory=dict, compare=False)
 
     @property
     def id(self) -> str:

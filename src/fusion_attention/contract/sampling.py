@@ -17,7 +17,7 @@ from fusion_attention.contract.record import INVALID, NULL_POINTER, REQUIRED, Ar
 
 
 @dataclass(frozen=True)
-class Spoiled:
+class InvalidSample:
     """A call that breaks one rule, and the failure that must be reported, alone.
 
     Attributes:
@@ -98,20 +98,20 @@ def _tensor(
     return torch.randn(shape, generator=generator).to(getattr(torch, dtype or own))
 
 
-def spoils(op: Op) -> Iterator[Spoiled]:
+def invalid_samples(op: Op) -> Iterator[InvalidSample]:
     """A call for every way to break a record: each declared rule, and each presence, type, rank, axis and domain."""
     for rule in op.asked:
         layouts = [name for name in op.layouts if name in (rule.only or op.layouts)]
         shown = op.by_name[rule.param].shown
         chosen = {op.layout_attr: layouts[0]} if layouts else {}
-        args = sample(op, **{**chosen, **rule.given, **rule.spoil})
-        yield Spoiled(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
+        args = sample(op, **{**chosen, **rule.given, **rule.invalid})
+        yield InvalidSample(f"{op.name}-{rule.id}", args, shown, rule.code, rule.level, op.spell(rule.expected))
     for p in op.params:
-        for name, args, code in _stage_spoils(op, p):
-            yield Spoiled(f"{op.name}-{p.name}-{name}", args, p.shown, code)
+        for name, args, code in _stage_samples(op, p):
+            yield InvalidSample(f"{op.name}-{p.name}-{name}", args, p.shown, code)
 
 
-def _stage_spoils(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _stage_samples(op: Op, p: Param) -> Iterator[tuple[str, dict[str, Any], int]]:
     """(what is wrong, call, code) for the stages that a parameter's declaration alone decides."""
     legal = sample(op)
     present = legal[p.name] is not None

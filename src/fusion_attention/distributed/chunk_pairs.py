@@ -199,8 +199,8 @@ def forward(
     shape = layers, batch, tokens, heads
     dtype = torch.float32 if partial else rows.q.dtype
     fills = _fills(rows.pieces, met.row, layers, batch * tokens)
-    out = _room(rows.q, (*shape, problem.dim_v), dtype, fills, 0.0)
-    max_, sum_ = (_room(rows.q, shape, torch.float32, fills, value) for value in (-torch.inf, 0.0))
+    out = _buffer(rows.q, (*shape, problem.dim_v), dtype, fills, 0.0)
+    max_, sum_ = (_buffer(rows.q, shape, torch.float32, fills, value) for value in (-torch.inf, 0.0))
     if len(met):
         o = _operands(whole, problem, rows, keys, met, (out, max_, sum_), met.row_layer)
         plan(problem, met.extents, rows.q.device, backend).run(o)
@@ -291,7 +291,7 @@ class _Sum:
         if like is not None:
             count = int(layer.max(initial=0)) + 1
             filled = _fills(pieces, chosen, count, like.shape[:2].numel())
-            self.layers = _room(like, (count, *like.shape), dtype, filled, 0.0)
+            self.layers = _buffer(like, (count, *like.shape), dtype, filled, 0.0)
             self.view = pieces.view(self.layers, chosen, layer)
 
     def total(self) -> Tensor | None:
@@ -343,7 +343,7 @@ def _fills(pieces: Pieces, chosen: np.ndarray, layers: int, tokens: int) -> bool
     return layers == 1 and int(pieces.count[chosen].sum()) == tokens
 
 
-def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
+def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
     return empty(like, shape, dtype) if filled else like.new_full(shape, value, dtype=dtype)
 
 

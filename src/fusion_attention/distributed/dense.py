@@ -175,7 +175,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             "attention",
             {"schedule": options.schedule, "backend": backend, **_words(whole_args, bound, options)},
             args["q"].device,
-            _fault(args, lowered, options, [side.laid.sizes[ranks.rank] for side in sides]),
+            _fault(args, lowered, options, [side.placement.sizes[ranks.rank] for side in sides]),
             (args["seed"], args["offset"]),
             _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
@@ -298,7 +298,9 @@ def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: 
             continue
         if sides[0].packed:
             name, why = matrix, "goes with padded sequences alone (packed ones have a band, lengths and slopes)"
-        elif (moves or options.deterministic or (matrix == "bias" and t.requires_grad)) and 1 in sides[0].laid.sizes:
+        elif (moves or options.deterministic or (matrix == "bias" and t.requires_grad)) and 1 in sides[
+            0
+        ].placement.sizes:
             name, why = matrix, "goes with ranks of more rows than one: none can tell that from a row for all"
     if why:
         raise ValueError(f"fusion_attention: distributed.attention: {name}: {why}")
@@ -331,7 +333,7 @@ class _Shared(torch.autograd.Function):
     def forward(ctx: Any, m: Meeting, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
         rows, keys = _canonical(m, layout, tensors)
         part = _computed(m, options, rows, keys, None)
-        results = _laid(part, layout)
+        results = _placement(part, layout)
         ctx.save_for_backward(*part, *tensors)
         ctx.said = m, options, layout
         ctx.set_materialize_grads(False)
@@ -401,7 +403,7 @@ def _rows_of(t: Any, layout: str, count: int) -> Any:
     return t.transpose(1, 2) if token == 2 else t
 
 
-def _laid_rows(t: Tensor, layout: str) -> Tensor:
+def _placement_rows(t: Tensor, layout: str) -> Tensor:
     """_rows_of() the other way."""
     batch, token, head = LAYOUTS[layout]
     t = (
@@ -416,12 +418,12 @@ def _laid_rows(t: Tensor, layout: str) -> Tensor:
     return t.flatten(-2) if head is None else t
 
 
-def _laid(part: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _placement(part: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """Results as fusion_attention.attention returns them."""
     stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (part.max, part.sum))
     max_, sum_ = stats
-    return _laid_rows(part.out, layout), max_, sum_
+    return _placement_rows(part.out, layout), max_, sum_
 
 
 def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:
-    return None if gradient is None or like is None else _laid_rows(gradient.to(like.dtype), layout)
+    return None if gradient is None or like is None else _placement_rows(gradient.to(like.dtype), layout)

@@ -131,17 +131,17 @@ class Group:
             GroupError: on every rank, where ranks say different things or one has a fault.
         """
         words = tuple((name, str(value)) for name, value in said.items())
-        memo = self._agreed.get(words)
-        call = Call(self, function, str(said.get("schedule", "")), device, memo or {})
+        call_cache = self._agreed.get(words)
+        call = Call(self, function, str(said.get("schedule", "")), device, call_cache or {})
         call.begin(repr((words, varies, next(self.calls))))
         if self.world > 1:
             call.sends(device)
-        if memo is None:
+        if call_cache is None:
             call.agree(words, fault, advice)
             if device.type not in self._tried:
                 call.try_out()
                 self._tried.add(device.type)
-            self._agreed[words] = call.memo
+            self._agreed[words] = call.call_cache
             if len(self._agreed) > _AGREED:
                 self._agreed.popitem(last=False)
         elif fault:
@@ -189,12 +189,14 @@ class Call:
     """One call of a group, and all that passes in it. Steps are named by whoever takes them, for errors.
 
     Attributes:
-        memo: what all calls that say the same may share.
+        call_cache: what all calls that say the same may share.
     """
 
-    def __init__(self, group: Group, function: str, schedule: str, device: torch.device, memo: dict[str, Any]) -> None:
+    def __init__(
+        self, group: Group, function: str, schedule: str, device: torch.device, call_cache: dict[str, Any]
+    ) -> None:
         self.group, self.rank, self.world = group, group.rank, group.world
-        self.function, self.schedule, self.device, self.memo = function, schedule, device, memo
+        self.function, self.schedule, self.device, self.call_cache = function, schedule, device, call_cache
         self._key, self._steps, self._derivatives = 0, itertools.count(), itertools.count()
 
     def begin(self, text: str, key: int = 0) -> None:
@@ -287,7 +289,7 @@ class Call:
 
     def derivative(self) -> Call:
         """The call of its gradients: of one forward call there may be several, one after another."""
-        call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.memo)
+        call = Call(self.group, f"{self.function}, backward", self.schedule, self.device, self.call_cache)
         call.begin(str(next(self._derivatives)), self._key)
         return call
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fusion_attention.distributed.sharded_call import Cut, Stretch
+from fusion_attention.distributed.sharded_call import Cut, Segment
 
 Tensor = torch.Tensor
 # Rows whose lists are looked through together.
 _ROWS = 1024
 
 
-def found_bad(indices: Tensor, stretches: Sequence[Stretch], kv_len: np.ndarray, block: int) -> str:
+def found_bad(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
     """The first entry of flat rows that is neither -1 nor a block of its sequence, and where it stands; or nothing."""
-    for b, first, count, at in stretches:
+    for b, first, count, at in segments:
         own, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
         if not own.numel():
             continue
@@ -30,19 +30,19 @@ def found_bad(indices: Tensor, stretches: Sequence[Stretch], kv_len: np.ndarray,
 
 def owned(
     cut: Cut,
-    stretches: Sequence[Stretch],
+    segments: Sequence[Segment],
     indices: Tensor | None,
     block: int,
     beside: Tensor | None = None,
     *,
     own_count: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """All rows' lists with the entries alone of blocks that touch some stretches of keys, in their order.
+    """All rows' lists with the entries alone of blocks that touch some segments of keys, in their order.
 
     Args:
         cut: the call. indices: flat lists of all rows.
         beside: as indices, a number per entry.
-        own_count: entries count from their stretch's first key; then a sequence has one stretch, and block is 1.
+        own_count: entries count from their segment's first key; then a sequence has one segment, and block is 1.
 
     Returns:
         (lists, numbers): -1 and 0 behind the last; numbers are empty without `beside`.
@@ -54,7 +54,7 @@ def owned(
     slot = torch.arange(count, device=indices.device)
     for b, start in enumerate(cut.q.starts.tolist()):
         blocks, before = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool), 0
-        for one in stretches:
+        for one in segments:
             if one.sequence == b:
                 blocks[one.first // block : (one.first + one.tokens - 1) // block + 1] = True
                 before = one.first if own_count else 0
@@ -75,5 +75,5 @@ def owned(
 
 
 def _moved(entries: Tensor, place: Tensor, fill: int) -> Tensor:
-    room = torch.full((*entries.shape[:-1], entries.shape[-1] + 1), fill, dtype=entries.dtype, device=entries.device)
-    return room.scatter_(-1, place, entries)[..., :-1]
+    buffer = torch.full((*entries.shape[:-1], entries.shape[-1] + 1), fill, dtype=entries.dtype, device=entries.device)
+    return buffer.scatter_(-1, place, entries)[..., :-1]

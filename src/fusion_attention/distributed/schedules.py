@@ -1,7 +1,7 @@
 """How rows and keys that lie on several ranks meet: gathered keys, keys that go round, or heads that change places.
 
-Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py computes.
-Refuses to know layouts, and how a call was checked.
+Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py
+computes. Refuses to know layouts, and how a call was checked.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ class Side:
     """How the tokens of rows, or of keys, lie on the ranks of a line.
 
     Args:
-        laid: the pieces of each rank, along the axis of tokens.
+        placement: the pieces of each rank, along the axis of tokens.
         lengths: tokens of each sequence that count.
         packed: sequences lie one behind another; else each item of a batch is one, and all are cut alike.
     """
 
-    laid: Layout
+    placement: Layout
     lengths: np.ndarray
     packed: bool
 
     def pieces(self, rank: int) -> Pieces:
         """The pieces of a rank, as they lie in its tensors."""
-        return _pieces(self.laid.ranks[rank], self.lengths, self.packed)
+        return _pieces(self.placement.ranks[rank], self.lengths, self.packed)
 
     def all(self) -> Pieces:
         """All sequences, each in one piece, as they lie in gathered tensors."""
-        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.laid.lengths))
+        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.placement.lengths))
         return _pieces(whole, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
-        ranks = self.laid.ranks
+        ranks = self.placement.ranks
         parts = (joined(itertools.chain(*ranks[at : at + columns])) for at in range(0, len(ranks), columns))
-        return replace(self, laid=Layout(self.laid.lengths, tuple(parts)))
+        return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
 
 
 def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Pieces:
@@ -89,9 +89,9 @@ class Meeting:
 
     def pairs(self, name: Any, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
         """The pairs of two sets of pieces, which all calls of a signature share under a name."""
-        found: Pairs | None = self.call.memo.get(name)
+        found: Pairs | None = self.call.call_cache.get(name)
         if found is None:
-            found = self.call.memo[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
+            found = self.call.call_cache[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
         return found
 
 
@@ -142,7 +142,7 @@ def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
 
 
 def _gather_keys(m: Meeting, keys: Keys) -> Keys:
-    k, v, k_rope = _gather(m.call, "gathering keys", m.keys.laid, (keys.k, keys.v, keys.k_rope))
+    k, v, k_rope = _gather(m.call, "gathering keys", m.keys.placement, (keys.k, keys.v, keys.k_rope))
     assert k is not None
     assert v is not None
     return Keys(m.keys.all(), k, v, k_rope)
@@ -152,28 +152,28 @@ def _gather_rows(m: Meeting, rows: Rows, saved: Saved) -> tuple[Rows, Saved]:
     """All rows with what a backward reads of them; matrices lie with their rows first meanwhile."""
     matrices = [None if t is None or t.shape[-2] == 1 else t.movedim(-2, 1) for t in (rows.bias, rows.blocked)]
     given = (rows.q, rows.q_rope, saved.dout, saved.out, saved.max, saved.sum, *matrices)
-    q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.laid, given)
+    q, q_rope, *of_saved, bias, blocked = _gather(m.call, "gathering rows", m.rows.placement, given)
     bias = rows.bias if bias is None else bias.movedim(1, -2)
     blocked = rows.blocked if blocked is None else blocked.movedim(1, -2)
     return Rows(m.rows.all(), q, q_rope, bias, blocked), Saved(*of_saved)
 
 
-def _gather(call: Call, step: str, laid: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
+def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor | None]) -> list[Any]:
     """Whole tokens of tensors [batch, tokens, ...] of which every rank has its share."""
     given = [t.contiguous() for t in tensors if t is not None]
     parts = call.all_to_each(
-        step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in laid.sizes]) for t in given]
+        step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
     )
-    found = iter([_placed(laid, shares) for shares in parts])
+    found = iter([_placed(placement, shares) for shares in parts])
     return [None if t is None else next(found) for t in tensors]
 
 
-def _placed(laid: Layout, shares: Sequence[Tensor]) -> Tensor:
+def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
     """Shares [batch, tokens, ...] of all ranks as whole tokens."""
     like = shares[0]
-    whole = empty(like, (like.shape[0], sum(laid.sizes), *like.shape[2:]))
-    starts = np.cumsum((0, *laid.lengths)).tolist()
-    for held, share in zip(laid.ranks, shares, strict=True):
+    whole = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
+    starts = np.cumsum((0, *placement.lengths)).tolist()
+    for held, share in zip(placement.ranks, shares, strict=True):
         at = 0
         for b, first, end in held:
             whole[:, starts[b] + first : starts[b] + end] = share[:, at : (at := at + end - first)]
@@ -182,11 +182,11 @@ def _placed(laid: Layout, shares: Sequence[Tensor]) -> Tensor:
 
 def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """This rank's share of whole tokens, summed over ranks in their order."""
-    laid, call = m.keys.laid, m.call
-    starts = np.cumsum((0, *laid.lengths)).tolist()
+    placement, call = m.keys.placement, m.call
+    starts = np.cumsum((0, *placement.lengths)).tolist()
 
     def share(t: Tensor, rank: int) -> Tensor:
-        parts = [t[:, starts[b] + first : starts[b] + end] for b, first, end in laid.ranks[rank]]
+        parts = [t[:, starts[b] + first : starts[b] + end] for b, first, end in placement.ranks[rank]]
         return torch.cat(parts, 1) if parts else t[:, :0].contiguous()
 
     given = [t for t in tensors if t is not None]
@@ -296,7 +296,7 @@ def _next_block(m: Meeting, step: int, block: list[Tensor]) -> tuple[list[Tensor
     if step == call.world - 1:
         return [], Pending(call, "", [], [])
     source = (call.rank - step - 1) % call.world
-    tokens = m.keys.laid.sizes[source]
+    tokens = m.keys.placement.sizes[source]
     coming = [empty(t, (t.shape[0], tokens, *t.shape[2:])) for t in block]
     right, left = (call.rank + 1) % call.world, (call.rank - 1) % call.world
     what = f"step {step + 1}: keys of rank {source}"

@@ -43,7 +43,7 @@ class Placed(Extents):
     kv_start: np.ndarray = None  # type: ignore[assignment]
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Neighbouring tokens of one sequence on this rank.
 
     Args:
@@ -62,32 +62,32 @@ class Side:
 
     Attributes:
         lengths: tokens of every sequence that count; starts: where it begins in the whole.
-        stretches: of this rank, in their order, without tokens that no sequence counts.
+        segments: of this rank, in their order, without tokens that no sequence counts.
         tokens: of this rank; whole: of all.
     """
 
-    def __init__(self, laid: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
-        self.laid, self.lengths, self.padded, self.rank = laid, lengths, padded, rank
+    def __init__(self, placement: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
+        self.placement, self.lengths, self.padded, self.rank = placement, lengths, padded, rank
         batch = len(lengths) if padded else 1
-        self.tokens, self.whole = batch * laid.sizes[rank], batch * sum(laid.lengths)
-        starts = np.arange(batch) * sum(laid.lengths) if padded else np.cumsum((0, *laid.lengths))[:-1]
+        self.tokens, self.whole = batch * placement.sizes[rank], batch * sum(placement.lengths)
+        starts = np.arange(batch) * sum(placement.lengths) if padded else np.cumsum((0, *placement.lengths))[:-1]
         self.starts = starts.astype(np.int64)
-        self.stretches: list[Stretch] = []
+        self.segments: list[Segment] = []
         for b in range(batch):
-            at = b * laid.sizes[rank]
-            for piece in laid.ranks[rank]:
+            at = b * placement.sizes[rank]
+            for piece in placement.ranks[rank]:
                 sequence = b if padded else piece.sequence
                 count = min(piece.end, int(lengths[sequence])) - piece.first
                 if count > 0:
-                    self.stretches.append(Stretch(sequence, piece.first, count, at))
+                    self.segments.append(Segment(sequence, piece.first, count, at))
                 at += piece.end - piece.first
 
     @functools.cached_property
-    def rounds(self) -> list[list[Stretch]]:
-        """The stretches, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
-        found: list[list[Stretch]] = []
+    def rounds(self) -> list[list[Segment]]:
+        """The segments, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
+        found: list[list[Segment]] = []
         met = [0] * len(self.lengths)
-        for own in self.stretches:
+        for own in self.segments:
             if met[own.sequence] == len(found):
                 found.append([])
             found[met[own.sequence]].append(own)
@@ -106,15 +106,18 @@ class Side:
 
     def gathered(self, call: Call, tensor: Tensor) -> Tensor:
         """Flat tokens of all ranks, from those of this one."""
-        return self.flat(gathered(self.lying(tensor), call, self.laid, int(self.padded)))
+        return self.flat(gathered(self.lying(tensor), call, self.placement, int(self.padded)))
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks."""
-        return self.flat(share(self.lying(whole), self.laid, self.rank, int(self.padded)))
+        return self.flat(share(self.lying(whole), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, whole: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks, summed over ranks in their order."""
-        parts = (share(self.lying(whole), self.laid, rank, int(self.padded)) for rank in range(len(self.laid.ranks)))
+        parts = (
+            share(self.lying(whole), self.placement, rank, int(self.padded))
+            for rank in range(len(self.placement.ranks))
+        )
         return self.flat(summed_shares(call, [part.contiguous() for part in parts]))
 
 
@@ -131,31 +134,31 @@ class Cut:
     def __init__(self, whole: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
         self.whole, self.call, self.q, self.kv, self.backend = whole, call, q, kv, backend
 
-    def extents(self, stretches: Sequence[Stretch]) -> Placed:
+    def extents(self, segments: Sequence[Segment]) -> Placed:
         """Lengths and bands of rows of this rank, against all keys of their sequences."""
         e: Extents = self.whole.extents
-        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
-        # A stretch's row 0 is its sequence's row `first`.
+        b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
+        # A segment's row 0 is its sequence's row `first`.
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] + first, edge[b]) for edge in (e.lo, e.hi))
         places = {"q_start": at, "kv_start": self.kv.starts[b]}
         return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **places)
 
-    def rows(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
+    def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
         """The call over some of this rank's rows.
 
         Args:
             tensors: flat rows of this rank, and flat keys of all.
         """
-        return self._on(tensors, self.extents(stretches))
+        return self._on(tensors, self.extents(segments))
 
-    def keys_of(self, tensors: Given, stretches: Sequence[Stretch]) -> Any:
+    def keys_of(self, tensors: Given, segments: Sequence[Segment]) -> Any:
         """The call of all rows over some of this rank's keys, from which indices then count.
 
         Args:
-            tensors: flat rows of all ranks, and flat keys of this one. stretches: one of a sequence at most.
+            tensors: flat rows of all ranks, and flat keys of this one. segments: one of a sequence at most.
         """
         e: Extents = self.whole.extents
-        b, first, count, at = np.array(stretches, np.int64).reshape(-1, 4).T
+        b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
         places = {"q_start": self.q.starts[b], "kv_start": at}
         prefix = np.maximum(e.prefix[b] - first, 0)
@@ -208,7 +211,7 @@ class Sums:
         self.rows: dict[str, Tensor] = {}
         self._keys: dict[str, Tensor] = {}
 
-    def add(self, stretches: Sequence[Stretch], found: Mapping[str, Tensor]) -> None:
+    def add(self, segments: Sequence[Segment], found: Mapping[str, Tensor]) -> None:
         """The gradients of one round."""
         for name, tensor in found.items():
             if name not in self._names:
@@ -216,7 +219,7 @@ class Sums:
             elif name not in self.rows:
                 self.rows[name] = tensor
             else:
-                for one in stretches:
+                for one in segments:
                     own = slice(one.at, one.at + one.tokens)
                     self.rows[name][own] = tensor[own]
 
@@ -279,9 +282,9 @@ def cut_of(
         if whole is None:
             break
         used = getattr(whole.extents, lengths)
-        laid = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
-        sides.append(Side(laid, used, padded, ranks.rank))
-        have, want = args[name].shape[int(padded)], laid.sizes[ranks.rank]
+        placement = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
+        sides.append(Side(placement, used, padded, ranks.rank))
+        have, want = args[name].shape[int(padded)], placement.sizes[ranks.rank]
         if have != want:
             fault = (
                 f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "

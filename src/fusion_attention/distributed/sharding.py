@@ -45,9 +45,9 @@ def shard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int 
         torch.Size([2, 300, 8])
         >>> dist.destroy_process_group()
     """
-    ranks, laid = laid_out("shard", group, schedule, lengths)
-    _fits("shard", x, dim, sum(laid.lengths), "the lengths add up to")
-    return _Shard.apply(x, laid, ranks.rank, dim % x.dim())
+    ranks, placement = group_and_placement("shard", group, schedule, lengths)
+    _fits("shard", x, dim, sum(placement.lengths), "the lengths add up to")
+    return _Shard.apply(x, placement, ranks.rank, dim % x.dim())
 
 
 def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: int = 1) -> Tensor:
@@ -58,9 +58,9 @@ def unshard(x: Tensor, group: AnyGroup, schedule: str, lengths: Lengths, dim: in
     Returns:
         All tokens along `dim`, in the order of their sequences. The gradient of a share is the sum over ranks.
     """
-    ranks, laid = laid_out("unshard", group, schedule, lengths)
-    _fits("unshard", x, dim, laid.sizes[ranks.rank], f"rank {ranks.rank} has")
-    return _Unshard.apply(x, ranks, schedule, laid, dim % x.dim())
+    ranks, placement = group_and_placement("unshard", group, schedule, lengths)
+    _fits("unshard", x, dim, placement.sizes[ranks.rank], f"rank {ranks.rank} has")
+    return _Unshard.apply(x, ranks, schedule, placement, dim % x.dim())
 
 
 def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
@@ -68,11 +68,11 @@ def positions(group: AnyGroup, schedule: str, lengths: Lengths) -> Tensor:
 
     Args, Raises: as shard().
     """
-    ranks, laid = laid_out("positions", group, schedule, lengths)
-    return torch.from_numpy(laid.positions(ranks.rank))
+    ranks, placement = group_and_placement("positions", group, schedule, lengths)
+    return torch.from_numpy(placement.positions(ranks.rank))
 
 
-def laid_out(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
+def group_and_placement(function: str, group: AnyGroup, schedule: str, lengths: Lengths) -> tuple[Group, Layout]:
     """A group, and how a schedule lays sequences out on it."""
     ranks = group_of(group)
     return ranks, layout_of(schedule, _whole_lengths(function, lengths), shape_of(function, ranks, schedule))
@@ -125,17 +125,17 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
         )
 
 
-def _share(x: Tensor, laid: Layout, rank: int, dim: int) -> Tensor:
-    return x.index_select(dim, torch.from_numpy(laid.whole(rank)).to(x.device))
+def _share(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
+    return x.index_select(dim, torch.from_numpy(placement.whole(rank)).to(x.device))
 
 
-def _call(function: str, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Call:
+def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layout, dim: int) -> Call:
     rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    said = {"schedule": schedule, "lengths": laid.lengths, "dim": dim, "rest": rest, "dtype": x.dtype}
+    said = {"schedule": schedule, "lengths": placement.lengths, "dim": dim, "rest": rest, "dtype": x.dtype}
     return ranks.call(function, said, x.device)
 
 
-def _gathered(x: Tensor, call: Call, laid: Layout, dim: int) -> Tensor:
+def _gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
     """Whole tokens from shares: along both dimensions of a mesh, the neighbours' first."""
     rows = x.movedim(dim, 0).contiguous()
     if call.world == 1:
@@ -143,42 +143,42 @@ def _gathered(x: Tensor, call: Call, laid: Layout, dim: int) -> Tensor:
     elif call.group.axes:
         columns = call.group.shape[1]
         row = call.rank // columns * columns
-        parts = call.along(1).all_gather("gathering tokens", rows, laid.sizes[row : row + columns])
-        sizes = [sum(laid.sizes[at : at + columns]) for at in range(0, call.world, columns)]
+        parts = call.along(1).all_gather("gathering tokens", rows, placement.sizes[row : row + columns])
+        sizes = [sum(placement.sizes[at : at + columns]) for at in range(0, call.world, columns)]
         parts = call.along(0).all_gather("gathering tokens", torch.cat(parts), sizes)
     else:
-        parts = call.all_gather("gathering tokens", rows, laid.sizes)
-    whole = empty(x, (sum(laid.sizes), *rows.shape[1:]))
-    places = torch.cat([torch.from_numpy(laid.whole(rank)) for rank in range(len(laid.ranks))]).to(x.device)
+        parts = call.all_gather("gathering tokens", rows, placement.sizes)
+    whole = empty(x, (sum(placement.sizes), *rows.shape[1:]))
+    places = torch.cat([torch.from_numpy(placement.whole(rank)) for rank in range(len(placement.ranks))]).to(x.device)
     whole[places] = torch.cat(parts)
     return whole.movedim(0, dim).contiguous()
 
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, laid: Layout, rank: int, dim: int) -> Tensor:
-        ctx.said = laid, rank, dim
-        return _share(x, laid, rank, dim)
+    def forward(ctx: Any, x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
+        ctx.said = placement, rank, dim
+        return _share(x, placement, rank, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        laid, rank, dim = ctx.said
-        whole = upstream.new_zeros([*upstream.shape[:dim], sum(laid.lengths), *upstream.shape[dim + 1 :]])
-        places = torch.from_numpy(laid.whole(rank)).to(upstream.device)
+        placement, rank, dim = ctx.said
+        whole = upstream.new_zeros([*upstream.shape[:dim], sum(placement.lengths), *upstream.shape[dim + 1 :]])
+        places = torch.from_numpy(placement.whole(rank)).to(upstream.device)
         return whole.index_copy_(dim, places, upstream), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, laid: Layout, dim: int) -> Tensor:
-        ctx.said = ranks, schedule, laid, dim
-        return _gathered(x, _call("unshard", x, ranks, schedule, laid, dim), laid, dim)
+    def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, placement: Layout, dim: int) -> Tensor:
+        ctx.said = ranks, schedule, placement, dim
+        return _gathered(x, _call("unshard", x, ranks, schedule, placement, dim), placement, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        ranks, schedule, laid, dim = ctx.said
-        call = _call("unshard, backward", upstream, ranks, schedule, laid, dim)
-        parts = [_share(upstream, laid, rank, dim).contiguous() for rank in range(ranks.world)]
+        ranks, schedule, placement, dim = ctx.said
+        call = _call("unshard, backward", upstream, ranks, schedule, placement, dim)
+        parts = [_share(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
         return _summed_shares(call, parts), None, None, None, None
 
 

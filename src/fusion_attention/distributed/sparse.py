@@ -274,7 +274,7 @@ def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence
 def _check_lists(function: str, cut: Cut, flat: Mapping[str, Tensor | None], block: int) -> None:
     """Raises where an entry of this rank's lists is no block: kernels read where it says."""
     indices = flat["sparse_indices"]
-    if indices is not None and (got := found_bad(indices, cut.q.stretches, cut.whole.extents.kv_len, block)):
+    if indices is not None and (got := found_bad(indices, cut.q.segments, cut.whole.extents.kv_len, block)):
         text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
         raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
 
@@ -301,7 +301,7 @@ class _Indexer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = _of_indexer(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.stretches))
+        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.segments))
         indices, values = (found[name] for name in indexer.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(indices, *tensors)
@@ -334,7 +334,7 @@ def _indexer_gradients(
     if not deterministic:
         return found | {"key": sums.keys()["dkey"]}
     rows = cut.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
-    lists, grads = owned(cut, cut.kv.stretches, rows.pop("indices"), 1, rows.pop("dvalues"))
+    lists, grads = owned(cut, cut.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
     made = cut.run(indexer.IndexerBackward(cut.everything(whole | rows), grads, lists))
     return found | {"key": cut.kv.own(made["dkey"])}
 
@@ -348,7 +348,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = _of_attention(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.stretches).whole())
+        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).whole())
         results = tuple(found[name] for name in sparse.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(*results, *tensors)
@@ -399,7 +399,7 @@ def _from_all_rows(
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
     rows = cut.all_rows({name: given[name] for name in _Q} | beside)
     dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
-    lists, _ = owned(cut, cut.kv.stretches, rows["sparse_indices"], cut.whole.problem.select_block)
+    lists, _ = owned(cut, cut.kv.segments, rows["sparse_indices"], cut.whole.problem.select_block)
     call = cut.everything(whole | rows | {"sparse_indices": lists})
     found = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
     return {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}

@@ -99,7 +99,9 @@ def _exchanged(cut: Cut, indices: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     side, count = cut.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     whole = side.lying(offers)
-    sends = [share(whole, side.laid, rank, int(side.padded)).contiguous() for rank in range(len(side.laid.ranks))]
+    sends = [
+        share(whole, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
+    ]
     shape = sends[cut.call.rank].shape
     parts = [side.flat(t) for t in cut.call.to_each("exchanging the best keys", sends, [shape] * len(sends))]
     size = count * indices.element_size()

@@ -61,7 +61,7 @@ class Heads:
         of_kv = [(first // group, (end - 1) // group + 1) for first, end in of_q]
         (first, end), (first_kv, end_kv) = of_q[line.rank], of_kv[line.rank]
         at = m.call.rank // ranks * ranks
-        rows, keys = (side.laid.sizes[at : at + ranks] for side in (m.rows, m.keys))
+        rows, keys = (side.placement.sizes[at : at + ranks] for side in (m.rows, m.keys))
         slopes, sink = m.whole.slopes, m.whole.sink
         whole = replace(
             m.whole,

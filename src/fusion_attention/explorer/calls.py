@@ -1,4 +1,4 @@
-"""The exact call of a setting at each face, as text that runs: what comes before it, and the call itself.
+"""The exact call of a setting at each interface, as text that runs: what comes before it, and the call itself.
 
 Refuses to know which keys it sees. Written in the Python that translate.py knows.
 """
@@ -25,16 +25,16 @@ HEADS, DIM = 8, 64
 MOST_ONES, MOST_CELLS = 48, 4096
 
 
-def call(s: Setting, face: str) -> dict[str, str] | None:
-    """{"before", "call"} of a setting at a face; None where no operator of that face says the same."""
+def call(s: Setting, api: str) -> dict[str, str] | None:
+    """{"before", "call"} of a setting at an interface; None where no operator of that interface says the same."""
     known = as_mode(s)
-    if face == "own":
+    if api == "own":
         return _own(s) if known is None or own_says(known) else None
     if known is None:
         return None
-    if face == "training":
+    if api == "training":
         return _training(known)
-    return _inference(known) if face == "inference" else _two_phase(known)
+    return _inference(known) if api == "inference" else _two_phase(known)
 
 
 def _shape(s: Setting, side: str) -> str:
@@ -103,7 +103,7 @@ def tree_lines(s: Setting) -> list[str]:
     return [f"mask = torch.cat([mask[:n, :n].flatten() for n in {_list(s.q_len)}])  # square by square"]
 
 
-# --------------------------------------------------------------------------------------------------------------- faces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 def _own(s: Setting) -> dict[str, str]:

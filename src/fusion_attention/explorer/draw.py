@@ -56,13 +56,13 @@ def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
     return found
 
 
-def cells_of(s: Setting, face: str = "training") -> np.ndarray | None:
+def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
     """[rows, keys] kinds of the cells of all sequences, one behind the other; None where there is no call.
 
     Raises:
         TooLarge: there are more than 16 million.
     """
-    p = picture(s, face)
+    p = picture(s, api)
     if p is None:
         return None
     if sum(p["q_len"]) * sum(p["kv_len"]) > MOST_CELLS:

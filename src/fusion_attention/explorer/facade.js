@@ -1,15 +1,15 @@
 // The rules as the page asks them: what stands above is translated from Python.
 const UNLIMITED_ = 2147483647;
-const rulesOf = (s, face) => ASKED[face][s.packed ? 1 : 0];
-function remarksOn(s, face) {
+const rulesOf = (s, api) => ASKED[api][s.packed ? 1 : 0];
+function remarksOn(s, api) {
   const known = as_mode(s);
-  if (face === "own" || known === null) return [];
-  const asked = rulesOf(s, face);
-  return remarks(asked.rules, names_of(known, face), s.packed ? "TND" : "BSND", asked.spelled);
+  if (api === "own" || known === null) return [];
+  const asked = rulesOf(s, api);
+  return remarks(asked.rules, names_of(known, api), s.packed ? "TND" : "BSND", asked.spelled);
 }
-function verdictOn(s, face) {
-  if (picture(s, face) === null) return "none";
-  return verdict(remarksOn(s, face));
+function verdictOn(s, api) {
+  if (picture(s, api) === null) return "none";
+  return verdict(remarksOn(s, api));
 }
 function settingOf(x) {
   return new Setting(x.mode, x.q_len, x.kv_len, x.packed, x.pre, x.next, py.tuple(x.prefix), x.align, x.mask, x.own);

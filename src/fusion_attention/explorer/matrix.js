@@ -127,8 +127,8 @@ class Matrix {
   }
 }
 // A thumbnail of a mode's example.
-function thumbnail(canvas, setting, face) {
-  const p = picture(setting, face), ratio = devicePixelRatio || 1;
+function thumbnail(canvas, setting, api) {
+  const p = picture(setting, api), ratio = devicePixelRatio || 1;
   const rows = p.q_len.reduce((a, b) => a + b, 0), keys = p.kv_len.reduce((a, b) => a + b, 0);
   const cells = new Uint8Array(rows * keys), context = canvas.getContext("2d");
   paintKinds(setting, p, cells, keys);

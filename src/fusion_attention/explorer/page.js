@@ -1,11 +1,11 @@
 // The page: what is chosen, and everything that is shown of it. Which keys are seen and what is refused say the rules.
-const FACES_ = { own: "Pythonic", training: "Training", inference: "Inference", two_phase: "Two-phase" };
+const INTERFACES_ = { own: "Pythonic", training: "Training", inference: "Inference", two_phase: "Two-phase" };
 const OPERATORS_ = { own: "fusion_attention.attention", training: "torch_npu.", inference: "torch_npu.", two_phase: "" };
 const VERDICTS = { ok: "Legal", note: "Runs, with a warning", chip: "Computed here; the chip refuses it", refused: "Refused", none: "No operator of this interface says the same" };
 const MASKS = { zeros: "zeros", triangle: "triangle", own: "own", none: "none" };
 const MODES_ = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, -1];
 const MOST = 512;
-const x = { mode: 3, packed: false, q_len: [6], kv_len: [8], pre: 3, next: 0, free: { pre: false, next: false }, prefix: [3], prefixed: false, align: "end", mask: "zeros", own: null, face: "training", scale: 16 };
+const x = { mode: 3, packed: false, q_len: [6], kv_len: [8], pre: 3, next: 0, free: { pre: false, next: false }, prefix: [3], prefixed: false, align: "end", mask: "zeros", own: null, api: "training", scale: 16 };
 const matrix = new Matrix($("matrix"));
 let waiting = false, spoken = 0;
 const make = (tag, given = {}, ...children) => { const made = Object.assign(document.createElement(tag), given); made.append(...children); return made; };
@@ -27,9 +27,9 @@ function choose(mode) {
   const read = reads(mode);
   if (mode === 7 || mode === 8) { if (!x.packed) pack(true); } else if (mode === 5 && x.packed) pack(false);
   if (mode === 1 && x.mask === "zeros") x.mask = "triangle";
-  if (mode === 9) { x.mask = "triangle"; x.kv_len = x.kv_len.map((n, b) => Math.max(n, x.q_len[b])); x.face = "inference"; }
-  else if (x.face === "inference" && !(mode >= 0 && mode <= 4)) x.face = "training";
-  if (mode === -1) x.face = "own"; else if (mode < 9 && x.face === "own") x.face = "training";
+  if (mode === 9) { x.mask = "triangle"; x.kv_len = x.kv_len.map((n, b) => Math.max(n, x.q_len[b])); x.api = "inference"; }
+  else if (x.api === "inference" && !(mode >= 0 && mode <= 4)) x.api = "training";
+  if (mode === -1) x.api = "own"; else if (mode < 9 && x.api === "own") x.api = "training";
   if (!read.mask && x.mask !== "none") x.mask = "zeros";
   if (mode === 7 || mode === 8) x.free = { pre: true, next: false };
   build();
@@ -106,16 +106,16 @@ function build() {
   const options = read.mask ? MASKS : { zeros: "compressed", none: "no mask" };
   segments($("mask"), Object.entries(options), x.mask, (mask) => { if (mask === "own") ownFrom(); x.mask = mask; build(); });
   $("hint").textContent = x.mask === "none" ? "The classic mistake: training operators ignore the mode without a mask." : read.mask ? "Click cells of the picture to change the mask." : `Only its shape is read: ${x.mode === 6 ? "3072" : "2048"} × 2048, whatever the lengths.`;
-  segments($("faces"), Object.entries(FACES_), x.face, (face) => { x.face = face; build(); });
-  [...$("faces").children].forEach((tab, at) => {
+  segments($("apis"), Object.entries(INTERFACES_), x.api, (api) => { x.api = api; build(); });
+  [...$("apis").children].forEach((tab, at) => {
     tab.setAttribute("role", "tab");
-    tab.id = `tab-${Object.keys(FACES_)[at]}`;
+    tab.id = `tab-${Object.keys(INTERFACES_)[at]}`;
     tab.setAttribute("aria-selected", tab.getAttribute("aria-checked"));
     tab.removeAttribute("aria-checked");
     tab.setAttribute("aria-controls", "panel");
     tab.prepend(make("i", { className: "dot" }));
   });
-  $("panel").setAttribute("aria-labelledby", `tab-${x.face}`);
+  $("panel").setAttribute("aria-labelledby", `tab-${x.api}`);
   later();
 }
 // In the strip alone: scrollIntoView would move the page too.
@@ -134,7 +134,7 @@ function later() {
   requestAnimationFrame(() => { waiting = false; show(); });
 }
 function show() {
-  const s = setting(), p = picture(s, x.face), found = remarksOn(s, x.face), state = verdictOn(s, x.face);
+  const s = setting(), p = picture(s, x.api), found = remarksOn(s, x.api), state = verdictOn(s, x.api);
   const title = x.mode === -1 ? own_band(s).__repr__() : `sparse_mode ${x.mode}: ${NAMES[x.mode]}`;
   $("title").textContent = title;
   $("rule").textContent = RULES[x.mode];
@@ -145,8 +145,8 @@ function show() {
   $("refused").firstElementChild.textContent = p ? `${operatorOf(s)} refuses this call` : "No operator of this interface says the same";
   const { seen, empty, cut, hidden } = matrix.counts(), cells = s.q_len.reduce((sum, n, b) => sum + n * s.kv_len[b], 0);
   $("counts").innerHTML = !matrix.visible ? "Nothing is computed." : `<b>${seen}</b> of ${cells} scores (${cells ? ((100 * seen) / cells).toFixed(1) : 0} %)` + (cut ? `, ${cut} removed by the mask` : "") + (empty ? ` · <span class="warn">${empty} row${empty > 1 ? "s see" : " sees"} no key</span>` : "");
-  const others = sized(s) ? Object.keys(FACES_).filter((face) => face !== x.face && differs(s, face)) : [];
-  $("elsewhere").textContent = others.length ? `Other keys are seen at: ${others.map((face) => FACES_[face]).join(", ")}.` : "";
+  const others = sized(s) ? Object.keys(INTERFACES_).filter((api) => api !== x.api && differs(s, api)) : [];
+  $("elsewhere").textContent = others.length ? `Other keys are seen at: ${others.map((api) => INTERFACES_[api]).join(", ")}.` : "";
   $("matrix").setAttribute("aria-label", `${title}: ${matrix.rows} rows by ${matrix.keys} keys, ${matrix.visible ? `${seen} scores seen` : "refused"}${matrix.visible && empty ? `, ${empty} rows see no key` : ""}. Arrow keys read it cell by cell.`);
   showLegend(cut, hidden, p);
   $("formulas").replaceChildren(...(p ? s.q_len.map((_, b) => make("div", {}, make("span", { textContent: s.packed ? `sequence ${b}, row i:  ` : "row i:  " }), formula(p, b))) : []));
@@ -158,11 +158,11 @@ function show() {
   clearTimeout(spoken);
   spoken = setTimeout(() => { $("live").textContent = `${matrix.visible ? `${seen} of ${cells} scores seen. ` : ""}${VERDICTS[state]}.`; }, 700);
 }
-// Whether another face sees other keys of the same setting; asked of pictures that are small enough to compare.
+// Whether another interface sees other keys of the same setting; asked of pictures that are small enough to compare.
 const sized = (s) => matrix.rows * matrix.keys <= 4096;
-function differs(s, face) {
-  const p = picture(s, face);
-  if (!p || verdictOn(s, face) === "refused" || !matrix.visible) return false;
+function differs(s, api) {
+  const p = picture(s, api);
+  if (!p || verdictOn(s, api) === "refused" || !matrix.visible) return false;
   const cells = new Uint8Array(matrix.cells.length);
   paintKinds(s, p, cells, matrix.keys);
   return cells.some((kind, at) => kind >= 3 !== matrix.cells[at] >= 3);
@@ -178,10 +178,10 @@ function showLegend(cut, hidden, p) {
   $("legend").replaceChildren(...all.map(([kind, label]) => { const mark = make("i"); mark.style.background = colours.kinds[kind]; return make("li", {}, mark, label); }));
 }
 function operatorOf(s) {
-  return x.face === "own" ? OPERATORS_.own : OPERATORS_[x.face] + rulesOf(s, x.face).operator;
+  return x.api === "own" ? OPERATORS_.own : OPERATORS_[x.api] + rulesOf(s, x.api).operator;
 }
 function showCall(s, found, state) {
-  Object.keys(FACES_).forEach((face) => { $(`tab-${face}`).firstChild.className = `dot ${face === x.face ? state : verdictOn(s, face)}`; });
+  Object.keys(INTERFACES_).forEach((api) => { $(`tab-${api}`).firstChild.className = `dot ${api === x.api ? state : verdictOn(s, api)}`; });
   $("operator").textContent = operatorOf(s);
   $("verdict").textContent = VERDICTS[state];
   $("verdict").className = `verdict ${state}`;
@@ -191,7 +191,7 @@ function showCall(s, found, state) {
     if (remark.advice) line.append(make("small", { textContent: remark.advice }));
     return line;
   }));
-  const text = call(s, x.face);
+  const text = call(s, x.api);
   document.querySelector(".code").hidden = text === null;
   const whole = text ? `${text.before}\n${text.call}` : "";
   if ($("code").dataset.text !== whole) { $("code").dataset.text = whole; $("code").innerHTML = coloured(whole); }
@@ -225,7 +225,7 @@ function showRows(p) {
 }
 // -------------------------------------------------------------------------------------------------------------- places
 function save(s) {
-  const given = { mode: x.mode === -1 ? "band" : x.mode, q: s.q_len.join(","), kv: s.kv_len.join(","), ...(x.packed && { packed: 1 }), ...(s.pre < UNLIMITED_ && { pre: s.pre }), ...(s.next < UNLIMITED_ && { next: s.next }), ...(s.prefix.length && { prefix: s.prefix.join(",") }), ...(s.align !== "end" && { align: s.align }), ...(s.mask !== "zeros" && { mask: s.mask }), face: x.face };
+  const given = { mode: x.mode === -1 ? "band" : x.mode, q: s.q_len.join(","), kv: s.kv_len.join(","), ...(x.packed && { packed: 1 }), ...(s.pre < UNLIMITED_ && { pre: s.pre }), ...(s.next < UNLIMITED_ && { next: s.next }), ...(s.prefix.length && { prefix: s.prefix.join(",") }), ...(s.align !== "end" && { align: s.align }), ...(s.mask !== "zeros" && { mask: s.mask }), api: x.api };
   if (s.mask === "own") given.own = s.own.slice(0, Math.min(ownRows(), 64)).map((row) => row.slice(0, Math.min(ownKeys(), 64)).join("")).join("/");
   x.link = "#" + new URLSearchParams(given).toString().replaceAll("%2C", ",").replaceAll("%2F", "/");
 }
@@ -242,7 +242,7 @@ function load(text) {
   for (const name of ["pre", "next"]) { const [n] = whole(name, -MOST, MOST); x.free[name] = given.get(name) === null || n === undefined; x[name] = n ?? (name === "pre" ? 3 : 0); }
   x.mask = given.get("mask") in MASKS ? given.get("mask") : "zeros";
   if (x.mask === "own") { x.mask = "zeros"; ownFrom(); x.mask = "own"; (given.get("own") ?? "").split("/").slice(0, MOST).forEach((row, i) => [...row].slice(0, MOST).forEach((cell, j) => { x.own[i][j] = cell === "1" ? 1 : 0; })); }
-  x.face = given.get("face") in FACES_ ? given.get("face") : mode === 9 ? "inference" : mode === -1 ? "own" : "training";
+  x.api = given.get("api") in INTERFACES_ ? given.get("api") : mode === 9 ? "inference" : mode === -1 ? "own" : "training";
   x.scale = [16, 64, 512].find((n) => n >= Math.max(...x.q_len, ...x.kv_len)) ?? 512;
 }
 function theme(name) {
@@ -325,7 +325,7 @@ function start() {
     clearTimeout(spoken);
     show();
     clearTimeout(spoken);
-    $("live").textContent = readOut(s, picture(s, x.face));
+    $("live").textContent = readOut(s, picture(s, x.api));
   };
   addEventListener("hashchange", () => { load(location.hash); build(); });
   addEventListener("resize", later);

@@ -31,14 +31,14 @@ TABLES = ("NAMES", "RULES", "USES")
 
 @functools.cache
 def rules() -> str:
-    """The rules as JavaScript: runtime.js, the translated functions, and the records' rules for every face."""
+    """The rules as JavaScript: runtime.js, the translated functions, and the records' rules for every interface."""
     program = Program({violations.respell: "py.respell"})
     for entry in ENTRIES:
         program.name(entry)
     for name in TABLES:
         program.name(getattr(words, name), name)
-    tables = {face: [_table(program, face, packed) for packed in (False, True)] for face in violations.OPERATORS}
-    asked = ",\n".join(f"  {face}: [\n{two[0]},\n{two[1]}\n  ]" for face, two in tables.items())
+    tables = {api: [_table(program, api, packed) for packed in (False, True)] for api in violations.OPERATORS}
+    asked = ",\n".join(f"  {api}: [\n{two[0]},\n{two[1]}\n  ]" for api, two in tables.items())
     examples = json.dumps({str(mode): asdict(example(mode)) for mode in visible.MODES})
     return "\n".join(
         [
@@ -51,16 +51,16 @@ def rules() -> str:
     )
 
 
-def _table(program: Program, face: str, packed: bool) -> str:
-    """The rules of a face's operator, its expressions as functions."""
-    operator = violations.OPERATORS[face][packed]
+def _table(program: Program, api: str, packed: bool) -> str:
+    """The rules of an interface's operator, its expressions as functions."""
+    operator = violations.OPERATORS[api][packed]
     record = RECORDS[operator]
 
     def compiled(text: str, record: Any) -> str:
         return program.expression(text, record.functions)
 
     lines = []
-    for rule in violations.table(face, packed, compiled):
+    for rule in violations.table(api, packed, compiled):
         plain = {name: value for name, value in rule.items() if name not in ("when", "check")}
         lines.append(f"{{ ...{json.dumps(plain)}, when: {rule['when'] or 'null'}, check: {rule['check']} }}")
     spelled = json.dumps(violations.spelled(record))

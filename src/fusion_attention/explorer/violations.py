@@ -17,7 +17,8 @@ from fusion_attention.contract import Attr, Op, Rule, evaluate, parse, scope
 from fusion_attention.explorer.visible import Setting, as_mode, inference_names, training_names
 from fusion_attention.ops import RECORDS
 
-# Of each face: the operator over padded and packed rows. Our own function takes every band, so nothing is asked of it.
+# Of each interface: the operator over padded and packed rows. Our own function takes every band, so nothing is asked of
+# it.
 OPERATORS = {
     "training": ("npu_fusion_attention", "npu_fusion_attention"),
     "inference": ("npu_fused_infer_attention_score_v2", "npu_fused_infer_attention_score_v2"),
@@ -30,9 +31,9 @@ _ANY = Setting(0, (1,), (1,))
 
 
 @functools.cache
-def asked(operator: str, face: str) -> tuple[Rule, ...]:
+def asked(operator: str, api: str) -> tuple[Rule, ...]:
     """The rules of an operator that a setting answers; an attribute's domain is one of them."""
-    record, names = RECORDS[operator], set(names_of(_ANY, face))
+    record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
         Rule(p.domain, p.name, code=p.code, stage="domains")
         for p in record.params
@@ -49,9 +50,9 @@ def _reads(rule: Rule) -> set[str]:
     return found
 
 
-def names_of(s: Setting, face: str) -> dict[str, Any]:
-    """What rules of a face read of a setting."""
-    return inference_names(s) if face == "inference" else training_names(s)
+def names_of(s: Setting, api: str) -> dict[str, Any]:
+    """What rules of an interface read of a setting."""
+    return inference_names(s) if api == "inference" else training_names(s)
 
 
 def spelled(record: Op) -> dict[str, str]:
@@ -59,9 +60,9 @@ def spelled(record: Op) -> dict[str, str]:
     return {p.name: p.shown for p in record.params if p.shown != p.name}
 
 
-def table(face: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
-    """The rules of a face as `remarks` takes them; compiled: makes a function of an expression."""
-    operator = OPERATORS[face][packed]
+def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = None) -> list[dict[str, Any]]:
+    """The rules of an interface as `remarks` takes them; compiled: makes a function of an expression."""
+    operator = OPERATORS[api][packed]
     record = RECORDS[operator]
     function = compiled or _function
     return [
@@ -78,7 +79,7 @@ def table(face: str, packed: bool, compiled: Callable[[str, Op], Any] | None = N
             "shown": list(parse(rule.check).names),
             "blamed": rule.param,
         }
-        for rule in asked(operator, face)
+        for rule in asked(operator, api)
     ]
 
 
@@ -148,11 +149,11 @@ def verdict(found: Sequence[Mapping[str, Any]]) -> str:
     return "note" if len(levels) > 0 else "ok"
 
 
-def remarks_on(s: Setting, face: str) -> list[dict[str, Any]]:
-    """The remarks on a setting at a face, by the records."""
+def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
+    """The remarks on a setting at an interface, by the records."""
     known = as_mode(s)
-    if face == "own" or known is None:
+    if api == "own" or known is None:
         return []
     layout = "TND" if s.packed else "BSND"
-    record = RECORDS[OPERATORS[face][s.packed]]
-    return remarks(table(face, s.packed), names_of(known, face), layout, spelled(record))
+    record = RECORDS[OPERATORS[api][s.packed]]
+    return remarks(table(api, s.packed), names_of(known, api), layout, spelled(record))

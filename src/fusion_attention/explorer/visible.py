@@ -1,4 +1,4 @@
-"""Which keys each row sees in a setting of the explorer, at each face: what the lowering makes of it.
+"""Which keys each row sees in a setting of the explorer, at each interface: what the lowering makes of it.
 
 Knows settings, and the few names that the lowering and the rules read of a call. Refuses to know rules, words and
 pictures. Written in the Python that translate.py knows: the page runs the same functions.
@@ -19,7 +19,7 @@ from fusion_attention.ops.training.lower import dense_extents
 
 BAND = -1  # in place of a sparse mode: this library's own words
 MODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, BAND)
-FACES = ("own", "training", "inference", "two_phase")
+INTERFACES = ("own", "training", "inference", "two_phase")
 FULL_MODES, WINDOWED_MODES, PREFIX_MODES = (0, 1, 5, 9), (0, 4, 7, 8), (5, 6)
 
 
@@ -154,21 +154,21 @@ def inference_names(s: Setting) -> dict[str, Any]:
     }
 
 
-def picture(s: Setting, face: str) -> dict[str, Any] | None:
+def picture(s: Setting, api: str) -> dict[str, Any] | None:
     """Per sequence lo, hi and prefix, and how a mask acts beside them: "", "full" or "tree". None: there is no call.
 
     Row i sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)) that the mask leaves.
     """
     q_len, kv_len = np.array(s.q_len), np.array(s.kv_len)
-    if face == "own" and s.mode == BAND:
+    if api == "own" and s.mode == BAND:
         return _found(q_len, kv_len, own_band(s).resolve(q_len, kv_len), "")
     known = as_mode(s)
-    if known is None or (face == "own" and not own_says(known)):
+    if known is None or (api == "own" and not own_says(known)):
         return None
-    if face == "inference":
+    if api == "inference":
         n = inference_names(known)
         edges, kind = fused_band(n).resolve(q_len, kv_len), n["mask_kind"]
-    elif face == "own" and known.mode == 9:
+    elif api == "own" and known.mode == 9:
         edges, kind = Band.full().resolve(q_len, kv_len), "tree"
     else:
         e = dense_extents(training_names(known))

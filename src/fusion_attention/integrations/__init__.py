@@ -1,1 +1,1 @@
-"""Doors for programs written against other libraries: their words become calls of this library."""
+"""Calls written for other libraries, answered by this one."""

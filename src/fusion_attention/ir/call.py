@@ -1,7 +1,7 @@
 """A lowered call of any family: what to plan, and how its results come to lie in given memory.
 
-Faces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them. Whoever runs
-a call climbs back into its family four times, in this order (plan.compute, acl/jobs.py):
+Interfaces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them. Whoever
+runs a call climbs back into its family four times, in this order (plan.compute, acl/jobs.py):
 
     call.results()                  memory for what is returned, unless the caller has some
     filled = call.fill(results)     views of inputs and results, and scratch; nothing is written yet
@@ -31,23 +31,23 @@ class Filled:
     """A call laid on memory: runs again and again as long as the memory is there.
 
     Attributes:
-        operands: what the planned verb takes.
-        rooms: memory that a run writes; outputs: where the first of them belong, often the same tensors.
-        clears: the rooms with rows of no sequence.
+        operands: what the planned operation kind takes.
+        buffers: memory that a run writes; outputs: where the first of them belong, often the same tensors.
+        clears: the buffers with rows of no sequence.
         first: a call that must run before, and where its results belong: some of the operands. None: there is none.
     """
 
-    __slots__ = ("clears", "first", "operands", "outputs", "rooms")
+    __slots__ = ("buffers", "clears", "first", "operands", "outputs")
 
     def __init__(
         self,
         operands: tuple[Any, ...],
-        rooms: tuple[torch.Tensor, ...] = (),
+        buffers: tuple[torch.Tensor, ...] = (),
         outputs: tuple[torch.Tensor, ...] = (),
         clears: tuple[torch.Tensor, ...] = (),
         first: tuple[Lowered, Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        self.operands, self.rooms, self.outputs, self.clears, self.first = operands, rooms, outputs, clears, first
+        self.operands, self.buffers, self.outputs, self.clears, self.first = operands, buffers, outputs, clears, first
 
     def begin(self) -> None:
         """What comes before the plan runs: clears what no sequence covers, reads what is saved in another form."""
@@ -55,16 +55,17 @@ class Filled:
             tensor.zero_()
 
     def finish(self) -> None:
-        """What comes after: results that lie in rooms go where they belong."""
-        for output, tensor in zip(self.outputs, self.rooms, strict=False):
+        """What comes after: results that lie in buffers go where they belong."""
+        for output, tensor in zip(self.outputs, self.buffers, strict=False):
             if tensor is not output:
                 output.copy_(tensor)  # This output's rows are not of neighbouring elements.
 
 
 class Lowered(Protocol):
-    """A call below its interface's words: what is planned is its problem, its extents, its verb and its device."""
+    """A call below its interface's words: what is planned is its problem, its extents, its operation kind and its
+    device."""
 
-    verb: str
+    op_kind: str
 
     @property
     def problem(self) -> Any:
@@ -143,7 +144,7 @@ class Repeatable(Lowered, Protocol):
         ...
 
 
-def room(output: torch.Tensor) -> torch.Tensor:
+def buffer(output: torch.Tensor) -> torch.Tensor:
     """The output itself where back ends can write it (rows of neighbouring elements), else memory of its shape."""
     if output.stride(-1) == 1 or output.shape[-1] <= 1:
         return output

@@ -1,4 +1,5 @@
-"""The waist: what is computed (Problem), on which lengths (Extents), with which memory (Operands, Grads).
+"""The intermediate representation: what is computed (Problem), on which lengths (Extents), with which memory (Operands,
+Grads).
 
 Everything above speaks some interface's words and ends here; everything below knows only this. Validates nothing.
 """
@@ -177,7 +178,7 @@ class Extents:
         return b"part" + own + b"".join(getattr(self.part, name).tobytes() for name in PART_ROWS)
 
     @functools.cached_property
-    def memo(self) -> dict[Any, Any]:
+    def call_cache(self) -> dict[Any, Any]:
         """For what depends on these lengths alone, and on how tensors lie."""
         return {}
 

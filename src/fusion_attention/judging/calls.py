@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 BACKENDS = ("cpu", "triton", "golden")
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 # A golden run that would take more than this is left to the formulas, piece by piece.
-ROOM = 1 << 29
+BUFFER = 1 << 29
 
 
 class JudgeError(ValueError):
@@ -63,7 +63,7 @@ class Recorded:
         return self.kept["bound"]
 
     def lowered(self) -> Any:
-        """The call below the waist, with every result."""
+        """The call in the intermediate representation, with every result."""
         drawn: dict[str, Any] = {}
         if "keep_prob" in self.op.by_name:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
@@ -126,8 +126,8 @@ class Recorded:
         if reasons:
             return "; ".join(reasons)
         if backend == "golden":
-            needed = load("golden").workspace_bytes(call.problem, call.extents, call.verb)
-            if needed > ROOM:
+            needed = load("golden").workspace_bytes(call.problem, call.extents, call.op_kind)
+            if needed > BUFFER:
                 return f"left out: it would take {needed / 2**30:.1f} GiB (the formulas judge piece by piece)"
         results: dict[str, Tensor] = call.results()
         try:

@@ -38,7 +38,7 @@ class Found:
         """As reports have it."""
         m = self.mistake
         error = max((self.result.tallies[name].z for name in outputs), default=0.0)
-        return Explanation(m.name, self.way.detail, m.means, m.mend, outputs, error, confirmed, noisy)
+        return Explanation(m.name, self.way.detail, m.means, m.fix, outputs, error, confirmed, noisy)
 
 
 def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanation, ...], bool]:

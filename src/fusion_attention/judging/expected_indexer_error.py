@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 TOTALS = ("loss", "dk")  # to which all rows add
 # A product within so many of its standard deviations of 0 is above it in one right program and below it in another.
 _OPEN = 4.0
-_FEW, _ROOM = 1 << 18, 1 << 22  # as in expected_error; numbers that are in memory at once
+_FEW, _BUFFER = 1 << 18, 1 << 22  # as in expected_error; numbers that are in memory at once
 # A variance of which rounding dI to 16 bits makes all but this share need not be carried along term by term.
 _LITTLE = 0.02
 
@@ -264,7 +264,7 @@ def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
     """[keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 where a pair is not live."""
     found = q.new_zeros(pairs.shape[1], q.shape[-1])
-    step = max(1, _ROOM // max(found.numel(), 1))
+    step = max(1, _BUFFER // max(found.numel(), 1))
     for i in range(0, len(pairs), step):
         here = slice(i, i + step)
         sums = weights[:, here].permute(1, 2, 0) @ q[:, here].movedim(0, 1)
@@ -272,7 +272,7 @@ def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- every verb
+# ------------------------------------------------------------------------------------------------- every operation kind
 
 
 def wanted(
@@ -290,7 +290,7 @@ def wanted(
     Args:
         dtypes: in which results are stored, by kind, where that is not the call's.
     """
-    if x.verb == "indexer_topk":
+    if x.op_kind == "indexer_topk":
         s, seen = x.scored(b, rows, torch.float64), x.seen(b, rows)
         scores, values, indices = chosen(x, s, seen)
         variance = uncertain(s, x.problem.torch_dtype, grade).scores.double()
@@ -298,7 +298,7 @@ def wanted(
         found = {"values": Wanted(values[None], of_values), "indices": Wanted(indices[None], of_values)}
         done = found | {"scores": Wanted(scores[None], variance[None])}
         kinds: tuple[str, ...] = ("values",)
-    elif x.verb == "indexer_lse":
+    elif x.op_kind == "indexer_lse":
         done, kinds = statistics(x, b, rows, grade), ("max", "sum")
     else:
         done, kinds = _with_gradients(x, b, rows, grade), ("dq", "dweights")
@@ -310,7 +310,7 @@ def wanted(
 def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]:
     dtype, length = x.problem.torch_dtype, int(x.extents.q_len[b])
     variances, values = {}, {}
-    if x.verb == "indexer_backward":
+    if x.op_kind == "indexer_backward":
         s, (dscores, squares, times), slopes = x.scored(b, rows, torch.float64), given(x, b, rows, torch.float64), None
         u = uncertain(s, dtype, grade, dscores)
     else:

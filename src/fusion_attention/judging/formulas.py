@@ -149,7 +149,8 @@ def _with_means(x: Block, s: Softmax) -> Softmax:
 
 
 def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[str, Tensor]:
-    """out [heads, rows, dim_v], and max and sum [heads, rows, 1] as the waist has them; s: the block's softmax."""
+    """out [heads, rows, dim_v], and max and sum [heads, rows, 1] as the intermediate representation has them; s: the
+    block's softmax."""
     x = narrowed(x, p)
     s = softmax(x) if s is None else s
     weights, live = p.narrow(s.weights), s.live

@@ -36,12 +36,12 @@ _VERBS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 def serves(lowered: Any) -> bool:
     """Whether a call is one of the indexer's family."""
-    return str(lowered.verb).startswith("indexer")
+    return str(lowered.op_kind).startswith("indexer")
 
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
     """A call, as judging.judged()."""
-    if lowered.verb not in _VERBS:
+    if lowered.op_kind not in _VERBS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
     captured = {n: t for n, t in call.judgeable(lowered).items() if n in KINDS}
@@ -113,10 +113,10 @@ def setting_of(lowered: Any) -> Index:
         compute(first, results, "golden")
     filled.begin()
     operands, *grads = filled.operands
-    verb, problem, extents = lowered.verb, lowered.problem, lowered.extents
-    if verb == "indexer_loss":
-        return Index(verb, problem, extents, operands.index, operands, own=filled.first is not None)
-    return Index(verb, problem, extents, operands, grads=grads[0] if grads else None)
+    op_kind, problem, extents = lowered.op_kind, lowered.problem, lowered.extents
+    if op_kind == "indexer_loss":
+        return Index(op_kind, problem, extents, operands.index, operands, own=filled.first is not None)
+    return Index(op_kind, problem, extents, operands, grads=grads[0] if grads else None)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -170,13 +170,13 @@ def _sum(parts: Sequence[Wanted]) -> Wanted:
 def _with_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
     """The same with what a plain program gives, in float32."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
-    if x.verb == "indexer_topk":
+    if x.op_kind == "indexer_topk":
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.seen(b, rows))
         plain = {"values": values[None], "indices": indices[None]}
-    elif x.verb == "indexer_lse":
+    elif x.op_kind == "indexer_lse":
         found_ = softmax(x.scored(b, rows, narrow).scores, x.seen(b, rows).to(narrow))
         plain = {"max": found_[0][None], "sum": found_[1][None]}
-    elif x.verb == "indexer_loss":
+    elif x.op_kind == "indexer_loss":
         c = compared(x, b, rows, narrow, dtype)
         plain = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}
     else:
@@ -233,9 +233,9 @@ def _tally(x: Index, kind: str, tensor: Tensor) -> Tally:
 def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
     """Views of captured outputs, by kind."""
     o, *grads = lowered.fill({**lowered.results(), **captured}).operands
-    if lowered.verb == "indexer_topk":
+    if lowered.op_kind == "indexer_topk":
         return {"indices": o.indices, "values": o.values}
-    if lowered.verb == "indexer_lse":
+    if lowered.op_kind == "indexer_lse":
         return {"max": o.stats.max, "sum": o.stats.sum}
     return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights}
 
@@ -296,7 +296,7 @@ def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Res
             ]
             if result.passes and all(share <= _LEFT for share in left):
                 error = max(result.tallies[n].z for n in failing)
-                found.append(Explanation(m.name, detail, m.means, m.mend, tuple(failing), error, True))
+                found.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))
     kept: dict[str, Explanation] = {}
     for e in sorted(found, key=lambda e: e.error):
         kept.setdefault(e.name, e)

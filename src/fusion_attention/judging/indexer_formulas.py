@@ -24,7 +24,7 @@ _LEAST = 1e-8
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """A call of the indexer's family below the waist.
+    """A call of the indexer's family in the intermediate representation.
 
     Attributes:
         index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
@@ -36,7 +36,7 @@ class Index:
         per_head: the target is divided by the number of heads. scaled: the attention's scores are.
     """
 
-    verb: str
+    op_kind: str
     problem: Any
     extents: Extents
     index: Any

@@ -21,7 +21,7 @@ class IndexMistake:
 
     name: str
     means: str
-    mend: str
+    fix: str
     tries: Callable[[Index], Tries]
 
 
@@ -56,25 +56,25 @@ def _by_one(x: Index) -> Tries:
 
 
 def _ties(x: Index) -> Tries:
-    if x.verb == "indexer_topk":
+    if x.op_kind == "indexer_topk":
         yield "", x.changed(last_first=True)
 
 
 def _order(x: Index) -> Tries:
-    if x.verb == "indexer_topk":
+    if x.op_kind == "indexer_topk":
         yield "the smallest are chosen", x.changed(largest=False)
         yield "in the order of keys", x.changed(by_key=True)
 
 
 def _factor(x: Index) -> Tries:
-    if x.verb == "indexer_topk":
+    if x.op_kind == "indexer_topk":
         yield "1 / sqrt(D)", x.changed(factor=x.problem.dim**-0.5)
         yield "1 / sqrt(D * N)", x.changed(factor=(x.problem.dim * x.heads) ** -0.5)
         yield "1 / N", x.changed(factor=1 / x.heads)
 
 
 def _loss(x: Index) -> bool:
-    return x.verb == "indexer_loss"
+    return x.op_kind == "indexer_loss"
 
 
 def _direction(x: Index) -> Tries:

@@ -78,7 +78,7 @@ def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list
     filled.begin()
     operands, *grads = filled.operands
     shown = call.fill({**scratch, **captured}).operands
-    setting = Setting(call.verb, call.problem, call.extents, operands, grads[0] if grads else None)
+    setting = Setting(call.op_kind, call.problem, call.extents, operands, grads[0] if grads else None)
     if isinstance(call, (DenseBackward, SparseBackward)):
         return setting, list(_gradients(call, shown[1], captured))
     return setting, list(_forward(call, shown[0], captured))

@@ -68,7 +68,7 @@ def _reasons(found: Judgement) -> list[str]:
         word = "explained by" if not rank else "or equally by"
         part = "" if set(m.outputs) == set(found.failing()) else f" [{', '.join(m.outputs)} alone]"
         left = "but for noise" if m.noisy else f"leaves {times(m.error)} of what is expected"
-        lines += [f"  {word} {m}", f"    {left}{part}; {m.mend}"]
+        lines += [f"  {word} {m}", f"    {left}{part}; {m.fix}"]
     return lines
 
 

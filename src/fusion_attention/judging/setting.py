@@ -1,4 +1,5 @@
-"""A call below the waist as the judge changes and cuts it: any rows, heads and keys of a sequence, materialised.
+"""A call in the intermediate representation as the judge changes and cuts it: any rows, heads and keys of a sequence,
+materialised.
 
 Reads the views that back ends read. Refuses to know any interface's words, and what is wrong with a result.
 """
@@ -85,11 +86,12 @@ class Setting:
         offset_outside: stored * scale + offset, in place of (stored + offset) * scale.
         high_first: the even element of an int4 pair in the high half.
         drop_msb: drop bits are read from the most significant one on.
-        returns: what is done to every result: (kind, value, the waist's results, block, precision) -> value.
+        returns: what is done to every result: (kind, value, the intermediate representation's results, block,
+            precision) -> value.
         of_group: what of a group's query heads reaches a key head's gradient: "sum", "first", "last" or "mean".
     """
 
-    verb: str
+    op_kind: str
     problem: Problem
     extents: Extents
     operands: Operands

@@ -76,7 +76,7 @@ class Explanation:
     """A mistake with which the captured outputs are what they should be.
 
     Attributes:
-        name, means, mend: the mistake's. detail: which way of making it.
+        name, means, fix: the mistake's. detail: which way of making it.
         outputs: what it explains. error: what is left of their error, in expected sizes.
         confirmed: on the whole call; else on rows and heads drawn from it.
         noisy: it explains them but for noise.
@@ -85,7 +85,7 @@ class Explanation:
     name: str
     detail: str
     means: str
-    mend: str
+    fix: str
     outputs: tuple[str, ...]
     error: float
     confirmed: bool = False
@@ -190,7 +190,7 @@ class Judgement:
                 for n, found in self.backends.items()
             },
             "mistakes": [
-                {**{n: getattr(m, n) for n in ("name", "detail", "means", "mend", "confirmed", "noisy")},
+                {**{n: getattr(m, n) for n in ("name", "detail", "means", "fix", "confirmed", "noisy")},
                  "outputs": list(m.outputs), "error": number(m.error)}
                 for m in self.mistakes
             ],

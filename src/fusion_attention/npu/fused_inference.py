@@ -343,7 +343,7 @@ def _npu_fused_infer_attention_score_infer_output(
         >>> list(out.shape), list(lse.shape)
         ([2, 3, 256], [0])
     """
-    return fused_out.room(fused.TORCH_V1, locals())
+    return fused_out.buffer(fused.TORCH_V1, locals())
 
 
 @aliased
@@ -383,4 +383,4 @@ def _npu_fused_infer_attention_score_v2_infer_output(
         >>> list(out.shape), list(lse.shape)
         ([5, 4, 64], [5, 4, 1])
     """
-    return fused_out.room(fused.TORCH_V2, locals())
+    return fused_out.buffer(fused.TORCH_V2, locals())

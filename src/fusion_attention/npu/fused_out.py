@@ -1,4 +1,5 @@
-"""The other faces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for results.
+"""The other interfaces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for
+results.
 
 They are made from the functions and their records. Refuses to know what is computed.
 """
@@ -29,7 +30,7 @@ from fusion_attention.torch_ops.aliases import aliased
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
-Face = Callable[..., Any]
+Interface = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
 # What is written, as the schema of the operator says it (operators.py).
 Written = Annotated[torch.Tensor, "a!"]
@@ -52,8 +53,8 @@ def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _reader(function: Face, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """From what a face was given to the record's arguments; Signature.bind() would be slower than a call."""
+def _reader(function: Interface, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """From what an interface was given to the record's arguments; Signature.bind() would be slower than a call."""
     signature = inspect.signature(function)
     names = tuple(signature.parameters)
     first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -101,7 +102,7 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
     return decorate
 
 
-def _out_of(function: Face, op: Op) -> Face:
+def _out_of(function: Interface, op: Op) -> Interface:
     """`function.out`: the same into tensors that are given."""
     read = _reader(function, op)
 
@@ -133,11 +134,11 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
             with torch.no_grad():
                 found: Any = function(*given, **named)
                 pairs = [(n, o, t) for n, o, t in zip(results, out, found, strict=True) if t.numel()]
-                for name, room, made in pairs:
-                    if (room.shape, room.dtype) != (made.shape, made.dtype):
-                        raise ContractError([op.failure(name, f"out as the result, {show(made)}", show(room))])
-                for _, room, made in pairs:
-                    room.copy_(made)
+                for name, buffer, made in pairs:
+                    if (buffer.shape, buffer.dtype) != (made.shape, made.dtype):
+                        raise ContractError([op.failure(name, f"out as the result, {show(made)}", show(buffer))])
+                for _, buffer, made in pairs:
+                    buffer.copy_(made)
             return tuple(out)
 
         found = cast("WithOut[P, R_co]", function)
@@ -148,7 +149,7 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
     return decorate
 
 
-def _dressed(out: Face, function: Face, op: Op, results: Sequence[str], rest: str) -> Face:
+def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
     """An `.out` with the signature and the text that its function's make of it."""
     own = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
@@ -197,7 +198,7 @@ Args: as {function.__name__}'s. Source: {op.page}.
     return get_max_workspace
 
 
-def room(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def buffer(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
     args = {**op.neutral, **canonical(op.name, given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]

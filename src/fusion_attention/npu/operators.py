@@ -22,7 +22,7 @@ from fusion_attention.torch_ops.registration import register
 
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb")}
 _OF_ATB = {*atb.__all__, *atb_rows.__all__}
-Face = Callable[..., Any]
+Interface = Callable[..., Any]
 
 # What torch calls the types of arguments and results. Of a union the first counts: it is the one that torch_npu takes.
 # Annotated[Tensor, "a!"] is a tensor that is written, and so is a result that is that tensor.
@@ -47,38 +47,38 @@ _LISTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register_all(faces: Mapping[str, Face]) -> None:
+def register_all(interfaces: Mapping[str, Interface]) -> None:
     """Registers every function, and its `.out` where it has one; what others have registered stays theirs.
 
     For good: a graph may hold an operator longer than an installation lasts, and torch crashes where one is called that
     was taken back.
     """
-    for name, face in faces.items():
+    for name, interface in interfaces.items():
         library = _LIBRARIES["atb" if name in _OF_ATB else "npu"]
         if not hasattr(getattr(torch.ops, library.ns), name):
-            _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), face, library)
-            if hasattr(face, "out"):
-                _register(f"{name}.out", face.out, library)
+            _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), interface, library)
+            if hasattr(interface, "out"):
+                _register(f"{name}.out", interface.out, library)
             if name in _LISTS:
-                _register(f"{name}.List", _changed(face, _LISTS[name]), library)
+                _register(f"{name}.List", _changed(interface, _LISTS[name]), library)
 
 
-def _changed(face: Face, types: Mapping[str, Any]) -> Face:
+def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
     """A function some of whose parameters are of other types; None leaves one out."""
 
-    @functools.wraps(face)
+    @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return face(*args, **kwargs)
+        return interface(*args, **kwargs)
 
-    signature = inspect.signature(face)
+    signature = inspect.signature(interface)
     kept = [p for p in signature.parameters.values() if types.get(p.name, p) is not None]
     parameters = [p.replace(annotation=types.get(p.name, p.annotation)) for p in kept]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _register(name: str, face: Face, library: torch.library.Library) -> None:
-    schema = schema_of(face, name)
+def _register(name: str, interface: Interface, library: torch.library.Library) -> None:
+    schema = schema_of(interface, name)
     packet, _, overload = name.partition(".")
 
     def autograd(*args: Any, **kwargs: Any) -> Any:
@@ -91,8 +91,8 @@ def _register(name: str, face: Face, library: torch.library.Library) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
-    run = _whole(face) if "int" in schema.rpartition("->")[2] else face
-    run = _apart(face) if packet in _HANDS_BACK else run
+    run = _whole(interface) if "int" in schema.rpartition("->")[2] else interface
+    run = _apart(interface) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
     register(schema, run, fake, autograd, library, keys=("CPU", "CUDA", "PrivateUse1"))
 
@@ -110,34 +110,34 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _whole(face: Face) -> Face:
+def _whole(interface: Interface) -> Interface:
     """A function that returns integers, which an operator cannot return as tensors."""
 
-    @functools.wraps(face)
+    @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = face(*args, **kwargs)
+        found = interface(*args, **kwargs)
         if any(isinstance(value, torch.Tensor) for value in found[4:]):
             raise NotImplementedError(
-                f"torch.ops.npu.{face.__name__}: returns its seed as an int, and one that is drawn in a trace is a "
-                "tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
+                f"torch.ops.npu.{interface.__name__}: returns its seed as an int, and one that is drawn in a trace "
+                "is a tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
             )
         return found
 
     return run
 
 
-def _apart(face: Face) -> Face:
+def _apart(interface: Interface) -> Interface:
     """A function whose result is never its first argument."""
 
-    @functools.wraps(face)
+    @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = face(first, *args, **kwargs)
+        found = interface(first, *args, **kwargs)
         return found.clone() if found is first else found
 
     return run
 
 
-def schema_of(function: Face, name: str = "") -> str:
+def schema_of(function: Interface, name: str = "") -> str:
     """The schema of a function, as torch.library wants it: types of parameters and results from its annotations.
 
     Args:

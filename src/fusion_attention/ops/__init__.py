@@ -1,4 +1,4 @@
-"""The operators: a contract record each, and their lowering to the waist."""
+"""The operators: a contract record each, and their lowering to the intermediate representation."""
 
 from __future__ import annotations
 

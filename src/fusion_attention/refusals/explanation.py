@@ -1,4 +1,4 @@
-"""Which rules of its record a call breaks, in our words and with the mend; of a call that failed on the chip, which
+"""Which rules of its record a call breaks, in our words and with the fix; of a call that failed on the chip, which
 it likely broke.
 
 A call is bound as every call is (contract.bind), once for what it means and once for what the chip takes. Refuses to
@@ -32,7 +32,7 @@ from fusion_attention.contract import (
 )
 from fusion_attention.ops import RECORDS
 from fusion_attention.refusals.cann_logs import CODES, SAME, Log, is_log, read_log
-from fusion_attention.refusals.fixes import TRIANGLE, mends
+from fusion_attention.refusals.fixes import TRIANGLE, fixes
 from fusion_attention.refusals.likely_rules import likely
 from fusion_attention.refusals.parser import PHASE_1, Written, WrittenError, parse_call
 
@@ -58,7 +58,7 @@ class Finding:
         where: "everywhere" (the call has no meaning), "chip" (it runs here, the chip refuses it), "warning" (it runs,
             and probably does not mean what it says) or "likely" (what a log points at).
         param: as the function spells it; cann: as CANN does, "" where nothing is known.
-        expected, got, mend: the error's words.
+        expected, got, fix: the error's words.
         code: CANN's for it.
     """
 
@@ -66,7 +66,7 @@ class Finding:
     param: str
     expected: str
     got: str = ""
-    mend: str = ""
+    fix: str = ""
     code: int = 0
     cann: str = ""
 
@@ -92,7 +92,7 @@ class Explanation:
         computes: for every back end "yes", or why not.
         log: what the log says, if there was one.
         unread: parameters whose numbers were not there to be checked.
-        mends: single changes with which the call breaks nothing, or at least has a meaning; each was tried.
+        fixes: single changes with which the call breaks nothing, or at least has a meaning; each was tried.
     """
 
     operator: str
@@ -104,7 +104,7 @@ class Explanation:
     computes: dict[str, str] = field(default_factory=dict)
     log: Log | None = None
     unread: tuple[str, ...] = ()
-    mends: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
 
     @property
     def broken(self) -> bool:
@@ -112,9 +112,9 @@ class Explanation:
         return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
 
     def __str__(self) -> str:
-        told = [f"{f.where}: {f.sentence}" + (f" ({f.mend})" if f.mend else "") for f in self.findings]
-        mends = [f"mend: {mend}" for mend in self.mends]
-        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *told, *mends])
+        told = [f"{f.where}: {f.sentence}" + (f" ({f.fix})" if f.fix else "") for f in self.findings]
+        fixes = [f"fix: {fix}" for fix in self.fixes]
+        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *told, *fixes])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -133,7 +133,7 @@ def explain(text: str, *, log: str = "") -> Explanation:
     randn and their kin make of literal shapes, perhaps in lines before the call.
 
     Args:
-        text: a call of any face (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize); or what the chip printed.
+        text: a call of any interface (fusion_attention, torch_npu, aclnnXxxGetWorkspaceSize); or what the chip printed.
         log: what the chip printed of the call.
 
     Raises:
@@ -165,12 +165,12 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
     there = bool(tensors) and not any(t.is_meta for t in tensors)
     found = _failures(op, args, there, strict=False)
     if any(f.where == "everywhere" for f in found):
-        return replace(_explained(op, found, log), mends=_mends(op, args, there, True))
+        return replace(_explained(op, found, log), fixes=_fixes(op, args, there, True))
     of_chip = _failures(op, args, there, strict=True)
     told = {(f.param, f.expected) for f in of_chip}
     rest = [f for f in found if (f.param, f.expected) not in told]  # a doubt is said once
     told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
-    return replace(told_of, mends=_mends(op, args, there, False)) if told_of.broken else told_of
+    return replace(told_of, fixes=_fixes(op, args, there, False)) if told_of.broken else told_of
 
 
 def explain_log(log: Log) -> Explanation:
@@ -234,22 +234,22 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     """A finding for words that the function does not take."""
     parameters = inspect.signature(function).parameters
     strange = [word for word in given if word not in parameters]
-    mend = ""
+    fix = ""
     if strange and op.name == "attention":
         from fusion_attention.api.foreign_arguments import refuse
 
         try:
             refuse(function, strange[:1])
         except TypeError as refusal:
-            mend = str(refusal).split(": ", 2)[-1]
+            fix = str(refusal).split(": ", 2)[-1]
     elif strange:
         import difflib
 
         meant, said = _FOREIGN.get(strange[0], ("", ""))
         near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
-        mend = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
-        mend = f"another library's word; here: {said}" if meant in parameters else mend
-    return Finding("everywhere", "", f"{op.name}() {error}", mend=mend, code=0)
+        fix = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
+        fix = f"another library's word; here: {said}" if meant in parameters else fix
+    return Finding("everywhere", "", f"{op.name}() {error}", fix=fix, code=0)
 
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> 
     return found + [_note(op, text) for text in dict.fromkeys(notes)]
 
 
-def _mends(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
+def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
     """Changes after which the chip takes a call; of one without a meaning, else those that give it one."""
     if there:
         args = {name: _without_memory(value) for name, value in args.items()}
@@ -309,7 +309,7 @@ def _mends(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[s
 
         return legal
 
-    return tuple(mends(op, args, is_legal(True)) or (mends(op, args, is_legal(False)) if grave else ()))
+    return tuple(fixes(op, args, is_legal(True)) or (fixes(op, args, is_legal(False)) if grave else ()))
 
 
 def _without_memory(value: Any) -> Any:
@@ -332,8 +332,8 @@ def _note(op: Op, text: str) -> Finding:
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
-    param, cann, expected, got, mend = (part or "" for part in match.groups())
-    return Finding("warning", param, expected, got, mend, cann=cann)
+    param, cann, expected, got, fix = (part or "" for part in match.groups())
+    return Finding("warning", param, expected, got, fix, cann=cann)
 
 
 def _explained(
@@ -359,7 +359,7 @@ def _explained(
 
 def _likely(op: Op, log: Log) -> list[Finding]:
     found = likely(op, log)
-    return [Finding("likely", param, expected, "", mend, code, cann) for param, cann, expected, mend, code in found]
+    return [Finding("likely", param, expected, "", fix, code, cann) for param, cann, expected, fix, code in found]
 
 
 def _beside_log(log: Log, found: list[Finding]) -> str:

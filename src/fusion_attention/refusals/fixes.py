@@ -15,12 +15,12 @@ import torch
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Param
 
 Args = Mapping[str, Any]
-Mend = tuple[str, dict[str, Any]]  # what is said, and what is changed
+Fix = tuple[str, dict[str, Any]]  # what is said, and what is changed
 TRIANGLE = "torch.ones(2048, 2048, dtype=torch.bool).triu(1)"
 _LENGTHS = 4096  # longer lists are left as they are
 
 
-def mends(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
+def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -> list[str]:
     """What would make a call legal, one change at a time; none where a single change does not.
 
     Args:
@@ -46,7 +46,7 @@ def _arrays(op: Op, args: Args) -> Iterator[tuple[Param, list[int]]]:
                 yield p, list(numbers)
 
 
-def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Mend]:
+def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Iterator[Fix]:
     """A change of every list of lengths at once, and of each alone."""
     lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
@@ -54,17 +54,17 @@ def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Ite
         yield said, {p.name: change(numbers) for p, numbers in several}
 
 
-def _cumulative(op: Op, args: Args) -> Iterator[Mend]:
+def _cumulative(op: Op, args: Args) -> Iterator[Fix]:
     for said, changes in _of_all(op, args, lambda numbers: list(accumulate(numbers))):
         yield f"cumulative ends in place of lengths: {said}", changes
 
 
-def _without_zero(op: Op, args: Args) -> Iterator[Mend]:
+def _without_zero(op: Op, args: Args) -> Iterator[Fix]:
     for said, changes in _of_all(op, args, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers):
         yield f"without the leading 0 of cu_seqlens: {said}", changes
 
 
-def _mask(op: Op, args: Args) -> Iterator[Mend]:
+def _mask(op: Op, args: Args) -> Iterator[Fix]:
     p, mask = op.by_name.get("atten_mask"), args.get("atten_mask")
     if p is None:
         return
@@ -91,7 +91,7 @@ def _rows(op: Op, args: Args) -> int:
     return int(query.shape[axis]) if isinstance(query, torch.Tensor) and axis is not None and query.dim() > axis else 0
 
 
-def _layout(op: Op, args: Args) -> Iterator[Mend]:
+def _layout(op: Op, args: Args) -> Iterator[Fix]:
     if op.layouts and op.layout_attr in op.by_name:
         p = op.by_name[op.layout_attr]
         shown, now = p.shown, args.get(p.name) or getattr(p, "default", "")
@@ -100,7 +100,7 @@ def _layout(op: Op, args: Args) -> Iterator[Mend]:
                 yield f'{shown}="{layout}", if the tensors lie so', {op.layout_attr: layout}
 
 
-def _heads(op: Op, args: Args) -> Iterator[Mend]:
+def _heads(op: Op, args: Args) -> Iterator[Fix]:
     """Numbers of heads and tokens of a page, taken from the axes of queries and keys."""
     axes = {"head_num": "query", "num_heads": "query", "num_key_value_heads": "key", "heads": "q", "block_size": "key"}
     for name, of in axes.items():
@@ -111,7 +111,7 @@ def _heads(op: Op, args: Args) -> Iterator[Mend]:
                 yield f"{p.shown}={size}, an axis of {op.by_name[of].shown}", {name: int(size)}
 
 
-def _dtype(op: Op, args: Args) -> Iterator[Mend]:
+def _dtype(op: Op, args: Args) -> Iterator[Fix]:
     """Tensors of the query's family in its dtype; or all of them in half precision."""
     first = next((p.name for p in op.tensors() if isinstance(args.get(p.name), torch.Tensor)), "")
     floating = {p.name: args[p.name] for p in op.tensors() if _is_floating(args.get(p.name))}
@@ -127,7 +127,7 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _absent(op: Op, args: Args) -> Iterator[Mend]:
+def _absent(op: Op, args: Args) -> Iterator[Fix]:
     """The call without one optional parameter."""
     for p in op.params:
         may_lack = p.optional or (isinstance(p, Attr) and p.default is not REQUIRED and p.name != op.layout_attr)

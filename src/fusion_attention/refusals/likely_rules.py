@@ -55,7 +55,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 
 
 def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
-    """(parameter, CANN's name of it, what is expected, the mend, code) of rules, the likeliest first.
+    """(parameter, CANN's name of it, what is expected, the fix, code) of rules, the likeliest first.
 
     Args:
         op: the record of the function that was called; CANN's names are those of the operator that failed.
@@ -113,6 +113,6 @@ def _of_code(op: Op, code: int) -> Iterator[tuple[str, str, str, str, int]]:
         ),
         361001: "device memory and a stream that are there, and an executor that has not run",
     }
-    mend = f"`fusion-attention ops {op.name}` lists them; explain of the call itself, with its shapes, says which"
+    fix = f"`fusion-attention ops {op.name}` lists them; explain of the call itself, with its shapes, says which"
     if code in kinds:
-        yield "", "", kinds[code], mend, code
+        yield "", "", kinds[code], fix, code

@@ -13,13 +13,13 @@ from fusion_attention.testing.cases import Case, arguments, hostile, in_band, pa
 from fusion_attention.testing.compare import check, compare
 from fusion_attention.testing.expected import expected, expected_of
 from fusion_attention.testing.plain import plain
-from fusion_attention.testing.python_calls import call_face, golden, lowered, pythonic, run
+from fusion_attention.testing.python_calls import call_interface, golden, lowered, pythonic, run
 from fusion_attention.testing.tiles import cut_tiles
 
 __all__ = [
     "Case",
     "arguments",
-    "call_face",
+    "call_interface",
     "check",
     "compare",
     "cut_tiles",

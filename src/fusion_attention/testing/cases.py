@@ -49,14 +49,14 @@ class Case(Named):
         layout: of query, key, value: "BSND", "BSH", "SBH", "BNSD" or "TND".
         dtype: of all tensors that CANN wants in the query's dtype.
         q_len, kv_len: tokens of every sequence. A padded layout whose lengths differ, or with a rest, is a call of the
-            pythonic face only.
+            Python API only.
         q_rest, kv_rest: tokens behind the last sequence (TND) or behind the longest one (padded).
         disabled: trailing zeros in the cumulative lengths (TND).
         heads_q, heads_kv, dim_qk, dim_v, dim_rope, scale: as in Problem.
         sparse_mode, pre, next, prefix, inner_precise, softmax_layout, keep_prob, pse_type: as npu_fusion_attention_v2.
         mask: "none"; "compressed"; random ones: "matrix" [S1, S2], "ones" [1, 1, S1, S2], "batch" [B, 1, S1, S2],
             "head" [B, N1, S1, S2], "tokens" [T1, T2]; "tiles" [B, N1, S1, S2], of tiles that are removed whole, in part
-            or not at all, a call of the pythonic face only.
+            or not at all, a call of the Python API only.
         mask_dtype: "bool" or "uint8" (then 255 removes).
         blank: some rows of a random mask remove every key; without it no row of the band loses its first key.
         pse: "none"; "full" [B, N1, S1, S2], "row" [B, N1, 1, S2], "table" [B, N1, 1024, S2], "slopes" [B, N1], each
@@ -64,7 +64,7 @@ class Case(Named):
         starts: (q_start_idx, kv_start_idx).
         dropout: "none", "bits" or "philox".
         sink: one more logit per head.
-        softcap: as in Problem; of the pythonic face only.
+        softcap: as in Problem; of the Python API only.
     """
 
     layout: str = "BSND"

@@ -38,8 +38,8 @@ def sizes(
         "out", "max", "sum" and "lse" of a forward; of a backward "dq", "dk", "dv", "dq_rope", "dk_rope", "dpse" and
         "dsink" where they are. Numbers of rows that belong to no sequence are 0.
     """
-    verb = "attention_forward" if grads is None else "attention_backward"
-    setting = Setting(verb, problem, extents, operands, grads)
+    op_kind = "attention_forward" if grads is None else "attention_backward"
+    setting = Setting(op_kind, problem, extents, operands, grads)
     outputs, found = _outputs(operands, grads), {}
     for o in outputs:
         assert o.view is not None

@@ -42,7 +42,7 @@ class LossCase(SparseCase):
     Args:
         heads, dim: of the indexer; weights: the dtype of its weights.
         count: entries of a list; 0: no selection.
-        window: keys before the diagonal that a row sees, where that is less than all; no face has a word for it.
+        window: keys before the diagonal that a row sees, where that is less than all; no interface has a word for it.
     """
 
     heads: int = 3
@@ -138,7 +138,7 @@ def _statistics(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
-    """The call that the npu face makes; the pythonic one's, where torch_npu knows no sinks."""
+    """The call that the npu interface makes; the pythonic one's, where torch_npu knows no sinks."""
     if by_python(case):
         call = lower(bind(own_loss.RECORD, own(case, args)))
     else:
@@ -151,7 +151,7 @@ def lowered(case: LossCase, args: Mapping[str, Any]) -> Loss:
 
 
 def by_python(case: LossCase) -> bool:
-    """Whether the pythonic face alone can say the case."""
+    """Whether the Python API alone can say the case."""
     return case.sink and not case.count
 
 

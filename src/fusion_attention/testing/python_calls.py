@@ -1,4 +1,4 @@
-"""A case through the faces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
+"""A case through the interfaces and the operators beneath them: arguments, the lowered call, its outputs, golden's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fusion_attention.torch_ops.dense_eager import attention, attention_backward
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same call as arguments of fusion_attention.attention(); None where that face has no words for it."""
+    """The same call as arguments of fusion_attention.attention(); None where that interface has no words for it."""
     matrix = case.pse in ("full", "shared_full", "row", "shared_row")
     slopes = "slopes" in case.pse
     if case.mask == "tokens" or (slopes and (case.pse_type == 3 or case.sparse_mode == 8)) or case.disabled:
@@ -68,23 +68,23 @@ def _tiles(mask: Tensor) -> dict[str, Tensor]:
     return {f"blocked_{name}": hostile(t) for name, t in zip(("tiles", "bits"), cut_tiles(mask), strict=True)}
 
 
-def call_face(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
+def call_interface(function: Callable[..., Any], op: Op, args: Mapping[str, Any]) -> Any:
     """A function of fusion_attention.npu with arguments by canonical name; those that it lacks are left out."""
     given = {p.shown: args[p.name] for p in op.params if args.get(p.name) is not None}
     return function(**given)
 
 
 def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
-    """The call that a face makes of a case."""
+    """The call that an interface makes of a case."""
     if case.npu:
         return lower.dense_call(bind(training.TORCH_V2, args), seed=args.get("seed", 0), offset=args.get("offset", 0))
     given = pythonic(case, args)
-    assert given is not None, f"{case.id}: no face can express it"
+    assert given is not None, f"{case.id}: no interface can express it"
     return fa_record.dense_call(bind(fa_record.RECORD, given), seed=args.get("seed", 0))
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Every output of the two verbs: out, max and sum (eight lanes), dq, dk, dv, dq_rope, dk_rope, dpse, dsink."""
+    """Every output of the two op_kinds: out, max and sum (eight lanes), dq, dk, dv, dq_rope, dk_rope, dpse, dsink."""
     dbias = call.extras[2] is not None
     with torch.no_grad():
         out, *stats = attention(call, backend)

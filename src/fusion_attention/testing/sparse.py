@@ -267,13 +267,13 @@ def indexer_arguments(case: IndexerCase) -> dict[str, Any]:
 
 
 def lowered(args: Mapping[str, Any]) -> Sparse:
-    """The call that the npu face makes; the pythonic face, where a value is a part of the key's rows."""
+    """The call that the npu interface makes; the Python API, where a value is a part of the key's rows."""
     if not args["dim_v"]:
         return sparse_call(bind(sparse.TORCH, args))
     lengths = {
         f"actual_seq_{side}len": np.diff(args[f"actual_seq_{side}len"], prepend=0)
         for side, layout in (("q", args["layout"]), ("kv", args["layout_kv"]))
-        if layout == "TND"  # CANN's ends; this face takes lengths
+        if layout == "TND"  # CANN's ends; this interface takes lengths
     }
     given = {p.name: args.get(p.name) for p in sparse_own.RECORD.params if p.name in args}
     own = {"causal": args["sparse_mode"] == 3, **given, **lengths}
@@ -316,7 +316,7 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
-    """The call that the npu face makes."""
+    """The call that the npu interface makes."""
     return indexer_call(bind(indexer.TORCH, args))
 
 

@@ -3,9 +3,9 @@
 Everything that runs ends in run_forward() and run_backward(), which write into given tensors. Refuses to know how a
 call was made.
 
-A second way beside eager.py: statistics stay as kernels write them from the forward to the backward, while each face
-has a form of its own for them (lanes, finite numbers, their logarithm), so that a record's results are not what a
-derivative reads.
+A second way beside eager.py: statistics stay as kernels write them from the forward to the backward, while each
+interface has a form of its own for them (lanes, finite numbers, their logarithm), so that a record's results are not
+what a derivative reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusion_attention.ops.training.call import (
 from fusion_attention.plan import plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.autograd_guards import once
-from fusion_attention.torch_ops.prepared import Laid
+from fusion_attention.torch_ops.prepared import Prepared
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, Any, Any]
@@ -115,25 +115,25 @@ def run_backward(
 
 
 def again(bound: Bound, backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, stats: bool) -> Any:
-    """attention() of a bound call as the last one of its memo, which needs no lowering; None where it is not known yet,
-    or has a derivative."""
-    laid: Laid | None = bound.memo.laid.get(chosen(backend))
-    if laid is None or (torch.is_grad_enabled() and _any_requires_grad(q, k, v)):
+    """attention() of a bound call as the last one of its call cache, which needs no lowering; None where it is not
+    known yet, or has a derivative."""
+    prepared: Prepared | None = bound.call_cache.prepared.get(chosen(backend))
+    if prepared is None or (torch.is_grad_enabled() and _any_requires_grad(q, k, v)):
         return None
-    return laid.run(q, k, v, stats=stats)
+    return prepared.run(q, k, v, stats=stats)
 
 
 def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
-    laid: Laid | None = None if call.memo is None else call.memo.laid.get(backend)
-    if laid is not None:
-        return laid.run(call.q, call.k, call.v, stats=stats)
+    prepared: Prepared | None = None if call.call_cache is None else call.call_cache.prepared.get(backend)
+    if prepared is not None:
+        return prepared.run(call.q, call.k, call.v, stats=stats)
     results = fresh(call)
     run_forward(call, results, backend)
-    if call.memo is not None and len(call.extents) and call.covers("q"):
+    if call.call_cache is not None and len(call.extents) and call.covers("q"):
         views = operands_of(call, *results)
         if (rows := pattern(call, views)) is not None:
             found = plan(call.problem, call.extents, call.q.device, backend)
-            call.memo.laid[backend] = Laid(found, views, rows, results)
+            call.call_cache.prepared[backend] = Prepared(found, views, rows, results)
     return results
 
 

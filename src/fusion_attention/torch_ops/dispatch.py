@@ -1,4 +1,4 @@
-"""The entry of a call: whether it runs at once or must be an operator that torch sees, and what doors ask before.
+"""The entry of a call: whether it runs at once or must be an operator that torch sees, and what functions ask before.
 
 Eager calls on plain tensors are spared the dispatcher's and the text's time (text.py).
 """

@@ -16,7 +16,7 @@ from fusion_attention.ir.call import Differentiable, Further, Lowered, Repeatabl
 from fusion_attention.plan import compute, plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.autograd_guards import once
-from fusion_attention.torch_ops.prepared import Laid
+from fusion_attention.torch_ops.prepared import Prepared
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
     """
     op = bound.op
     backend = chosen(backend)
-    known: _Known | None = bound.memo.laid.get(backend) if op.again else None
+    known: _Known | None = bound.call_cache.prepared.get(backend) if op.again else None
     if known is not None:
         return known.results(bound.args, whole)
     assert op.lower is not None
@@ -60,31 +60,33 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
             return dict(zip(op.results, found, strict=False))
     found = run(call.whole() if whole else call, backend)
     if op.again:
-        _lay(bound, call, backend)
+        _prepare(bound, call, backend)
     return found
 
 
-def _lay(bound: Bound, call: Repeatable, backend: str) -> None:
-    """Lays a call when its memo meets it a second time: lengths that change with every call are not worth it."""
-    laid = bound.memo.laid
-    if backend not in laid:
-        laid[backend] = None
-    elif bound.memo.lays:
+def _prepare(bound: Bound, call: Repeatable, backend: str) -> None:
+    """Lays a call when its call cache meets it a second time: lengths that change with every call are not worth it."""
+    prepared = bound.call_cache.prepared
+    if backend not in prepared:
+        prepared[backend] = None
+    elif bound.call_cache.preparable:
         again = call.again() if len(call.extents) else None
-        bound.memo.lays = again is not None
+        bound.call_cache.preparable = again is not None
         if again is not None:
-            found = plan(call.problem, call.extents, call.device, backend, call.verb)
-            laid[backend] = _Known(Laid(found, *again), bound.op.again, call.names, call.further)
+            found = plan(call.problem, call.extents, call.device, backend, call.op_kind)
+            prepared[backend] = _Known(Prepared(found, *again), bound.op.again, call.names, call.further)
 
 
 class _Known:
-    """A laid call as its record names arguments and results."""
+    """A prepared call as its record names arguments and results."""
 
-    __slots__ = ("_further", "_given", "_laid", "_names")
+    __slots__ = ("_further", "_given", "_names", "_prepared")
 
-    def __init__(self, laid: Laid, given: tuple[str, ...], names: tuple[str, ...], further: Further | None) -> None:
+    def __init__(
+        self, prepared: Prepared, given: tuple[str, ...], names: tuple[str, ...], further: Further | None
+    ) -> None:
         """given: as Op.again; names: of out, and of max and sum if it has them; further: as Repeatable.further."""
-        self._laid, self._given, self._names, self._further = laid, given, names, further
+        self._prepared, self._given, self._names, self._further = prepared, given, names, further
 
     def results(self, args: Mapping[str, Any], whole: bool) -> Results:
         """The results of a call with these arguments, by name."""
@@ -93,8 +95,8 @@ class _Known:
         v = k if args.get(values) is None else _one(args[values])
         further = self._further
         if further is not None:
-            return further.make(*self._laid.run(args[q], k, v, args.get(table), stats=further.stats))
-        found = self._laid.run(args[q], k, v, args.get(table), stats=whole)
+            return further.make(*self._prepared.run(args[q], k, v, args.get(table), stats=further.stats))
+        found = self._prepared.run(args[q], k, v, args.get(table), stats=whole)
         return dict(zip(self._names if whole else self._names[:1], found, strict=False))
 
 

@@ -1,6 +1,7 @@
 """A forward whose plan and views are known: what remains of a call is where its tensors begin.
 
-Kept in the memo of a signature and its lengths (contract.Memo), by back end. Refuses to know any family or record.
+Kept in the call cache of a signature and its lengths (contract.Memo), by back end. Refuses to know any family or
+record.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fusion_attention.plan import Plan
 Tensor = torch.Tensor
 
 
-class Laid:
-    """What the calls of one memo share: plan, views and the shapes of results. Holds no tensor of a caller."""
+class Prepared:
+    """What the calls of one call cache share: plan, views and the shapes of results. Holds no tensor of a caller."""
 
     __slots__ = ("_core", "_plan", "_rows", "_templates")
 
@@ -26,7 +27,7 @@ class Laid:
         """views: those of a call; rows: the same over no memory; results: out, max and sum of that call."""
         self._templates = [template(t, t.shape, t.dtype) for t in results]
         self._plan, self._rows = plan, rows
-        self._core = plan.module.lay_forward(plan.problem, plan.schedule, views)
+        self._core = plan.module.prepare_forward(plan.problem, plan.schedule, views)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None, *, stats: bool

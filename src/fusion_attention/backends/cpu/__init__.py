@@ -1,4 +1,4 @@
-"""The CPU back end: every verb by the native core, and what empty rows in mean form add to it.
+"""The CPU back end: every operation kind by the native core, and what empty rows in mean form add to it.
 
 Knows which problems it can compute and which kernel computes which. Refuses to know any interface's words; validates
 nothing.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, LaidDecode, LaidForward, SparsePlan
+from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, PreparedDecode, PreparedForward, SparsePlan
 from fusion_attention.backends.cpu import decode, full_int8
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
@@ -21,7 +21,7 @@ from fusion_attention.backends.cpu.indexer import (
     run_indexer_loss,
 )
 from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
-from fusion_attention.backends.cpu.native import KeptOperands, lay, plan_backward, run_backward, run_forward
+from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.ir.problem import (
     AnyProblem,
@@ -43,7 +43,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 Schedule = ForwardPlan | BackwardPlan | SparsePlan | IndexerPlan | decode.Schedule | full_int8.Schedule
 
 
-def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
     """One sentence for each thing that this back end cannot do; empty when it can."""
     table: list[tuple[str, object, tuple[object, ...]]] = [
         ("device", torch.device(device).type, DEVICES),
@@ -75,17 +75,17 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str =
     return listed
 
 
-def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | None = None) -> Schedule:
-    """The core's plan of one verb; variant: an instruction set that runs here, by default the strongest.
+def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str | None = None) -> Schedule:
+    """The core's plan of one operation kind; variant: an instruction set that runs here, by default the strongest.
 
     Boundaries of tiles depend on each sequence's own lengths, so a sequence's bits do not depend on its neighbours,
     on packing or on threads.
     """
-    backward = verb.endswith("_backward")
+    backward = op_kind.endswith("_backward")
     if isinstance(problem, IndexerLossProblem):
         return plan_indexer_loss(problem, extents, variant)
     if isinstance(problem, IndexerProblem):
-        return plan_indexer(problem, extents, verb, variant)
+        return plan_indexer(problem, extents, op_kind, variant)
     if problem.select_count:
         return plan_sparse(problem, extents, backward, variant)
     if problem.has_weight_scale:
@@ -93,16 +93,16 @@ def schedule(problem: AnyProblem, extents: Extents, verb: str, variant: str | No
     return (plan_backward if backward else decode.plan)(problem, extents, variant)
 
 
-def reschedule(problem: Problem, extents: Extents, verb: str, planned: Schedule) -> Schedule:
+def reschedule(problem: Problem, extents: Extents, op_kind: str, planned: Schedule) -> Schedule:
     """The plan for other key lengths and bands of the same sequences; a decode's is changed, others are made anew."""
     if isinstance(planned, decode.Schedule) and planned.update(problem, extents):
         return planned
-    return schedule(problem, extents, verb)
+    return schedule(problem, extents, op_kind)
 
 
-def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
-    """What a verb allocates besides operands and results, with torch's present number of threads."""
-    return schedule(problem, extents, verb).workspace_bytes(torch.get_num_threads())
+def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
+    """What an operation kind allocates besides operands and results, with torch's present number of threads."""
+    return schedule(problem, extents, op_kind).workspace_bytes(torch.get_num_threads())
 
 
 def attention_forward(
@@ -127,21 +127,21 @@ def attention_forward(
         add_means(problem, extents, operands)
 
 
-def lay_forward(
+def prepare_forward(
     problem: Problem, schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule, operands: Operands
 ) -> Callable[..., bool] | None:
     """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
 
     The function is false where empty rows still want their means.
     """
-    laid: LaidForward | LaidDecode | None = None
+    prepared: PreparedForward | PreparedDecode | None = None
     if isinstance(schedule, decode.Schedule):
-        laid = decode.lay(schedule, problem, operands)
+        prepared = decode.prepare(schedule, problem, operands)
     elif isinstance(schedule, ForwardPlan):
-        laid = lay(schedule, problem, operands)
-    if laid is None:
+        prepared = prepare(schedule, problem, operands)
+    if prepared is None:
         return None
-    run, keeps_zeros = laid.run, problem.empty_rows == "zero"
+    run, keeps_zeros = prepared.run, problem.empty_rows == "zero"
     return lambda *given: run(torch.get_num_threads(), *given) == 0 or keeps_zeros
 
 

@@ -126,7 +126,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
         return empty + schedule.decode.run(threads, values)
 
 
-def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.LaidDecode | None:
+def prepare(schedule: Schedule, problem: Problem, operands: Operands) -> _native.PreparedDecode | None:
     """run() over other memory; None where more than q, k, v and a table of pages is read, or the dense forward has a
     part in it."""
     p = problem
@@ -135,7 +135,7 @@ def lay(schedule: Schedule, problem: Problem, operands: Operands) -> _native.Lai
     if schedule.dense is not None or not plain or p.dequant_k != "none" or p.dequant_v != "none":
         return None
     with native.Floats() as floats:
-        return schedule.decode.lay(_operands(p, operands, floats))
+        return schedule.decode.prepare(_operands(p, operands, floats))
 
 
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:

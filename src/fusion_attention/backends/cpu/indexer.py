@@ -24,12 +24,12 @@ from fusion_attention.memory import empty
 
 
 def plan_indexer(
-    problem: IndexerProblem, extents: Extents, verb: str, variant: str | None
+    problem: IndexerProblem, extents: Extents, op_kind: str, variant: str | None
 ) -> _native.IndexerPlan | _native.SparsePlan:
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     p = problem
-    fields = _fields(p, p.heads, p.dim, 0 if verb == "indexer_lse" else p.top_k)
-    if verb == "indexer_backward":
+    fields = _fields(p, p.heads, p.dim, 0 if op_kind == "indexer_lse" else p.top_k)
+    if op_kind == "indexer_backward":
         return _native.SparsePlan(fields, extents_of(extents), True, variant)
     return _native.IndexerPlan(fields, extents_of(extents), variant)
 

@@ -1,4 +1,4 @@
-"""The native core's two verbs: views become addresses, a plan holds what does not change from call to call.
+"""The native core's two op_kinds: views become addresses, a plan holds what does not change from call to call.
 
 Knows memory and the core's numbering of kinds. Refuses to know what is computed.
 """
@@ -46,10 +46,10 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
         return plan.run(torch.get_num_threads(), told(_operands, problem, operands, floats))
 
 
-def lay(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> _native.LaidForward:
+def prepare(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> _native.PreparedForward:
     """run_forward() over other memory of the same dtypes; the operands hold no more than q, k, v and results."""
     with Floats() as floats:
-        return plan.lay(_operands(problem, operands, floats))
+        return plan.prepare(_operands(problem, operands, floats))
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:

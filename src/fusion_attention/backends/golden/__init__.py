@@ -23,7 +23,7 @@ __all__ = [
     "indexer_lse",
     "indexer_topk",
     "keep",
-    "lay_forward",
+    "prepare_forward",
     "reasons_against",
     "reschedule",
     "schedule",
@@ -42,12 +42,12 @@ _BUFFERS = {
 }
 
 
-def reasons_against(problem: AnyProblem, device: torch.device, verb: str = "") -> list[str]:
+def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
     """Why this back end cannot compute the problem: never."""
     return []
 
 
-def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
+def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """About what the score matrices of the largest sequence take."""
     pairs = int((extents.q_len * extents.kv_len).max()) if len(extents) else 0
     if isinstance(problem, IndexerProblem):
@@ -56,11 +56,11 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
         heads = max(problem.heads_q, problem.heads_index)
     else:
         heads = problem.heads_q
-    return 8 * heads * pairs * _BUFFERS[verb]
+    return 8 * heads * pairs * _BUFFERS[op_kind]
 
 
 def nothing(*_: Any) -> None:
     """Nothing is planned: one sequence after the other, each as a whole."""
 
 
-schedule = reschedule = lay_forward = keep = nothing
+schedule = reschedule = prepare_forward = keep = nothing

@@ -32,7 +32,7 @@ NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
 MAJORS = (8, 9, 10, 12)  # compute capabilities of the chips that the kernels were compiled for
 TRITONS = ((3, 6), (3, 8))  # the oldest and the newest that they were compiled with
-# Tables in which a verb needs a tile; a cache is read by the kernels of decode alone.
+# Tables in which an operation kind needs a tile; a cache is read by the kernels of decode alone.
 TABLES = {"attention_forward": ("forward", "decode"), "attention_backward": ("query", "key")}
 ALL = ("forward", "query", "key", "decode")
 
@@ -79,7 +79,7 @@ def against_device(device: torch.device) -> list[str]:
     return []
 
 
-def against_shape(problem: Problem, device: torch.device, verb: str) -> list[str]:
+def against_shape(problem: Problem, device: torch.device, op_kind: str) -> list[str]:
     """Why the kernels have no code for a problem's sizes: the tables of tiles list what was compiled and fits."""
     p, reasons = problem, []
     if p.dim_rope > shapes.WIDEST_ROPE:
@@ -87,7 +87,7 @@ def against_shape(problem: Problem, device: torch.device, verb: str) -> list[str
     if p.dtype not in DTYPES:
         return reasons
     chip = shapes.chip_of(device)
-    kernels = TABLES.get(verb, ALL) if not (p.page_size or p.kv_dtype) else ("decode",)
+    kernels = TABLES.get(op_kind, ALL) if not (p.page_size or p.kv_dtype) else ("decode",)
     if chip is not None and any(shapes.row_of(kernel, p, chip) is None for kernel in kernels):
         sizes = f"dim_qk {p.dim_qk}, dim_rope {p.dim_rope} and dim_v {p.dim_v} in {p.dtype}"
         reasons.append(f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one.")
@@ -155,39 +155,40 @@ def against_selection(problem: Problem) -> list[str]:
     )
 
 
-def against_family(problem: AnyProblem, device: torch.device, verb: str) -> list[str]:
+def against_family(problem: AnyProblem, device: torch.device, op_kind: str) -> list[str]:
     """Why kernels of lists, of the indexer or of its loss have no code for a problem's sizes."""
     chip = shapes.chip_of(device)
     if problem.dtype not in DTYPES or chip is None:
         return []
-    return shapes_sparse.against(problem, verb, chip)
+    return shapes_sparse.against(problem, op_kind, chip)
 
 
-def reasons_against(problem: AnyProblem, device: torch.device | str, verb: str = "") -> list[str]:
-    """One sentence for each thing that this back end cannot do; empty when it can. Without a verb, for all of them."""
+def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: str = "") -> list[str]:
+    """One sentence for each thing that this back end cannot do; empty when it can. Without an operation kind, for all
+    of them."""
     p, where = problem, torch.device(device)
     against = against_device(where)
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
-        return against + against_family(p, where, verb)
+        return against + against_family(p, where, op_kind)
     if p.select_count:
-        return against + against_selection(p) + against_family(p, where, verb)
-    return against + against_dense(p) + against_shape(p, where, verb) + against_cache(p)
+        return against + against_selection(p) + against_family(p, where, op_kind)
+    return against + against_dense(p) + against_shape(p, where, op_kind) + against_cache(p)
 
 
-def schedule(problem: AnyProblem, extents: Extents, verb: str) -> Schedule:
-    """What one verb needs on given lengths; what depends on a device is made by the first run on it."""
+def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
+    """What one operation kind needs on given lengths; what depends on a device is made by the first run on it."""
     from fusion_attention.backends.triton import launch_decode, launching
 
-    if isinstance(problem, Problem) and verb == "attention_forward" and not problem.select_count:
-        return launching.plan(extents, verb, launch_decode.serves(problem, extents))
-    return launching.plan(extents, verb)
+    if isinstance(problem, Problem) and op_kind == "attention_forward" and not problem.select_count:
+        return launching.plan(extents, op_kind, launch_decode.serves(problem, extents))
+    return launching.plan(extents, op_kind)
 
 
-def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
-    """What a verb allocates besides operands and results, at most."""
-    planned = schedule(problem, extents, verb)
-    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and verb == "indexer_lse"):
+def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
+    """What an operation kind allocates besides operands and results, at most."""
+    planned = schedule(problem, extents, op_kind)
+    if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and op_kind == "indexer_lse"):
         from fusion_attention.backends.triton import launch_loss
 
         return launch_loss.workspace_bytes(problem, planned)
@@ -199,7 +200,7 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
         from fusion_attention.backends.triton import launch_decode
 
         return launch_decode.workspace_bytes(problem, planned)
-    if verb == "attention_forward":
+    if op_kind == "attention_forward":
         from fusion_attention.backends.triton import launch_sparse
 
         return launch_sparse.workspace_bytes(problem, planned) if problem.select_count else 0
@@ -212,7 +213,7 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, verb: str) -> int:
     return launch_dense.workspace_bytes(problem, planned)
 
 
-def reschedule(problem: AnyProblem, extents: Extents, verb: str, schedule: Schedule) -> Schedule:
+def reschedule(problem: AnyProblem, extents: Extents, op_kind: str, schedule: Schedule) -> Schedule:
     """The same schedule with other key lengths of the same rows, for every graph too that was captured while it ran."""
     schedule.update(extents)
     return schedule
@@ -222,7 +223,7 @@ def nothing(*_: Any) -> None:
     """A launch takes the addresses of every call anew."""
 
 
-lay_forward = keep = nothing
+prepare_forward = keep = nothing
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:

@@ -249,7 +249,7 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
             keep = kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN)
             dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         ds = p * (dp * shrink - delta[:, None])
-        if dbias is not None:  # nothing mends what is added to it
+        if dbias is not None:  # nothing recomputes what is added to it
             seen = (s != -float("inf")) & (lse != float("inf"))[:, None]
             ds = tl.where(seen, ds, 0.0)
             add_dbias(

@@ -35,10 +35,8 @@ def capped(x, scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def biased(
-    x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
-    CAP: tl.constexpr
-):  # fmt: skip
+def biased(x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
+           CAP: tl.constexpr):  # fmt: skip
     """scale * x, beneath the cap if CAP is not 0, + factor * bias, for rows and keys given as broadcast axes.
 
     lengths = (q_len, kv_len, shift).

@@ -48,9 +48,9 @@ AT_ONCE = tl.constexpr(16)  # shares that join adds up as one tile
 
 
 @triton.jit
-def share_at(slot, hk, rows, row, heads_kv, ROOM: tl.constexpr):
+def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
     """Where a row of a share lies."""
-    return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * ROOM
+    return ((slot.to(tl.int64) * heads_kv + hk) * rows + row) * BUFFER
 
 
 @triton.jit
@@ -77,12 +77,12 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
            SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-           DIM_V: tl.constexpr, ROOM: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr,
+           DIM_V: tl.constexpr, BUFFER: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr,
            WITHIN: tl.constexpr, DEQUANT_K: tl.constexpr, DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr,
            ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """One entry of the work list for one key head; grid (entries, heads_kv).
 
-    Writes out, max and sum; or, of a share, (weighted values, max, sum) of `rows` rows of ROOM floats into `part`.
+    Writes out, max and sum; or, of a share, (weighted values, max, sum) of `rows` rows of BUFFER floats into `part`.
     width: pages that a row of the table names. WITHIN: a tile of keys lies in one page. SHARED: values are the first
     parts of the keys. PAIRED: values are integers, loaded two by two.
     """
@@ -210,7 +210,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         write_rows(out, max_, sum_, sink, places, count, b, h, wide, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
                    ALIGN)  # fmt: skip
     else:
-        at = share_at(tl.program_id(0), hk, rows, r - r0, tl.num_programs(1), ROOM)
+        at = share_at(tl.program_id(0), hk, rows, r - r0, tl.num_programs(1), BUFFER)
         store_three(part, at, valid, acc, 1.0, V0, V1, V2, DIM_V)
         tl.store(part + at + DIM_V, m, mask=valid)
         tl.store(part + at + DIM_V + 1, l, mask=valid)
@@ -234,7 +234,7 @@ def joined(part, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: t
 @triton.jit(do_not_specialize=["count", "rows"])
 def join(out, max_, sum_, sink, part, places, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-         V2: tl.constexpr, DIM_V: tl.constexpr, ROOM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+         V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be cut * rows, heads_kv)."""
     listed, hk = work + tl.program_id(0) // rows * PER_TILE, tl.program_id(1).to(tl.int64)
     slot, shares = tl.load(listed + 6), tl.load(listed + 7)
@@ -242,8 +242,8 @@ def join(out, max_, sum_, sink, part, places, work, count: tl.int32, rows: tl.in
     r = tl.load(entry + 1) + n
     if (shares > 0) & (r < tl.load(entry + 2)):
         b, heads_kv = tl.load(entry).to(tl.int64), tl.num_programs(1)
-        at = share_at(slot, hk, rows, n, heads_kv, ROOM)
-        apart = heads_kv * rows.to(tl.int64) * ROOM
+        at = share_at(slot, hk, rows, n, heads_kv, BUFFER)
+        apart = heads_kv * rows.to(tl.int64) * BUFFER
         share = tl.arange(0, MOST_SHARES)
         here = part + (at + share * apart) + DIM_V
         peak = tl.load(here, mask=share < shares, other=-float("inf"))

@@ -76,8 +76,8 @@ def warm_lse(q, k, weights, partial, places, lengths, tiles, count: tl.int32, he
     strange = tl.zeros([BM], tl.int32)
     for t in tl.range(0, turns):
         key = begin + t * BN + tl.arange(0, BN)
-        x = index_scores(q, k, weights, places, count, b, heads, row, valid, key, key < band[1], layout_index.Q, layout_index.K, E,
-                         DIM, ALIGN)  # fmt: skip
+        x = index_scores(q, k, weights, places, count, b, heads, row, valid, key, key < band[1], layout_index.Q,
+                         layout_index.K, E, DIM, ALIGN)  # fmt: skip
         x = tl.where(sees(row, key, band), x, -float("inf"))
         strange = tl.maximum(strange, tl.max((x != x).to(tl.int32), 1))
         now = tl.maximum(top, tl.max(x, 1))

@@ -102,7 +102,7 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
     share = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
-    if MEAN:  # of a row whose scores are all -inf; mend_out() forms the mean in place of NaN
+    if MEAN:  # of a row whose scores are all -inf; recompute_out() forms the mean in place of NaN
         mean = empty & (end > gl.maximum(first, 0))
         l = gl.where(mean, kv_len.to(gl.float32), l)
         share = gl.where(mean, float("nan"), share)

@@ -88,10 +88,10 @@ def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "begin", "width", "pitch"])
 def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
-                 pitch: tl.int32, TOP: tl.constexpr, ROOM: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+                 pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
                  BN: tl.constexpr):  # fmt: skip
     """The TOP best keys of one row, its first `held` entries in no order, from its scores BN at a time; grid (rows of
-    tiles from `begin` on). entries: room for ROOM candidates of each row, for TOP and a piece at least."""
+    tiles from `begin` on). entries: room for BUFFER candidates of each row, for TOP and a piece at least."""
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
     if row < tl.load(tile + 2):
@@ -100,7 +100,7 @@ def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32,
             kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
         first, end = band_of(row, kv_len, lo, hi, prefix)
         slot = tl.program_id(0).to(tl.int64)
-        scores, entries = scores + slot * pitch, entries + slot * ROOM
+        scores, entries = scores + slot * pitch, entries + slot * BUFFER
         have, floor = tl.full([], 0, tl.int32), tl.full([], UNSEEN, tl.int32)
         n = tl.arange(0, BN)
         ahead = seen_ranks(scores, first // BN * BN + n, first, end)
@@ -109,7 +109,7 @@ def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32,
             ahead = seen_ranks(scores, j + BN, first, end)
             takes = (rank > floor).to(tl.int32)
             found = tl.sum(takes, 0)
-            if (have + found > ROOM) | ((j0 >= end) & (have > TOP)):
+            if (have + found > BUFFER) | ((j0 >= end) & (have > TOP)):
                 floor = prune(entries, have, TOP, BN)
                 have = tl.full([], TOP, tl.int32)
             tl.store(entries + have + tl.cumsum(takes, 0) - 1, entry_of(rank, j), mask=takes > 0)
@@ -126,7 +126,7 @@ def entry_of(rank, key):
 
 @triton.jit(do_not_specialize=["count", "begin"])
 def index_write(entries, held, indices, values, places, tiles, count: tl.int32, begin: tl.int32,
-                TOP: tl.constexpr, ROOM: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
+                TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Writes a row's list and its values, BN entries of it; grid (rows of tiles from `begin` on, pieces of TOP).
 
@@ -137,7 +137,7 @@ def index_write(entries, held, indices, values, places, tiles, count: tl.int32, 
     if row < tl.load(tile + 2):
         s = tl.program_id(1) * BN + tl.arange(0, BN)
         slot = tl.program_id(0).to(tl.int64)
-        entry = tl.load(entries + slot * ROOM + s, mask=s < tl.load(held + slot), other=NO_ENTRY)
+        entry = tl.load(entries + slot * BUFFER + s, mask=s < tl.load(held + slot), other=NO_ENTRY)
         if SORTS:
             entry = tl.sort(entry, descending=True)
         there = entry != NO_ENTRY

@@ -4,7 +4,7 @@ and to what it gives to every key of its list, which key_sum.py adds up.
     dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  rows = dS^T q
 
 dI is the gradient of values that were chosen, or y - p of a loss over lists. selection.read_lists() has said which keys
-count. A product that is not above 0 still multiplies, and 0 * inf is NaN: mend_gradient() computes anew what
+count. A product that is not above 0 still multiplies, and 0 * inf is NaN: recompute_gradient() computes anew what
 index_gradient() has noted.
 """
 
@@ -27,7 +27,7 @@ from fusion_attention.backends.triton.common import (
 from fusion_attention.backends.triton.indexer_scores import index_product
 from fusion_attention.backends.triton.loss_parts import is_finite
 from fusion_attention.backends.triton.pages import safe_unit
-from fusion_attention.backends.triton.recompute import gather_three, mended_three, wrong_three
+from fusion_attention.backends.triton.recompute import gather_three, recomputed_three, wrong_three
 from fusion_attention.backends.triton.selection import SCANNED, token_at
 
 
@@ -146,10 +146,10 @@ def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.con
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, places, tokens, count: tl.int32,
-                  first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-                  DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
-                  VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, places, tokens,
+                       count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                       D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
+                       K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The rows of slots of noted tokens anew, and what of their dq is NaN, head by head; grid (tokens)."""
     own = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + own)
@@ -194,4 +194,4 @@ def mend_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, row
             listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
             ds, live = slots_weighed(listed, query, weight, g, chosen, D1, D2)
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), ds, ds, live, listed, D1, D2)
-        mended_three(dq, h * head_dq, there, (acc0, acc1, acc2), 1.0, False, D0, D1, D2, DIM)
+        recomputed_three(dq, h * head_dq, there, (acc0, acc1, acc2), 1.0, False, D0, D1, D2, DIM)

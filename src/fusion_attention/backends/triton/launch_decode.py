@@ -13,7 +13,7 @@ import torch
 
 from fusion_attention.backends.triton import launch_dense, launching, layout_table, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, decode, join
-from fusion_attention.backends.triton.recompute import mend_out
+from fusion_attention.backends.triton.recompute import recompute_out
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
@@ -68,13 +68,13 @@ def decode_constants(
     known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     known |= {
         "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
-        "ROOM": room(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
+        "BUFFER": buffer(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
     }  # fmt: skip
-    of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
+    of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
     return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
 
 
-def room(problem: Problem) -> int:
+def buffer(problem: Problem) -> int:
     """Floats of a row of a share: its values, its maximum and its sum, up to the next 16 bytes."""
     return -(-(problem.dim_v + 2) // 4) * 4
 
@@ -142,7 +142,7 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
     return listed
 
 
-def room_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
+def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
     """At most so many tiles of rows are cut, into at most so many shares: a tile that is cut is longer than a share."""
     tiles = len(rows_of(problem, extents, tile)[0])
     cut = min(wanted, tiles)
@@ -199,7 +199,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
-    """Launches decode, join, and the kernel that mends."""
+    """Launches decode, join, and the kernel that recomputes."""
     p = problem
     views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
     for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
@@ -227,7 +227,7 @@ def ready(
     kept, where = schedule.kept, layout_table.places(views, len(e))
     align = layout_table.alignment(views, where)
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
-    cut, shares = room_for_shares(p, e, tile, wanted)
+    cut, shares = buffer_for_shares(p, e, tile, wanted)
     known, known_join = decode_constants(p, tile, align, within(p, views, tile))
     listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
     places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
@@ -238,13 +238,13 @@ def ready(
         "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
         "places": places.tensor, "lengths": lengths.tensor,
     }  # fmt: skip
-    scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * room(p),)}
+    scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * buffer(p),)}
     own = [*given, *launch_dense.DRAWS, *scratch]
     launches = [
         launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
         launch_dense.FAMILY.launch(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
-        *launch_dense.launch_mend(
-            mend_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.mend_out_constants(p, align)
+        *launch_dense.launch_recompute(
+            recompute_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.recompute_out_constants(p, align)
         ),
     ]
     return launching.Ready(launches, (places, lengths, listed), scratch)
@@ -256,4 +256,4 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)
     tiles = int((-(-extents.q_len * p.group // shapes.NARROWEST)).sum())
-    return 4 * min(2 * wanted, tiles * MOST_SHARES.value) * p.heads_kv * most * room(p)
+    return 4 * min(2 * wanted, tiles * MOST_SHARES.value) * p.heads_kv * most * buffer(p)

@@ -17,7 +17,7 @@ from fusion_attention.backends.triton.backward import backward_key, backward_que
 from fusion_attention.backends.triton.decode import decode, join
 from fusion_attention.backends.triton.forward import forward
 from fusion_attention.backends.triton.launching import Constants, Family, Launch, Ready, Schedule
-from fusion_attention.backends.triton.recompute import mend_key, mend_out, mend_query
+from fusion_attention.backends.triton.recompute import recompute_key, recompute_out, recompute_query
 from fusion_attention.ir import dropout, tiles
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
@@ -26,7 +26,9 @@ DEQUANTS = {"none": 0, "channel": 1, "token": 2}
 MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
 PLANES = 2  # of what prepare() notes of each row
 _NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
-FAMILY = Family(forward, prepare, backward_query, backward_key, decode, join, mend_out, mend_query, mend_key)
+FAMILY = Family(
+    forward, prepare, backward_query, backward_key, decode, join, recompute_out, recompute_query, recompute_key
+)
 # Arguments of what a problem may lack.
 ABSENT: dict[str, Any] = dict.fromkeys(
     ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "part",
@@ -222,9 +224,9 @@ def numbers(problem: Problem) -> dict[str, Any]:
     }
 
 
-def mend_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """What a kernel knows that mends rows."""
-    known = constants(problem, shapes.mend_tile(kernel, problem), align)
+def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
+    """What a kernel knows that recomputes rows."""
+    known = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in known.items() if name != "MEAN"}
 
 
@@ -239,18 +241,18 @@ def cache_constants(problem: Problem, align: int) -> Constants:
     }
 
 
-def mend_out_constants(problem: Problem, align: int) -> Constants:
-    """What mend_out knows, whose rows may lie in a cache."""
-    return mend_constants("mend_out", problem, align) | cache_constants(problem, align)
+def recompute_out_constants(problem: Problem, align: int) -> Constants:
+    """What recompute_out knows, whose rows may lie in a cache."""
+    return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
 
 
-def launch_mend(
+def launch_recompute(
     kernel: Any, p: Problem, lengths: np.ndarray, heads: int, kept: dict[str, Any], given: Iterable[str],
     known: Constants,
 ) -> list[Launch]:  # fmt: skip
-    """The launch of a kernel that mends, if there is a row: a program for every few of every sequence, or keys."""
-    tile = shapes.mend_tile(kernel.__name__, p)
-    blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is mend_key else tile.BM))
+    """The launch of a kernel that recomputes, if there is a row: a program for every few of every sequence, or keys."""
+    tile = shapes.recompute_tile(kernel.__name__, p)
+    blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
     return [FAMILY.launch(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
 
@@ -283,7 +285,7 @@ def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowVie
 
 
 def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
-    """Launches the forward kernel, and the one that mends."""
+    """Launches the forward kernel, and the one that recomputes."""
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
@@ -314,7 +316,9 @@ def ready_forward(
     }  # fmt: skip
     own = [*given, *DRAWS]
     launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
-    launches += launch_mend(mend_out, p, e.q_len, p.heads_q, arguments, own, mend_out_constants(p, align))
+    launches += launch_recompute(
+        recompute_out, p, e.q_len, p.heads_q, arguments, own, recompute_out_constants(p, align)
+    )
     return Ready(launches, (places, lengths, tiled))
 
 
@@ -327,7 +331,7 @@ def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """Launches the three kernels of the backward, and those that mend.
+    """Launches the three kernels of the backward, and those that recompute.
 
     Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by M = 1 /
     keep_prob before they are added up, dP * M - D would overflow.
@@ -380,8 +384,8 @@ def ready_backward(
 ) -> Ready:
     """What run_backward() does with memory as these views and arguments lie."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
-    room = int(rows.sum())
-    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, room, np.int64), 1)  # of any memory
+    buffer = int(rows.sum())
+    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
     table = layout_table.places(views | {"flat": flat}, count, drawn(p, e))
     align, apart = layout_table.alignment(views, table), layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)
@@ -392,13 +396,13 @@ def ready_backward(
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
     places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
-    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * room,)}
+    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
         scratch["part"] = tiles_of_rows, p.heads_q
     own = [*given, *DRAWS, *scratch]
     shared = ABSENT | numbers(p) | {
-        "places": places.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * room,
+        "places": places.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
     }  # fmt: skip
     launches: list[Launch] = []
     if tiles_of_rows:
@@ -406,11 +410,13 @@ def ready_backward(
         launches += (
             FAMILY.launch(prepare, grid, of_rows, own, known_prepare, query),
             FAMILY.launch(backward_query, grid, of_rows, own, known_query, query),
-            *launch_mend(mend_query, p, e.q_len, p.heads_q, shared, own, mend_constants("mend_query", p, align)),
+            *launch_recompute(
+                recompute_query, p, e.q_len, p.heads_q, shared, own, recompute_constants("recompute_query", p, align)
+            ),
         )
     if tiles_of_keys:
-        keys, known = kept.capacity.kv_len, mend_constants("mend_key", p, align)
+        keys, known = kept.capacity.kv_len, recompute_constants("recompute_key", p, align)
         of_keys = shared | {"tiles": by_key.tensor}
         launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
-        launches += launch_mend(mend_key, p, keys, p.heads_kv, shared, own, known)
+        launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, own, known)
     return Ready(launches, (places, lengths, by_query, by_key), scratch)

@@ -20,17 +20,17 @@ from fusion_attention.ir.problem import (
 )
 from fusion_attention.memory import empty
 
-ROOM = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
+BUFFER = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
 SHARE = 4096  # keys whose statistics one program finds
 SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
 MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
 FINISH = shapes.Tile(0, 0, 16, 1)  # of the kernel that writes keys: fewer warps spill
 NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
-Rooms = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
+Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
 ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
 FAMILY = Family(
-    dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_difference, dense_kl_loss.warm_query,
-    dense_kl_loss.warm_key, loss_parts.note, loss_parts.clean_keys, loss_parts.finish_keys,
+    dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_difference,
+    dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note, loss_parts.clean_keys, loss_parts.finish_keys,
 )  # fmt: skip
 
 
@@ -38,11 +38,11 @@ FAMILY = Family(
 class Roomy(Ready):
     """Ready, with scratch of any dtype, cleared or not."""
 
-    rooms: Rooms = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
         """Launches, with scratch."""
-        for name, (count, dtype, cleared) in self.rooms.items():
+        for name, (count, dtype, cleared) in self.buffers.items():
             given[name] = empty(given["like"], (count,), dtype)
             if cleared:
                 given[name].zero_()
@@ -126,10 +126,10 @@ def ready_lse(
     device, table = layout_table.one_device(given), layout_table.places(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
-    room = int(most_shares(e, tile).sum())
+    buffer = int(most_shares(e, tile).sum())
     known, known_join = lse_constants(p, tile, align)
     places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
-    of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], room))
+    of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
     of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
     cut, whole, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
@@ -143,10 +143,10 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(whole),), numbers | {"tiles": whole}, own, known_join, tile)
         )
-    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_rooms(e, tile))
+    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
 
 
-def lse_rooms(capacity: Extents, tile: shapes.Tile) -> Rooms:
+def lse_buffers(capacity: Extents, tile: shapes.Tile) -> Buffers:
     """Scratch of indexer_lse: statistics of every share of a row's keys."""
     most = int(most_shares(capacity, tile).max(initial=0))
     return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
@@ -184,7 +184,7 @@ class Work:
     """What a loss without lists makes of its lengths: room for those that were planned, tables of those that are."""
 
     tile: shapes.Tile
-    room: np.ndarray  # of each tile of rows, in turns
+    buffer: np.ndarray  # of each tile of rows, in turns
     chunks: list[Chunk]
     block: np.ndarray  # of each tile of rows, its first in its chunk
     key_at: np.ndarray  # of each sequence, its first line
@@ -193,16 +193,16 @@ class Work:
     @classmethod
     def of(cls, capacity: Extents, tile: shapes.Tile) -> Work:
         """Chunks of rows, and where things lie."""
-        room = most_turns(capacity, tile)
-        cut = chunks(room, ROOM // (tile.BM * tile.BN))
-        block = np.cumsum(room) - room - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
+        buffer = most_turns(capacity, tile)
+        cut = chunks(buffer, BUFFER // (tile.BM * tile.BN))
+        block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
         lines = -(-capacity.kv_len // tile.BN) * tile.BN
-        return cls(tile, room, cut, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
+        return cls(tile, buffer, cut, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
         """The tiles of rows."""
         t, begin, turns = turns_of(e, self.tile)
-        assert (turns <= self.room).all()  # memory of other tiles lies behind
+        assert (turns <= self.buffer).all()  # memory of other tiles lies behind
         at = self.key_at[t.seq] + begin
         rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
         return np.stack(rows, 1).astype(np.int32)
@@ -263,10 +263,10 @@ def ready_warm(
         **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}
-    rooms = rooms_of(p, work, t.target, width, rows)
-    if "largest" in rooms:
+    buffers = buffers_of(p, work, t.target, width, rows)
+    if "largest" in buffers:
         del kept["largest"]
-    own = [*given, *rooms]
+    own = [*given, *buffers]
     launches: list[Launch] = []
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
@@ -286,10 +286,10 @@ def ready_warm(
             launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
     if len(of_keys):
         launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
-    return Roomy(launches, tables, {}, rooms)
+    return Roomy(launches, tables, {}, buffers)
 
 
-def rooms_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Rooms:
+def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
     """Scratch of a loss without lists."""
     wide = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
@@ -301,23 +301,23 @@ def rooms_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, r
         "rows": (most * width, p.torch_dtype, False),
         "factors": (most, wide, False),
         "added": (SPLITS * work.padded_keys * width, wide, True),
-        "losses": (int(work.room.sum()), wide, True),
+        "losses": (int(work.buffer.sum()), wide, True),
     }
     return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 
 
-def bytes_of(rooms: Rooms) -> int:
+def bytes_of(buffers: Buffers) -> int:
     """What scratch takes."""
-    return sum(count * dtype.itemsize for count, dtype, _ in rooms.values())
+    return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
 
 
 def lse_bytes(p: IndexerProblem, e: Extents) -> int:
     """What indexer_lse allocates."""
-    return bytes_of(lse_rooms(e, tiles_on(p, torch.device("cuda")).lse))
+    return bytes_of(lse_buffers(e, tiles_on(p, torch.device("cuda")).lse))
 
 
 def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
     """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
-    return max(bytes_of(rooms_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)
+    return max(bytes_of(buffers_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)

@@ -16,7 +16,7 @@ import torch
 from fusion_attention.backends.triton import launch_decode, launching, layout_table, shapes, shapes_sparse
 from fusion_attention.backends.triton import layout_index as all_views
 from fusion_attention.backends.triton.indexer_choice import NO_ENTRY, index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.indexer_scores import index_scores
 from fusion_attention.backends.triton.launch_key_sum import (
     BYTES_OF_ENTRY,
@@ -42,7 +42,7 @@ CHUNK = 1 << 27  # bytes of a chunk's scores and candidates, or of the rows that
 MOST = 65535  # programs along the second axis of a grid
 CHOICE = launching.Family(index_scores, index_choice, index_write)
 RENAMED = {"q": "index_q", "k": "index_k", "dvalues": "dscores"}  # as the gradient's kernels call them
-GRADIENT = launching.Family(read_lists, index_gradient, mend_gradient)
+GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 
 
 # ---------------------------------------------------------------------------------------------------------- the choice
@@ -85,11 +85,11 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
         "HEADS": p.heads, "H": held, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align, "BM": tile.BM,
         "BN": tile.BN,
     }  # fmt: skip
-    room = candidates(p.top_k, piece)
-    of_choice = of_all | {"TOP": p.top_k, "ROOM": room, "PAGE": p.page_size, "BN": piece}
+    buffer = candidates(p.top_k, piece)
+    of_choice = of_all | {"TOP": p.top_k, "BUFFER": buffer, "PAGE": p.page_size, "BN": piece}
     sorts = shapes_sparse.sorts(p.top_k)
     of_write = of_all | {
-        "TOP": p.top_k, "ROOM": room if sorts else p.top_k, "SORTS": sorts,
+        "TOP": p.top_k, "BUFFER": buffer if sorts else p.top_k, "SORTS": sorts,
         "BN": shapes.power(p.top_k) if sorts else shapes_sparse.WRITE.BN,
     }  # fmt: skip
     return of_scores, of_choice, of_write
@@ -97,13 +97,13 @@ def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constant
 
 @dataclass(eq=False)
 class Choice(launching.Ready):
-    """room: of scratch, shape and dtype."""
+    """buffer: of scratch, shape and dtype."""
 
-    room: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    buffer: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
     def run(self, given: dict[str, Any]) -> None:
         """As that of any; the scratch has dtypes of its own."""
-        given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.room.items()}
+        given |= {name: empty(given["q"], shape, dtype) for name, (shape, dtype) in self.buffer.items()}
         super().run(given)
 
 
@@ -195,18 +195,18 @@ def ready_topk(
         written = CHOICE.launch(index_write, (*grid, pieces), kept_here, own, of_write, shapes_sparse.write_tile(p))
         launches.append(written if sorts else Sorting(written, p.top_k))
     chunk = min(per, len(planned)) * rows
-    room = {
+    buffer = {
         "scores": ((chunk, pitch), torch.float32),
-        "entries": ((chunk, of_choice["ROOM"]), torch.int64),
+        "entries": ((chunk, of_choice["BUFFER"]), torch.int64),
         "held": ((chunk,), torch.int32),
     }
-    return Choice(launches, (places, lengths, tiled), {}, room)
+    return Choice(launches, (places, lengths, tiled), {}, buffer)
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """What the verb allocates besides operands and results, at most."""
+    """What the operation kind allocates besides operands and results, at most."""
     p, e = problem, schedule.kept.extents
-    if schedule.verb == "indexer_backward":
+    if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
         sums = sum_bytes(keys, p.dim, most * p.top_k, p.top_k)
         return sums + most * bytes_of_token(shapes_sparse.sizes_of_gradient(p))
@@ -240,7 +240,7 @@ def tokens_per_chunk(problem: IndexerProblem, tokens: int) -> int:
     return max(1, min(whole_blocks(most, problem.top_k), tokens))
 
 
-def gradient_rooms(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
+def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dtype]]:
     """Memory of a chunk for its gradients: elements and dtype."""
     entries = tokens * sizes.slots
     lists = {"keys": entries, "ids": entries, "used": tokens, "noted": tokens}
@@ -265,22 +265,25 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
     }  # fmt: skip
 
 
-def mend_constants(sizes: Sizes, align: int) -> Constants:
-    """What mend_gradient knows."""
-    known = gradient_constants(sizes, shapes_sparse.MEND_GRADIENT, align)
-    return {name: value for name, value in known.items() if name in mend_gradient.arg_names}
+def recompute_constants(sizes: Sizes, align: int) -> Constants:
+    """What recompute_gradient knows."""
+    known = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
+    return {name: value for name, value in known.items() if name in recompute_gradient.arg_names}
 
 
 def gradient_launches(
     family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, kept: dict[str, Any], own: list[str]
 ) -> list[launching.Launch]:
     """From dI of a chunk of tokens to dq, dweights and a row for every slot; read_lists() goes before."""
-    known, mend = gradient_constants(sizes, tile, align), shapes_sparse.MEND_GRADIENT
+    known, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [
         family.launch(index_gradient, (tokens,), kept | {"head0": head0}, own, known | {"ADDS": head0 > 0}, tile)
         for head0 in range(0, sizes.heads, tile.BM)
     ]
-    return [*launches, family.launch(mend_gradient, (tokens,), kept, own, mend_constants(sizes, align), mend)]
+    return [
+        *launches,
+        family.launch(recompute_gradient, (tokens,), kept, own, recompute_constants(sizes, align), recompute),
+    ]
 
 
 @dataclass(eq=False)
@@ -288,7 +291,7 @@ class Gradient(launching.Ready):
     """The launches of chunks of tokens, and what becomes of the rows that they leave."""
 
     chunks: list[tuple[int, list[launching.Launch]]] = field(default_factory=list)  # tokens, launches
-    rooms: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
+    buffers: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
     where: Where | None = None
     keys: int = 0
     slots: int = 0
@@ -300,7 +303,7 @@ class Gradient(launching.Ready):
             table.read()
         like = given["index_q"]
         total = KeySum(like, self.keys, self.dim)
-        given |= {name: empty(like, (count,), dtype) for name, (count, dtype) in self.rooms.items()}
+        given |= {name: empty(like, (count,), dtype) for name, (count, dtype) in self.buffers.items()}
         for each in self.launches:
             each.start(given)
         for count, launches in self.chunks:
@@ -341,14 +344,14 @@ def ready_backward(
     listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
     shared = {"places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
     per = tokens_per_chunk(p, schedule.rows)
-    rooms = gradient_rooms(sizes, min(per, schedule.rows))
-    own = [*(RENAMED.get(name, name) for name in given if name != "dk"), *rooms]
+    buffers = gradient_buffers(sizes, min(per, schedule.rows))
+    own = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
     chunks = []
     for n in range(0, schedule.rows, per):
         count, here = min(per, schedule.rows - n), shared | {"first": n}
         lists = GRADIENT.launch(read_lists, (count, 1), here, own, list_constants(p.top_k), LISTS)
         chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, own)]))
     return Gradient(
-        [], (places, lengths, listed, tiles), {}, chunks, rooms, Where(places.tensor, tiles.tensor, len(e)),
+        [], (places, lengths, listed, tiles), {}, chunks, buffers, Where(places.tensor, tiles.tensor, len(e)),
         int(capacity.kv_len.sum()), p.top_k, p.dim,
     )  # fmt: skip

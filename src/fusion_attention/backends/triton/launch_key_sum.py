@@ -5,7 +5,7 @@
         total.add(rows, ids, of_token)        [entries, columns] and int32 [entries], -1 for none
     total.write(dk, "dk", 0, where)
 
-Knows no verb. The number of a key, its id, counts the keys of all sequences and heads: numbered().
+Knows no operation kind. The number of a key, its id, counts the keys of all sequences and heads: numbered().
 """
 
 from __future__ import annotations

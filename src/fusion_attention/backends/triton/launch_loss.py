@@ -21,7 +21,7 @@ from fusion_attention.backends.triton import (
     shapes_loss,
     shapes_sparse,
 )
-from fusion_attention.backends.triton.indexer_gradient import index_gradient, mend_gradient
+from fusion_attention.backends.triton.indexer_gradient import index_gradient, recompute_gradient
 from fusion_attention.backends.triton.launch_dense_kl_loss import (
     MOST,
     NOTE,
@@ -33,8 +33,8 @@ from fusion_attention.backends.triton.launch_dense_kl_loss import (
 )
 from fusion_attention.backends.triton.launch_indexer import (
     Gradient,
+    gradient_buffers,
     gradient_launches,
-    gradient_rooms,
     list_constants,
     tile_on,
 )
@@ -53,11 +53,11 @@ from fusion_attention.ir.problem import (
 
 __all__ = ["run_loss", "run_lse", "workspace_bytes"]
 
-ROOM = 1 << 27  # elements of rows for keys that a chunk holds
+BUFFER = 1 << 27  # elements of rows for keys that a chunk holds
 ROWS = 64  # rows of a program of note()
 SLOTS = 1024  # entries that compare() takes at a time, at most
 FAMILY = Family(
-    read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, mend_gradient,
+    read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, recompute_gradient,
     loss_parts.note,
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
-    """What a verb allocates besides operands and results, at most."""
+    """What an operation kind allocates besides operands and results, at most."""
     e = schedule.kept.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
@@ -101,7 +101,7 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
     entries = rows * problem.select_count
     sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
-    held = sum(count * dtype.itemsize for count, dtype in rooms_of(problem, e).values())
+    held = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
     return held + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
@@ -110,7 +110,7 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
 
 def rows_of_chunk(p: IndexerLossProblem) -> int:
     """Rows whose lists are in scratch at one time."""
-    return launch_key_sum.whole_blocks(min(ROOM // (p.select_count * p.dim_index), MOST), p.select_count)
+    return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
 
 
 def row_table(e: Extents) -> np.ndarray:
@@ -138,12 +138,12 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
     }  # fmt: skip
 
 
-def rooms_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
+def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
     """Scratch of a loss over selected keys, but for the sums per key."""
     wide, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
-    return gradient_rooms(shapes_sparse.sizes_of_gradient(p), tokens) | {
+    return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
         "notes": (rows * (p.heads_q + 1), wide),
         "scores": (entries, wide),
         "dscores": (entries, wide),
@@ -167,14 +167,14 @@ def ready_selected(
         held.on(device, "written", launch_key_sum.key_tiles),
     )
     places, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
-    rooms, rows = rooms_of(p, e), int(e.q_len.sum())
+    buffers, rows = buffers_of(p, e), int(e.q_len.sum())
     absent = {"q_rope", "k_rope", "sink"} - given.keys()
     kept = dict.fromkeys(absent) | {
         "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
         "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "places": places, "lengths": lengths,
         "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
-    own = [*(name for name in given if name != "dk"), *rooms]  # KeySum writes dk
+    own = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
     tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
@@ -192,7 +192,7 @@ def ready_selected(
         ]
         chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, kept | here, own)))
     where, keys = Where(places, to_write, len(e)), int(e.kv_len.sum())
-    return Gradient(first, tables, {}, chunks, rooms, where, keys, p.select_count, p.dim_index)
+    return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
 
 
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:

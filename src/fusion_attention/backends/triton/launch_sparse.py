@@ -13,12 +13,12 @@ import torch
 
 from fusion_attention.backends.triton import launch_decode, launch_dense, launching, layout_table, shapes, shapes_sparse
 from fusion_attention.backends.triton.decode import MOST_SHARES, join
-from fusion_attention.backends.triton.recompute_lists import mend_lists
+from fusion_attention.backends.triton.recompute_lists import recompute_lists
 from fusion_attention.backends.triton.sparse_forward import sparse_forward
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
-FAMILY = launching.Family(sparse_forward, join, mend_lists)
+FAMILY = launching.Family(sparse_forward, join, recompute_lists)
 ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "part", "work")) | dict.fromkeys(
     ("width", "step", "last", "per", "rows"), 0
 )
@@ -77,19 +77,19 @@ def forward_constants(
     """What the forward kernel knows while compiling; cut: programs share out a list."""
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
-    return constants(p, tile, align) | more | {"ROOM": launch_decode.room(p), "CUT": cut}
+    return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "CUT": cut}
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
     """What join() knows."""
     known = forward_constants(problem, launch_decode.JOIN, align)
-    return {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "ROOM", "ALIGN")}
+    return {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
 
-def mend_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
-    """What the kernel that mends knows."""
-    known = forward_constants(problem, shapes.mend_tile("mend_out", problem), align, is_near)
-    return {name: value for name, value in known.items() if name not in ("RAW", "SINK", "ROOM", "CUT")}
+def recompute_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
+    """What the kernel that recomputes knows."""
+    known = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
+    return {name: value for name, value in known.items() if name not in ("RAW", "SINK", "BUFFER", "CUT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
@@ -127,7 +127,7 @@ def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     p = problem
     tile = shapes.Tile(64, shapes.NARROWEST, 0, 0)
     shares = shares_of(p, share_of(p, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
-    return 4 * schedule.rows * shares * p.heads_q * launch_decode.room(p) if shares > 1 else 0
+    return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
 
 
 def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
@@ -161,8 +161,8 @@ def ready(
         "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
         "places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
     }  # fmt: skip
-    is_near, mend = near(views, kept.capacity), shapes.mend_tile("mend_out", p)
-    count, mended = len(listed.tensor), mend_constants(p, align, is_near)
+    is_near, recompute = near(views, kept.capacity), shapes.recompute_tile("recompute_out", p)
+    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near)
     share = share_of(p, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = places, lengths, listed
     shares, own = shares_of(p, share), list(given)
@@ -171,13 +171,15 @@ def ready(
     if shares > 1:
         joined = kept.on(device, f"shares {shares}", lambda e: work(p, e, shares))
         arguments |= {"work": joined.tensor, "rows": p.group, "per": share}
-        scratch["part"] = (count * shares * p.heads_q * launch_decode.room(p),)
+        scratch["part"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
         tables, own = (*tables, joined), [*own, "part"]
     launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, own, known, tile)]
     if shares > 1:
         grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
         launches.append(FAMILY.launch(join, grid, arguments, own, of_join, launch_decode.JOIN))
-    launches.append(FAMILY.launch(mend_lists, (count * programs(p, mend),), arguments, own, mended, mend))
+    launches.append(
+        FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, own, recomputed, recompute)
+    )
     return launching.Ready(launches, tables, scratch)
 
 

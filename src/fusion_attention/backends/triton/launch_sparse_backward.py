@@ -19,7 +19,7 @@ from fusion_attention.backends.triton.launch_dense import PLANES, query_tiles, w
 from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.launch_sparse import tokens as listed_tokens
 from fusion_attention.backends.triton.launching import Constants, Schedule, launch_some
-from fusion_attention.backends.triton.recompute_list_gradients import mend_rows, mend_slots
+from fusion_attention.backends.triton.recompute_list_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selection import read_lists
 from fusion_attention.backends.triton.shapes_sparse_backward import Cut
 from fusion_attention.backends.triton.sparse_backward import backward_rows, backward_slots, weigh_slots
@@ -29,10 +29,10 @@ from fusion_attention.memory import empty
 
 BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 # Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
-# that mend_slots() could compute anew.
+# that recompute_slots() could compute anew.
 ATOMIC = False
 PREPARE = shapes.Tile(16, 16, 8, 1)
-MEND = Cut(0, 16, 32, 4, 1)
+RECOMPUTE = Cut(0, 16, 32, 4, 1)
 MOST_PROGRAMS = 65535  # of a grid's second and third axis
 PIECE = 16  # columns at whose multiples the parts of a row begin
 
@@ -103,7 +103,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 
 
 @dataclass(eq=False)
-class Laid:
+class Prepared:
     """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
 
     places: layout_table.Copied
@@ -121,9 +121,9 @@ class Laid:
             table.read()
 
 
-def lay(
+def prepare_layout(
     problem: Problem, extents: Extents, kept: layout_table.Kept, views: dict[str, Any], given: dict[str, Any]
-) -> Laid:
+) -> Prepared:
     """What run() does with memory as these views lie."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
@@ -133,7 +133,7 @@ def lay(
     table = layout_table.places(views | {"flat": flat, "ids": ids}, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() has looked
-    return Laid(
+    return Prepared(
         layout_table.Copied.of(table, device),
         kept.on(device, "lengths", layout_table.lengths),
         kept.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
@@ -149,40 +149,42 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
     p, found = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in found.items()}
-    laid = schedule.once(layout_table.layout(found, given), lambda: lay(p, extents, schedule.kept, found, given))
-    laid.read()
+    prepared = schedule.once(
+        layout_table.layout(found, given), lambda: prepare_layout(p, extents, schedule.kept, found, given)
+    )
+    prepared.read()
     like, tokens = given["q"], schedule.rows
-    given |= {"places": laid.places.tensor, "lengths": laid.lengths.tensor, "tokens": laid.tokens.tensor}
+    given |= {"places": prepared.places.tensor, "lengths": prepared.lengths.tensor, "tokens": prepared.tokens.tensor}
     given |= {"count": len(extents), "plane": tokens * p.heads_q}
     given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
     given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
-    part = note_rows(p, laid, given, o)
-    sums, wide = KeySum(like, laid.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    part = note_rows(p, prepared, given, o)
+    sums, wide = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
     if tokens:
-        room = Room.of(p, tokens, laid.cuts, rows_dtype(p, wide), like)
-        for first in range(0, tokens, room.tokens):
-            run_chunk(p, laid, room, sums, given | {"first": first}, min(room.tokens, tokens - first))
-    where = Where(laid.places.tensor, laid.by_key.tensor, len(extents))
+        buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, wide), like)
+        for first in range(0, tokens, buffer.tokens):
+            run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
+    where = Where(prepared.places.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, found[name].dim, p.heads_kv, where)
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
 
-def note_rows(problem: Problem, laid: Laid, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
+def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
     """lse and D of every row and head, as the dense backward notes them; tiles' shares of dsink."""
-    p, tiles = problem, laid.by_row.tensor
+    p, tiles = problem, prepared.by_row.tensor
     if not len(tiles):
         return None
     part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
     sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
     own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
-    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, laid.align), PREPARE)
+    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, prepared.align), PREPARE)
     return part
 
 
 @dataclass(eq=False)
-class Room:
+class Buffer:
     """What the kernels hand to one another of a chunk of so many tokens."""
 
     tokens: int
@@ -196,7 +198,7 @@ class Room:
     rows: torch.Tensor | None
 
     @classmethod
-    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Room:
+    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Buffer:
         """Memory for a chunk, which serves one after the other."""
         slots = slots_of(p, tiles)
         held = tokens_of(p, tokens, slots, row)
@@ -208,21 +210,21 @@ class Room:
         return cls(held, slots, keys, ids, used, noted, weights, ds, rows)
 
 
-def run_chunk(p: Problem, laid: Laid, room: Room, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
+def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
     """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
-    rows = sums.total if room.rows is None else room.rows
-    given = given | {name: getattr(room, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
+    rows = sums.total if buffer.rows is None else buffer.rows
+    given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope"):
         given.setdefault(name, None)
     own = tokens * p.heads_kv
-    for one in launches(p, laid.cuts, laid.align, room.slots, room.rows is None):
+    for one in launches(p, prepared.cuts, prepared.align, buffer.slots, buffer.rows is None):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
         launch_some(one.kernel, grid, given | named, one.known, one.tile)
-    if room.rows is not None:
-        entries = own * room.slots
-        sums.add(room.rows[:entries], room.ids[:entries], p.heads_kv * room.slots)
+    if buffer.rows is not None:
+        entries = own * buffer.slots
+        sums.add(buffer.rows[:entries], buffer.ids[:entries], p.heads_kv * buffer.slots)
 
 
 @dataclass(frozen=True)
@@ -262,18 +264,18 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
             grid = count, -(-p.group // cut.BH), "own"
             found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
     found += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
-    return found + mended(found, atomic)
+    return found + recomputed(found, atomic)
 
 
-def mended(steps: list[Step], atomic: bool) -> list[Step]:
+def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
     """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
-    mends = {backward_rows: mend_rows} | ({} if atomic else {backward_slots: mend_slots})
-    first = [one for one in steps if one.kernel in mends and one.known["FIRST"] == 0]
+    recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
+    first = [one for one in steps if one.kernel in recomputes and one.known["FIRST"] == 0]
     found = []
     for one in first:
-        kernel, known = mends[one.kernel], one.known | known_of(MEND)
+        kernel, known = recomputes[one.kernel], one.known | known_of(RECOMPUTE)
         known = {name: value for name, value in known.items() if name in kernel.arg_names}
-        found.append(Step(kernel, ("own",), known, MEND, one.renamed))
+        found.append(Step(kernel, ("own",), known, RECOMPUTE, one.renamed))
     return found
 
 

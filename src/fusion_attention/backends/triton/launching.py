@@ -1,4 +1,5 @@
-"""Launches: a kernel with what stays from run to run and what each run gives, and what a verb keeps of its lengths.
+"""Launches: a kernel with what stays from run to run and what each run gives, and what an operation kind keeps of its
+lengths.
 
 Knows memory layouts and Triton's launcher. Refuses to know what a kernel computes.
 """
@@ -78,7 +79,7 @@ class Family:
         self, kernel: Any, grid: tuple[int, ...], kept: dict[str, Any], given: Iterable[str], known: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
-        """With those of a verb's arguments that the kernel names; some kernel of the family must name each."""
+        """With the arguments that the kernel names; some kernel of the family must name each."""
         own = set(given)
         if strangers := {*kept, *own} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
@@ -91,8 +92,8 @@ class Family:
 
 @dataclass(eq=False)
 class Ready:
-    """What a verb does on one layout of memory: its launches in their order, the tables that they read, and the
-    float32 scratch that each run takes, by the names of arguments."""
+    """What an operation kind does on one layout of memory: its launches in their order, the tables that they read, and
+    the float32 scratch that each run takes, by the names of arguments."""
 
     launches: list[Launch]
     tables: tuple[layout_table.Copied, ...]
@@ -123,9 +124,9 @@ class Ready:
 
 @dataclass(eq=False)
 class Schedule:
-    """What a verb needs on given lengths: its tiles, and what it has on devices."""
+    """What an operation kind needs on given lengths: its tiles, and what it has on devices."""
 
-    verb: str
+    op_kind: str
     kept: layout_table.Kept
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
@@ -150,6 +151,6 @@ class Schedule:
         self.kept.update(extents)
 
 
-def plan(extents: Extents, verb: str, decodes: bool = False) -> Schedule:
-    """What a verb needs; tiles are cut when a device is known."""
-    return Schedule(verb, layout_table.Kept(extents), int(extents.q_len.sum()), decodes)
+def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
+    """What an operation kind needs; tiles are cut when a device is known."""
+    return Schedule(op_kind, layout_table.Kept(extents), int(extents.q_len.sum()), decodes)

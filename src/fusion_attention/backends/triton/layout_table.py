@@ -248,9 +248,9 @@ class Kept:
     def _rewrite(self, make: Maker, held: Copied) -> None:
         """Tiles that shorter lengths leave over are zeros: they hold no row and no key."""
         values = make(self.extents)
-        room = np.zeros(held.tensor.shape, values.dtype)
-        room[: len(values)] = values
-        held.write(room)
+        buffer = np.zeros(held.tensor.shape, values.dtype)
+        buffer[: len(values)] = values
+        held.write(buffer)
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:

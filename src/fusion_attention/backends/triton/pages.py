@@ -261,7 +261,7 @@ def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.con
 
 @triton.jit
 def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
-                  W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+                 W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """Weighted values from weighted integers; lifted: the weights' sum, or of tokens' weights times their offsets."""
     acc0, acc1, acc2 = acc
     acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)

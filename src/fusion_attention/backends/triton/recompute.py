@@ -79,22 +79,22 @@ def left_three(acc, base, offset, there, INF: tl.constexpr,
 
 
 @triton.jit
-def mended(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
-           DIM: tl.constexpr):  # fmt: skip
+def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
+               DIM: tl.constexpr):  # fmt: skip
     """Writes those elements of a row's part that are wrong: of others the sum need not be whole."""
     old = load_part(base, offset, there, FIRST, W, DIM, True)
     store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
 
 
 @triton.jit
-def mended_three(base, offset, there, acc, factor, INF: tl.constexpr,
-                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """mended() of a row in parts."""
-    mended(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
+def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+                     W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """recomputed() of a row in parts."""
+    recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
     if W1:
-        mended(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
+        recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
     if W2:
-        mended(base, offset, there, acc[2], factor, INF, W0 + W1, W2, DIM)
+        recomputed(base, offset, there, acc[2], factor, INF, W0 + W1, W2, DIM)
 
 
 @triton.jit
@@ -133,15 +133,15 @@ def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constex
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "step", "last", "seed", "offset", "threshold"])
-def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k, scale_v,
-             offset_v, places, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32, width: tl.int32,
-             step: tl.int64, last: tl.int32, scale: tl.float32, factor: tl.float32, keep_prob: tl.float32,
-             seed: tl.int64, offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr, BIAS: tl.constexpr,
-             BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-             DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-             V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
-             DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k,
+                  scale_v, offset_v, places, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32,
+                  width: tl.int32, step: tl.int64, last: tl.int32, scale: tl.float32, factor: tl.float32,
+                  keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr,
+                  BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                  D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr,
+                  V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
+                  DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
+                  BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -216,17 +216,19 @@ def mend_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bi
             more = left_three((acc0, acc1, acc2), out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V)
             j0 = tl.where(more > 0, j0 + BN, end)
         share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
-        mended_three(out, at_out + wide * stride_out, there & bad, (acc0, acc1, acc2), share, INF, V0, V1, V2, DIM_V)
+        recomputed_three(
+            out, at_out + wide * stride_out, there & bad, (acc0, acc1, acc2), share, INF, V0, V1, V2, DIM_V
+        )
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
-def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, places, lengths,
-               count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
-               factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
-               GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
-               D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
-               V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, places, lengths,
+                    count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+                    factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+                    GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+                    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of dq, and of its rope tail, anew; grid (sequences * blocks of BM rows, heads_q)."""
     b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -296,19 +298,19 @@ def mend_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked
                 end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
                 more = tl.maximum(more, left(dr, end_of_row, INF))
             j0 = tl.where(more > 0, j0 + BN, end)
-        mended_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
+        recomputed_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
         if R:
-            mended(dq_rope, at_dr + wide * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
+            recomputed(dq_rope, at_dr + wide * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
-def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, places, lengths,
-             count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
-             factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
-             GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr,
-             D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
-             V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
-             BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, places, lengths,
+                  count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+                  factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+                  GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+                  D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                  DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+                  ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """Computes rows of dk, of its rope tail and of dv anew; grid (sequences * blocks of BN keys, heads_kv)."""
     b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
@@ -396,8 +398,8 @@ def mend_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, block
                 more = tl.maximum(more, left(dr, end_of_row, INF))
             of_dv = left_three((dv0, dv1, dv2), dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V)
             turn = tl.where(tl.maximum(more, of_dv) > 0, turn + 1, end)
-        mended_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
-        mended_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
+        recomputed_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
+        recomputed_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
                      V0, V1, V2, DIM_V)  # fmt: skip
         if R:
-            mended(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)
+            recomputed(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)

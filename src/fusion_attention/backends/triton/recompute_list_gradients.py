@@ -33,10 +33,10 @@ def unsettled(old, acc):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def mend_rows(k, out, large, keys, used, noted, ds, places, tokens, count: tl.int32, first: tl.int64,
-              GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
-              ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr,
-              BC: tl.constexpr):  # fmt: skip
+def recompute_rows(k, out, large, keys, used, noted, ds, places, tokens, count: tl.int32, first: tl.int64,
+                   GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+                   ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr,
+                   BC: tl.constexpr):  # fmt: skip
     """dq, or its rope tail, of noted tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as in
     backward_rows()."""
     own = tl.program_id(0).to(tl.int64)
@@ -66,11 +66,11 @@ def mend_rows(k, out, large, keys, used, noted, ds, places, tokens, count: tl.in
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def mend_slots(x, also, weights, weights_also, rows, used, noted, large, places, tokens, count: tl.int32,
-               first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
-               DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
-               VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr, BN: tl.constexpr,
-               BC: tl.constexpr):  # fmt: skip
+def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, places, tokens,
+                    count: tl.int32, first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr,
+                    COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
+                    ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
+                    BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Columns from AT on of the rows of slots of noted tokens: weights^T x, and weights_also^T also where there is one,
     slots beside one another; grid (tokens * heads_kv)."""
     own = tl.program_id(0).to(tl.int64)

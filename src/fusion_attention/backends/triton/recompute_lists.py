@@ -21,7 +21,13 @@ from fusion_attention.backends.triton.common import (
     zeros_three,
 )
 from fusion_attention.backends.triton.pages import cache_at
-from fusion_attention.backends.triton.recompute import gather_three, left_three, mended_three, outlasting, wrong_three
+from fusion_attention.backends.triton.recompute import (
+    gather_three,
+    left_three,
+    outlasting,
+    recomputed_three,
+    wrong_three,
+)
 from fusion_attention.backends.triton.selection import band_of, key_ahead, list_at, slots_read, token_at
 from fusion_attention.backends.triton.sparse_forward import heads_of, offset_within, page_of
 
@@ -34,13 +40,13 @@ def row_of(places, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last"])
-def mend_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, places, lengths, tokens, count: tl.int32,
-               heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32, scale: tl.float32,
-               GROUP: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-               PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-               DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-               V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr):  # fmt: skip
+def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, places, lengths, tokens,
+                    count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32,
+                    scale: tl.float32, GROUP: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr,
+                    SHARED: tl.constexpr, PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr,
+                    D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+                    DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Computes rows of out anew from the statistics; grid (tokens * tiles of BM heads of a token)."""
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
@@ -99,4 +105,4 @@ def mend_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, places,
             more = left_three((acc0, acc1, acc2), out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V)
             n0 = tl.where(more > 0, n0 + BN, slots)
         share = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
-        mended_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), share, False, V0, V1, V2, DIM_V)
+        recomputed_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), share, False, V0, V1, V2, DIM_V)

@@ -60,13 +60,13 @@ def spans(problem: Problem) -> tuple[int, int]:
     return sum(parts(problem.dim_qk)) + rope, sum(parts(problem.dim_v))
 
 
-# Of the kernels that mend rows, one by one, where a result is not finite: for rows of up to WIDEST_PART elements, and
-# for wider ones. What takes registers is what a row meets, BN keys or BM rows: dropout draws eight keys at once, and 4
-# rows spill beside the four rows of 768 elements that mend_key keeps.
-MEND = {
-    "mend_out": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
-    "mend_query": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
-    "mend_key": (Tile(16, 16, 4, 1), Tile(2, 8, 8, 1)),
+# Of the kernels that recompute rows, one by one, where a result is not finite: for rows of up to WIDEST_PART elements,
+# and for wider ones. What takes registers is what a row meets, BN keys or BM rows: dropout draws eight keys at once,
+# and 4 rows spill beside the four rows of 768 elements that recompute_key keeps.
+RECOMPUTE = {
+    "recompute_out": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
+    "recompute_query": (Tile(16, 16, 4, 1), Tile(8, 8, 8, 1)),
+    "recompute_key": (Tile(16, 16, 4, 1), Tile(2, 8, 8, 1)),
 }
 
 Rows = tuple[tuple[int, int, Tile, Tile, int], ...]
@@ -243,9 +243,9 @@ def index_of(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def mend_tile(kernel: str, problem: Problem) -> Tile:
-    """The tile of a kernel that mends."""
-    return MEND[kernel][max(spans(problem)) > WIDEST_PART]
+def recompute_tile(kernel: str, problem: Problem) -> Tile:
+    """The tile of a kernel that recomputes."""
+    return RECOMPUTE[kernel][max(spans(problem)) > WIDEST_PART]
 
 
 def heavy(problem: Problem) -> bool:

@@ -1,4 +1,5 @@
-"""Tile shapes of lists of selected keys, of the indexer and of its loss; which sizes each verb's kernels hold.
+"""Tile shapes of lists of selected keys, of the indexer and of its loss; which sizes each operation kind's kernels
+hold.
 
 Found as those of shapes.py were: by compiling, not by timing.
 """
@@ -130,7 +131,7 @@ GRADIENT: dict[tuple[int, int], tuple[tuple[int, int, Tile, Tile], ...]] = {
     (86, 2): ((128, 64, Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)), (256, 64, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1))),
     **dict.fromkeys(((90, 4), (80, 4), (86, 4)), ((128, 16, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),)),
 }
-MEND_GRADIENT = Tile(0, 16, 8, 1)
+RECOMPUTE_GRADIENT = Tile(0, 16, 8, 1)
 
 
 def heads_held(heads: int, columns: int) -> int:
@@ -195,7 +196,8 @@ def holds_loss(problem: IndexerLossProblem, chip: int) -> bool:
 
 # -------------------------------------------------------------------------------------------------- what is refused
 
-# Verb -> whether its kernels have a tile for a problem on a chip; a verb that is not listed has one for all.
+# Op_kind -> whether its kernels have a tile for a problem on a chip; an operation kind that is not listed has one for
+# all.
 HOLDS: dict[str, Callable[[Any, int], bool]] = {
     "attention_forward": lambda p, chip: forward_tile(p, chip) is not None,
     "indexer_topk": lambda p, chip: scores_tile(p, chip) is not None and p.top_k <= MOST_CHOSEN,
@@ -206,7 +208,7 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
 
 
 def verbs_of(problem: AnyProblem) -> tuple[str, ...]:
-    """The verbs that compute a problem."""
+    """The operation kinds that compute a problem."""
     if isinstance(problem, Problem):
         return "attention_forward", "attention_backward"
     return ("indexer_loss",) if isinstance(problem, IndexerLossProblem) else (
@@ -225,10 +227,10 @@ def sizes_of(problem: AnyProblem) -> str:
     return f"{sizes} and dim_v {p.dim_v}"
 
 
-def against(problem: AnyProblem, verb: str, chip: int) -> list[str]:
-    """Why no kernel of a verb, or without one of all that compute the problem, has code for its sizes."""
-    verbs = (verb,) if verb else verbs_of(problem)
-    if all(HOLDS[name](problem, chip) for name in verbs if name in HOLDS):
+def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
+    """Why no kernel of an operation kind, or without one of all that compute the problem, has code for its sizes."""
+    op_kinds = (op_kind,) if op_kind else verbs_of(problem)
+    if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []
     said = f"{sizes_of(problem)} in {problem.dtype}"
     return [f"the triton back end has no tile for {said}: shared memory or registers do not hold one."]

@@ -91,13 +91,13 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
                    SINK: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
                    PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
                    DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-                   V2: tl.constexpr, DIM_V: tl.constexpr, ROOM: tl.constexpr, CUT: tl.constexpr, ALIGN: tl.constexpr,
+                   V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, CUT: tl.constexpr, ALIGN: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, shares of a list).
 
     Programs of a token are neighbours: what one of them reads of its list's rows the next finds in the cache. SHARED:
     values are the first parts of the keys. CUT: one share of `per` slots, of which (weighted values, max, sum) go into
-    `part`, ROOM floats of each head.
+    `part`, BUFFER floats of each head.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
@@ -164,7 +164,7 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
     hk, h, valid = heads_of(tl.program_id(0) % programs + tl.minimum(b, 0).to(tl.int32), GROUP, BM)
     if CUT:
         slot = tl.program_id(0) // programs * tl.num_programs(1) + tl.program_id(1)
-        at = share_at(slot, hk, GROUP, h - hk * GROUP, heads_kv, ROOM)
+        at = share_at(slot, hk, GROUP, h - hk * GROUP, heads_kv, BUFFER)
         store_three(part, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
         tl.store(part + at + DIM_V, m, mask=valid)
         tl.store(part + at + DIM_V + 1, l, mask=valid)

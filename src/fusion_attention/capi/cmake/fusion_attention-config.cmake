@@ -1,4 +1,4 @@
-# find_package(fusion_attention): the C face of the Python package, under CANN's names.
+# find_package(fusion_attention): the C API of the Python package, under CANN's names.
 #
 # Targets: fusion_attention::fusion_attention (all), ::ascendcl, ::nnopbase, ::opapi.
 # Variables, for builds without targets: fusion_attention_INCLUDE_DIRS, fusion_attention_LIBRARIES,
@@ -12,7 +12,7 @@ foreach(_fusion_name IN ITEMS ascendcl nnopbase opapi)
   set(_fusion_file "${fusion_attention_LIBRARY_DIRS}/lib${_fusion_name}.so")
   if(NOT EXISTS "${_fusion_file}")
     set(fusion_attention_FOUND FALSE)
-    set(fusion_attention_NOT_FOUND_MESSAGE "${_fusion_file} is not there: installed without its C face")
+    set(fusion_attention_NOT_FOUND_MESSAGE "${_fusion_file} is not there: installed without its C API")
     return()
   endif()
   list(INSERT fusion_attention_LIBRARIES 0 "${_fusion_file}")

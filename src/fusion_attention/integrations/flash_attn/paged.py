@@ -82,7 +82,7 @@ def flash_attn_with_kvcache(
         before = _before(q, k_cache, k, v, cache_seqlens, cache_leftpad, block_table)
         new = 0 if k is None else k.shape[1]
         ends = [length + new for length in before]
-        _check_room(ends, k_cache, block_table)
+        _check_buffer(ends, k_cache, block_table)
         if block_table is not None:
             _check_pages(ends, k_cache, block_table)
         rows = None if cache_batch_idx is None else numbers(cache_batch_idx)
@@ -125,7 +125,7 @@ def attend_pages(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed rows [T1, N1, D] over pages; lse [T1, N1]."""
     ends = list(kv_len)
-    _check_room(ends, k, table)
+    _check_buffer(ends, k, table)
     _check_pages(ends, k, table)
     with torch.no_grad():
         # Decoding takes rows sequence by sequence, padded; what it returns is packed again.
@@ -199,7 +199,7 @@ def _before(
     return found
 
 
-def _check_room(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
+def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:
     longest = max(ends, default=0)
     size = k_cache.shape[1]
     if table is not None and longest > table.shape[-1] * size:

@@ -146,18 +146,18 @@ def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | N
 
 # --------------------------------------------------------------------------------------------------------- remembering
 
-_ATTRIBUTE = "_fusion_attention_memo"
+_ATTRIBUTE = "_fusion_attention_cache"
 _KEPT = 4  # answers for other shapes
 
 
-class _Memo(OrderedDict[Any, Any]):
+class _Cache(OrderedDict[Any, Any]):
     """What was found out about an object; a copy of the object begins anew."""
 
     def __reduce__(self) -> Any:
-        return _Memo, ()
+        return _Cache, ()
 
-    def __deepcopy__(self, memo: Any) -> _Memo:
-        return _Memo()
+    def __deepcopy__(self, memo: Any) -> _Cache:
+        return _Cache()
 
 
 def remembered(
@@ -180,22 +180,22 @@ def remembered(
         keep: whether an answer may serve again.
     """
     try:
-        memo = vars(owner).get(_ATTRIBUTE)
-        if type(memo) is not _Memo:
-            memo = _Memo()
-            setattr(owner, _ATTRIBUTE, memo)
+        answers = vars(owner).get(_ATTRIBUTE)
+        if type(answers) is not _Cache:
+            answers = _Cache()
+            setattr(owner, _ATTRIBUTE, answers)
     except (TypeError, AttributeError):
         return answer()
     state, held = _state(captured, content)
-    known = memo.get(question)
+    known = answers.get(question)
     if known is not None and known[0] == state:
         return known[2]
     found = answer()
     if not keep(found):
         return found
-    memo[question] = (state, held, found)  # held: while these live, nobody else has their ids
-    while len(memo) > _KEPT:
-        memo.popitem(last=False)
+    answers[question] = (state, held, found)  # held: while these live, nobody else has their ids
+    while len(answers) > _KEPT:
+        answers.popitem(last=False)
     return found
 
 

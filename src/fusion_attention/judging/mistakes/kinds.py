@@ -41,13 +41,13 @@ class Mistake:
     """One mistake.
 
     Args:
-        name: as reports name it. means: one sentence: what the kernel does. mend: where to look.
+        name: as reports name it. means: one sentence: what the kernel does. fix: where to look.
         tries: the ways in which it could have been made in a case; none where it could not.
     """
 
     name: str
     means: str
-    mend: str
+    fix: str
     tries: Callable[[Case], Iterable[Try]]
 
 

@@ -89,29 +89,31 @@ def _longer(case: Case, lengths: np.ndarray) -> Setting:
 
 def lengths_cumulative(case: Case) -> Iterator[Try]:
     """Lengths of sequences read as cumulative ends, or the other way round."""
-    e, room = case.setting.extents, _capacity(case)
-    if room is None or len(e) < 2:
+    e, buffer = case.setting.extents, _capacity(case)
+    if buffer is None or len(e) < 2:
         return
     for detail, lengths in (
         ("lengths added up, as if they were to be cumulative", np.cumsum(e.kv_len)),
         ("each length less the one before, as if they were cumulative", np.diff(e.kv_len, prepend=0)),
     ):
-        lengths = np.clip(lengths, 0, room)
+        lengths = np.clip(lengths, 0, buffer)
         if (lengths != e.kv_len).any():
             yield Try(detail, _longer(case, lengths))
 
 
 def lengths_ignored(case: Case) -> Iterator[Try]:
     """Padding behind the last key is seen."""
-    e, room = case.setting.extents, _capacity(case)
-    if room is None or (room == e.kv_len).all():
+    e, buffer = case.setting.extents, _capacity(case)
+    if buffer is None or (buffer == e.kv_len).all():
         return
-    yield Try("every slot is a key", _longer(case, np.maximum(room, e.kv_len)))
+    yield Try("every slot is a key", _longer(case, np.maximum(buffer, e.kv_len)))
     k = case.setting.operands.k
     if isinstance(k, PagedView):
         pages = -(-e.kv_len // k.page_size) * k.page_size
         yield Try("every slot of the last page is a key", _longer(case, pages))
-    yield Try("the first sequence's length for all", _longer(case, np.minimum(np.full_like(room, e.kv_len[0]), room)))
+    yield Try(
+        "the first sequence's length for all", _longer(case, np.minimum(np.full_like(buffer, e.kv_len[0]), buffer))
+    )
 
 
 def _rescaled(s: Setting, change: Any) -> Setting:
@@ -149,7 +151,7 @@ def dequantisation(case: Case) -> Iterator[Try]:
             "the scales of keys and values exchanged", s.of_operands(dequant_k=o.dequant_v, dequant_v=o.dequant_k)
         )
     if p.heads_kv > 1:
-        yield Try("scales laid [D, N2], not [N2, D]", _rescaled(s, _transposed))
+        yield Try("scales prepared [D, N2], not [N2, D]", _rescaled(s, _transposed))
         yield Try("the first head's scales for all heads", _rescaled(s, _of_first))
     if any(d is not None and d.offset is not None for d in (o.dequant_k, o.dequant_v)):
         yield Try("stored * scale + offset, not (stored + offset) * scale", s.changed(offset_outside=True))

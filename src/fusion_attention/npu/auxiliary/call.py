@@ -1,4 +1,5 @@
-"""The entry of a companion's call: checked as every call is, then computed by its function in torch's own operators."""
+"""The entry of an auxiliary operator's call: checked as every call is, then computed by its function in torch's own
+operators."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def checked(op: Op, args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextmanager
 def in_place_of(op: Op, **names: str) -> Iterator[None]:
-    """Another function's calls inside a companion, whose own rules say what the chip takes.
+    """Another function's calls inside an auxiliary operator, whose own rules say what the chip takes.
 
     Args:
-        op: the record of the companion, under whose name errors go out.
-        names: from the other function's parameters to those of the companion, where they differ.
+        op: the record of the auxiliary operator, under whose name errors go out.
+        names: from the other function's parameters to those of the auxiliary operator, where they differ.
     """
     # Where torch compiles nobody asks how strict to be, and torch traces no settings.
     try:
@@ -49,7 +50,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
 
 
 def as_given(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Within it torch computes in the dtypes that tensors have: the chip's autocast lists no companion."""
+    """Within it torch computes in the dtypes that tensors have: the chip's autocast lists no auxiliary operator."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)

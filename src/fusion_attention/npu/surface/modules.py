@@ -37,7 +37,7 @@ from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 from fusion_attention.torch_ops.spelling import suggested
 
 NAME = "torch_npu"
-FACES = (
+INTERFACES = (
     *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
     *(
         norms,
@@ -74,7 +74,7 @@ _PARTS = {
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Every function of torch_npu that is here, by name; those that cross devices know their parameters already."""
-    found = {name: getattr(module, name) for module in FACES for name in module.__all__}
+    found = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
     return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in found.items()}
 
 
@@ -85,12 +85,12 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         base: the device that computes.
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
-    faces = functions()
-    npu = {**runtime.names(base), **device_module.names(base, kind), **faces}
+    interfaces = functions()
+    npu = {**runtime.names(base), **device_module.names(base, kind), **interfaces}
     amp = device_module.amp(kind)
     contents: dict[str, dict[str, Any]] = {
-        NAME: {**runtime.types(), "Format": runtime.Format, **faces},
-        f"{NAME}.atb": {name: faces[name] for module in (atb, atb_rows) for name in module.__all__},
+        NAME: {**runtime.types(), "Format": runtime.Format, **interfaces},
+        f"{NAME}.atb": {name: interfaces[name] for module in (atb, atb_rows) for name in module.__all__},
         f"{NAME}.npu": npu,
         **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
         f"{NAME}.npu.amp": amp,
@@ -109,17 +109,17 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
     contents[f"{NAME}.npu.utils"] |= device_module.CHECKS
     modules = _modules(contents)
     version = f"{torch.__version__.split('+')[0]}+fusion.attention"
-    vars(modules[NAME]).update(__version__=version, __all__=[*faces, "npu"])
+    vars(modules[NAME]).update(__version__=version, __all__=[*interfaces, "npu"])
     return modules
 
 
-def beside(faces: dict[str, Any]) -> dict[str, ModuleType]:
+def beside(interfaces: dict[str, Any]) -> dict[str, ModuleType]:
     """Modules of other packages of the chip, by their full names, packages before what they hold.
 
     Args:
-        faces: the functions of torch_npu.
+        interfaces: the functions of torch_npu.
     """
-    return _modules(mindspeed.contents(faces) | cann_ops.contents(faces) | torchair.contents())
+    return _modules(mindspeed.contents(interfaces) | cann_ops.contents(interfaces) | torchair.contents())
 
 
 def _modules(contents: dict[str, dict[str, Any]]) -> dict[str, ModuleType]:

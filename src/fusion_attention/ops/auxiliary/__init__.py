@@ -1,7 +1,7 @@
 """What stands around attention in a model: records of functions that torch itself computes in a few lines.
 
-Such a record has no lowering: nothing of it reaches the waist. It is checked, documented and sampled as all others are.
-Programs that call attention alone load none of them.
+Such a record has no lowering: nothing of it reaches the intermediate representation. It is checked, documented and
+sampled as all others are. Programs that call attention alone load none of them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ FAMILIES = (
     *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
     *(losses, atb, quantised_sparse, merging, prolog),
 )
-COMPANIONS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
+AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.
-CONTRACTS: dict[str, Op] = {**RECORDS, **COMPANIONS}
+CONTRACTS: dict[str, Op] = {**RECORDS, **AUXILIARY}

@@ -14,7 +14,7 @@ import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
-from fusion_attention.ops.auxiliary.common import companion, floats
+from fusion_attention.ops.auxiliary.common import auxiliary, floats
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
@@ -123,9 +123,9 @@ def out(rows: str, dim: str = "Dv") -> Tensor:
     return Tensor("out", "Written.", dtypes="=query", shape=f"{rows} N1 {dim}")
 
 
-def lengths(name: str, text: str, advice: str, check: str, spoil: Any, **more: Any) -> Rule:
+def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
     """A rule about lengths."""
-    return invalid(check, name, advice, text, spoil={name: spoil}, **more)
+    return invalid(check, name, advice, text, invalid={name: broken}, **more)
 
 
 def none_below_zero(name: str, bad: list[int]) -> Rule:
@@ -154,13 +154,13 @@ CHUNKS = (
             when="len(seq_len) == len(context_lens) and least(context_lens) >= 0"),
 )  # fmt: skip
 WIDE = invalid("covers(mask, seq_len)", "mask", "of every row and key of the longest sequence",
-               "[S, S] or [sequences, S, S]", spoil={"mask": "2 2"})  # fmt: skip
+               "[S, S] or [sequences, S, S]", invalid={"mask": "2 2"})  # fmt: skip
 DECIDED = Rule("decided(mask)", "mask", "a bias is not computed here", "1 or -1000 and below, or 0", code=INVALID,
-               reads=True, spoil={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
+               reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
 ROWS_DECIDED = Rule("decided(mask)", "mask", "a bias is not computed here", "1 or -1000 and below, or 0", code=INVALID,
-                    reads=True, spoil={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
+                    reads=True, invalid={"mask": torch.full((4, 4), -1.0)})  # fmt: skip
 CAUSAL = Rule("triangle(mask)", "mask", "of a compressed mask the content is known", "torch.ones(S, S).triu(1)",
-              code=INVALID, reads=True, spoil={"mask": torch.zeros(32, 32)})  # fmt: skip
+              code=INVALID, reads=True, invalid={"mask": torch.zeros(32, 32)})  # fmt: skip
 NO_GRADIENT = "attention with a gradient is npu_fusion_attention; or call it under torch.no_grad()"
 FORMULA = "out = softmax(scale_value * Q K^T over the keys that {seen}) V"
 PACKED = {"seq_len": torch.tensor([1, 2, 3]), "scale_value": 0.25}
@@ -174,7 +174,7 @@ def attends(
     """A record of attention that writes its result."""
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}
-    return companion(
+    return auxiliary(
         name,
         summary,
         inputs,
@@ -271,7 +271,7 @@ PAGED_MLA = attends(
     (
         *IN_PAGES,
         invalid("1 <= Dv <= D", "mla_vheadsize", "the value is the key's first part", "elements that a key has",
-                spoil={"Dv": 17}),
+                invalid={"Dv": 17}),
     ),
     SEEN_OF_SEQUENCE,
     PAGED,
@@ -312,7 +312,7 @@ def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
     caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
     paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
     pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}
-    return companion(
+    return auxiliary(
         name,
         summary,
         (
@@ -326,19 +326,19 @@ def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
         rules=(
             *(
                 invalid(f"holds_rows({c}, {n})", c, f"{n} is [tokens, ...]", "pages [pages, slots, ...] of such rows",
-                        spoil={c: "P Ps N2 5"})
+                        invalid={c: "P Ps N2 5"})
                 for c, n in zip(caches, names, strict=True)
             ),
             *(
                 invalid(f"{n}.shape[:1] == (T,)", n, "a row for every slot", "as many rows as slot_indices has",
-                        spoil={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
+                        invalid={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
                 for n in names
             ),
             *(
                 Rule(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)", "slot_indices",
                      "each is page * slots of a page + slot", f"slots that {c} has", code=INVALID, reads=True,
                      when=f"{c}.dim() > 2",
-                     spoil={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
+                     invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
                 for c, n in zip(caches, names, strict=True)
             ),
             *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
@@ -358,7 +358,7 @@ RESHAPE = stores(
 RESHAPE_ONE = stores(
     "_npu_reshape_and_cache_siso", "torch_npu's store of key rows in pages, in place, by ATB's name.", ("key",)
 )
-ROTARY = companion(
+ROTARY = auxiliary(
     "_npu_rotary_embedding",
     "torch_npu's rotary positions of queries and keys, in place, by ATB's name.",
     (
@@ -374,18 +374,18 @@ ROTARY = companion(
     rules=(
         *(
             invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", n, "a line for every position", "[tokens, ...]",
-                    spoil={n: "5 32"})
+                    invalid={n: "5 32"})
             for n in ("query", "key")
         ),
         *(
             invalid(f"{n}.shape[1:].numel() % head_size == 0", n, "heads of head_size elements",
-                    "a multiple of head_size elements", when=f"{n}.dim() > 1", spoil={n: "T 24"})
+                    "a multiple of head_size elements", when=f"{n}.dim() > 1", invalid={n: "T 24"})
             for n in ("query", "key")
         ),
         invalid("D == head_size", "cos_sin_cache", "turn the part of a head that turns as a head of its own",
-                "[positions, head_size]", spoil={"D": 8}),
+                "[positions, head_size]", invalid={"D": 8}),
         Rule("within(positions, L)", "positions", "each has its line", "lines that cos_sin_cache has", code=INVALID,
-             reads=True, spoil={"positions": torch.full((6,), 32)}),
+             reads=True, invalid={"positions": torch.full((6,), 32)}),
         *(rule for n in ("query", "key")
           for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
     ),

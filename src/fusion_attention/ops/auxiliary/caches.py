@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import companion, result
+from fusion_attention.ops.auxiliary.common import auxiliary, result
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 IDS = "int32 int64"
@@ -48,14 +48,14 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Tensors that are written in place, of which autograd must not wait for a gradient."""
     leaf = torch.zeros(shape, dtype=torch.float16, requires_grad=True)
     text, advice = "a tensor that waits for no gradient", "it is written in place: detach() it, or use torch.no_grad()"
-    return tuple(invalid(f"not trained({name})", name, advice, text, spoil={name: leaf}) for name in names)
+    return tuple(invalid(f"not trained({name})", name, advice, text, invalid={name: leaf}) for name in names)
 
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Memory that is written has a place for every element."""
     wide = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
-    return tuple(invalid(f"apart({name})", name, advice, text, spoil={name: wide}) for name in names)
+    return tuple(invalid(f"apart({name})", name, advice, text, invalid={name: wide}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:
@@ -88,13 +88,13 @@ def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
             cache,
             f"{rows} is [tokens, heads, D]",
             text,
-            spoil={cache: "3 4 2 5"},
+            invalid={cache: "3 4 2 5"},
         )
         for rows, cache in names
     )
 
 
-SCATTER_PA = companion(
+SCATTER_PA = auxiliary(
     "npu_scatter_pa_kv_cache",
     "torch_npu's store of key and value rows in the pages of a cache, in place.",
     (
@@ -125,7 +125,7 @@ SCATTER_PA = companion(
             "a slot for every row",
             "as many slots as key has tokens",
             when="key.dim() > 0",
-            spoil={"slot_mapping": ("5", "zeros")},
+            invalid={"slot_mapping": ("5", "zeros")},
         ),
         invalid(
             "value.shape[0] == key.shape[0]",
@@ -133,7 +133,7 @@ SCATTER_PA = companion(
             "one for each key",
             "as many tokens as key has",
             when="key.dim() > 0 and value.dim() > 0",
-            spoil={"value": "5 2 W"},
+            invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
@@ -141,7 +141,7 @@ SCATTER_PA = companion(
             "value_cache",
             "a slot number means both",
             "as many slots as key_cache has",
-            spoil={"value_cache": "2 4 2 W"},
+            invalid={"value_cache": "2 4 2 W"},
         ),
         Rule(
             "within(slot_mapping, slots(key_cache, key, cache_mode), low=-9223372036854775808)",
@@ -150,7 +150,7 @@ SCATTER_PA = companion(
             "slots that the cache has",
             when="holds(key_cache, key)",
             reads=True,
-            spoil={"slot_mapping": torch.tensor([0, 1, 2, 12])},
+            invalid={"slot_mapping": torch.tensor([0, 1, 2, 12])},
         ),
         *waits_for_none("key_cache", "value_cache", shape=PAGES),
         *own_memory("key_cache", "value_cache", shape=PAGES),
@@ -161,7 +161,7 @@ SCATTER_PA = companion(
                 name,
                 "pass whole caches",
                 "None, not a compressed cache",
-                spoil={name: "4"},
+                invalid={name: "4"},
             )
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
@@ -176,7 +176,7 @@ SCATTER_PA = companion(
         "slot_mapping": torch.tensor([11, 0, -1, 5]),
     },
 )
-GATHER_PA = companion(
+GATHER_PA = auxiliary(
     "npu_gather_pa_kv_cache",
     "torch_npu's way of laying the rows of paged sequences end to end, in place.",
     (
@@ -197,7 +197,7 @@ GATHER_PA = companion(
                 rows,
                 "[tokens, heads, D]",
                 f"rows as {cache} has them",
-                spoil={rows: "6 2 5"},
+                invalid={rows: "6 2 5"},
             )
             for rows, cache in (("key", "key_cache"), ("value", "value_cache"))
         ),
@@ -206,7 +206,7 @@ GATHER_PA = companion(
             "value",
             "one for each key",
             "as many rows as key has",
-            spoil={"value": "5 2 W"},
+            invalid={"value": "5 2 W"},
         ),
         invalid(
             "not holds(key_cache, key) or not holds(value_cache, value)"
@@ -214,7 +214,7 @@ GATHER_PA = companion(
             "value_cache",
             "a table means both",
             "as many slots as key_cache has",
-            spoil={"value_cache": "2 4 2 W"},
+            invalid={"value_cache": "2 4 2 W"},
         ),
         invalid(
             "block_tables.dim() == 2 and seq_lens.dim() == 1"
@@ -222,14 +222,14 @@ GATHER_PA = companion(
             "seq_lens",
             "and one more, the 0, where they are cumulative",
             "a length for every row of block_tables",
-            spoil={"seq_lens": torch.tensor([3, 1, 2])},
+            invalid={"seq_lens": torch.tensor([3, 1, 2])},
         ),
         invalid(
             "seq_offset is None or seq_offset.shape == block_tables.shape[:1]",
             "seq_offset",
             "tokens that are left out",
             "one for every row of block_tables",
-            spoil={"seq_offset": torch.tensor([3, 1, 2])},
+            invalid={"seq_offset": torch.tensor([3, 1, 2])},
         ),
         Rule(
             "lengths_fill(seq_lens, is_seq_lens_cumsum, key.shape[0])",
@@ -238,7 +238,7 @@ GATHER_PA = companion(
             "lengths of as many rows as key has",
             when="key.dim() == 3",
             reads=True,
-            spoil={"seq_lens": torch.tensor([3, 4])},
+            invalid={"seq_lens": torch.tensor([3, 4])},
         ),
         *waits_for_none("key", "value", shape=(6, 2, 8)),
         *own_memory("key", "value", shape=(6, 2, 8)),
@@ -258,7 +258,7 @@ GATHER_PA = companion(
 
 SELF, UPDATES = Tensor("input", "What is updated."), Tensor("updates", "What is written.", dtypes="=input")
 INDICES = Tensor("indices", "[..., K]: places along the first K axes.", dtypes=IDS)
-SCATTER_ND = companion(
+SCATTER_ND = auxiliary(
     "npu_scatter_nd_update",
     "torch_npu's update of rows of a copy, by their places.",
     (SELF, INDICES, UPDATES),
@@ -269,7 +269,7 @@ SCATTER_ND = companion(
             "indices",
             "the last axis of indices holds one place each",
             "[..., K] with K axes that input has",
-            spoil={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
+            invalid={"indices": torch.zeros(3, 4, dtype=torch.int64), "updates": "3"},
         ),
         invalid(
             "updates.shape == indices.shape[:-1] + input.shape[indices.shape[-1]:]",
@@ -277,7 +277,7 @@ SCATTER_ND = companion(
             "a row for every place",
             "the shape of indices without its last axis, then that of input without its first K",
             when="indices.dim() > 0",
-            spoil={"updates": "3 7"},
+            invalid={"updates": "3 7"},
         ),
         Rule(
             "within(indices, *input.shape[:indices.shape[-1]])",
@@ -286,7 +286,7 @@ SCATTER_ND = companion(
             "places that input has",
             when="0 < indices.dim() and 0 < indices.shape[-1] <= input.dim()",
             reads=True,
-            spoil={"indices": torch.tensor([[0], [2], [5]])},
+            invalid={"indices": torch.tensor([[0], [2], [5]])},
         ),
     ),
     formula="y = input;  y[indices[i]] = updates[i]",
@@ -302,14 +302,14 @@ SCATTER_ND_ = SCATTER_ND.version(
             "input",
             "it is written in place: detach() it, or use torch.no_grad()",
             "no leaf that waits for a gradient",
-            spoil={"input": torch.zeros(5, 8, requires_grad=True)},
+            invalid={"input": torch.zeros(5, 8, requires_grad=True)},
         ),
         invalid(
             "apart(input)",
             "input",
             "an expanded tensor cannot be written: clone() it",
             "memory of its own for every element",
-            spoil={"input": torch.zeros(5, 1).expand(5, 8)},
+            invalid={"input": torch.zeros(5, 1).expand(5, 8)},
         ),
     ),
     formula="input[indices[i]] = updates[i]",

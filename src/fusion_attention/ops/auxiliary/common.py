@@ -1,4 +1,4 @@
-"""What records of companions have in common: their parts of the record, and what their rules may call."""
+"""What records of auxiliary operators have in common: their parts of the record, and what their rules may call."""
 
 from __future__ import annotations
 
@@ -71,12 +71,13 @@ def floats(name: str, text: str, *, like: str = "", **changes: Any) -> Tensor:
 
 
 def result(name: str, text: str, dtypes: str) -> Tensor:
-    """What a companion returns; its text says the shape."""
+    """What an auxiliary operator returns; its text says the shape."""
     return Tensor(name, text, dtypes=dtypes, output=True)
 
 
-def companion(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
-    """A record of a companion; a plain sample's shapes stand in `sample`, what rules call besides in `functions`."""
+def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
+    """A record of an auxiliary operator; a plain sample's shapes stand in `sample`, what rules call besides in
+    `functions`."""
     return Op(
         name,
         summary,
@@ -92,22 +93,24 @@ def companion(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:
     """A tensor of another one's shape."""
-    spoil = more.pop("spoil", {name: "7"})
-    return invalid(f"{name}.shape == {other}.shape", name, "element by element", f"the shape of {other}", spoil=spoil)
+    broken = more.pop("invalid", {name: "7"})
+    return invalid(
+        f"{name}.shape == {other}.shape", name, "element by element", f"the shape of {other}", invalid=broken
+    )
 
 
 def two_halves(dim: str = "dim", tensor: str = "input", **more: Any) -> tuple[Rule, ...]:
     """An axis that is there, and is cut in the middle; more: what a sample with an odd axis needs besides."""
     present, advice = f"has_axis({tensor}, {dim})", "negative axes count from the end"
     return (
-        invalid(present, dim, advice, f"an axis of {tensor}", spoil={dim: 4}),
+        invalid(present, dim, advice, f"an axis of {tensor}", invalid={dim: 4}),
         invalid(
             f"halves({tensor}, {dim})",
             tensor,
             "it is cut in the middle",
             f"an even size along {dim}",
             when=present,
-            spoil={tensor: "3 5", **more},
+            invalid={tensor: "3 5", **more},
         ),
     )
 

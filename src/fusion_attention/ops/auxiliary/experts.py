@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, result
+from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"T": 6, "P": 12, "K": 2, "H": 4, "E": 3}  # tokens, experts of a token, elements of a row, experts
@@ -24,7 +24,7 @@ def counting(modulo: int, dtype: torch.dtype = torch.int32) -> Callable[[tuple[i
 def moe(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
     """A record of the functions of this family and of routing.py."""
     sample, sizes = more.pop("sample", {}), more.pop("sizes", {})
-    return companion(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
+    return auxiliary(name, summary, inputs, results, sample=sample, sizes=SIZES | sizes, **more)
 
 
 TOKENS = floats("tokens", "A row for every token.", shape="T H")
@@ -54,20 +54,20 @@ CHOSEN = invalid(
     "indices",
     "one row for every token",
     "[T, K] or [T]",
-    spoil={"indices": "3 4"},
+    invalid={"indices": "3 4"},
 )
 ENOUGH = invalid(
     "num_out_tokens is None or -indices.numel() <= num_out_tokens",
     "num_out_tokens",
     "negative numbers leave out the last rows",
     "at most as many rows as there are",
-    spoil={"num_out_tokens": -13},
+    invalid={"num_out_tokens": -13},
 )
 
 
 def one_place_each(choices: str, **more: Any) -> Rule:
     """A place for every choice."""
-    return invalid(f"P == {choices}", "sorted_indices", "where each choice's row lies", spoil={"P": 7}, **more)
+    return invalid(f"P == {choices}", "sorted_indices", "where each choice's row lies", invalid={"P": 7}, **more)
 
 
 PERMUTE = moe(
@@ -163,7 +163,7 @@ EVENLY = Rule(
     when="T > 0 and num_out_tokens is not None and 0 <= num_out_tokens <= T * E and not drop_and_pad",
     code=INVALID,
     reads=True,
-    spoil={"num_out_tokens": 6},
+    invalid={"num_out_tokens": 6},
 )
 PERMUTE_MAP = moe(
     "npu_moe_token_permute_with_routing_map",
@@ -187,7 +187,7 @@ PERMUTE_MAP = moe(
             "num_out_tokens",
             "at most a row for every token and expert",
             "0 <= num_out_tokens <= tokens * experts",
-            spoil={"num_out_tokens": 19},
+            invalid={"num_out_tokens": 19},
         ),
     ),
     functions={"chosen": chosen},
@@ -212,7 +212,7 @@ UNPERMUTE_MAP = moe(
             "restore_shape",
             "the shape of the output",
             "[T, H]",
-            spoil={"restore_shape": [6, 5]},
+            invalid={"restore_shape": [6, 5]},
         ),
         invalid(
             "R == restore_shape[0] * (R // max(restore_shape[0], 1)) and (probs is None or R <= T * E)",
@@ -220,21 +220,21 @@ UNPERMUTE_MAP = moe(
             "of each expert at most one",
             "as many rows for every token",
             when="not drop_and_pad and len(restore_shape) == 2",
-            spoil={"R": 11},
+            invalid={"R": 11},
         ),
         invalid(
             "probs is None or len(restore_shape) != 2 or restore_shape[0] == T",
             "probs",
             "weights for every token",
             "[T, E]",
-            spoil={"probs": "5 3", "routing_map": "5 3"},
+            invalid={"probs": "5 3", "routing_map": "5 3"},
         ),
         presence(
             "probs is None or drop_and_pad or routing_map is not None",
             "routing_map",
             "it says which weights are meant",
             "a map beside probs",
-            spoil={"routing_map": None},
+            invalid={"routing_map": None},
         ),
         Rule(
             "within(sorted_indices, restore_shape[0])",
@@ -245,7 +245,7 @@ UNPERMUTE_MAP = moe(
             code=INVALID,
             reads=True,
             given={"drop_and_pad": True},
-            spoil={"sorted_indices": torch.full((12,), 9)},
+            invalid={"sorted_indices": torch.full((12,), 9)},
         ),
         invalid(
             "E > 0 and R % E == 0",
@@ -254,7 +254,7 @@ UNPERMUTE_MAP = moe(
             "a multiple of E rows",
             when="drop_and_pad and probs is not None",
             given={"drop_and_pad": True},
-            spoil={"R": 11},
+            invalid={"R": 11},
         ),
     ),
     functions={"within": within},

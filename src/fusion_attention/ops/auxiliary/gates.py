@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_attention.contract import Attr
-from fusion_attention.ops.auxiliary.common import companion, floats, result, same_shape, two_halves
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape, two_halves
 from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "Both halves.")
@@ -16,11 +16,11 @@ GRADIENT_OF_HALF = invalid(
     "as the forward returns it",
     "the shape of input, half as long along dim",
     when="has_axis(input, dim)",
-    spoil={"grad_output": "B S1 W"},
+    invalid={"grad_output": "B S1 W"},
 )
 SAMPLE = {"input": "B S1 W"}
 
-SWIGLU = companion(
+SWIGLU = auxiliary(
     "npu_swiglu",
     "torch_npu's gated SiLU.",
     (X, DIM),
@@ -30,7 +30,7 @@ SWIGLU = companion(
     tex=r"y = \frac{a}{1 + e^{-a}} \cdot b \qquad a, b = \text{the halves of } x",
     sample=SAMPLE,
 )
-SWIGLU_BACKWARD = companion(
+SWIGLU_BACKWARD = auxiliary(
     "npu_swiglu_backward",
     "The gradient of npu_swiglu.",
     (floats("grad_output", "Gradient of y."), floats("input", "Both halves.", like="grad_output"), DIM),
@@ -52,7 +52,7 @@ APPROXIMATE = Attr(
     bad=2,
 )
 LEFT = Attr("activate_left", "The left half is activated, not the right one.", type=bool, default=False)
-GEGLU = companion(
+GEGLU = auxiliary(
     "npu_geglu",
     "torch_npu's gated GELU: (y, gelu).",
     (X, DIM, APPROXIMATE, LEFT),
@@ -65,7 +65,7 @@ GEGLU = companion(
     tex=r"y = a \cdot \operatorname{gelu}(b) \qquad a, b = \text{the halves of } x",
     sample=SAMPLE,
 )
-GEGLU_GRAD = companion(
+GEGLU_GRAD = auxiliary(
     "npu_geglu_grad",
     "The gradient of npu_geglu.",
     (
@@ -77,8 +77,8 @@ GEGLU_GRAD = companion(
     (result("dx", "In the shape of input.", "=input"),),
     rules=(
         *two_halves(grad_output="3 2", gelu="3 2"),
-        replace(GRADIENT_OF_HALF, spoil=dict.fromkeys(("grad_output", "gelu"), "B S1 W")),
-        same_shape("gelu", "grad_output", spoil={"gelu": "B S1 W"}),
+        replace(GRADIENT_OF_HALF, invalid=dict.fromkeys(("grad_output", "gelu"), "B S1 W")),
+        same_shape("gelu", "grad_output", invalid={"gelu": "B S1 W"}),
     ),
     formula="da = dy * gelu(b),  db = dy * a * gelu'(b);  with activate_left the other way round",
     sample={**SAMPLE, "grad_output": "B S1 H", "gelu": "B S1 H"},
@@ -93,7 +93,7 @@ WORD = Attr(
 )
 ANY = floats("input", "Any shape.")
 SAME = result("y", "In the shape of input.", "=input")
-GELU = companion(
+GELU = auxiliary(
     "npu_gelu",
     "torch_npu's GELU.",
     (ANY, WORD),
@@ -102,7 +102,7 @@ GELU = companion(
     tex=r"y = x \, \Phi(x)",
     sample=SAMPLE,
 )
-GELU_BACKWARD = companion(
+GELU_BACKWARD = auxiliary(
     "npu_gelu_backward",
     "The gradient of npu_gelu.",
     (floats("grad_output", "Gradient of y."), floats("input", "Any shape.", like="grad_output"), WORD),
@@ -111,7 +111,7 @@ GELU_BACKWARD = companion(
     formula="dx = dy * (Phi(x) + x * phi(x)), phi the density",
     sample={**SAMPLE, "grad_output": "B S1 W"},
 )
-FAST_GELU = companion(
+FAST_GELU = auxiliary(
     "npu_fast_gelu",
     "torch_npu's GELU by a logistic function.",
     (ANY,),
@@ -120,7 +120,7 @@ FAST_GELU = companion(
     tex=r"y = \frac{x}{1 + e^{-1.702 x}}",
     sample=SAMPLE,
 )
-FAST_GELU_BACKWARD = companion(
+FAST_GELU_BACKWARD = auxiliary(
     "npu_fast_gelu_backward",
     "The gradient of npu_fast_gelu.",
     (floats("grad", "Gradient of y."), floats("input", "Any shape.", like="grad")),

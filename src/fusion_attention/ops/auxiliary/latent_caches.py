@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, own_memory, waits_for_none
-from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK_NZ')"
@@ -21,7 +21,7 @@ def index_fits(index: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, mode:
     return tuple(index.shape) == (items * count,)
 
 
-def room(cache: torch.Tensor, mode: str) -> int:
+def buffer(cache: torch.Tensor, mode: str) -> int:
     """One more than the largest place."""
     return int(cache.shape[2] if mode == "Norm" else cache.shape[0] * cache.shape[1])
 
@@ -69,7 +69,7 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
         "one for every element of a row",
         f"[{width}]",
         given={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8"), **SCALES},
-        spoil={name: ("3", "float32")},
+        invalid={name: ("3", "float32")},
     )
     return Tensor(name, text, True, dtypes="float32"), rule
 
@@ -82,7 +82,7 @@ NUMBERS = [
     quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
 ]
 WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
-KV_RMSNORM_ROPE = companion(
+KV_RMSNORM_ROPE = auxiliary(
     "npu_kv_rmsnorm_rope_cache",
     "torch_npu's norm of latents and positions of rope rows, stored in two caches: (k_cache, ckv_cache, k_embed, y).",
     (
@@ -111,7 +111,7 @@ KV_RMSNORM_ROPE = companion(
             "kv",
             "gamma says how long the latent is; beside v it is as long as kv",
             "[B, 1, S, latent + rope] with an even rope",
-            spoil={"kv": "B 2 4 12"},
+            invalid={"kv": "B 2 4 12"},
         ),
         *(
             invalid(
@@ -120,7 +120,7 @@ KV_RMSNORM_ROPE = companion(
                 "of every token",
                 "[B, 1, S, rope]",
                 when=WHOLE,
-                spoil={name: "B 1 4 7"},
+                invalid={name: "B 1 4 7"},
             )
             for name in ("cos", "sin")
         ),
@@ -131,7 +131,7 @@ KV_RMSNORM_ROPE = companion(
                 "NZ is written in pieces of 16, int8 of 32, in contiguous memory",
                 "[B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others",
                 when=WHOLE,
-                spoil={name: words},
+                invalid={name: words},
             )
             for name, width, words in (
                 ("k_cache", "key_width(kv, gamma, v)", "B 1 6 5"),
@@ -143,7 +143,7 @@ KV_RMSNORM_ROPE = companion(
             "ckv_cache",
             "a place means both",
             "as many slots as k_cache has",
-            spoil={"ckv_cache": "B 1 7 8"},
+            invalid={"ckv_cache": "B 1 7 8"},
         ),
         invalid(
             "(k_rope_scale is not None) == (k_cache.dtype == torch_int8)"
@@ -152,7 +152,7 @@ KV_RMSNORM_ROPE = companion(
             "k_cache",
             "int8 caches need both scales, others have none",
             "the dtype of kv, or int8 with scales",
-            spoil={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8")},
+            invalid={"k_cache": ("B 1 6 4", "int8"), "ckv_cache": ("B 1 6 8", "int8")},
         ),
         *(rule for _, rule in NUMBERS),
         invalid(
@@ -161,16 +161,16 @@ KV_RMSNORM_ROPE = companion(
             "of every token; of every page in the modes PA_BLK",
             "[B, S] in mode Norm, one axis in the others",
             when="kv.dim() == 4 and k_cache.dim() == 4",
-            spoil={"index": torch.zeros(3, dtype=torch.int64)},
+            invalid={"index": torch.zeros(3, dtype=torch.int64)},
         ),
         Rule(
-            "within(index, room(k_cache, cache_mode), low=-9223372036854775808)",
+            "within(index, buffer(k_cache, cache_mode), low=-9223372036854775808)",
             "index",
             "pages count as page * slots",
             "places that the caches have",
             when="k_cache.dim() == 4",
             reads=True,
-            spoil={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
+            invalid={"index": torch.tensor([[0, 1, 2, 3], [0, 1, 2, 6]])},
         ),
         invalid(
             "not stands_apart(v) or v.shape[:3] == kv.shape[:3] and v.dtype == kv.dtype",
@@ -184,7 +184,7 @@ KV_RMSNORM_ROPE = companion(
                 "k_cache": "B 1 6 132",
                 "ckv_cache": "B 1 6 128",
             },
-            spoil={"v": "B 1 3 128"},
+            invalid={"v": "B 1 3 128"},
         ),
         *waits_for_none("k_cache", shape=(2, 1, 6, 4)),
         *waits_for_none("ckv_cache", shape=(2, 1, 6, 8)),
@@ -202,7 +202,7 @@ ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + o
         "key_width": key_width,
         "value_width": value_width,
         "index_fits": index_fits,
-        "room": room,
+        "buffer": buffer,
         "cache_fits": cache_fits,
     },
     neutral={"torch_int8": torch.int8},

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
 from fusion_attention.ops.auxiliary.experts import counting
 from fusion_attention.ops.shared.rules import invalid
 
@@ -41,15 +41,15 @@ def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor
     """A record of the loss or its gradient; rows: the tensor [T, C]."""
     known = Rule(
         f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
-        code=INVALID, reads=True, when=f"{rows}.dim() == 2", spoil={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
+        code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
     )  # fmt: skip
     some = invalid(
         f"{rows}.shape[1] > 0", rows, "there is a class", "[rows, classes]",
-        when=f"{rows}.dim() == 2", spoil={"C": 0, "target": torch.full((6,), -100)},
+        when=f"{rows}.dim() == 2", invalid={"C": 0, "target": torch.full((6,), -100)},
     )  # fmt: skip
     sample = more.pop("sample", {})
     rules = (known, some, *more.pop("rules", ()))
-    return companion(
+    return auxiliary(
         name, summary, inputs, results, rules=rules, functions={"labels": labels}, sizes=SIZES, sample=sample, **more
     )
 
@@ -94,10 +94,10 @@ CROSS_ENTROPY_BACKWARD = loss(
             "as the forward returns the loss",
             'one element; of reduction "none" one of every row',
             given={"reduction": "none", "grad_loss": "T"},
-            spoil={"reduction": "mean"},
+            invalid={"reduction": "mean"},
         ),
         *(
-            invalid(f"{name} is None or {name}.numel() == 0", name, NOT_HERE, "None", spoil={name: "T"})
+            invalid(f"{name} is None or {name}.numel() == 0", name, NOT_HERE, "None", invalid={name: "T"})
             for name in ("grad_zloss", "lse_for_zloss")
         ),
     ),

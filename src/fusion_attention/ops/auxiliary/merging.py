@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor, Tensors
-from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, result
+from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
 from fusion_attention.ops.shared.rules import invalid, presence, untrained
 
 SIZES = {"T": 6, "N": 2, "D": 8, "S": 3, "L": 2, "H": 16}
@@ -35,7 +35,7 @@ def ascending(ends: np.ndarray, tokens: int) -> bool:
     return not any(a > b for a, b in itertools.pairwise([0, *ends.tolist(), tokens]))
 
 
-UPDATE = companion(
+UPDATE = auxiliary(
     "npu_attention_update",
     "torch_npu's merge of the results of several ranks: (out, lse_m).",
     (
@@ -47,11 +47,11 @@ UPDATE = companion(
     (result("out", "[rows, D].", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
     rules=(
         invalid("len(lse) == len(local_out) > 0", "lse", "one of every rank", "as many tensors as local_out has",
-                spoil={"lse": [torch.zeros(6), torch.zeros(6)]}),
+                invalid={"lse": [torch.zeros(6), torch.zeros(6)]}),
         invalid("alike(local_out)", "local_out", "one of every rank", "[rows, D] of one shape and dtype",
-                when="len(lse) == len(local_out) > 0", spoil={"local_out": "T", "lse": "T"}),
+                when="len(lse) == len(local_out) > 0", invalid={"local_out": "T", "lse": "T"}),
         invalid("of_rows(lse, local_out)", "lse", "a number for every row", "[rows] of every rank",
-                when="len(lse) == len(local_out) > 0 and local_out[0].dim() > 0", spoil={"lse": "5"}),
+                when="len(lse) == len(local_out) > 0 and local_out[0].dim() > 0", invalid={"lse": "5"}),
         *untrained(NO_DERIVATIVE, kind=invalid, local_out=(6, 8)),
     ),
     functions={"alike": alike, "of_rows": of_rows},
@@ -71,7 +71,7 @@ def statistic(name: str, text: str) -> Tensor:
 
 
 PACKED = {"actual_seq_qlen": [2, 6]}
-RING = companion(
+RING = auxiliary(
     "npu_ring_attention_update",
     "torch_npu's merge of two steps of a ring: (attn_out, softmax_max, softmax_sum).",
     (
@@ -92,12 +92,12 @@ RING = companion(
     ),
     rules=(
         presence("actual_seq_qlen is not None", "actual_seq_qlen", "packed rows do not show where a sequence ends",
-                 "cumulative ends of the sequences", only=("TND",), spoil={"actual_seq_qlen": None}),
+                 "cumulative ends of the sequences", only=("TND",), invalid={"actual_seq_qlen": None}),
         invalid("ascending(actual_seq_qlen, T)", "actual_seq_qlen", "they are ends, not lengths",
                 "cumulative ends, ascending to as many tokens as there are at most",
-                when="actual_seq_qlen is not None", only=("TND",), spoil={"actual_seq_qlen": [2, 7]}),
+                when="actual_seq_qlen is not None", only=("TND",), invalid={"actual_seq_qlen": [2, 7]}),
         invalid("N > 0 and H % N == 0", "prev_softmax_max", "H holds the elements of all heads",
-                "as many heads as divide H", only=("SBH",), spoil={"N": 3}),
+                "as many heads as divide H", only=("SBH",), invalid={"N": 3}),
         *untrained(NO_DERIVATIVE, kind=invalid, prev_attn_out=(3, 2, 16), cur_attn_out=(3, 2, 16)),
     ),
     functions={"ascending": ascending},

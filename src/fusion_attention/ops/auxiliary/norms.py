@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion_attention.contract import Attr
-from fusion_attention.ops.auxiliary.common import companion, floats, result, same_shape
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "What is normalised.")
@@ -27,10 +27,10 @@ WEIGHTS = invalid(
     "gamma",
     "a weight for every element that is normalised",
     "the last axes of input",
-    spoil={"gamma": "7"},
+    invalid={"gamma": "7"},
 )
 
-RMS_NORM = companion(
+RMS_NORM = auxiliary(
     "npu_rms_norm",
     "torch_npu's root-mean-square norm: (y, rstd).",
     (X, GAMMA, EPSILON),
@@ -40,7 +40,7 @@ RMS_NORM = companion(
     tex=TEX,
     sample=SAMPLE,
 )
-RMS_NORM_BACKWARD = companion(
+RMS_NORM_BACKWARD = auxiliary(
     "npu_rms_norm_backward",
     "Gradients of npu_rms_norm: (dx, dgamma).",
     (
@@ -59,14 +59,14 @@ RMS_NORM_BACKWARD = companion(
             "as npu_rms_norm returns it",
             "the shape of input with the normalised axes of size 1",
             when="ends_with(input, gamma)",
-            spoil={"rstd": "B S1"},
+            invalid={"rstd": "B S1"},
         ),
     ),
     formula="xhat = x * rstd\ndx = rstd * (dy * gamma - xhat * mean(dy * gamma * xhat)),  dgamma = sum(dy * xhat)",
     functions={"one_per_row": lambda x, gamma: (*x.shape[: x.dim() - gamma.dim()], *(1,) * gamma.dim())},
     sample={**SAMPLE, "dy": "B S1 W", "rstd": ("B S1 1", "float32")},
 )
-ADD_RMS_NORM = companion(
+ADD_RMS_NORM = auxiliary(
     "npu_add_rms_norm",
     "torch_npu's root-mean-square norm of a sum: (y, rstd, x).",
     (
@@ -84,12 +84,12 @@ ADD_RMS_NORM = companion(
     ),
     rules=(
         same_shape("x2", "x1"),
-        invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", spoil={"gamma": "7"}),
+        invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", invalid={"gamma": "7"}),
     ),
     formula=f"x = x1 + x2\n{FORMULA}",
     sample={"x1": "B S1 W", "x2": "B S1 W", "gamma": "W"},
 )
-GEMMA_RMS_NORM = companion(
+GEMMA_RMS_NORM = auxiliary(
     "npu_gemma_rms_norm",
     "torch_npu's root-mean-square norm with weights that count from 1: (y, rstd).",
     (X, GAMMA, EPSILON),

@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, own_memory, waits_for_none, written
-from fusion_attention.ops.auxiliary.common import companion, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
@@ -73,27 +73,27 @@ def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
 
 def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
     """Parameters of quantised forms are not given."""
-    return tuple(invalid(f"{p.name} is None", p.name, INTEGERS, "None", spoil={p.name: "1"}) for p in params)
+    return tuple(invalid(f"{p.name} is None", p.name, INTEGERS, "None", invalid={p.name: "1"}) for p in params)
 
 
 ROWS = "token_x.dim() in (2, 3)"
 RULES = (
     invalid(f"{ROWS} and token_x.shape[-1] == H", "token_x", "as long as weight_dq says", "[T, H] or [B, S, H]",
-            spoil={"token_x": "T 7"}),
+            invalid={"token_x": "T 7"}),
     invalid("N > Ckv and (N - Ckv) % 2 == 0", "weight_dkv_kr", "rmsnorm_gamma_ckv says how long the latent is",
-            "[H, Ckv + Dr] with an even Dr", spoil={"N": 16}),
+            "[H, Ckv + Dr] with an even Dr", invalid={"N": 16}),
     invalid("W == N1 * (D + N - Ckv)", "weight_uq_qr", "weight_uk says how many heads there are, and of what size",
-            "[Cq, N1 * (D + Dr)]", when="N > Ckv", spoil={"W": 24}),
+            "[Cq, N1 * (D + Dr)]", when="N > Ckv", invalid={"W": 24}),
     *(invalid(f"tuple({name}.shape) == (*token_x.shape[:-1], N - Ckv)", name, "sine stands before cosine",
               "[T, Dr] or [B, S, Dr], of every token", when=f"{ROWS} and N > Ckv",
-              spoil={name: "T 3"})
+              invalid={name: "T 3"})
       for name in ("rope_sin", "rope_cos")),
     *(invalid(f"fits_pages({name}, {width}, cache_mode)", name, "PA_NZ is written in pieces, in contiguous memory",
               f"[pages, slots, 1, {size}]; in PA_NZ of a multiple of 16", when="N > Ckv",
-              spoil={name: "P Ps 1 5"})
+              invalid={name: "P Ps 1 5"})
       for name, width, size in (("kv_cache", "Ckv", "Ckv"), ("kr_cache", "N - Ckv", "Dr"))),
     invalid("kv_cache.dim() != 4 or kr_cache.dim() != 4 or kv_cache.shape[:2] == kr_cache.shape[:2]", "kr_cache",
-            "a place means both", "as many slots as kv_cache has", spoil={"kr_cache": "P 5 1 Dr"}),
+            "a place means both", "as many slots as kv_cache has", invalid={"kr_cache": "P 5 1 Dr"}),
     *none(SCALES),
     *waits_for_none("kv_cache", shape=(3, 4, 1, 16)),
     *waits_for_none("kr_cache", shape=(3, 4, 1, 4)),
@@ -104,11 +104,11 @@ RULES = (
 PLACES = (
     invalid("cache_index.shape == token_x.shape[:-1]", "cache_index", "of every token", "[T] or [B, S]",
             when="cache_index is not None and token_x.dim() in (2, 3)",
-            spoil={"cache_index": torch.zeros(3, dtype=torch.int64)}),
+            invalid={"cache_index": torch.zeros(3, dtype=torch.int64)}),
     Rule("within(cache_index, kv_cache.shape[0] * kv_cache.shape[1], low=-9223372036854775808)", "cache_index",
          "page * slots + slot", "places that the caches have",
          when="cache_index is not None and kv_cache.dim() == 4", reads=True,
-         spoil={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
+         invalid={"cache_index": torch.tensor([0, 1, 2, 3, 12])}),
 )  # fmt: skip
 FORMULA = """cq = x W_dq / rms(x W_dq) * gamma_cq,  u = cq W_uq_qr        a row of D + Dr elements for every head
 query = u[:D] W_uk,  query_rope = rope(u[D:]);  kv = x W_dkv_kr
@@ -118,7 +118,7 @@ rope(r) = npu_interleave_rope(r, cos, sin)"""
 
 def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], **more: Any) -> Op:
     """A record of a version."""
-    return companion(
+    return auxiliary(
         name,
         summary,
         inputs,
@@ -182,7 +182,7 @@ V3 = prolog(
     ),
     rules=(
         invalid("cache_index is not None", "cache_index", "pages want a place for every token", "int64 [T] or [B, S]",
-                spoil={"cache_index": None}),
+                invalid={"cache_index": None}),
         *none(MORE),
     ),
     formula=FORMULA.replace("gamma_cq,", "gamma_cq * qc_qr_scale,").replace("gamma_ckv,", "gamma_ckv * kc_scale,"),

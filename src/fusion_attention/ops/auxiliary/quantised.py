@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import FLOATS, companion, floats, has_axis, result
+from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, has_axis, result
 from fusion_attention.ops.shared.rules import invalid, presence
 
 SIZES = {"M": 4, "K": 8, "N": 3, "E": 2}
@@ -101,7 +101,7 @@ def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
     return list(scales.shape) in (whole, [1] * x.dim())
 
 
-QUANTIZE = companion(
+QUANTIZE = auxiliary(
     "npu_quantize",
     "torch_npu's elements as integers, by scales that are given.",
     (
@@ -117,15 +117,15 @@ QUANTIZE = companion(
     (result("out", "int8, uint8 or int32 as input; of quint4x2 int32, eight elements in each, the first lowest.", ""),),
     rules=(
         invalid("has_axis(input, axis_of(axis, div_mode))", "axis", "scales are along it", "an axis of input",
-                spoil={"axis": 2}),
+                invalid={"axis": 2}),
         *(
             invalid(f"{name} is None or along({name}, input, axis_of(axis, div_mode))", name, "of elements of the axis",
-                    "[1], or as many as the axis has", given={name: "K"}, spoil={name: "7"})
+                    "[1], or as many as the axis has", given={name: "K"}, invalid={name: "7"})
             for name in ("scales", "zero_points")
         ),
         invalid("dtype != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
                 "a multiple of 8 elements", given={"dtype": 16, "div_mode": False},
-                spoil={"input": "4 6", "scales": "1"}),
+                invalid={"input": "4 6", "scales": "1"}),
     ),
     formula="out = round(input / scales + zero_points)\n"
     "out = round(input * scales + zero_points)        without div_mode",
@@ -134,7 +134,7 @@ QUANTIZE = companion(
     sample={"input": "M K", "scales": "K", "dtype": 12},
 )  # fmt: skip
 
-DYNAMIC = companion(
+DYNAMIC = auxiliary(
     "npu_dynamic_quant",
     "torch_npu's rows as integers, each with its own scale: (y, scale).",
     (
@@ -155,12 +155,12 @@ DYNAMIC = companion(
     ),
     rules=(
         invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
-                spoil={"input": "8", "smooth_scales": None}),
+                invalid={"input": "8", "smooth_scales": None}),
         *(
             invalid(f"smooth_scales is None or input.dim() < 2 or smooth_scales.shape[-1:] == input.shape[{axis}]",
                     "smooth_scales", "a factor for every element", f"the size of {text} of input",
                     when=f"(quant_mode == 'perchannel' and group_index is None) is {columns}",
-                    given=given, spoil={"smooth_scales": "7"})
+                    given=given, invalid={"smooth_scales": "7"})
             for axis, text, columns, given in (
                 ("-1:", "the last axis", False, {}),
                 ("-2:-1", "the last axis but one", True, {"quant_mode": "perchannel", "smooth_scales": "M"}),
@@ -168,20 +168,20 @@ DYNAMIC = companion(
         ),
         invalid("smooth_scales is None or smooth_scales.dim() == (1 if group_index is None else 2)", "smooth_scales",
                 "rows of it go with group_index", "[W], or [groups, W] with group_index",
-                spoil={"smooth_scales": "E K"}),
+                invalid={"smooth_scales": "E K"}),
         presence("group_index is None or smooth_scales is not None", "smooth_scales", "groups have their own factors",
-                 given={"group_index": True, "smooth_scales": "E K"}, spoil={"smooth_scales": None}),
+                 given={"group_index": True, "smooth_scales": "E K"}, invalid={"smooth_scales": None}),
         invalid("group_index is None or smooth_scales is None or smooth_scales.dim() != 2 or "
                 "group_index.shape == smooth_scales.shape[:1]", "group_index", "an end of each group", "[groups]",
                 given={"group_index": True, "smooth_scales": "E K"},
-                spoil={"group_index": "3"}),
+                invalid={"group_index": "3"}),
         Rule("ends(group_index, rows_of(input))", "group_index", "groups follow each other", "ends up to the last row",
              when="group_index is not None and group_index.numel() > 0 and input.dim() >= 2",
              code=INVALID, reads=True, given={"group_index": True, "smooth_scales": "E K"},
-             spoil={"group_index": torch.tensor([1, 5])}),
+             invalid={"group_index": torch.tensor([1, 5])}),
         invalid("dst_type != 16 or input.dim() < 1 or input.shape[-1] % 8 == 0", "input", "eight share an int32",
                 "a multiple of 8 elements", given={"dst_type": 16},
-                spoil={"input": "4 6", "smooth_scales": None}),
+                invalid={"input": "4 6", "smooth_scales": None}),
     ),
     formula="scale = max(abs(x * smooth)) / 127        of each row\ny = round(x * smooth / scale)",
     functions={"ends": ends, "rows_of": rows_of},
@@ -189,7 +189,7 @@ DYNAMIC = companion(
     sample={"input": "M K", "smooth_scales": "K"},
 )  # fmt: skip
 
-PARAM = companion(
+PARAM = auxiliary(
     "npu_trans_quant_param",
     "torch_npu's scales and offsets as one integer each, which the chip's multiplier reads.",
     (
@@ -200,10 +200,10 @@ PARAM = companion(
     (result("out", "int64: scale in the low 32 bits, bit 46, and offset in bits 37 to 45.", "int64"),),
     rules=(
         invalid("scale.dim() in (1, 2)", "scale", "one of every column", "[1] or [N], or [1, N]",
-                spoil={"scale": "1 1 3"}),
+                invalid={"scale": "1 1 3"}),
         invalid("offset is None or offset.dim() in (1, 2) and broadcast(scale.shape, offset.shape) is not None",
                 "offset", "one of every scale", "one element, or as many as scale", when="scale.dim() in (1, 2)",
-                given={"offset": "N"}, spoil={"offset": "7"}),
+                given={"offset": "N"}, invalid={"offset": "7"}),
     ),
     formula="out = (float32 bits of scale & 0xFFFFE000) | 1 << 46 | (clamp(round(offset), -256, 255) & 0x1FF) << 37",
     functions={"broadcast": broadcast},
@@ -211,7 +211,7 @@ PARAM = companion(
     sample={"scale": "N"},
 )  # fmt: skip
 
-INT4PACK = companion(
+INT4PACK = auxiliary(
     "npu_convert_weight_to_int4pack",
     "torch_npu's packing of four bits: eight elements in one int32.",
     (
@@ -221,11 +221,11 @@ INT4PACK = companion(
     ),
     (result("out", "An eighth as wide, the first element in the lowest bits.", "int32"),),
     rules=(
-        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", spoil={"weight": "2 3 8"}),
+        invalid("weight.dim() == 2", "weight", "a matrix", "two axes", invalid={"weight": "2 3 8"}),
         invalid("weight.dim() != 2 or weight.shape[1] % 8 == 0", "weight", "eight share an int32",
-                "a multiple of 8 columns", spoil={"weight": "4 6"}),
+                "a multiple of 8 columns", invalid={"weight": "4 6"}),
         Rule("within(weight, 8, low=-8)", "weight", "four bits hold no more", "elements from -8 to 7", level="content",
-             code=INVALID, reads=True, spoil={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
+             code=INVALID, reads=True, invalid={"weight": torch.full((4, 8), 8, dtype=torch.int32)}),
     ),
     formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
     sizes=SIZES,
@@ -237,7 +237,7 @@ BLOCKS: dict[str, Any] = {
     "x2": ("K 2", "int32"), "scale": "2 16", "pertoken_scale": "M 1", "output_dtype": 5, "group_sizes": [0, 0, 4],
 }  # fmt: skip
 MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
-MATMUL = companion(
+MATMUL = auxiliary(
     "npu_quant_matmul",
     "torch_npu's product of two matrices of int8, or of four bits, scaled.",
     (
@@ -259,15 +259,15 @@ MATMUL = companion(
     ),
     (result("out", "[..., M, N].", ""),),
     rules=(
-        invalid(MATRICES, "x1", "matrices", "two axes or more", spoil={"x1": ("K", "int8")}),
+        invalid(MATRICES, "x1", "matrices", "two axes or more", invalid={"x1": ("K", "int8")}),
         invalid("x1.dtype == int8 or x2.dtype == int32", "x2", "four bits meet four bits", "int32 as x1",
-                spoil={"x1": ("M 1", "int32")}),
+                invalid={"x1": ("M 1", "int32")}),
         invalid("multiplies(x1, x2)", "x2", "rows of x1 meet columns of x2",
-                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, spoil={"x2": ("7 N", "int8")}),
+                "[..., K, N], its batch broadcast to that of x1", when=MATRICES, invalid={"x2": ("7 N", "int8")}),
         *(
             invalid(f"{name} is None or {name}.dim() == 1 and {name}.numel() in {sizes}", name, of, text,
                     when=f"{MATRICES} and not mixed(x1, x2)",
-                    given={} if name == "scale" else {name: good}, spoil={name: "7"})
+                    given={} if name == "scale" else {name: good}, invalid={name: "7"})
             for name, sizes, of, text, good in (
                 ("scale", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
                 ("offset", "(1, columns(x1, x2))", "of the columns of x2", "[1] or [N]", "N"),
@@ -276,17 +276,17 @@ MATMUL = companion(
         ),
         invalid("bias is None or fits_result(bias, x1, x2)", "bias", "added to every row",
                 "[N], [1, N] or [batch, 1, N]", when=f"{MATRICES} and multiplies(x1, x2)", given={"bias": "N"},
-                spoil={"bias": "7"}),
+                invalid={"bias": "7"}),
         invalid("bias is None or output_dtype != 3 or bias.dtype == int32", "bias", "sums of whole numbers", "int32",
-                given={"bias": "N", "output_dtype": 3}, spoil={"bias": ("N", "float32")}),
+                given={"bias": "N", "output_dtype": 3}, invalid={"bias": ("N", "float32")}),
         invalid("offset is None or output_dtype in (None, 1) or mixed(x1, x2)", "offset",
-                "int8 results alone have one", "None", given={"offset": "N"}, spoil={"output_dtype": 5}),
+                "int8 results alone have one", "None", given={"offset": "N"}, invalid={"output_dtype": 5}),
         invalid("group_sizes is None or len(group_sizes) == 0 or mixed(x1, x2)", "group_sizes",
-                "blocks are of x2 in four bits beside x1 in eight", "None", spoil={"group_sizes": [0, 0, 8]}),
+                "blocks are of x2 in four bits beside x1 in eight", "None", invalid={"group_sizes": [0, 0, 8]}),
         *(
             invalid(check, param, "eight bits meet four in blocks", text, when=f"{MATRICES} and mixed(x1, x2)",
-                    given=BLOCKS, spoil=spoil)
-            for check, param, text, spoil in (
+                    given=BLOCKS, invalid=broken)
+            for check, param, text, broken in (
                 ("blocks(x1, group_sizes)", "group_sizes", "[0, 0, a divisor of K]", {"group_sizes": [0, 0, 3]}),
                 ("not blocks(x1, group_sizes) or scale.shape == (blocks(x1, group_sizes), columns(x1, x2))", "scale",
                  "[blocks, N]", {"scale": "3 16"}),
@@ -297,7 +297,7 @@ MATMUL = companion(
                 ("output_dtype in (5, 15)", "output_dtype", "float16 or bfloat16", {"output_dtype": 1}),
             )
         ),
-        invalid("y_scale is None", "y_scale", "not computed here", "None", spoil={"y_scale": "1"}),
+        invalid("y_scale is None", "y_scale", "not computed here", "None", invalid={"y_scale": "1"}),
     ),
     formula="out = (x1 x2 + bias) * scale * pertoken_scale + offset        (the product in whole numbers)\n"
     "out = x1 x2 + bias        to int32\n"

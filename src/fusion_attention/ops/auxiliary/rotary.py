@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import companion, floats, no_derivative, result, same_shape
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, same_shape
 from fusion_attention.ops.shared.rules import invalid
 
 X = floats("input", "What is turned.")
@@ -25,9 +25,9 @@ MODES = invalid(
     "rotary_mode",
     "The rotary_mode of npu_rotary_mul should be half or interleave, but got neither",  # torch_npu's own words
     "'half' or 'interleave'",
-    spoil={"rotary_mode": "quarter"},
+    invalid={"rotary_mode": "quarter"},
 )
-EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", spoil={"input": "B 5"})
+EVEN = invalid("halves(input, -1)", "input", "elements turn in pairs", "rows of an even size", invalid={"input": "B 5"})
 FORMULA = """y = x * cos + turned(x) * sin
 half:        turned(x) = (-x[D/2:], x[:D/2])
 interleave:  turned(x)[2i] = -x[2i+1],  turned(x)[2i+1] = x[2i]"""
@@ -45,7 +45,7 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
         cos,
         "axes of size 1 are repeated",
         f"a shape that is repeated to that of {first}",
-        spoil={cos: "7 W", sin: "7 W"},
+        invalid={cos: "7 W", sin: "7 W"},
     )
     # One that fits the first rows and not the second has more heads than these.
     others = (
@@ -55,17 +55,17 @@ def angles(cos: str, sin: str, first: str, *rows: str) -> tuple[Rule, ...]:
             "one table of angles turns both",
             f"rows that {cos} is repeated to",
             when=f"expands_to({cos}, {first})",
-            spoil={name: "B 3 N1 W"},
+            invalid={name: "B 3 N1 W"},
         )
         for name in rows
     )
-    same = invalid(f"{sin}.shape == {cos}.shape", sin, "of one table", f"the shape of {cos}", spoil={sin: "W"})
+    same = invalid(f"{sin}.shape == {cos}.shape", sin, "of one table", f"the shape of {cos}", invalid={sin: "W"})
     return (fit, *others, same)
 
 
 def even(name: str, *also: str) -> Rule:
     """EVEN of another tensor; also: what must be as wide in a sample."""
-    return replace(EVEN, check=f"halves({name}, -1)", param=name, spoil=dict.fromkeys((name, *also), "B 3 N1 5"))
+    return replace(EVEN, check=f"halves({name}, -1)", param=name, invalid=dict.fromkeys((name, *also), "B 3 N1 5"))
 
 
 def pairs(*names: str) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def pairs(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names[:-2], "B S1 N1 W") | dict.fromkeys(names[-2:], "1 S1 1 W")
 
 
-ROTARY_MUL = companion(
+ROTARY_MUL = auxiliary(
     "npu_rotary_mul",
     "torch_npu's rotary positions.",
     (
@@ -86,7 +86,7 @@ ROTARY_MUL = companion(
     (result("y", "In the shape of input.", "=input"),),
     rules=(
         MODES,
-        replace(EVEN, spoil=dict.fromkeys(("input", "r1", "r2"), "B 5")),
+        replace(EVEN, invalid=dict.fromkeys(("input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
         invalid(
             "rotate is None or tuple(rotate.shape) == (input.shape[-1], input.shape[-1])",
@@ -94,14 +94,14 @@ ROTARY_MUL = companion(
             "every row is multiplied by it",
             "[D, D]",
             when="input.dim() > 0",
-            spoil={"rotate": "W 3"},
+            invalid={"rotate": "W 3"},
         ),
     ),
     formula=FORMULA,
     tex=TEX,
     sample=ROWS,
 )
-ROTARY_MUL_BACKWARD = companion(
+ROTARY_MUL_BACKWARD = auxiliary(
     "npu_rotary_mul_backward",
     "Gradients of npu_rotary_mul: (dx, dr1, dr2).",
     (floats("grad", "Gradient of y."), floats("input", "What was turned.", like="grad"), COS, SIN, MODE),
@@ -113,14 +113,14 @@ ROTARY_MUL_BACKWARD = companion(
     rules=(
         replace(MODES, advice="elements turn in halves, or in pairs"),
         same_shape("grad", "input"),
-        replace(EVEN, spoil=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
+        replace(EVEN, invalid=dict.fromkeys(("grad", "input", "r1", "r2"), "B 5")),
         *angles("r1", "r2", "input"),
     ),
     formula="dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x), summed where cos was repeated",
     sample={**ROWS, "grad": "B S1 N1 W"},
 )
 QUERY, KEY = floats("query", "Query rows."), floats("key", "Key rows.", like="query")
-APPLY = companion(
+APPLY = auxiliary(
     "npu_apply_rotary_pos_emb",
     "torch_npu's rotary positions of queries and keys: (query, key).",
     (
@@ -146,7 +146,7 @@ APPLY = companion(
     tex=TEX,
     sample=pairs("query", "key", "cos", "sin"),
 )
-INTERLEAVE_ROPE = companion(
+INTERLEAVE_ROPE = auxiliary(
     "npu_interleave_rope",
     "torch_npu's rotary positions of rows whose pairs are neighbours and leave as halves.",
     (floats("x", "What is turned."), floats("cos", "Cosines of the result."), floats("sin", "Sines, as cos.")),
@@ -172,7 +172,7 @@ def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
     return bool((section >= 0).all()) and int(section.sum()) * 2 == width
 
 
-MROPE = companion(
+MROPE = auxiliary(
     "npu_mrope",
     "torch_npu's rotary positions of one or three kinds, from a table: (query, key).",
     (
@@ -199,7 +199,7 @@ MROPE = companion(
             "positions",
             "one kind of positions, three or four",
             "[T], [3, T] or [4, T]",
-            spoil={"positions": torch.zeros(2, 4, dtype=torch.int64)},
+            invalid={"positions": torch.zeros(2, 4, dtype=torch.int64)},
         ),
         *(
             invalid(
@@ -208,7 +208,7 @@ MROPE = companion(
                 "[T, heads * head_size]",
                 "whole heads of every token",
                 when="positions.dim() in (1, 2)",
-                spoil={name: "S1 7"},
+                invalid={name: "S1 7"},
             )
             for name in ("query", "key")
         ),
@@ -217,7 +217,7 @@ MROPE = companion(
             "cos_sin_cache",
             "a row for every position",
             "[positions, rotary size] with an even rotary size of at most head_size",
-            spoil={"cos_sin_cache": "7 5"},
+            invalid={"cos_sin_cache": "7 5"},
         ),
         Rule(
             "sections_fit(mrope_section, positions, cos_sin_cache.shape[1])",
@@ -225,7 +225,7 @@ MROPE = companion(
             "together they are half of the rotary size",
             "a size of the section of each kind",
             when="cos_sin_cache.dim() == 2 and (positions.dim() == 1 or positions.shape[:-1] in ((3,), (4,)))",
-            spoil={"mrope_section": [1, 2]},
+            invalid={"mrope_section": [1, 2]},
         ),
         invalid(
             "positions.shape[:-1] != (4,) or cache_mode == 'default'",
@@ -233,7 +233,7 @@ MROPE = companion(
             "four kinds come one after the other",
             "'default' beside four kinds of positions",
             given={"positions": torch.zeros(4, 4, dtype=torch.int64), "mrope_section": [1, 1, 1, 1]},
-            spoil={"cache_mode": "interleave"},
+            invalid={"cache_mode": "interleave"},
         ),
         Rule(
             "within(positions, cos_sin_cache.shape[0])",
@@ -242,7 +242,7 @@ MROPE = companion(
             "positions that cos_sin_cache has",
             reads=True,
             when="cos_sin_cache.dim() == 2",
-            spoil={"positions": torch.tensor([0, 1, 2, 7])},
+            invalid={"positions": torch.tensor([0, 1, 2, 7])},
         ),
         *no_derivative(query=(4, 32), key=(4, 16)),
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import companion, floats, no_derivative, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result
 from fusion_attention.ops.shared.rules import invalid
 
 
@@ -51,7 +51,7 @@ def splits(x: torch.Tensor, w: torch.Tensor, perm_x: Any, perm_w: Any, perm_y: A
 
 FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, result_columns)}
 PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
-CONFUSION_TRANSPOSE = companion(
+CONFUSION_TRANSPOSE = auxiliary(
     "npu_confusion_transpose",
     "torch_npu's reshape and permutation in one.",
     (
@@ -66,14 +66,14 @@ CONFUSION_TRANSPOSE = companion(
             "shape",
             "none is left out or made up",
             "as many elements as input has",
-            spoil={"shape": [2, 4, 7]},
+            invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, input.dim() if transpose_first else len(shape))",
             "perm",
             "those of input where it is permuted first, of shape where it is reshaped first",
             "every axis once",
-            spoil={"perm": [0, 1, 1]},
+            invalid={"perm": [0, 1, 1]},
         ),
     ),
     formula="""transpose_first:  y = input.permute(perm).reshape(shape)
@@ -81,7 +81,7 @@ otherwise:  y = input.reshape(shape).permute(perm)""",
     functions=FUNCTIONS,
     sample={"input": "B S1 W", "perm": [0, 2, 1], "shape": [2, 32], "transpose_first": True},
 )
-CONFUSION_TRANSPOSE_BACKWARD = companion(
+CONFUSION_TRANSPOSE_BACKWARD = auxiliary(
     "npu_confusion_transpose_backward",
     "The gradient of npu_confusion_transpose.",
     (
@@ -97,21 +97,21 @@ CONFUSION_TRANSPOSE_BACKWARD = companion(
             "shape",
             "that of the forward's input",
             "as many elements as grad has",
-            spoil={"shape": [2, 4, 7]},
+            invalid={"shape": [2, 4, 7]},
         ),
         invalid(
             "permutes(perm, grad.dim() if transpose_first else len(shape))",
             "perm",
             "the forward's",
             "every axis once",
-            spoil={"perm": [0, 1, 1]},
+            invalid={"perm": [0, 1, 1]},
         ),
     ),
     formula="what npu_confusion_transpose did, backwards",
     functions=FUNCTIONS,
     sample={"grad": "B 32", "perm": [0, 2, 1], "shape": [2, 4, 8], "transpose_first": False},
 )
-FORMAT_CAST = companion(
+FORMAT_CAST = auxiliary(
     "npu_format_cast",
     "torch_npu's change of a tensor's format: here a copy that remembers the format.",
     (
@@ -127,7 +127,7 @@ FORMAT_CAST = companion(
 FORMAT_CAST_ = FORMAT_CAST.version(
     "npu_format_cast_", "torch_npu's change of a tensor's format in place: here the tensor remembers it."
 )
-TRANSPOSE_BATCHMATMUL = companion(
+TRANSPOSE_BATCHMATMUL = auxiliary(
     "npu_transpose_batchmatmul",
     "torch_npu's batched product with permuted operands and result.",
     (
@@ -156,7 +156,7 @@ TRANSPOSE_BATCHMATMUL = companion(
                 name,
                 f"{name} should be an order of three axes",
                 "every axis once",
-                spoil={name: [0, 1, 1]},
+                invalid={name: [0, 1, 1]},
             )
             for name in ("perm_x1", "perm_x2", "perm_y")
         ),
@@ -165,7 +165,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             "input",
             "a batch of matrices each",
             "three axes, as weight",
-            spoil={"input": "4 8", "weight": "8 5"},
+            invalid={"input": "4 8", "weight": "8 5"},
         ),
         invalid(
             "multiply(input, weight, perm_x1, perm_x2)",
@@ -173,7 +173,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             "batch and inner axis are those of input",
             "[B, K, N] after perm_x2",
             when="input.dim() == 3 and weight.dim() == 3",
-            spoil={"weight": "4 7 5"},
+            invalid={"weight": "4 7 5"},
         ),
         invalid(
             "batch_split_factor > 0 and (batch_split_factor == 1 or splits(input, weight, perm_x1, perm_x2, perm_y,"
@@ -182,7 +182,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             "parts are cut from rows [B*N] of a result [M, B, N]",
             "a divisor of B*N; with another perm_y 1",
             when="input.dim() == 3 and weight.dim() == 3",
-            spoil={"batch_split_factor": 3},
+            invalid={"batch_split_factor": 3},
         ),
         invalid(
             "scale is None or perm_y is None or tuple(perm_y) == (1, 0, 2)",
@@ -190,7 +190,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             "a scaled result is [M, 1, B*N]",
             "[1, 0, 2] or None",
             given={"scale": "10"},
-            spoil={"perm_y": [0, 1, 2]},
+            invalid={"perm_y": [0, 1, 2]},
         ),
         invalid(
             "scale is None or batch_split_factor == 1",
@@ -198,7 +198,7 @@ TRANSPOSE_BATCHMATMUL = companion(
             "a scaled result is [M, 1, B*N]",
             "1",
             given={"scale": "10"},
-            spoil={"batch_split_factor": 2},
+            invalid={"batch_split_factor": 2},
         ),
         invalid(
             "scale is None or scale.shape == (result_columns(weight, perm_x2),)",
@@ -207,9 +207,9 @@ TRANSPOSE_BATCHMATMUL = companion(
             "[B*N]",
             when="input.dim() == 3 and weight.dim() == 3 and result_columns(weight, perm_x2) >= 0",
             given={"scale": "10"},
-            spoil={"scale": "5"},
+            invalid={"scale": "5"},
         ),
-        invalid("bias is None", "bias", "add it to the result", "None", spoil={"bias": "5"}),
+        invalid("bias is None", "bias", "add it to the result", "None", invalid={"bias": "5"}),
         *no_derivative(input=(2, 4, 8)),
     ),
     formula="y = (input.permute(perm_x1) @ weight.permute(perm_x2)).permute(perm_y)\n"

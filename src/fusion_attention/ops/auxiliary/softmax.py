@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fusion_attention.contract import Attr, Tensor
-from fusion_attention.ops.auxiliary.common import companion, floats, result, same_shape
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, same_shape
 from fusion_attention.ops.shared.rules import finite_scale, invalid
 
 MASK = Tensor(
@@ -26,13 +26,13 @@ def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
             scores,
             "rows of scores",
             "two axes or more",
-            spoil=dict.fromkeys((scores, *also), "7") | {"mask": ("7", "zeros")},
+            invalid=dict.fromkeys((scores, *also), "7") | {"mask": ("7", "zeros")},
         ),
-        invalid(f"expands_to(mask, {scores})", "mask", advice, text, spoil={"mask": "5 7"}),
+        invalid(f"expands_to(mask, {scores})", "mask", advice, text, invalid={"mask": "5 7"}),
     )
 
 
-SCALED_MASKED_SOFTMAX = companion(
+SCALED_MASKED_SOFTMAX = auxiliary(
     "npu_scaled_masked_softmax",
     "torch_npu's softmax of scaled and masked scores.",
     (
@@ -47,7 +47,7 @@ SCALED_MASKED_SOFTMAX = companion(
     tex=r"y = \operatorname{softmax}\begin{cases} -10000 & mask \\ scale \cdot x & \text{else} \end{cases}",
     sample={"x": "B N1 S1 W", "mask": "S1 W"},
 )
-SCALED_MASKED_SOFTMAX_BACKWARD = companion(
+SCALED_MASKED_SOFTMAX_BACKWARD = auxiliary(
     "npu_scaled_masked_softmax_backward",
     "The gradient of npu_scaled_masked_softmax.",
     (

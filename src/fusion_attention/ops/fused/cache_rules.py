@@ -44,7 +44,7 @@ CACHES = (
         needs=FUSED_ONLY,
         stage="presence",
         given=PAGES,
-        spoil={"actual_seq_lengths_kv": None},
+        invalid={"actual_seq_lengths_kv": None},
     ),
     replace(
         of_lengths(
@@ -55,7 +55,7 @@ CACHES = (
             text="rows of num_key_value_heads heads with the elements of query's",
             when="heads_fit(num_key_value_heads, N1)",
             needs=FUSED_ONLY,
-            spoil={"key": "B S2 7", "value": "B S2 7"},
+            invalid={"key": "B S2 7", "value": "B S2 7"},
         ),
         code=INVALID,
     ),
@@ -66,7 +66,7 @@ CACHES = (
         text="the shape of key but for the last axis",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
-        spoil={"value": "B 5 N2*Dv"},
+        invalid={"value": "B 5 N2*Dv"},
     ),
     of_lengths(
         f"counted(key, input_layout, B, {HEADS}, block_table)",
@@ -75,7 +75,7 @@ CACHES = (
         text="one tensor of the batch, one per item with a batch of 1, or (with a block table) pages",
         when=f"heads_fit(num_key_value_heads, N1) and rows_fit(key, {CACHE}, D, block_table) is True",
         needs=FUSED_ONLY,
-        spoil={"key": "3 S2 N2*D", "value": "3 S2 N2*Dv"},
+        invalid={"key": "3 S2 N2*D", "value": "3 S2 N2*Dv"},
     ),
     Rule(
         "block_size == page",
@@ -84,7 +84,7 @@ CACHES = (
         text="the slots of a page of key",
         when="block_table is not None",
         given=PAGES,
-        spoil={"block_size": 32},
+        invalid={"block_size": 32},
     ),
     Rule(
         "pieces_fit(key) is True and pieces_fit(value) is True",
@@ -94,7 +94,7 @@ CACHES = (
         when="block_table is not None",
         needs=FUSED_ONLY,
         given={**PAGES, "key": "8 N2 4 16 16", "value": "8 N2 4 16 16"},
-        spoil={"key": "8 N2 2 16 32", "value": "8 N2 2 16 32"},
+        invalid={"key": "8 N2 2 16 32", "value": "8 N2 2 16 32"},
     ),
     Rule(
         "block_table.shape[0] == B",
@@ -103,7 +103,7 @@ CACHES = (
         text="a row of pages per item",
         when="block_table is not None",
         given={**PAGES, "input_layout": "TND"},
-        spoil={"block_table": "3 2"},
+        invalid={"block_table": "3 2"},
     ),
     *(
         replace(rule, when="block_table is not None and block_table.shape[0] == B")
@@ -121,7 +121,7 @@ CACHE_LIMITS = (
         text="a multiple of 16 (int8: 32), at most 1024, over one-token queries 512",
         when="block_table is not None",
         given=PAGES,
-        spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
+        invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
         "of_inputs(input_layout) in ('BNSD', 'TND') or cache_layout != 'BNSD'",
@@ -131,7 +131,7 @@ CACHE_LIMITS = (
         when="block_table is not None",
         needs=FUSED_ONLY,
         given=PAGES,
-        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+        invalid={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
     *(replace(rule, given=PAGES) for rule in POOLS),
     limit(
@@ -142,9 +142,9 @@ CACHE_LIMITS = (
         when="block_table is not None",
         needs=("key_shared_prefix",),
         given=PAGES,
-        spoil={"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*D"},
+        invalid={"key_shared_prefix": "1 4 N2*D", "value_shared_prefix": "1 4 N2*D"},
     ),
-    replace(SHORT_LIST, needs=FUSED_ONLY, spoil={**SHORT_LIST.spoil, "D": 16, "Dv": 16}),
+    replace(SHORT_LIST, needs=FUSED_ONLY, invalid={**SHORT_LIST.invalid, "D": 16, "Dv": 16}),
     limit(
         "len({0 in t.shape for t in key}) == 1",
         "key",
@@ -152,7 +152,7 @@ CACHE_LIMITS = (
         text="tensors of which all or none are empty",
         needs=FUSED_ONLY,
         given={"B": 1},
-        spoil={
+        invalid={
             "B": 2,
             **{name: [torch.zeros(1, n, 128, dtype=torch.float16) for n in (6, 0)] for name in ("key", "value")},
         },
@@ -165,7 +165,7 @@ CACHE_LIMITS = (
             text=f"{what} of neighbouring elements",
             when=f"{name} is not None",
             given=given,
-            spoil={name: gaps},
+            invalid={name: gaps},
         )
         for name, what, given, gaps in (
             ("query", "rows", {}, GAPS),
@@ -186,7 +186,7 @@ PADDING = (
             text=f"one number, beside {lengths}",
             when=f"{name} is not None",
             given={**PADDED, name: [1]},
-            spoil={name: [1, 1]},
+            invalid={name: [1, 1]},
         )
         for name, lengths in (
             ("query_padding_size", "actual_seq_lengths"),
@@ -202,18 +202,18 @@ PADDING = (
             text="left padding in one padded tensor, without pages, rope parts, prefix or sink",
             when=f"{name} is not None",
             given={**PADDED, name: [1]},
-            spoil={"input_layout": "NSD", "actual_seq_lengths": [2], "actual_seq_lengths_kv": [4]},
+            invalid={"input_layout": "NSD", "actual_seq_lengths": [2], "actual_seq_lengths_kv": [4]},
         )
         for name in ("query_padding_size", "kv_padding_size")
     ),
     note(
         "padded",
         "kv_padding_size",
-        "an item without that room is zeros, as if it had no keys",
+        "an item without that buffer is zeros, as if it had no keys",
         text="room for every item before its padding",
         when="kv_padding_size is not None",
         given=PADDED,
-        spoil={"kv_padding_size": [2]},
+        invalid={"kv_padding_size": [2]},
     ),
 )
 PREFIXES = (
@@ -224,7 +224,7 @@ PREFIXES = (
         text="key_shared_prefix and value_shared_prefix, or neither",
         stage="presence",
         given=PREFIX,
-        spoil={"value_shared_prefix": None},
+        invalid={"value_shared_prefix": None},
     ),
     of_lengths(
         f"prefix_fits(key_shared_prefix, key, {CACHE}, D)",
@@ -233,7 +233,7 @@ PREFIXES = (
         text="a tensor of key's layout, heads, elements and dtype, with a batch of 1",
         when="key_shared_prefix is not None",
         given=PREFIX,
-        spoil={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
+        invalid={"key_shared_prefix": "2 4 N2*D", "value_shared_prefix": "1 4 N2*Dv"},
     ),
     of_lengths(
         f"lies_as(value_shared_prefix, key_shared_prefix, {CACHE}, None, None) is True and "
@@ -244,7 +244,7 @@ PREFIXES = (
         when=f"key_shared_prefix is not None and prefix_fits(key_shared_prefix, key, {CACHE}, D) is True",
         needs=("key_shared_prefix",),
         given=PREFIX,
-        spoil={"value_shared_prefix": "1 3 N2*Dv"},
+        invalid={"value_shared_prefix": "1 3 N2*Dv"},
     ),
     Rule(
         "of_elements(value_shared_prefix, input_layout, N2) == Dv",
@@ -253,7 +253,7 @@ PREFIXES = (
         text="rows as long as value's",
         when="value_shared_prefix is not None",
         given=PREFIX,
-        spoil={"value_shared_prefix": "1 4 N2*32"},
+        invalid={"value_shared_prefix": "1 4 N2*32"},
     ),
     of_lengths(
         "len(actual_shared_prefix_len) == 1",
@@ -262,7 +262,7 @@ PREFIXES = (
         text="one number",
         when="actual_shared_prefix_len is not None",
         given=PREFIX,
-        spoil={"actual_shared_prefix_len": [2, 2]},
+        invalid={"actual_shared_prefix_len": [2, 2]},
     ),
     Rule(
         "0 <= common <= held",
@@ -271,7 +271,7 @@ PREFIXES = (
         text="0 <= length <= keys of key_shared_prefix",
         when="key_shared_prefix is not None",
         given=PREFIX,
-        spoil={"actual_shared_prefix_len": [5]},
+        invalid={"actual_shared_prefix_len": [5]},
     ),
     Rule(
         "query_rope is None",
@@ -281,7 +281,7 @@ PREFIXES = (
         when="key_shared_prefix is not None",
         needs=("query_rope",),
         given=PREFIX,
-        spoil=ROPE,
+        invalid=ROPE,
     ),
     limit(
         "input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD') and dtype_of(query) != 'int8' and len(key) == 1",
@@ -290,7 +290,7 @@ PREFIXES = (
         text="a prefix of padded keys in one tensor, under a query of floats",
         when="key_shared_prefix is not None",
         given=PREFIX,
-        spoil={
+        invalid={
             "input_layout": "TND",
             "actual_seq_lengths": [3, 8],
             "actual_seq_lengths_kv": [5, 12],
@@ -308,7 +308,7 @@ ROPES = (
         text="the dtype of query",
         when="query_rope is not None and key_rope is not None and dtype_of(query) != 'int8'",
         given=ROPE,
-        spoil={"query_rope": ("B S1 N1*Dr", "bfloat16"), "key_rope": ("B S2 N2*Dr", "bfloat16")},
+        invalid={"query_rope": ("B S1 N1*Dr", "bfloat16"), "key_rope": ("B S2 N2*Dr", "bfloat16")},
     ),
     typed(
         "dtype_of(key_rope) == dtype_of(query_rope)",
@@ -317,7 +317,7 @@ ROPES = (
         text="the dtype of query_rope",
         when="query_rope is not None and key_rope is not None",
         given=ROPE,
-        spoil={"key_rope": ("B S2 N2*Dr", "bfloat16")},
+        invalid={"key_rope": ("B S2 N2*Dr", "bfloat16")},
     ),
     replace(
         of_lengths(
@@ -327,12 +327,17 @@ ROPES = (
             text="the shape of key with the elements of query_rope",
             when=f"key_rope is not None and query_rope is not None and rows_fit(key, {CACHE}, D, block_table) is True",
             given=ROPE,
-            spoil={"key_rope": "B 5 N2*Dr"},
+            invalid={"key_rope": "B 5 N2*Dr"},
         ),
         code=INVALID,
     ),
     limit(
-        "Dr == 64", "query_rope", "the chip takes no other", when="query_rope is not None", given=ROPE, spoil={"Dr": 32}
+        "Dr == 64",
+        "query_rope",
+        "the chip takes no other",
+        when="query_rope is not None",
+        given=ROPE,
+        invalid={"Dr": 32},
     ),
     limit(
         "D == Dv and D in (128, 512)",
@@ -341,7 +346,7 @@ ROPES = (
         text="rows of 128 or 512 elements beside rope parts",
         when="query_rope is not None",
         given=ROPE,
-        spoil={"D": 64, "Dv": 64},
+        invalid={"D": 64, "Dv": 64},
     ),
     limit(
         "N2 == 1 and N1 in (1, 2, 4, 8, 16, 32, 64, 128)",
@@ -350,7 +355,7 @@ ROPES = (
         text="a power of two of query heads, at most 128, over one key head",
         when="query_rope is not None and D == 512",
         given=LATENT,
-        spoil={"N1": 3, "num_heads": 3},
+        invalid={"N1": 3, "num_heads": 3},
     ),
     limit(
         "mask_kind != 'full' and (dtype_of(key) == dtype_of(query))",
@@ -359,7 +364,7 @@ ROPES = (
         text="no full mask and no integer keys under a query of floats beside rope parts",
         when="query_rope is not None",
         given=ROPE,
-        spoil={"atten_mask": "B S1 S2"},
+        invalid={"atten_mask": "B S1 S2"},
     ),
     reserved("key_rope_antiquant_scale", "1"),
 )

@@ -65,10 +65,10 @@ def lower(bound: Bound) -> InferenceCall:
     latent = n["query_rope"] is not None and _same_memory(key, value)
     problem = settled.shared if latent else settled.problem
     call = InferenceCall(
-        *(problem, settled.extents, _laid(of_inputs(n["input_layout"])), settled.cache, n["query"]),
+        *(problem, settled.extents, _prepared(of_inputs(n["input_layout"])), settled.cache, n["query"]),
         *(key, None if latent else value, n["block_table"]),
-        memo=bound.memo,
-        out_layout=_laid(of_output(n["input_layout"])),
+        call_cache=bound.call_cache,
+        out_layout=_prepared(of_output(n["input_layout"])),
         lse_by_batch=n["input_layout"] == "NSD",
     )
     if n["softmax_lse_flag"]:
@@ -98,13 +98,14 @@ def lower(bound: Bound) -> InferenceCall:
 
 
 def _settle(n: dict[str, Any]) -> _Settled:
-    cache = Cache(_laid(n["cache_layout"]), n["page"])
+    cache = Cache(_prepared(n["cache_layout"]), n["page"])
     problem, extents = _problem(n), _extents(n)
     return _Settled(problem, replace(problem, shares_kv=True), extents, cache)
 
 
-def _laid(layout: str) -> str:
-    """A layout as the waist's views know it: rows of one sequence without a batch axis are packed rows."""
+def _prepared(layout: str) -> str:
+    """A layout as the intermediate representation's views know it: rows of one sequence without a batch axis are packed
+    rows."""
     return "NTD" if layout == "NSD" else layout
 
 

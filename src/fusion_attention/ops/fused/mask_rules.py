@@ -31,7 +31,7 @@ MODES = (
         when="mode != 0",
         needs=("sparse_mode",),
         given=SQUARE,
-        spoil={"atten_mask": None},
+        invalid={"atten_mask": None},
     ),
     Rule(
         "mask_fits(atten_mask, mask_kind, B, S1, columns, False, False, q_used)",
@@ -41,7 +41,7 @@ MODES = (
         when="mask_kind == 'triangle'",
         needs=("sparse_mode",),
         given=SQUARE,
-        spoil={"atten_mask": "S1 S2"},
+        invalid={"atten_mask": "S1 S2"},
     ),
     Rule(
         "mask_fits(atten_mask, mask_kind, B, S1, columns, T1 is not None, one_token, q_used)",
@@ -51,7 +51,7 @@ MODES = (
         "[B, 1, keys] or [B, 1, 1, keys]",
         when="mask_kind == 'full'",
         given=FULL,
-        spoil={"atten_mask": "B 1 1 S2"},
+        invalid={"atten_mask": "B 1 1 S2"},
     ),
     Rule(
         "mask_fits(atten_mask, mask_kind, B, S1, columns, T1 is not None, one_token, q_used)",
@@ -61,7 +61,7 @@ MODES = (
         when="mask_kind == 'tree'",
         needs=("block_table",),
         given=TREE,
-        spoil={"atten_mask": "S1 S1"},
+        invalid={"atten_mask": "S1 S1"},
     ),
     Rule(
         f"no_more_rows(q_used, {SEEN})",
@@ -71,7 +71,7 @@ MODES = (
         when="mode == 9",
         needs=("block_table",),
         given=TREE,
-        spoil={"actual_seq_lengths_kv": [2, 6]},
+        invalid={"actual_seq_lengths_kv": [2, 6]},
     ),
     Rule(
         "pre + next >= 0",
@@ -80,7 +80,7 @@ MODES = (
         text="a window that is not empty: pre_tokens + next_tokens >= 0",
         when="mask_kind != 'none'",
         given=FULL,
-        spoil={"pre_tokens": 1, "next_tokens": -2},
+        invalid={"pre_tokens": 1, "next_tokens": -2},
     ),
     limit(
         f"meets(mode, pre, next, q_used, {SEEN})",
@@ -89,7 +89,7 @@ MODES = (
         text="a window that meets the scores of every item",
         when="mode in (0, 4) and mask_kind != 'none' and pre + next >= 0",
         given={**FULL, "atten_mask": torch.ones(3, 6, dtype=torch.bool)},
-        spoil={"pre_tokens": 9, "next_tokens": -3},
+        invalid={"pre_tokens": 9, "next_tokens": -3},
     ),
     limit(
         f"no_more_rows(q_used, {SEEN})",
@@ -99,7 +99,7 @@ MODES = (
         when="mode == 3",
         only=PACKED,
         given=SQUARE,
-        spoil={"actual_seq_lengths_kv": [2, 12]},
+        invalid={"actual_seq_lengths_kv": [2, 12]},
     ),
     limit(
         "not (one_token and sparse_mode in (2, 3, 4) and mask_kind == 'none')",
@@ -109,7 +109,7 @@ MODES = (
         when="atten_mask is not None and sparse_mode != 2 and sparse_mode != 4",
         needs=("block_table",),
         given={**SQUARE, "S1": 3},
-        spoil={"S1": 1},
+        invalid={"S1": 1},
     ),
     note(
         "not one_token or sparse_mode not in (2, 4)",
@@ -117,7 +117,7 @@ MODES = (
         "one-token queries outside TND see every key; use TND or a mask for a window",
         text="mode 0, 1 or 3 over one-token queries",
         needs=("block_table",),
-        spoil={"S1": 1, "sparse_mode": 4},
+        invalid={"S1": 1, "sparse_mode": 4},
     ),
 )
 MASK_SHAPES = (
@@ -129,7 +129,7 @@ MASK_SHAPES = (
         when="mask_kind == 'full'",
         needs=("block_table",),
         given={"S1": 1, "atten_mask": "B S2"},
-        spoil={"atten_mask": "1 S2"},
+        invalid={"atten_mask": "1 S2"},
     ),
     limit(
         "atten_mask.shape[-1] >= block_table.shape[1] * block_size",
@@ -139,7 +139,7 @@ MASK_SHAPES = (
         when="block_table is not None and mask_kind == 'full'",
         needs=("block_table",),
         given={**PAGES, "atten_mask": "B S1 32"},
-        spoil={"block_table": "B 3"},
+        invalid={"block_table": "B 3"},
     ),
     limit(
         "mask_kind != 'full' or one_token or atten_mask.dim() != 2 or (D == Dv and query_rope is None)",
@@ -148,7 +148,7 @@ MASK_SHAPES = (
         text="a mask with a batch axis beside rope parts, or where D is not Dv",
         when="atten_mask is not None",
         given=FULL,
-        spoil={"Dv": 32},
+        invalid={"Dv": 32},
     ),
     limit(
         "mask_kind != 'full'",
@@ -157,7 +157,7 @@ MASK_SHAPES = (
         text="no full mask beside packed rows",
         only=PACKED,
         given={**FULL, "atten_mask": None},
-        spoil={"atten_mask": "B 5 7"},
+        invalid={"atten_mask": "B 5 7"},
     ),
     limit(
         "mask_kind != 'triangle' or atten_mask.dim() == 2",
@@ -166,7 +166,7 @@ MASK_SHAPES = (
         text="a compressed mask of two axes",
         only=PACKED,
         given=SQUARE,
-        spoil={"atten_mask": "1 2048 2048"},
+        invalid={"atten_mask": "1 2048 2048"},
     ),
     content(
         "is_causal(atten_mask)",
@@ -176,7 +176,7 @@ MASK_SHAPES = (
         when="mask_kind == 'triangle'",
         needs=("sparse_mode",),
         given=SQUARE,
-        spoil={"atten_mask": ("2048 2048", "bool")},
+        invalid={"atten_mask": ("2048 2048", "bool")},
     ),
     content(
         "hides_nothing(atten_mask, pre, next)",
@@ -185,7 +185,7 @@ MASK_SHAPES = (
         text="a mask that agrees with pre_tokens and next_tokens",
         when="mask_kind == 'full' and mode == 0",
         given=FULL,
-        spoil={"pre_tokens": 1},
+        invalid={"pre_tokens": 1},
     ),
     note(
         "not is_triangle(atten_mask) or S1 == columns == 2048",
@@ -193,7 +193,7 @@ MASK_SHAPES = (
         "in mode 0 and 1 it is applied as it is; give sparse_mode 3 (or 2), or a mask of rows by keys",
         text="no compressed mask where it says which keys a row sees",
         when="mask_kind == 'full' and not one_token",
-        spoil={"atten_mask": "2048 2048", "next_tokens": UNLIMITED},
+        invalid={"atten_mask": "2048 2048", "next_tokens": UNLIMITED},
     ),
     note(
         "pre_tokens >= S2 - 1",
@@ -201,7 +201,7 @@ MASK_SHAPES = (
         "it is not read there, and a row sees every key; give an atten_mask that hides those outside the window",
         text="no window without a mask, nor for a single row",
         when="mask_kind == 'none' and mode == 0",
-        spoil={"pre_tokens": 1},
+        invalid={"pre_tokens": 1},
     ),
 )
 NO_TREES = (
@@ -210,7 +210,7 @@ NO_TREES = (
         "sparse_mode",
         "the fourth version is the first that knows tree masks",
         text="no mode 9",
-        spoil={"atten_mask": "B S1 S1", "sparse_mode": 9},
+        invalid={"atten_mask": "B S1 S1", "sparse_mode": 9},
     ),
 )
 TREES = (
@@ -222,7 +222,7 @@ TREES = (
         text="rope parts beside mode 9, and no padding, pse_shift, prefix or int8 output",
         when="mode == 9",
         given=TREE,
-        spoil={"query_rope": None, "key_rope": None},
+        invalid={"query_rope": None, "key_rope": None},
     ),
 )
 # The first two versions of PromptFlashAttention know no pse_shift.
@@ -232,7 +232,7 @@ UNREAD_BIAS = (
         "pse_shift",
         "this version ignores it",
         text="no pse_shift",
-        spoil={"pse_shift": "B N1 S1 S2"},
+        invalid={"pse_shift": "B N1 S1 S2"},
     ),
 )
 BIASES = (
@@ -243,7 +243,7 @@ BIASES = (
         text="the dtype of query, or float16 beside int8",
         when="pse_shift is not None",
         given=PSE,
-        spoil={"pse_shift": ("B N1 S1 S2", "bfloat16")},
+        invalid={"pse_shift": ("B N1 S1 S2", "bfloat16")},
     ),
     Rule(
         "bias_fits(pse_shift, B, N1, S1, columns)",
@@ -252,7 +252,7 @@ BIASES = (
         text="shape [B or 1, N1, rows or 1, keys]",
         when="pse_shift is not None",
         given=PSE,
-        spoil={"pse_shift": "B 1 1 S2"},
+        invalid={"pse_shift": "B 1 1 S2"},
     ),
     limit(
         "pse_shift.shape[2] >= S1",
@@ -261,7 +261,7 @@ BIASES = (
         text="a row per query row",
         when="pse_shift is not None",
         given=PSE,
-        spoil={"pse_shift": "B N1 1 S2"},
+        invalid={"pse_shift": "B N1 1 S2"},
     ),
     limit(
         "D == Dv and T1 is None and query_rope is None and learnable_sink is None and cache_layout != 'NZ'",
@@ -270,7 +270,7 @@ BIASES = (
         text="no packed rows, rope parts, sink or pages in pieces beside pse_shift, and D == Dv",
         when="pse_shift is not None",
         given=PSE,
-        spoil={"Dv": 32},
+        invalid={"Dv": 32},
     ),
     limit(
         "pse_shift.shape[-1] >= block_table.shape[1] * block_size",
@@ -280,7 +280,7 @@ BIASES = (
         when="pse_shift is not None and block_table is not None",
         needs=("block_table",),
         given={**PAGES, "pse_shift": "B N1 S1 32"},
-        spoil={"block_table": "B 3"},
+        invalid={"block_table": "B 3"},
     ),
 )
 PRECISION = (
@@ -292,7 +292,7 @@ PRECISION = (
         when="one_token or T1 is not None",
         needs=("block_table",),
         given={"S1": 1},
-        spoil={"inner_precise": 2},
+        invalid={"inner_precise": 2},
     ),
 )
 PROMPT_PRECISION = (
@@ -300,7 +300,7 @@ PROMPT_PRECISION = (
         "0 <= inner_precise <= 3",
         "inner_precise",
         "bit 1 decides about rows that a mask empties, bit 0 nothing",
-        spoil={"inner_precise": 5},
+        invalid={"inner_precise": 5},
     ),
 )
 SINKS = (
@@ -311,7 +311,7 @@ SINKS = (
         text="bfloat16, or the dtype of query",
         when="learnable_sink is not None",
         given={"learnable_sink": "N1", "inner_precise": 0},
-        spoil={"learnable_sink": ("N1", "float32")},
+        invalid={"learnable_sink": ("N1", "float32")},
     ),
     limit(
         "inner_precise == 0 and Dv in (64, 128) and D != 512 and quant_scale2 is None and key_shared_prefix is None "
@@ -321,7 +321,7 @@ SINKS = (
         text="inner_precise 0, value rows of 64 or 128 floats, no prefix and no int8 output",
         when="learnable_sink is not None",
         given={"learnable_sink": "N1", "inner_precise": 0},
-        spoil={"inner_precise": 1},
+        invalid={"inner_precise": 1},
     ),
 )
 PROMPT_WINDOW = (
@@ -332,7 +332,7 @@ PROMPT_WINDOW = (
         text="next_tokens beside a full mask in mode 0",
         when="mode == 0 and mask_kind == 'full'",
         given=FULL,
-        spoil={"next_tokens": 0},
+        invalid={"next_tokens": 0},
     ),
 )
 

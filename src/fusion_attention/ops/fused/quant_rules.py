@@ -63,7 +63,7 @@ QUERIES = (
         text="dequant_scale1, quant_scale1 and dequant_scale2 of one element each beside an int8 query",
         when="dtype_of(query) == 'int8' and query_rope is None",
         given=QUERY,
-        spoil={"dequant_scale2": None},
+        invalid={"dequant_scale2": None},
     ),
     *(
         Rule(
@@ -72,7 +72,7 @@ QUERIES = (
             "it belongs to an int8 query without rope parts",
             text=f"no {name}",
             when="dtype_of(query) != 'int8' or query_rope is not None",
-            spoil={name: ("1", "float32")},
+            invalid={name: ("1", "float32")},
         )
         for name in SCALES
     ),
@@ -85,9 +85,9 @@ QUERIES = (
             when="dtype_of(query) == 'int8' and dequant_scale1 is not None",
             needs=("dequant_scale1",),
             given=QUERY,
-            spoil=spoil,
+            invalid=invalid,
         )
-        for name, spoil in (
+        for name, invalid in (
             ("antiquant_scale", {"antiquant_scale": ("2 B S2", "float32"), "antiquant_mode": 1}),
             ("key_antiquant_scale", dict.fromkeys(SCALED[1:], ("1", "float32"))),
         )
@@ -100,7 +100,7 @@ QUERIES = (
         when="dtype_of(query) == 'int8' and query_rope is None",
         needs=("dequant_scale1",),
         given=QUERY,
-        spoil={"S1": 1},
+        invalid={"S1": 1},
     ),
 )
 # The first version of PromptFlashAttention has no scales.
@@ -110,7 +110,7 @@ NO_INTEGERS = (
         "query",
         "this version takes no scales for it",
         text="no int8 query",
-        spoil={name: (words, "int8") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
+        invalid={name: (words, "int8") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
         | {"value": ("B S2 N2*D", "int8")},
     ),
 )
@@ -123,7 +123,7 @@ NO_INTEGER_LATENTS = (
         text="no int8 query beside rope parts",
         needs=("query_rope",),
         given=ROPE,
-        spoil={
+        invalid={
             "query": ("B S1 N1*D", "int8"),
             **dict.fromkeys(("key", "value"), ("B S2 N2*D", "int8")),
             "query_rope": ("B S1 N1*Dr", "bfloat16"),
@@ -139,7 +139,7 @@ INTEGERS_WITH_ROPE = (
         "this version has no dequant_scale1, quant_scale1 and dequant_scale2: npu_fused_infer_attention_score has",
         text="no int8 query without rope parts",
         given=LATENTS,
-        spoil=dict.fromkeys(("query_rope", "key_rope")),
+        invalid=dict.fromkeys(("query_rope", "key_rope")),
     ),
 )
 CACHES = (
@@ -149,7 +149,7 @@ CACHES = (
         f"int32 holds eight integers of four bits; {ELSEWHERE}",
         text="the dtype of query, int8 or int32",
         needs=FUSED_ONLY,
-        spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
+        invalid={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
     Rule(
         "(antiquant_scale is not None or key_antiquant_scale is not None) == (dtype_of(key) in ('int8', 'int32'))",
@@ -159,7 +159,7 @@ CACHES = (
         when="dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
         given=EITHER,
-        spoil=dict.fromkeys(("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")),
+        invalid=dict.fromkeys(("antiquant_scale", "key_antiquant_scale", "value_antiquant_scale")),
     ),
     Rule(
         "joint_fits(antiquant_scale, antiquant_mode, N2, D, Dv, B, columns)",
@@ -168,7 +168,7 @@ CACHES = (
         text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D], per token [2, B, keys]",
         when="antiquant_scale is not None and key_antiquant_scale is None",
         given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
-        spoil={"antiquant_scale": "2 3"},
+        invalid={"antiquant_scale": "2 3"},
     ),
     beside_its_scale("antiquant_offset", "antiquant_scale", {**EITHER, "antiquant_offset": "2 N2*D"}, "2 3"),
     refused(
@@ -178,7 +178,7 @@ CACHES = (
         text="the dtype of query, per token float32",
         when="antiquant_scale is not None and key_antiquant_scale is None",
         given=JOINT | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")),
-        spoil={"antiquant_scale": ("2 N2*D", "float32")},
+        invalid={"antiquant_scale": ("2 N2*D", "float32")},
     ),
 )
 SIDES = (
@@ -188,7 +188,7 @@ SIDES = (
             name,
             ELSEWHERE,
             text="a mode of integers",
-            spoil={name: 6},
+            invalid={name: 6},
         )
         for name, known in (
             ("key_antiquant_mode", "not in (6, 7, 8)"),
@@ -202,7 +202,7 @@ SIDES = (
         "keys and values are integers together",
         text="key_antiquant_scale and value_antiquant_scale, or neither",
         given=APART,
-        spoil={"value_antiquant_scale": None},
+        invalid={"value_antiquant_scale": None},
         stage="presence",
     ),
     Rule(
@@ -211,7 +211,7 @@ SIDES = (
         "keys and values have offsets together",
         text="key_antiquant_offset and value_antiquant_offset, or neither",
         given={**APART, "key_antiquant_offset": "N2*D", "value_antiquant_offset": "N2*D"},
-        spoil={"value_antiquant_offset": None},
+        invalid={"value_antiquant_offset": None},
         stage="presence",
     ),
     *(
@@ -230,7 +230,7 @@ SIDES = (
         text="the mode of keys, or 1 beside 0",
         when=APART_GIVEN,
         given=TOKENS,
-        spoil={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
+        invalid={"value_antiquant_mode": 3, "value_antiquant_scale": ("B N2 S2", "float32")},
     ),
     Rule(
         "key_antiquant_mode < 4 or block_table is not None",
@@ -239,7 +239,7 @@ SIDES = (
         text="pages beside modes 4 and 5",
         when=APART_GIVEN,
         given=TOKENS,
-        spoil={
+        invalid={
             **{f"{name}_antiquant_mode": 4 for name in ("key", "value")},
             **{f"{name}_antiquant_scale": ("8 16", "float32") for name in ("key", "value")},
         },
@@ -253,7 +253,7 @@ SIDES = (
             text=f"a shape that {side}_antiquant_mode takes",
             when=f"{side}_antiquant_scale is not None and ({side}_antiquant_mode < 4 or block_table is not None)",
             given=APART,
-            spoil={f"{side}_antiquant_scale": "3"},
+            invalid={f"{side}_antiquant_scale": "3"},
         )
         for side, dim in (("key", "D"), ("value", "Dv"))
     ),
@@ -265,7 +265,7 @@ SIDES = (
             text="the dtype of query, of scales per token float32",
             when=f"{side}_antiquant_scale is not None and dtype_of(query) != 'int8'",
             given=APART,
-            spoil={f"{side}_antiquant_scale": ("N2*D", "float32")},
+            invalid={f"{side}_antiquant_scale": ("N2*D", "float32")},
         )
         for side in ("key", "value")
     ),
@@ -280,7 +280,7 @@ SIDES = (
             **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), "N2*D"),
             **dict.fromkeys(("key_shared_prefix", "value_shared_prefix"), ("1 4 N2*D", "int8")),
         },
-        spoil={k: v for k, v in TOKENS.items() if "antiquant" in k},
+        invalid={k: v for k, v in TOKENS.items() if "antiquant" in k},
     ),
     limit(
         "key_antiquant_mode in (0, 1) and value_antiquant_mode in (0, 1)",
@@ -290,7 +290,7 @@ SIDES = (
         when=f"{APART_GIVEN} and not one_token and dtype_of(query) != 'int8'",
         given={**APART, "query": ("B S1 N1*D", "bfloat16"), "S1": 3}
         | dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("N2*D", "bfloat16")),
-        spoil={
+        invalid={
             **{f"{side}_antiquant_mode": 2 for side in ("key", "value")},
             **dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("N2", "bfloat16")),
         },
@@ -305,7 +305,7 @@ CACHE_LIMITS = (
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=FUSED_ONLY,
         given=SEVERAL,
-        spoil={"S1": 17},
+        invalid={"S1": 17},
     ),
     limit(
         "dtype_of(query) == 'bfloat16'",
@@ -315,7 +315,7 @@ CACHE_LIMITS = (
         when="integers(key) and not one_token and dtype_of(query) != 'int8'",
         needs=("key_antiquant_scale",),
         given=SEVERAL,
-        spoil={"query": ("B S1 N1*D", "float16"), **EITHER, "S1": 3},
+        invalid={"query": ("B S1 N1*D", "float16"), **EITHER, "S1": 3},
     ),
     limit(
         "block_table is None",
@@ -332,7 +332,7 @@ CACHE_LIMITS = (
             "block_size": 32,
             **{k: v for k, v in EITHER.items() if "antiquant" in k},
         },
-        spoil=dict.fromkeys(("key", "value"), ("8 32 16", "int32")),
+        invalid=dict.fromkeys(("key", "value"), ("8 32 16", "int32")),
     ),
 )
 _OF_ROPE = ("query_rope", "key_rope", "quant_scale2")
@@ -345,7 +345,7 @@ LATENT_QUERIES = (
         when="query_rope is not None and key_rope is not None and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
-        spoil=dict(zip(_OF_ROPE, (("B S1 N1*Dr", "int8"), ("8 1 2 128 32", "int8"), ("1", "float32")), strict=True)),
+        invalid=dict(zip(_OF_ROPE, (("B S1 N1*Dr", "int8"), ("8 1 2 128 32", "int8"), ("1", "float32")), strict=True)),
     ),
     Rule(
         "(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
@@ -353,7 +353,7 @@ LATENT_QUERIES = (
         "an int8 query has a scale per row and head, and rope parts in floats",
         text="3 exactly for an int8 query with rope parts",
         given=LATENTS,
-        spoil={"query_quant_mode": 0},
+        invalid={"query_quant_mode": 0},
     ),
     Rule(
         "(dequant_scale_query is not None) == (query_quant_mode == 3)",
@@ -362,7 +362,7 @@ LATENT_QUERIES = (
         text="a scale per row and head exactly in query_quant_mode 3",
         when="(query_quant_mode == 3) == (dtype_of(query) == 'int8' and query_rope is not None)",
         given=LATENTS,
-        spoil={"dequant_scale_query": None},
+        invalid={"dequant_scale_query": None},
     ),
     Rule(
         "row_scale_fits(dequant_scale_query, query, input_layout, N1)",
@@ -371,7 +371,7 @@ LATENT_QUERIES = (
         text="the shape of query without its elements; BSH: [B, S1, N1]",
         when="dequant_scale_query is not None",
         given=LATENTS,
-        spoil={"dequant_scale_query": ("B S1 3", "float32")},
+        invalid={"dequant_scale_query": ("B S1 3", "float32")},
     ),
     Rule(
         "one_each((key_antiquant_scale, value_antiquant_scale)) is True and key_antiquant_offset is None and "
@@ -382,7 +382,7 @@ LATENT_QUERIES = (
         when="query_quant_mode == 3 and dtype_of(query) == 'int8'",
         needs=("query_quant_mode",),
         given=LATENTS,
-        spoil=dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("512", "float32")),
+        invalid=dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale"), ("512", "float32")),
     ),
 )
 OUTPUTS = (
@@ -394,7 +394,7 @@ OUTPUTS = (
         text="1 or N1 * Dv elements",
         when="quant_scale2 is not None",
         given={"quant_scale2": "1"},
-        spoil={"quant_scale2": "3"},
+        invalid={"quant_scale2": "3"},
     ),
     limit(
         "quant_scale2.numel() == 1 or (Dv % 32 == 0 and not softmax_lse_flag and query_padding_size is None and "
@@ -404,7 +404,7 @@ OUTPUTS = (
         text="one scale, where value rows are no multiple of 32, or beside softmax_lse or left padding",
         when="quant_scale2 is not None",
         given={**NARROW, "quant_scale2": "N1*Dv"},
-        spoil={"D": 48, "Dv": 48},
+        invalid={"D": 48, "Dv": 48},
     ),
     limit(
         "query_rope is None and dtype_of(key) != 'int32' and not (mode == 4 and (pre < 0 or next < 0))",
@@ -414,7 +414,7 @@ OUTPUTS = (
         when="quant_scale2 is not None",
         needs=("sparse_mode",),
         given={**NARROW, "atten_mask": "2048 2048", "sparse_mode": 4, "pre_tokens": 3},
-        spoil={"next_tokens": -1},
+        invalid={"next_tokens": -1},
     ),
     limit(
         "not may_empty(mode, mask_kind, pre, next, q_used, common + kv_used)",
@@ -424,7 +424,7 @@ OUTPUTS = (
         when="quant_offset2 is not None and quant_scale2 is not None and not (mode == 4 and (pre < 0 or next < 0))",
         needs=("sparse_mode",),
         given={**NARROW, "quant_offset2": "1", "atten_mask": "2048 2048", "sparse_mode": 3},
-        spoil={"actual_seq_lengths_kv": [2, 6]},
+        invalid={"actual_seq_lengths_kv": [2, 6]},
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in out_dtypes(query, query_rope, quant_scale2)",
@@ -433,7 +433,7 @@ OUTPUTS = (
         text="the dtype of the output",
         when="(quant_scale2 is not None) == (dtype_of(attention_out) == 'int8')",
         given={"attention_out": ("B S1 N1*Dv", "float16")},
-        spoil={"attention_out": ("B S1 N1*Dv", "bfloat16")},
+        invalid={"attention_out": ("B S1 N1*Dv", "bfloat16")},
     ),
     invalid(
         "attention_out is None or tuple(attention_out.shape) == shape_out",
@@ -441,7 +441,7 @@ OUTPUTS = (
         "rows as long as value's",
         text="the shape of the output",
         needs=FUSED_ONLY,
-        spoil={"attention_out": ("B S1 N1*32", "float16")},
+        invalid={"attention_out": ("B S1 N1*32", "float16")},
     ),
 )
 LOGARITHMS = (
@@ -452,7 +452,7 @@ LOGARITHMS = (
         text="float32",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
-        spoil={"softmax_lse": ("B N1 S1 1", "float16")},
+        invalid={"softmax_lse": ("B N1 S1 1", "float16")},
     ),
     invalid(
         "softmax_lse is None or softmax_lse.shape[-1] == 1",
@@ -461,7 +461,7 @@ LOGARITHMS = (
         text="a last axis of 1",
         when="softmax_lse_flag",
         given={"softmax_lse_flag": True},
-        spoil={"softmax_lse": ("B N1 S1 8", "float32")},
+        invalid={"softmax_lse": ("B N1 S1 8", "float32")},
     ),
 )
 # The fifth version has no scales of keys and values in one tensor.
@@ -472,7 +472,7 @@ LAST = (
         "this version takes key_antiquant_scale and value_antiquant_scale",
         text="no antiquant_scale",
         given=APART,
-        spoil={**dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")), "antiquant_scale": "2 N2*D"},
+        invalid={**dict.fromkeys(("key_antiquant_scale", "value_antiquant_scale")), "antiquant_scale": "2 N2*D"},
     ),
 )
 RESERVED = group(
@@ -492,7 +492,7 @@ OWN_DTYPE = (
         "out_dtype",
         "1 is int8, 5 float16, 15 bfloat16; beside an int8 query the output has the dtype of its rope part",
         text="torch's number of the output's dtype",
-        spoil={"out_dtype": 6},
+        invalid={"out_dtype": 6},
     ),
 )
 

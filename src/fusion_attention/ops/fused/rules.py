@@ -56,7 +56,7 @@ LENGTHS = (
         text="the ends of packed rows",
         only=PACKED,
         stage="presence",
-        spoil={"actual_seq_lengths": None},
+        invalid={"actual_seq_lengths": None},
     ),
     Rule(
         "actual_seq_lengths_kv is not None",
@@ -65,7 +65,7 @@ LENGTHS = (
         text="the ends of packed keys, or the lengths of paged ones",
         only=PACKED,
         stage="presence",
-        spoil={"actual_seq_lengths_kv": None},
+        invalid={"actual_seq_lengths_kv": None},
     ),
     of_lengths(
         "ends_fit(actual_seq_lengths, T1)",
@@ -73,7 +73,7 @@ LENGTHS = (
         "packed lengths are cumulative: [3, 8] is 3 and 5 rows",
         text="ends that never fall, the last of them inside query",
         only=PACKED,
-        spoil={"actual_seq_lengths": [3, 9]},
+        invalid={"actual_seq_lengths": [3, 9]},
     ),
     of_lengths(
         f"ends_fit(actual_seq_lengths_kv, tokens_of(key, {CACHE}))",
@@ -82,7 +82,7 @@ LENGTHS = (
         text="ends that never fall, the last of them inside key",
         when="block_table is None",
         only=PACKED,
-        spoil={"actual_seq_lengths_kv": [5, 13]},
+        invalid={"actual_seq_lengths_kv": [5, 13]},
     ),
     of_lengths(
         "len(actual_seq_lengths) == len(actual_seq_lengths_kv)",
@@ -90,7 +90,7 @@ LENGTHS = (
         "one per item in both lists",
         text="as many lengths of keys as of query rows",
         only=PACKED,
-        spoil={"actual_seq_lengths_kv": [12]},
+        invalid={"actual_seq_lengths_kv": [12]},
     ),
     of_lengths(
         "actual_seq_lengths is None or (sum(actual_seq_lengths) == T1 and min(actual_seq_lengths) >= 0)",
@@ -98,7 +98,7 @@ LENGTHS = (
         "layout SH packs rows, and says the length of every item",
         text="lengths that add up to the rows of query",
         only=("SH",),
-        spoil={"actual_seq_lengths": [3, 4]},
+        invalid={"actual_seq_lengths": [3, 4]},
     ),
     of_lengths(
         "T1 == T2 and (actual_seq_lengths_kv is None or sum(actual_seq_lengths_kv) == T2)",
@@ -106,7 +106,7 @@ LENGTHS = (
         "layout SH has items of as many keys as query rows",
         text="as many rows as query",
         only=("SH",),
-        spoil={"T2": 9},
+        invalid={"T2": 9},
     ),
     *(
         Rule(
@@ -116,7 +116,7 @@ LENGTHS = (
             text="a length per item, or one",
             when=f"{name} is not None and {unless}input_layout not in ('TND', 'NTD', 'NTD_TND', 'TND_NTD', 'SH')",
             given={"B": 3},
-            spoil={name: [2, 2]},
+            invalid={name: [2, 2]},
         )
         for name, unless, besides in (
             ("actual_seq_lengths", "not one_token and ", ""),
@@ -128,14 +128,14 @@ LENGTHS = (
         "actual_seq_lengths",
         "query rows of every item",
         text="0 <= length <= rows of query",
-        spoil={"actual_seq_lengths": [2, 4]},
+        invalid={"actual_seq_lengths": [2, 4]},
     ),
     Rule(
         "lengths_within(kv_len, capacity)",
         "actual_seq_lengths_kv",
         "keys of every item, those of this step included",
         text="0 <= length <= keys that there are",
-        spoil={"actual_seq_lengths_kv": [3, 7]},
+        invalid={"actual_seq_lengths_kv": [3, 7]},
     ),
     *(
         limit(
@@ -145,7 +145,7 @@ LENGTHS = (
             text=f"packed lengths that end with {what}",
             when=when,
             only=PACKED,
-            spoil={name: short},
+            invalid={name: short},
         )
         for name, check, what, when, short in (
             ("actual_seq_lengths", "ended(q_len, T1, 'query')", "query", "", [3, 7]),
@@ -158,7 +158,7 @@ LENGTHS = (
         "the chip takes no other count",
         text="1 to 4096 items",
         only=PACKED,
-        spoil={"actual_seq_lengths": [8] * 4097, "actual_seq_lengths_kv": [12] * 4097},
+        invalid={"actual_seq_lengths": [8] * 4097, "actual_seq_lengths_kv": [12] * 4097},
     ),
 )
 
@@ -166,7 +166,9 @@ LENGTHS = (
 
 TENSORS = (
     elements("D", "query"),
-    invalid("1 <= Dv <= 768", "value", "elements per head", given={"key": "B S2 N2*D"}, spoil={"value": "B S2 N2*769"}),
+    invalid(
+        "1 <= Dv <= 768", "value", "elements per head", given={"key": "B S2 N2*D"}, invalid={"value": "B S2 N2*769"}
+    ),
     finite_scale("scale_value", 1e39, optional=False),
     EVEN_HEADS,
 )
@@ -177,39 +179,39 @@ PROMPT_CACHE = (
         "num_key_value_heads counts its heads; 0: as many as num_heads",
         text="heads of num_key_value_heads",
         when="heads_fit(num_key_value_heads, N1)",
-        spoil={"N2": 4},
+        invalid={"N2": 4},
     ),
 )
 # --------------------------------------------------------------------------------------------------------------- limits
 
 LIMITS = (
     NO_FLOAT32,
-    limit("D <= 512", "query", "the chip takes no wider rows", spoil={"D": 528, "Dv": 528}),
+    limit("D <= 512", "query", "the chip takes no wider rows", invalid={"D": 528, "Dv": 528}),
     limit(
         "D % (64 if dtype_of(key) == 'int32' else 32 if dtype_of(key) == 'int8' else 16) == 0",
         "query",
         "the chip reads 32 bytes at a time",
         text="elements that fill 32 bytes: a multiple of 16, with int8 of 32, with int4 of 64",
-        spoil={"D": 24, "Dv": 24},
+        invalid={"D": 24, "Dv": 24},
     ),
-    refused("Dv <= D", "value", "the chip takes no longer values", spoil={"Dv": 80}),
+    refused("Dv <= D", "value", "the chip takes no longer values", invalid={"Dv": 80}),
     MOST_HEADS,
     limit(
         "N1 <= 64 * N2 or D == 512",
         "num_key_value_heads",
         "the chip lets no more query heads share a key head",
         text="N1 <= 64 * N2",
-        spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
+        invalid={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
     limit(
-        "B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
+        "B <= 65536", "query", "the chip takes no more items", invalid={"B": 65537, "S1": 1, "S2": 1, "D": 16, "Dv": 16}
     ),
     limit(
         "S1 <= 20971520 and (S1 > 1 or S2 <= 262144 or block_table is not None)",
         "key",
         "the chip takes no longer ones",
         text="at most 262144 keys of one-token queries, and 20971520 query rows",
-        spoil={
+        invalid={
             "B": 1,
             "S1": 1,
             "S2": 262145,
@@ -224,7 +226,7 @@ LIMITS = (
         "the chip takes no other rows in packed layouts",
         text="D and Dv of 64, 128, 192 or 192 and 128; with rope parts 128 or 512",
         only=PACKED,
-        spoil={"D": 256, "Dv": 256},
+        invalid={"D": 256, "Dv": 256},
     ),
 )
 FUSED_LIMITS = (
@@ -235,7 +237,7 @@ FUSED_LIMITS = (
         "the chip turns such rows for latents (D 512) alone",
         text="a layout without _NBSD or _NTD but beside latents",
         needs=("query_rope",),
-        spoil={"input_layout": "BSND_NBSD", **ROPELESS},
+        invalid={"input_layout": "BSND_NBSD", **ROPELESS},
     ),
     limit(
         "input_layout not in ('BSH_BNSD', 'BSND_BNSD') or (query_rope is not None and D == 128)",
@@ -243,7 +245,7 @@ FUSED_LIMITS = (
         "the chip turns such rows beside rope parts and D 128 alone",
         text="BSH_BNSD or BSND_BNSD beside rope parts only",
         needs=("query_rope",),
-        spoil={"input_layout": "BSND_BNSD", **ROPELESS},
+        invalid={"input_layout": "BSND_BNSD", **ROPELESS},
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
@@ -32,7 +32,7 @@ class Indexer(TensorCall):
 
     problem: IndexerProblem
     layout_kv: str
-    verb = "indexer_topk"
+    op_kind = "indexer_topk"
 
     def lists(self, tensor: Tensor) -> RowView:
         """Rows of one head, whose axis may be left out."""
@@ -81,9 +81,9 @@ class _ForwardRun(Filled):
 
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
         found = tuple(outputs[name] for name in RESULTS if name in outputs)
-        rooms = tuple(room(tensor) for tensor in found)
-        clears = () if call.covers(call.given("query")) else rooms
-        super().__init__((call.operands(rooms[0], rooms[1] if len(rooms) > 1 else None),), rooms, found, clears)
+        buffers = tuple(buffer(tensor) for tensor in found)
+        clears = () if call.covers(call.given("query")) else buffers
+        super().__init__((call.operands(buffers[0], buffers[1] if len(buffers) > 1 else None),), buffers, found, clears)
 
     def begin(self) -> None:
         for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
@@ -99,7 +99,7 @@ class IndexerBackward(OfCall):
     """A gradient call: of the values, from the indices that the forward chose."""
 
     call: Indexer
-    verb = "indexer_backward"
+    op_kind = "indexer_backward"
 
     def __init__(self, call: Indexer, dvalues: Tensor, indices: Tensor) -> None:
         super().__init__(call)
@@ -112,7 +112,7 @@ class IndexerBackward(OfCall):
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
         call, found = self.call, tuple(outputs[name] for name in GRADIENTS)
-        dq, dk, dweights = rooms = tuple(room(tensor) for tensor in found)
+        dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in found)
         grads = IndexerGrads(
             dvalues=call.lists(self.dvalues),
             dq=call.rows(dq, call.problem.heads),
@@ -121,4 +121,4 @@ class IndexerBackward(OfCall):
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
-        return Filled((call.operands(narrow(self.indices), None), grads), rooms, found, clears)
+        return Filled((call.operands(narrow(self.indices), None), grads), buffers, found, clears)

@@ -35,7 +35,7 @@ RECORD = V1.version(
             "sparse_count",
             "lists are as long as it says, -1 behind the keys that there are",
             "no more than the keys, or 8192",
-            spoil={"sparse_count": 8193},
+            invalid={"sparse_count": 8193},
         ),
     ),
     rulings=(6, 13, 17, 18, 23),

@@ -100,14 +100,14 @@ GRADIENTS = (
 HEADS, SCORES = some_heads("query", "N1"), scores("query", "N1", "D")
 LIMITS = (
     no_float32("query", weights="B S1 N1"),
-    limit("N1 <= 64", "query", "the chip takes no more heads", spoil={"N1": 65}),
+    limit("N1 <= 64", "query", "the chip takes no more heads", invalid={"N1": 65}),
     only_dim("D", 128, "query"),
     limit(
         "sparse_count <= 2048 or sparse_count <= 8192 and sparse_count % 1024 == 0",
         "sparse_count",
         "the chip takes no other counts",
         text="1 to 2048, 3072, 4096, ... 8192",
-        spoil={"sparse_count": 2049},
+        invalid={"sparse_count": 2049},
     ),
     limit(
         "not (return_values and block_table is not None)",
@@ -115,7 +115,7 @@ LIMITS = (
         "values serve training, and pages inference",
         text="no values of paged keys",
         given=IN_PAGES,
-        spoil={"return_values": True},
+        invalid={"return_values": True},
     ),
     LISTS_OF_2048,
 )
@@ -127,14 +127,14 @@ FORWARD = (
         text="as many values as sparse_count says",
         when="return_values",
         given={"return_values": True},
-        spoil={"sparse_values_out": "B S1 1 7"},
+        invalid={"sparse_values_out": "B S1 1 7"},
     ),
     invalid(
         "sparse_indices_out is None or sparse_indices_out.shape[-1] == sparse_count",
         "sparse_indices_out",
         "as many as are chosen",
         text="as many indices as sparse_count says",
-        spoil={"sparse_indices_out": "B S1 1 7"},
+        invalid={"sparse_indices_out": "B S1 1 7"},
     ),
 )
 

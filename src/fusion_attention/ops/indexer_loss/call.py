@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import (
     IndexerGrads,
@@ -82,7 +82,7 @@ class Statistics(_Call):
     """The softmax statistics of the indexer's scores over all keys that a row sees."""
 
     problem: IndexerProblem
-    verb = "indexer_lse"
+    op_kind = "indexer_lse"
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
@@ -97,12 +97,12 @@ class _StatisticsRun(Filled):
     __slots__ = ()
 
     def __init__(self, call: Statistics, outputs: Mapping[str, Tensor]) -> None:
-        rooms = tuple(outputs[name] for name in STATISTICS)
-        clears = () if call.covers(call.given("query_index")) else rooms
-        super().__init__((call.index(call.problem.heads, None, *rooms),), rooms, clears=clears)
+        buffers = tuple(outputs[name] for name in STATISTICS)
+        clears = () if call.covers(call.given("query_index")) else buffers
+        super().__init__((call.index(call.problem.heads, None, *buffers),), buffers, clears=clears)
 
     def finish(self) -> None:
-        max_, _ = self.rooms
+        max_, _ = self.buffers
         max_.masked_fill_(max_ == -torch.inf, 0)  # A row without keys has 0 and 0.
 
 
@@ -114,7 +114,7 @@ class Loss(_Call):
     """The loss with its gradients, which a derivative only scales."""
 
     problem: IndexerLossProblem
-    verb = "indexer_loss"
+    op_kind = "indexer_loss"
 
     def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients that came with the loss, scaled."""
@@ -145,7 +145,7 @@ class _LossRun(Filled):
     def __init__(self, call: Loss, outputs: Mapping[str, Tensor]) -> None:
         p, t, q = call.problem, call.tensors, call.given("query")
         self.call, self.stats, found = call, statistics(q), tuple(outputs[name] for name in RESULTS)
-        dq, dk, dweights, loss = rooms = tuple(room(tensor) for tensor in found)
+        dq, dk, dweights, loss = buffers = tuple(buffer(tensor) for tensor in found)
         query_rope, key_rope = t["query_rope"], t["key_rope"]
         first = call.first()
         index_stats = [t[name] for name in INDEX_STATISTICS] if first is None else first[1].values()
@@ -165,7 +165,7 @@ class _LossRun(Filled):
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
-        super().__init__((operands, grads), (*rooms, *self.stats), found, (*clears, *nothing), first)
+        super().__init__((operands, grads), (*buffers, *self.stats), found, (*clears, *nothing), first)
 
     def begin(self) -> None:
         super().begin()

@@ -112,7 +112,7 @@ WINDOW = (MODE, PRE, NEXT)
 
 
 NO_OTHERS = "the chip takes no other head counts"
-MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", spoil={"sparse_mode": 0})
+MODE_3 = limit("sparse_mode == 3", "sparse_mode", "the chip knows no other", invalid={"sparse_mode": 0})
 NO_FLOAT32 = no_float32("query", weights="B S1 Ni")
 ROWS_AND_KEYS = (
     MOST_SEQUENCES,
@@ -122,7 +122,7 @@ ROWS_AND_KEYS = (
         "the chip takes no row without keys",
         text="no more rows than keys in a sequence",
         only=("BSND",),
-        spoil={"S1": 7, "sparse_indices": torch.full((2, 7, 1, 2048), -1, dtype=torch.int32)},
+        invalid={"S1": 7, "sparse_indices": torch.full((2, 7, 1, 2048), -1, dtype=torch.int32)},
     ),
     limit(
         "all(actual_seq_qlen <= actual_seq_kvlen)",
@@ -130,18 +130,18 @@ ROWS_AND_KEYS = (
         "the chip takes no row without keys",
         text="no end of rows behind the end of the keys",
         only=("TND",),
-        spoil={"actual_seq_kvlen": [2, 12], "sparse_indices": torch.full((8, 1, 2048), -1, dtype=torch.int32)},
+        invalid={"actual_seq_kvlen": [2, 12], "sparse_indices": torch.full((8, 1, 2048), -1, dtype=torch.int32)},
     ),
 )
 INDEX_LIMITS = (
-    limit("Ni in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="Ni >= 1", spoil={"Ni": 4}),
+    limit("Ni in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="Ni >= 1", invalid={"Ni": 4}),
     only_dim("Di", 128, "query_index"),
     only_dim("Dr", 64, "query_rope", 32, beside="query_rope is not None and ", given=ROPE),
 )
 LIMITS = (
     *(NO_FLOAT32, MODE_3, *ROWS_AND_KEYS, *INDEX_LIMITS),
-    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 4}),
-    limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 4, "G": 4}),
+    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 4}),
+    limit("N1 in (8, 16, 32, 64, 128)", "query", NO_OTHERS, invalid={"N1": 4, "G": 4}),
     only_dim("D", 512, "query"),
     *(LISTS_OF_2048, most_tokens(key=(1, 512), key_index=(1, 128))),
     refused(
@@ -150,7 +150,7 @@ LIMITS = (
         "the chip computes no float32 here",
         text="float16 or bfloat16",
         when="not float32(query)",
-        spoil={"weights": ("B S1 Ni", "float32")},
+        invalid={"weights": ("B S1 Ni", "float32")},
     ),
 )
 DENSE_LIMITS = (
@@ -160,9 +160,9 @@ DENSE_LIMITS = (
         "key",
         "the chip takes a key head for every query head",
         when="N2 > 0 and N1 % N2 == 0",
-        spoil={"N2": 16, "G": 2},
+        invalid={"N2": 16, "G": 2},
     ),
-    limit("N1 in (32, 64, 128)", "query", NO_OTHERS, spoil={"N1": 16, "N2": 16}),
+    limit("N1 in (32, 64, 128)", "query", NO_OTHERS, invalid={"N1": 16, "N2": 16}),
     only_dim("D", 128, "query"),
     most_tokens(key=(32, 128), key_index=(1, 128)),
 )
@@ -173,7 +173,7 @@ LSE_LIMITS = (
         replace(rule, param="query_index") if rule.param == "query" else rule
         for rule in (*ROWS_AND_KEYS, most_tokens(key_index=(1, 128)))
     ),
-    limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", spoil={"N1": 4}),
+    limit("N1 in (8, 16, 32, 64)", "query_index", NO_OTHERS, when="N1 >= 1", invalid={"N1": 4}),
     only_dim("D", 128, "query_index"),
 )
 HEADS, SCORES = some_heads("query_index", "Ni"), scores("query_index", "Ni", "Di", like="query", like_shape="B S1 N1 D")

@@ -83,7 +83,7 @@ class Places:
         # A tensor of one token or none may say any stride, contiguous or not.
         one, e = max(tensors, key=lambda t: t.shape[token]), self.extents
         key = ("cache", self.cache.layout, dim, *((t.shape, t.stride()) for t in tensors))
-        view = e.memo.get(key)
+        view = e.call_cache.get(key)
         if view is None:
             listed = len(tensors) > 1
             if batch is None:

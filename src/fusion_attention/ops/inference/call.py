@@ -1,4 +1,4 @@
-"""Inference as faces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
+"""Inference as interfaces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
 
 Views are made here, from layouts and lengths; those of a cache in cache.py. Refuses to know how an interface says any
 of it.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import Memo
-from fusion_attention.ir.call import Filled, Further, room
+from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
@@ -55,7 +55,7 @@ class InferenceCall:
             keys do where some are common.
         sink: [N1]. out_quant: (scale, offset), one number or N1 * dim_v of them.
         names: of the results: out; and max and sum, or the logarithm of sums, where the caller wants them.
-        memo: shared by all calls of the same shapes, strides and lengths.
+        call_cache: shared by all calls of the same shapes, strides and lengths.
         out_layout: of the result; "": as layout. lse_by_batch: [1, N1, S1, 1] where rows are packed.
         absent: results that the record has and this call has not: without elements, and never written.
         q_first: int64 [sequences], the first query row of each sequence in its item, where that is not 0.
@@ -82,7 +82,7 @@ class InferenceCall:
     sink: Tensor | None = None
     out_quant: tuple[Tensor | None, Tensor | None] = (None, None)
     names: tuple[str, ...] = ("attention_out",)
-    memo: Memo = field(default_factory=Memo)
+    call_cache: Memo = field(default_factory=Memo)
     out_layout: str = ""
     lse_by_batch: bool = False
     absent: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class InferenceCall:
     weight_scale: Tensor | None = None
     tree: bool = False
 
-    verb = "attention_forward"
+    op_kind = "attention_forward"
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +117,7 @@ class InferenceCall:
         if self.names[1:] == (LSE,):
             return _Logarithms(self, out, self.stats(), given[0])
         max_, sum_ = given or self.stats()
-        return Filled(*_laid(self, out, (max_, sum_)))
+        return Filled(*_prepared(self, out, (max_, sum_)))
 
     def stats(self) -> tuple[Tensor, Tensor]:
         """Room for statistics."""
@@ -126,7 +126,7 @@ class InferenceCall:
 
     def _templates(self) -> tuple[Tensor, Tensor]:
         """Of out and of one statistic."""
-        made: tuple[Tensor, Tensor] | None = self.memo.templates
+        made: tuple[Tensor, Tensor] | None = self.call_cache.templates
         if made is None:
             p, q = self.problem, self.q
             batch, token, _ = LAYOUTS[self.layout]
@@ -134,7 +134,7 @@ class InferenceCall:
             shape = rows_shape(self.out_layout or self.layout, *sizes, p.heads_q, p.dim_v)
             out = template(q, shape, p.torch_dtype if p.out_quant == "none" else torch.int8)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
-            made = self.memo.templates = out, template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype)
+            made = self.call_cache.templates = out, template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype)
         return made
 
     def _lse_shape(self, stats: Tensor) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ class _Logarithms(Filled):
     __slots__ = ("call", "lse", "stats")
 
     def __init__(self, call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor], lse: Tensor) -> None:
-        super().__init__(*_laid(call, out, stats))
+        super().__init__(*_prepared(call, out, stats))
         self.call, self.stats, self.lse = call, stats, lse
 
     def finish(self) -> None:
@@ -310,23 +310,23 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
             rows[:, here] = rows[:, here].masked_fill(~(seen | history[:, 0]), math.inf)
 
 
-def _laid(
+def _prepared(
     call: InferenceCall, out: Tensor, stats: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(operands, rooms, outputs, clears) of Filled."""
-    rooms = room(out), *stats
-    last = call.memo.run
+    """(operands, buffers, outputs, clears) of Filled."""
+    buffers = buffer(out), *stats
+    last = call.call_cache.run
     if last is None or last[0] != out.stride():
         short = not covered(call.q, call.layout, call.extents, "q")
-        operands = call.operands(*rooms)
-        call.memo.run = out.stride(), short, call.pattern(operands)
+        operands = call.operands(*buffers)
+        call.call_cache.run = out.stride(), short, call.pattern(operands)
     else:
         _, short, pattern = last
         if pattern is None:
-            operands = call.operands(*rooms)
+            operands = call.operands(*buffers)
         else:
-            operands = over(pattern, call.q, call.k, call.v or call.k, call.table, rooms)
-    return (operands,), rooms, (out,), rooms if short else ()
+            operands = over(pattern, call.q, call.k, call.v or call.k, call.table, buffers)
+    return (operands,), buffers, (out,), buffers if short else ()
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:

@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
         when="block_table is not None",
         stage="presence",
         given=PAGES,
-        spoil={"kv_len": None},
+        invalid={"kv_len": None},
     ),
     Rule(
         "(v is None) == (dim_v > 0)",
@@ -136,14 +136,14 @@ RULES: tuple[Rule, ...] = (
         "without v, values are the first dim_v elements of the keys",
         text="v, or dim_v",
         stage="presence",
-        spoil={"dim_v": 4},
+        invalid={"dim_v": 4},
     ),
     typed(
         "dtype_of(k) in ('int8', 'uint8', dtype_of(q))",
         "k",
         "uint8 holds two integers of four bits, the even element in the low half",
         text="int8, uint8 or the dtype of q",
-        spoil={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
+        invalid={"k": ("B S2 N2 D", "complex64"), "v": ("B S2 N2 D", "complex64")},
     ),
     *(
         Rule(
@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
             text="a scale exactly for stored integers",
             stage="dtype",
             given=STORED,
-            spoil={f"{side}_scale": None},
+            invalid={f"{side}_scale": None},
         )
         for side, what, unless in (("k", "key", ""), ("v", "value", "v is None or "))
     ),
@@ -162,7 +162,7 @@ RULES: tuple[Rule, ...] = (
         "k",
         "every key head serves the same number of query heads",
         text="a divisor of N1 heads",
-        spoil={"N2": 3},
+        invalid={"N2": 3},
     ),
     *(
         of_lengths(
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
             name,
             f"{what} of every sequence",
             text="a length per sequence",
-            spoil={name: [length]},
+            invalid={name: [length]},
         )
         for name, what, length in (("kv_len", "tokens", 4), ("q_len", "query rows", 1))
     ),
@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         "k",
         "cache_layout says where its axes are; pages count where the batch does",
         text="one tensor of the batch, one per sequence, or pages",
-        spoil={"k": "B S2 N2 3", "v": "B S2 N2 D"},
+        invalid={"k": "B S2 N2 3", "v": "B S2 N2 D"},
     ),
     Rule(
         "values_fit(v, k, cache_layout, N2, Dv)",
@@ -187,14 +187,14 @@ RULES: tuple[Rule, ...] = (
         "values lie as keys do",
         text="as k, with rows of their own length",
         when="v is not None",
-        spoil={"v": "3 S2 N2 D"},
+        invalid={"v": "3 S2 N2 D"},
     ),
     elements("D", "q"),
     Rule(
-        "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, spoil={"dim_v": 9}
+        "0 <= dim_v <= D", "dim_v", "values are a part of the keys", given={"v": None, "dim_v": 4}, invalid={"dim_v": 9}
     ),
     cached("kv_len"),
-    Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", spoil={"q_len": [0, 2]}),
+    Rule("rows_within(q_len, S1)", "q_len", "rows of q", text="0 <= length <= S1", invalid={"q_len": [0, 2]}),
     *paged("page_size", "page size", "a sequence", PAGES, {"kv_len": [5, 9]}, [[0, 1], [2, -1]]),
     *(
         Rule(
@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
             text=f"shape [1], [N2], [N2, {dim}] or {side}'s without its last axis, and {side}_offset as it",
             when=f"{side} is not None",
             given=STORED,
-            spoil={f"{side}_scale": "3"},
+            invalid={f"{side}_scale": "3"},
         )
         for side, dim in (("k", "D"), ("v", "Dv"))
     ),
@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         "Band.window(511, 0) sees the last 512 tokens",
         text="integer edges, and a prefix per sequence or none",
         given={"band": Band.causal()},
-        spoil={"band": Band.prefix_causal([1])},
+        invalid={"band": Band.prefix_causal([1])},
     ),
     Rule(
         "out_scale.numel() in (1, N1 * Dv) and beside(out_offset, out_scale) is True",
@@ -224,7 +224,7 @@ RULES: tuple[Rule, ...] = (
         text="1 or N1 * Dv elements, and out_offset as it",
         when="out_scale is not None",
         given={"out_scale": "1"},
-        spoil={"out_scale": "3"},
+        invalid={"out_scale": "3"},
     ),
     Rule(
         "out_offset is None or out_scale is not None",
@@ -232,7 +232,7 @@ RULES: tuple[Rule, ...] = (
         "an offset goes with its scale",
         text="out_offset only beside out_scale",
         stage="dtype",
-        spoil={"out_offset": "1"},
+        invalid={"out_offset": "1"},
     ),
     finite_scale("scale", 1e39),
     *untrained(
@@ -303,7 +303,7 @@ def lower(bound: Bound) -> InferenceCall:
     n = bound.names
     problem, extents, cache = bound.once(_without_tensors)
     call = InferenceCall(
-        problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], memo=bound.memo
+        problem, extents, n["layout"], cache, n["q"], n["k"], n["v"], n["block_table"], call_cache=bound.call_cache
     )
     call.names = RESULTS
     call.bias, call.blocked, call.sink = n["bias"], n["blocked"], n["sink"]

@@ -66,7 +66,9 @@ def lower(bound: Bound) -> InferenceCall:
     n = bound.names
     problem, extents, cache, first = bound.once(_without_tensors)
     stored = n["key"], n["value"], n["block_table"]
-    call = InferenceCall(problem, extents, n["input_layout"], cache, n["query"], *stored, first, memo=bound.memo)
+    call = InferenceCall(
+        problem, extents, n["input_layout"], cache, n["query"], *stored, first, call_cache=bound.call_cache
+    )
     if problem.dequant_k != "none":
         call.k_dequant, call.v_dequant = (_scales(n, i) for i in (0, 1))
     if problem.bias != "none":

@@ -41,7 +41,7 @@ _LISTED = [torch.zeros(1, 6, 32, dtype=torch.float16)] * 257
 def beside_its_scale(offset: str, scale: str, given: Settings, wrong: str) -> Rule:
     """An offset as its scale is; wrong: the shape of one that is not."""
     check, advice, text = f"beside({offset}, {scale})", "an offset goes with its scale", f"shape and dtype of {scale}"
-    return Rule(check, offset, advice, text, stage="dtype", given=given, spoil={offset: wrong})
+    return Rule(check, offset, advice, text, stage="dtype", given=given, invalid={offset: wrong})
 
 
 # Fused inference attention asks these too.
@@ -52,14 +52,14 @@ SIZED_PAGES = Rule(
     when="block_table is not None",
     stage="presence",
     given=PAGES,
-    spoil={"block_size": 0},
+    invalid={"block_size": 0},
 )
 EVEN_HEADS = of_lengths(
     "heads_fit(num_key_value_heads, N1)",
     "num_key_value_heads",
     "every key head serves the same number of query heads; 0: as many as num_heads",
     text="a divisor of num_heads, or 0",
-    spoil={"num_key_value_heads": 3},
+    invalid={"num_key_value_heads": 3},
 )
 INPUTS = (
     SIZED_PAGES,
@@ -72,7 +72,7 @@ INPUTS = (
         needs=("block_table",),
         stage="presence",
         given=PAGES,
-        spoil={"actual_seq_lengths": None},
+        invalid={"actual_seq_lengths": None},
     ),
     EVEN_HEADS,
     of_lengths(
@@ -81,7 +81,7 @@ INPUTS = (
         "num_key_value_heads counts its heads",
         text="one tensor of the batch, one tensor per item, or (with a block table) pages",
         when="heads_fit(num_key_value_heads, N1)",
-        spoil={"key": "B S2 7", "value": "B S2 7"},
+        invalid={"key": "B S2 7", "value": "B S2 7"},
     ),
     of_lengths(
         "len(actual_seq_lengths) == 1 or len(actual_seq_lengths) >= B",
@@ -90,7 +90,7 @@ INPUTS = (
         text="a length per item, or one",
         when="actual_seq_lengths is not None",
         given={"B": 3},
-        spoil={"actual_seq_lengths": [6, 6]},
+        invalid={"actual_seq_lengths": [6, 6]},
     ),
     of_lengths(
         "len(kv_padding_size) == 1",
@@ -99,7 +99,7 @@ INPUTS = (
         text="one number",
         when="kv_padding_size is not None",
         given={"actual_seq_lengths": [4, 5]},
-        spoil={"kv_padding_size": [1, 1]},
+        invalid={"kv_padding_size": [1, 1]},
     ),
     elements("D", "query"),
     finite_scale("scale_value", 1e39, optional=False),
@@ -108,7 +108,7 @@ INPUTS = (
         "value",
         "values lie as keys do",
         text="the shapes of key",
-        spoil={"value": "B 5 N2*D"},
+        invalid={"value": "B 5 N2*D"},
     ),
     cached("actual_seq_lengths"),
     *paged("block_size", "block_size", "an item", PAGES, {"actual_seq_lengths": [20, 33]}, [[0, 1], [2, 8]]),
@@ -122,7 +122,7 @@ MATRICES = (
         text="shape [B, S], [B, 1, S] or [B, 1, 1, S]",
         when="atten_mask is not None",
         given={"atten_mask": "B S2"},
-        spoil={"atten_mask": "1 S2"},
+        invalid={"atten_mask": "1 S2"},
     ),
     Rule(
         "columns_fit(pse_shift, B, N1, S1, columns, ('bNs',))",
@@ -132,7 +132,7 @@ MATRICES = (
         when="pse_shift is not None",
         needs=("block_table",),
         given={"pse_shift": "B N1 1 S2"},
-        spoil={"pse_shift": "B N1 1 3"},
+        invalid={"pse_shift": "B N1 1 3"},
     ),
     *(
         limit(
@@ -143,7 +143,7 @@ MATRICES = (
             when="block_table is not None",
             needs=("block_table",),
             given={**PAGES, name: fitting},
-            spoil={"block_table": "B 3", "key": "8 16 N2*D"},
+            invalid={"block_table": "B 3", "key": "8 16 N2*D"},
         )
         for name, fitting in (("atten_mask", "B 32"), ("pse_shift", "B N1 1 32"))
     ),
@@ -155,7 +155,7 @@ INTEGER_CACHE = (
         "key",
         "convert it, or quantise it to int8",
         text="int8 or the dtype of query",
-        spoil={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
+        invalid={"key": ("B S2 N2*D", "bfloat16"), "value": ("B S2 N2*D", "bfloat16")},
     ),
     Rule(
         "(antiquant_scale is not None) == (dtype_of(key) == 'int8')",
@@ -164,7 +164,7 @@ INTEGER_CACHE = (
         text="scales exactly for an int8 cache",
         stage="dtype",
         given=INTEGERS,
-        spoil={"antiquant_scale": None},
+        invalid={"antiquant_scale": None},
     ),
     Rule(
         "scale_fits(antiquant_scale, N2, D)",
@@ -173,7 +173,7 @@ INTEGER_CACHE = (
         text="shape [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D]",
         when="antiquant_scale is not None",
         given=INTEGERS,
-        spoil={"antiquant_scale": "2 3"},
+        invalid={"antiquant_scale": "2 3"},
     ),
     beside_its_scale("antiquant_offset", "antiquant_scale", {**INTEGERS, "antiquant_offset": "2 N2*D"}, "2 3"),
     refused(
@@ -182,7 +182,7 @@ INTEGER_CACHE = (
         "the chip takes no other",
         text="the dtype of query",
         given=INTEGERS,
-        spoil={"antiquant_scale": ("2 N2*D", "float32")},
+        invalid={"antiquant_scale": ("2 N2*D", "float32")},
     ),
 )
 
@@ -194,7 +194,7 @@ SCALED_OUTPUT = (
         text="a scale exactly for int8 output",
         stage="dtype",
         given=NARROW,
-        spoil={"quant_scale2": None},
+        invalid={"quant_scale2": None},
     ),
     beside_its_scale("quant_offset2", "quant_scale2", {"quant_scale2": "1", "quant_offset2": "1"}, "3"),
     refused(
@@ -203,7 +203,7 @@ SCALED_OUTPUT = (
         "the chip takes bfloat16 beside a bfloat16 query only",
         text="float32, or bfloat16 as query",
         given={"quant_scale2": "1"},
-        spoil={"quant_scale2": ("1", "bfloat16")},
+        invalid={"quant_scale2": ("1", "bfloat16")},
     ),
 )
 INTEGER_OUTPUT = (
@@ -215,7 +215,7 @@ INTEGER_OUTPUT = (
         text="1 or N1 * D elements",
         when="quant_scale2 is not None",
         given={"quant_scale2": "1"},
-        spoil={"quant_scale2": "3"},
+        invalid={"quant_scale2": "3"},
     ),
     typed(
         "attention_out is None or dtype_of(attention_out) in ('int8', dtype_of(query))",
@@ -223,14 +223,14 @@ INTEGER_OUTPUT = (
         "the output lies as the query does",
         text="int8 or the dtype of query",
         given={"attention_out": ("B S1 N1*D", "float16")},
-        spoil={"attention_out": ("B S1 N1*D", "bfloat16")},
+        invalid={"attention_out": ("B S1 N1*D", "bfloat16")},
     ),
     *(
         limit(
             f"{name} is None",
             name,
             "it belongs to an int8 query, which this operator does not take",
-            spoil={name: ("1", "float32")},
+            invalid={name: ("1", "float32")},
         )
         for name in ("dequant_scale1", "quant_scale1", "dequant_scale2")
     ),
@@ -241,7 +241,7 @@ NO_FLOAT32 = refused(
     "query",
     "the chip takes float16 and bfloat16",
     text="float16 or bfloat16",
-    spoil={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
+    invalid={name: (words, "float32") for name, words in (("query", "B S1 N1*D"), ("key", "B S2 N2*D"))}
     | {"value": ("B S2 N2*D", "float32")},
 )
 POOLS = (
@@ -253,7 +253,7 @@ POOLS = (
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
-        spoil={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
+        invalid={"N1": 129, "num_heads": 129, "N2": 129, "num_key_value_heads": 129, "D": 512},
     ),
     limit(
         "sum(-(-kv_len // block_size)) <= blocks",
@@ -263,34 +263,34 @@ POOLS = (
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
-        spoil={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
+        invalid={"block_table": ("B 2", "zeros"), "key": "2 16 N2*D", "value": "2 16 N2*D"},
     ),
 )
 MOST_HEADS = limit(
     "N1 <= 256",
     "query",
     "the chip takes no more heads",
-    spoil={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
+    invalid={"N1": 258, "num_heads": 258, "num_key_value_heads": 129, "N2": 129},
 )
 SHORT_LIST = limit(
     "len(key) <= 256",
     "key",
     "the chip takes no longer list",
     text="at most 256 tensors",
-    spoil={"B": 257, "key": _LISTED, "value": _LISTED},
+    invalid={"B": 257, "key": _LISTED, "value": _LISTED},
 )
 
 LIMITS = (
-    limit("S1 == 1", "query", "the chip decodes one token per item", spoil={"S1": 2}),
-    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", spoil={"D": 528}),
-    limit("B <= 65536", "query", "the chip takes no more items", spoil={"B": 65537, "S2": 1}),
+    limit("S1 == 1", "query", "the chip decodes one token per item", invalid={"S1": 2}),
+    limit("D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", invalid={"D": 528}),
+    limit("B <= 65536", "query", "the chip takes no more items", invalid={"B": 65537, "S2": 1}),
     SHORT_LIST,
     MOST_HEADS,
     limit(
         "N1 <= 64 * N2",
         "num_key_value_heads",
         "the chip lets no more query heads share a key head",
-        spoil={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
+        invalid={"N1": 65, "num_heads": 65, "num_key_value_heads": 1, "N2": 1},
     ),
     NO_FLOAT32,
     limit(
@@ -298,7 +298,7 @@ LIMITS = (
         "query",
         "the chip takes no strides here",
         text="query, key and value without gaps",
-        spoil={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
+        invalid={"query": torch.zeros(2, 1, 128, dtype=torch.float16)[..., ::2]},
     ),
     own_page_ids(PAGES, torch.tensor([[0, 1], [2, 3]])),
     *(
@@ -310,7 +310,7 @@ LIMITS = (
             when=f"{name} is not None",
             needs=needs,
             given=given,
-            spoil={name: gaps},
+            invalid={name: gaps},
         )
         for name, what, needs, given, gaps in (
             ("atten_mask", "a mask", (), {}, torch.zeros(2, 12, dtype=torch.bool)[:, ::2]),
@@ -329,7 +329,7 @@ LIMITS = (
             ("quant_offset2", "an offset", (), {**NARROW, "quant_scale2": "N1*D"}, torch.ones(128)[::2]),
         )
     ),
-    limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", spoil={"inner_precise": 2}),
+    limit("inner_precise in (0, 1)", "inner_precise", "it has no effect", invalid={"inner_precise": 2}),
     reserved("padding_mask", "S1 S2"),
     limit(
         "block_size <= 512 and block_size % (32 if dtype_of(key) == 'int8' else 16) == 0",
@@ -338,7 +338,7 @@ LIMITS = (
         text="at most 512, a multiple of 16 (int8: 32)",
         when="block_table is not None",
         given=PAGES,
-        spoil={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
+        invalid={"block_size": 24, "key": "8 24 N2*D", "value": "8 24 N2*D"},
     ),
     limit(
         "input_layout == 'BNSD' or key[0].dim() == 3",
@@ -348,7 +348,7 @@ LIMITS = (
         when="block_table is not None",
         needs=("block_table",),
         given=PAGES,
-        spoil={"key": "8 N2 16 D", "value": "8 N2 16 D"},
+        invalid={"key": "8 N2 16 D", "value": "8 N2 16 D"},
     ),
     *POOLS,
     note(
@@ -356,7 +356,7 @@ LIMITS = (
         "kv_padding_size",
         "it is ignored without lengths, and beside pages or a list of tensors",
         text="left padding beside lengths, in one tensor",
-        spoil={"kv_padding_size": [1]},
+        invalid={"kv_padding_size": [1]},
     ),
 )
 
@@ -367,14 +367,14 @@ EARLY = (
         "key",
         "this version takes no scales for it",
         text="no int8 cache",
-        spoil={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
+        invalid={"key": ("B S2 N2*D", "int8"), "value": ("B S2 N2*D", "int8")},
     ),
     limit(
         "pse_shift is None",
         "pse_shift",
         "this version ignores it",
         text="no pse_shift",
-        spoil={"pse_shift": "B N1 1 S2"},
+        invalid={"pse_shift": "B N1 1 S2"},
     ),
 )
 

@@ -83,15 +83,15 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
         tensor = tensor.contiguous()
         stride = tensor.stride()
     key = (layout, heads, side, tensor.shape, stride)
-    view = extents.memo.get(key) or keep(extents, key, _row_view(tensor, layout, heads, extents, side))
+    view = extents.call_cache.get(key) or keep(extents, key, _row_view(tensor, layout, heads, extents, side))
     return view.over(tensor)
 
 
 def keep(extents: Extents, key: Any, found: Found) -> Found:
-    """Keeps in extents.memo what depends on lengths and strides alone."""
-    if len(extents.memo) >= _KEPT:
-        extents.memo.clear()
-    extents.memo[key] = found
+    """Keeps in extents.call cache what depends on lengths and strides alone."""
+    if len(extents.call_cache) >= _KEPT:
+        extents.call_cache.clear()
+    extents.call_cache[key] = found
     return found
 
 
@@ -150,7 +150,7 @@ def stats_shape(q: torch.Tensor, form: Form, heads: int) -> tuple[int, ...]:
 def stats_view(tensor: torch.Tensor, form: Form, heads: int, extents: Extents) -> RowView:
     """Statistics that stats_shape() describes, in the order of form.stats."""
     key = (form.layout, form.stats, heads, tensor.shape)
-    view = extents.memo.get(key) or keep(extents, key, _stats_view(tensor, form, heads, extents))
+    view = extents.call_cache.get(key) or keep(extents, key, _stats_view(tensor, form, heads, extents))
     return view.over(tensor)
 
 
@@ -172,7 +172,7 @@ def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> b
     batch, token, _ = LAYOUTS[layout]
     held = tensor.shape[token]
     key = ("covered", side, batch is None, held)
-    found: bool | None = extents.memo.get(key)
+    found: bool | None = extents.call_cache.get(key)
     if found is None:
         lengths = extents.q_len if side == "q" else extents.kv_len
         found = int(lengths.sum()) == held if batch is None else bool((lengths == held).all())

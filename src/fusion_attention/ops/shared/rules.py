@@ -40,26 +40,26 @@ def group(*rules: Rule, **common: Any) -> tuple[Rule, ...]:
 
 def needed(param: str, advice: str, text: str = "", **more: Any) -> Rule:
     """A parameter that a call must have."""
-    return presence(f"{param} is not None", param, advice, text, spoil={param: None}, **more)
+    return presence(f"{param} is not None", param, advice, text, invalid={param: None}, **more)
 
 
 def elements(axis: str, param: str, bad: int = 769, *, optional: bool = False, **more: Any) -> Rule:
     """An axis of elements that one head has; optional: there may be no such tensor."""
     bounds = f"1 <= {axis} <= 768"
     check, text = (f"{axis} is None or {bounds}", bounds) if optional else (bounds, "")
-    return invalid(check, param, "elements per head", text, spoil={axis: bad}, **more)
+    return invalid(check, param, "elements per head", text, invalid={axis: bad}, **more)
 
 
 def groups_of_heads(key: str, *others: str) -> Rule:
     """Query heads share key heads evenly; others: what else may be wrong."""
     advice = "; ".join(("every key head serves the same number of query heads", *others))
-    return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, spoil={"N2": 3})
+    return Rule("N1 > 0 and N2 > 0 and N1 % N2 == 0", key, advice, invalid={"N2": 3})
 
 
 def rope_pair(query_rope: str, key_rope: str, given: Settings) -> Rule:
     """Rope parts of both sides, or of neither."""
     text, check = f"{query_rope} and {key_rope}, or neither", f"({query_rope} is None) == ({key_rope} is None)"
-    return presence(check, query_rope, "rope parts come in pairs", text, given=given, spoil={key_rope: None})
+    return presence(check, query_rope, "rope parts come in pairs", text, given=given, invalid={key_rope: None})
 
 
 def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True) -> Rule:
@@ -67,14 +67,14 @@ def finite_scale(scale: str, bad: float = float("inf"), *, optional: bool = True
     check = f"abs({scale}) < 3.4e38"
     if optional:
         check = f"{scale} is None or {check}"
-    return Rule(check, scale, "of float32", "a finite scale", spoil={scale: bad})
+    return Rule(check, scale, "of float32", "a finite scale", invalid={scale: bad})
 
 
 def one_length_each(q_len: str, kv_len: str) -> Rule:
     """Packed sequences with a length on both sides."""
     both = f"{q_len} is not None and {kv_len} is not None"
     check, advice = f"len({q_len}) == len({kv_len})", "one length per sequence in both"
-    return of_lengths(check, kv_len, advice, when=both, only=PACKED, spoil={kv_len: [12]})
+    return of_lengths(check, kv_len, advice, when=both, only=PACKED, invalid={kv_len: [12]})
 
 
 def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
@@ -87,7 +87,7 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
             text,
             when=f"{name} is not None",
             given={name: fitting},
-            spoil={name: wrong},
+            invalid={name: wrong},
         )
         for name, advice, fitting, wrong in (
             ("blocked", "true removes a score", "S1 S2", "S1 3"),
@@ -99,7 +99,7 @@ def broadcasting(columns: str, text: str) -> tuple[Rule, ...]:
 def cached(kv_len: str) -> Rule:
     """Lengths that a cache holds."""
     advice, text = "tokens in the cache, those of this step included", "0 <= length <= tokens of the cache"
-    return Rule("lengths_within(kv_len, capacity)", kv_len, advice, text, spoil={kv_len: [3, 7]})
+    return Rule("lengths_within(kv_len, capacity)", kv_len, advice, text, invalid={kv_len: [3, 7]})
 
 
 def paged(
@@ -112,7 +112,7 @@ def paged(
             "block_table",
             f"it needs ceil(length / {size_text}) columns",
             text="a page for every token",
-            spoil=too_long,
+            invalid=too_long,
         ),
         Rule(
             f"pages_exist(block_table, kv_len, {size}, blocks)",
@@ -120,7 +120,7 @@ def paged(
             f"entries behind {owner}'s last token are not read",
             text="ids of pages that exist",
             reads=True,
-            spoil={"block_table": torch.tensor(unknown, dtype=torch.int32)},
+            invalid={"block_table": torch.tensor(unknown, dtype=torch.int32)},
         ),
         when="block_table is not None",
         given=given,
@@ -132,14 +132,14 @@ def paged(
 
 def reserved(name: str, sample: Any) -> Rule:
     """A parameter that stays empty."""
-    return limit(f"{name} is None", name, "reserved: leave it out", spoil={name: sample})
+    return limit(f"{name} is None", name, "reserved: leave it out", invalid={name: sample})
 
 
 def own_page_ids(given: Settings, ids: Any) -> Rule:
     """Page numbers as the chip reads them; ids: a sample that is not."""
     check, advice = "int32(block_table)", "the chip reads 32 bits"
     when = "block_table is not None"
-    return refused(check, "block_table", advice, "int32", when=when, given=given, spoil={"block_table": ids})
+    return refused(check, "block_table", advice, "int32", when=when, given=given, invalid={"block_table": ids})
 
 
 # ------------------------------------------------------------------------------------------------------------- doubts
@@ -159,7 +159,7 @@ def covered(q_len: str, kv_len: str, advice: str, short: Settings) -> tuple[Rule
             f"the rows behind them {fate}: {advice}",
             f"sequences that take up all {axis} rows of the tensor",
             only=PACKED,
-            spoil={name: short[name]},
+            invalid={name: short[name]},
         )
         for side, name, axis, fate in (("q", q_len, "T1", "are zeros"), ("kv", kv_len, "T2", "are not read"))
     )
@@ -176,7 +176,7 @@ def untrained(
     wanting = {name: torch.zeros(shape, dtype=torch.float16, requires_grad=True) for name, shape in shapes.items()}
     text = "a tensor that waits for no gradient"
     return tuple(
-        kind(f"not trained({name})", name, advice, text, given=given or {}, spoil={name: tensor})
+        kind(f"not trained({name})", name, advice, text, given=given or {}, invalid={name: tensor})
         for name, tensor in wanting.items()
     )
 
@@ -184,17 +184,17 @@ def untrained(
 def own_scale(scale: str) -> Rule:
     """A scale that the call says: torch_npu's default is seldom what is meant."""
     advice = "the default is 1.0, not 1 / sqrt(D): say 1.0 where queries are scaled already"
-    return note(f"'{scale}' not in missing or D < 32", scale, advice, f"a {scale}", spoil={scale: None, "D": 64})
+    return note(f"'{scale}' not in missing or D < 32", scale, advice, f"a {scale}", invalid={scale: None, "D": 64})
 
 
 def no_float32(query: str, weights: str = "") -> Rule:
     """Sixteen bits alone; weights: their sample shape, where there are any."""
-    spoil = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
+    invalid = {query: ("B S1 N1 D", "float32")} | ({"weights": (weights, "float32")} if weights else {})
     advice, text = "the chip computes no float32 here", "float16 or bfloat16"
-    return refused(f"not float32({query})", query, advice, text, spoil=spoil)
+    return refused(f"not float32({query})", query, advice, text, invalid=invalid)
 
 
 def only_dim(axis: str, size: int, param: str, bad: int = 64, *, beside: str = "", **more: Any) -> Rule:
     """An axis of elements that has one size; beside: a condition."""
     when, advice = f"{beside}1 <= {axis} <= 768", "the chip takes no other dim"
-    return refused(f"{axis} == {size}", param, advice, when=when, spoil={axis: bad}, **more)
+    return refused(f"{axis} == {size}", param, advice, when=when, invalid={axis: bad}, **more)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
@@ -40,7 +40,7 @@ class Sparse(TensorCall):
     problem: Problem
     layout_kv: str
     stats: bool
-    verb = "attention_forward"
+    op_kind = "attention_forward"
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
         """Rows of the key side; dim: fewer elements than there are."""
@@ -152,13 +152,13 @@ class _ForwardRun(Filled):
     def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
         out, *self.stats = (outputs.get(name) for name in RESULTS)
         assert out is not None
-        self.call, written = call, (room(out), *statistics(call.given("query")))
+        self.call, written = call, (buffer(out), *statistics(call.given("query")))
         clears = () if call.covers(call.given("query")) else written
         super().__init__((call.operands(*written),), written, (out,), clears)
 
     def finish(self) -> None:
         super().finish()
-        _, max_, sum_ = self.rooms
+        _, max_, sum_ = self.buffers
         # A row without keys has 0 and 0, also where there is a sink but the sequence has no keys at all.
         empty = max_ == -torch.inf
         for b in self.call.extents.keyless:
@@ -189,7 +189,7 @@ class SparseBackward(OfCall):
     """A gradient call, from the saved output and the saved statistics in CANN's order, as dlse is."""
 
     call: Sparse
-    verb = "attention_backward"
+    op_kind = "attention_backward"
 
     def __init__(
         self, call: Sparse, dout: Tensor, out: Tensor, max_: Tensor, sum_: Tensor, dlse: Tensor | None = None
@@ -214,7 +214,7 @@ class _BackwardRun(Filled):
     ) -> None:
         dout, out, *self.saved = saved
         self.call, self.stats, heads = call, statistics(call.given("query")), call.problem.heads_q
-        g = {name: room(tensor) for name, tensor in outputs.items()}
+        g = {name: buffer(tensor) for name, tensor in outputs.items()}
 
         def keys(name: str) -> Any:
             return call.keys(g[name]) if name in g else None
@@ -234,8 +234,8 @@ class _BackwardRun(Filled):
         clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
         if "dsinks" in g and not len(call.extents):
             clears.append(g["dsinks"])  # No back end runs.
-        operands, rooms = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
-        super().__init__(operands, rooms, tuple(outputs.values()), tuple(clears))
+        operands, buffers = (call.operands(out, *self.stats), grads), (*g.values(), *self.stats)
+        super().__init__(operands, buffers, tuple(outputs.values()), tuple(clears))
 
     def _ungrouped(self, dlse: Tensor) -> Any:
         """dlse as kernels keep statistics."""

@@ -47,7 +47,7 @@ PACKED_KEYS = of_lengths(
     when="actual_seq_qlen is not None",
     only=PACKED,
     given={"T2": 8, "actual_seq_kvlen": None},
-    spoil={"T2": 6},
+    invalid={"T2": 6},
 )
 COVERED = covered("actual_seq_qlen", "actual_seq_kvlen", WHOLE, {"actual_seq_qlen": [3, 4], "actual_seq_kvlen": [5, 6]})
 OPTIONAL_SCALE = spelled(SCALE, "scale", text="Factor on q . k; None: 1 / sqrt(D + Dr).", default=None)
@@ -85,7 +85,7 @@ RECORD = V1.version(
             "dim_v",
             "a v has a last axis of its own",
             text="at most the key's elements, and only without v",
-            spoil={"dim_v": 4},
+            invalid={"dim_v": 4},
         ),
     ),
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),

@@ -135,13 +135,13 @@ GRADIENTS = (
 LIMITS = (
     no_float32("query"),
     WITH_VALUE,
-    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", spoil={"N2": 2, "G": 2}),
+    limit("N2 == 1", "key", "the chip takes one key head", when="N2 > 0 and N1 % N2 == 0", invalid={"N2": 2, "G": 2}),
     limit(
         "N1 <= 128 and power_of_two(N1)",
         "query",
         "the chip takes no other head counts",
         text="1, 2, 4, ... 128 heads",
-        spoil={"N1": 3, "G": 3},
+        invalid={"N1": 3, "G": 3},
     ),
     only_dim("D", 512, "query"),
     only_dim("Dv", 512, "value", beside="value is not None and "),
@@ -153,7 +153,7 @@ FORWARD_LIMITS = (
         "sparse_block_size",
         "the chip takes no other blocks",
         text="a power of two",
-        spoil={"sparse_block_size": 3},
+        invalid={"sparse_block_size": 3},
     ),
     limit(
         "Ps % sparse_block_size == 0",
@@ -162,9 +162,9 @@ FORWARD_LIMITS = (
         text="a block size that divides the page size",
         when="block_table is not None and power_of_two(sparse_block_size)",
         given=IN_PAGES,
-        spoil={"sparse_block_size": 32},
+        invalid={"sparse_block_size": 32},
     ),
-    limit("attention_mode == 2", "attention_mode", "the chip knows no other", spoil={"attention_mode": 0}),
+    limit("attention_mode == 2", "attention_mode", "the chip knows no other", invalid={"attention_mode": 0}),
 )
 FORWARD = (
     invalid(
@@ -173,7 +173,7 @@ FORWARD = (
         "without a value its rows are the key's",
         text="rows as long as the key's",
         given={"value": None},
-        spoil={"attention_out": "B S1 N1 G"},
+        invalid={"attention_out": "B S1 N1 G"},
     ),
     invalid(
         "softmax_max is None or softmax_max.shape[-1] * N2 == N1",
@@ -182,7 +182,7 @@ FORWARD = (
         text="a last axis of N1 / N2",
         when="return_softmax_lse",
         given={"return_softmax_lse": True},
-        spoil={"softmax_max": "B N2 S1 3"},
+        invalid={"softmax_max": "B N2 S1 3"},
     ),
 )
 SAVED = invalid(
@@ -191,7 +191,7 @@ SAVED = invalid(
     "statistics have the query heads of a key head on their last axis",
     text="a last axis of N1 / N2",
     when="N2 > 0 and N1 % N2 == 0",
-    spoil={"G": 3},
+    invalid={"G": 3},
 )
 BACKWARD = (
     SAVED,
@@ -201,13 +201,13 @@ BACKWARD = (
         "without a value its rows are the key's",
         text="rows as long as the key's",
         given={"value": None},
-        spoil={"Dv": 256},
+        invalid={"Dv": 256},
     ),
     limit(
         "sparse_block_size in (1, 8, 16, 32, 64)",
         "sparse_block_size",
         "the chip takes no other blocks",
-        spoil={"sparse_block_size": 4},
+        invalid={"sparse_block_size": 4},
     ),
     LISTS_OF_2048,
     *(MOST_SEQUENCES, most_tokens(key=(1, 512), value=(1, 512))),
@@ -217,7 +217,7 @@ BACKWARD = (
             name,
             "it has no effect, and the chip takes no other value",
             text="no limit: 2147483647, or the largest int64",
-            spoil={name: 65536},
+            invalid={name: 65536},
         )
         for name in ("pre_tokens", "next_tokens")
     ),

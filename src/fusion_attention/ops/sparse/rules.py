@@ -64,14 +64,14 @@ LENGTHS = (
         "actual_seq_qlen",
         "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
         text="the lengths of the sequences in the query tensor",
-        spoil={"actual_seq_qlen": [3, 9]},
+        invalid={"actual_seq_qlen": [3, 9]},
     ),
     of_lengths(
         f"keys_fit(actual_seq_kvlen, {KEYS}, cumulative, B, S2, T2, block_table, Ps)",
         "actual_seq_kvlen",
         "one for each sequence; CANN's packed lengths are cumulative ends: [3, 8] is 3 and 5 tokens",
         text="the lengths of the sequences in the key tensor",
-        spoil={"actual_seq_kvlen": [5, 13]},
+        invalid={"actual_seq_kvlen": [5, 13]},
     ),
     one_length_each("actual_seq_qlen", "actual_seq_kvlen"),
 )
@@ -93,7 +93,7 @@ PAGES = (
         "keys lie as queries do, or in pages",
         text=f"what the queries have, or {PAGED}",
         when="layout in ('BSND', 'TND')",
-        spoil={"layout_kv": "BNSD"},
+        invalid={"layout_kv": "BNSD"},
     ),
     presence(
         f"(block_table is not None) == (layout_kv == '{PAGED}')",
@@ -101,7 +101,7 @@ PAGES = (
         "it says which pages a sequence has",
         text=f"a table where keys are {PAGED}, and nowhere else",
         given=IN_PAGES,
-        spoil={"block_table": None},
+        invalid={"block_table": None},
     ),
 )
 TABLES = group(
@@ -111,7 +111,7 @@ TABLES = group(
         "a row of pages for each",
         text="one row, and one length of queries and keys, per sequence",
         when="block_table is not None",
-        spoil={"block_table": "3 M"},
+        invalid={"block_table": "3 M"},
     ),
     Rule(
         "pages_exist(block_table, kv_len, Ps, P)",
@@ -120,7 +120,7 @@ TABLES = group(
         text="numbers of pages",
         when="block_table is not None and len(block_table) == len(q_len) == len(kv_len)",
         reads=True,
-        spoil={"P": 0},
+        invalid={"P": 0},
     ),
     given=IN_PAGES,
 )
@@ -131,7 +131,7 @@ TABLE_LIMITS = group(
         "block_table",
         "the chip takes no other pages",
         when="block_table is not None",
-        spoil={"Ps": 8},
+        invalid={"Ps": 8},
     ),
     given=IN_PAGES,
 )
@@ -148,7 +148,7 @@ SOME_ENTRIES = invalid(
     "sparse_indices",
     "a row selects at least one block, or lists -1",
     text="lists of at least one entry",
-    spoil={"K": 0},
+    invalid={"K": 0},
 )
 SELECTION = (
     Rule(
@@ -157,7 +157,7 @@ SELECTION = (
         "positions count from the sequence's own first key; -1 ends a list",
         text="-1 or the number of a block of the row's own sequence",
         reads=True,
-        spoil={"sparse_indices": lists(0, 90)},
+        invalid={"sparse_indices": lists(0, 90)},
     ),
     doubt(
         "unbroken(sparse_indices)",
@@ -165,7 +165,7 @@ SELECTION = (
         "a list ends at its first -1: fusion_attention.pack_lists closes holes",
         text="no entry behind a -1",
         reads=True,
-        spoil={"sparse_indices": lists(0, -1, 0)},
+        invalid={"sparse_indices": lists(0, -1, 0)},
     ),
     content(
         f"few_enough({LISTS}, sparse_mode)",
@@ -173,7 +173,7 @@ SELECTION = (
         "a list is read no further than its row sees blocks",
         text="no more entries than blocks that the row sees",
         given={"sparse_mode": 0, "causal": False},
-        spoil={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
+        invalid={"sparse_indices": lists(0, 1, 2, 3, 4, 5, 0)},
     ),
     content(
         f"in_the_past({LISTS}, sparse_mode)",
@@ -181,7 +181,7 @@ SELECTION = (
         "what lies in the future of its row is dropped",
         text="blocks of which the row sees a key",
         given={"sparse_mode": 3},
-        spoil={"sparse_indices": lists(0, 5)},
+        invalid={"sparse_indices": lists(0, 5)},
     ),
 )
 
@@ -197,12 +197,12 @@ def most_tokens(**keys: tuple[int, int]) -> Rule:
         "query",
         "the chip takes no longer ones",
         text="at most 131072 tokens in a sequence",
-        spoil={"B": 1, "S1": 1, "S2": beyond, **rows},
+        invalid={"B": 1, "S1": 1, "S2": beyond, **rows},
     )
 
 
 MOST_SEQUENCES = limit(
-    "B <= 256", "query", "the chip takes no more", text="up to 256 sequences", spoil={"B": 257, "S1": 1}
+    "B <= 256", "query", "the chip takes no more", text="up to 256 sequences", invalid={"B": 257, "S1": 1}
 )
 WITH_VALUE = needed("value", "the chip takes no call without one", text="value rows", level="limit")
 LISTS_OF_2048 = limit(
@@ -211,13 +211,13 @@ LISTS_OF_2048 = limit(
     "the chip takes lists of no other length",
     "lists of 2048 entries",
     when="K >= 1",
-    spoil={"K": 64},
+    invalid={"K": 64},
 )
 
 
 def some_heads(query: str, heads: str) -> Rule:
     """An indexer with heads, by the names of its query and of its axis."""
-    return Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", spoil={heads: 0})
+    return Rule(f"{heads} >= 1", query, "a score is a sum over heads", text="at least one head", invalid={heads: 0})
 
 
 def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "") -> tuple[Rule, ...]:
@@ -233,7 +233,7 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
             f"convert them with .to({like}.dtype)",
             text=f"the dtype of {like}, or float32",
             when="floating(weights)",
-            spoil={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
+            invalid={"weights": (f"B S1 {heads}", "bfloat16"), like: (like_shape, "float16")},
         ),
         typed(
             f"weights.shape[-1] == {query}.shape[-2]",
@@ -241,7 +241,7 @@ def scores(query: str, heads: str, dim: str, like: str = "", like_shape: str = "
             "a score is a sum over heads",
             text=f"one weight for every head of {query}",
             when=f"weights.dim() == {query}.dim() - 1 and weights.dim() >= 2",
-            spoil={"weights": "B S1 7"},
+            invalid={"weights": "B S1 7"},
         ),
         elements(dim, query),
     )

@@ -37,8 +37,8 @@ BIAS = EXTRAS.index("bias")
 class DenseCall:
     """What is computed, how tensors lie, and the tensors; extras follow EXTRAS.
 
-    memo is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that; a
-    copy with other fields has none.
+    call cache is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that;
+    a copy with other fields has none.
     """
 
     problem: Problem
@@ -50,7 +50,7 @@ class DenseCall:
     extras: tuple[Tensor | None, ...]
     seed: int = 0
     offset: int = 0
-    memo: Memo | None = field(default=None, init=False)
+    call_cache: Memo | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:

@@ -46,7 +46,7 @@ HEADS_FIRST = 'heads before tokens are layout="BNSD"'
 
 RULES = (
     presence(
-        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), spoil={"heads": None}
+        "heads > 0", "heads", "the last axis holds heads * dim elements", only=("BSH", "SBH"), invalid={"heads": None}
     ),
     presence(
         "q_len is not None",
@@ -54,7 +54,7 @@ RULES = (
         "tokens of every packed sequence, e.g. q_len=[100, 150, 50]",
         text="the lengths of packed sequences",
         only=PACKED,
-        spoil={"q_len": None, "kv_len": None},
+        invalid={"q_len": None, "kv_len": None},
     ),
     rope_pair("q_rope", "k_rope", OWN_ROPE),
     *(
@@ -63,7 +63,7 @@ RULES = (
             name,
             "tokens of every sequence, not cumulative ends",
             text=f"lengths of the sequences that the {side} tensor holds",
-            spoil={name: too_long},
+            invalid={name: too_long},
         )
         for name, axis, side, too_long in (("q_len", 1, "query", [3, 6]), ("kv_len", 2, "key", [5, 8]))
     ),
@@ -76,7 +76,7 @@ RULES = (
         when="q_len is not None",
         only=PACKED,
         given={"T2": 8, "kv_len": None},
-        spoil={"T2": 6},
+        invalid={"T2": 6},
     ),
     *covered("q_len", "kv_len", WHOLE, {"q_len": [3, 4], "kv_len": [5, 6]}),
     groups_of_heads("k", HEADS_FIRST),
@@ -86,7 +86,7 @@ RULES = (
         HEADS_FIRST,
         "no more heads than rows, or 256",
         only=("BSND",),
-        spoil={"N1": 258},
+        invalid={"N1": 258},
     ),
     elements("D", "q"),
     elements("Dv", "v"),
@@ -96,7 +96,7 @@ RULES = (
         "band",
         "two ways to say one thing",
         given={"band": Band()},
-        spoil={"sparse_mode": 3},
+        invalid={"sparse_mode": 3},
     ),
     Rule(
         "band_fits(band, len(q_len))",
@@ -104,21 +104,21 @@ RULES = (
         "make it with Band.causal(), Band.window() or Band.prefix_causal()",
         text="a band of whole numbers, its prefix empty or one per sequence",
         given={"band": Band.prefix_causal([1, 2])},
-        spoil={"band": Band.prefix_causal([1, 2, 3])},
+        invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
     Rule(
         "sparse_mode is None or 0 <= sparse_mode <= 8 and sparse_mode not in (5, 6)",
         "sparse_mode",
         "prefixes: band=Band.prefix_causal(...)",
         text="one of 0, 1, 2, 3, 4, 7, 8",
-        spoil={"sparse_mode": 6},
+        invalid={"sparse_mode": 6},
     ),
     Rule(
         "sparse_mode is not None or pre_tokens == next_tokens == 2147483647",
         "pre_tokens",
         "without a mode use band=Band.window(pre_tokens, next_tokens)",
         text="pre_tokens and next_tokens only beside a sparse_mode",
-        spoil={"pre_tokens": 2},
+        invalid={"pre_tokens": 2},
     ),
     *broadcasting("S2", "[B or 1, N1 or 1, S1 or 1, S2 or 1], leading axes may be left out"),
     Rule(
@@ -127,7 +127,7 @@ RULES = (
         "add the distances to the bias",
         text="a bias or alibi_slopes",
         given={"bias": "S1 S2"},
-        spoil={"alibi_slopes": ("N1", "float32")},
+        invalid={"alibi_slopes": ("N1", "float32")},
     ),
     Rule(
         "fits(alibi_slopes, 'N1 | B N1 | 1 N1')",
@@ -135,7 +135,7 @@ RULES = (
         "one slope per head",
         when="alibi_slopes is not None",
         given={"alibi_slopes": ("N1", "float32")},
-        spoil={"alibi_slopes": ("3", "float32")},
+        invalid={"alibi_slopes": ("3", "float32")},
     ),
     *untrained("slopes get no gradient: pass the distances as bias", alibi_slopes=(4,)),
     Rule(
@@ -145,7 +145,7 @@ RULES = (
         text="two positions below 2**40",
         when="alibi_start is not None",
         given={"alibi_slopes": ("N1", "float32"), "alibi_start": [0, 0]},
-        spoil={"alibi_start": [0]},
+        invalid={"alibi_start": [0]},
     ),
     Rule(
         "alibi_start is None",
@@ -153,7 +153,7 @@ RULES = (
         "distances need slopes",
         text="alibi_start only beside alibi_slopes",
         when="alibi_slopes is None",
-        spoil={"alibi_start": [0, 0]},
+        invalid={"alibi_start": [0, 0]},
     ),
     *group(
         Rule(
@@ -161,21 +161,21 @@ RULES = (
             "drop_bits",
             "one bit per score, row-major over [B, N1, S1, S2], least significant bit first",
             text="a bit for every score",
-            spoil={"drop_bits": "4"},
+            invalid={"drop_bits": "4"},
         ),
         Rule(
             "keep_prob < 1",
             "drop_bits",
             "bits drop with keep_prob < 1",
             text="drop_bits only with keep_prob < 1",
-            spoil={"keep_prob": 1.0},
+            invalid={"keep_prob": 1.0},
         ),
         Rule(
             "seed is None",
             "drop_bits",
             "the bits say what is kept, here and in the gradient: a seed would have no use",
             text="drop_bits or a seed, not both",
-            spoil={"seed": 3},
+            invalid={"seed": 3},
         ),
         when="drop_bits is not None",
         given={"drop_bits": "1024", "keep_prob": 0.5},
@@ -187,7 +187,7 @@ RULES = (
             "blocked_tiles",
             "one number per tile of 128 rows by 128 keys",
             text="shape [B or 1, N1 or 1, ceil(S1 / 128), ceil(S2 / 128)]",
-            spoil={"blocked_tiles": "1 1 1 2"},
+            invalid={"blocked_tiles": "1 1 1 2"},
         ),
         Rule(
             "tiles_exist(blocked_tiles, bit_tiles or 0)",
@@ -195,7 +195,7 @@ RULES = (
             "-1 removes a whole tile, -2 nothing of it",
             text="-1, -2, or the number of a tile in blocked_bits",
             reads=True,
-            spoil={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
+            invalid={"blocked_tiles": torch.zeros(1, 1, 1, 1, dtype=torch.int32)},
         ),
         when="blocked_tiles is not None",
         given=ONE_TILE,
@@ -207,7 +207,7 @@ RULES = (
         text="blocked_bits only beside blocked_tiles",
         when="blocked_bits is not None",
         given={**ONE_TILE, "blocked_bits": "3 128 16"},
-        spoil={"blocked_tiles": None},
+        invalid={"blocked_tiles": None},
     ),
 )
 
@@ -235,7 +235,7 @@ def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
     tiles = n["blocked_tiles"], n["blocked_bits"]
     extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
     call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
-    call.memo = bound.memo
+    call.call_cache = bound.call_cache
     return call
 
 

@@ -26,7 +26,7 @@ def dense_call(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseCall:
     problem, form, extents, names = bound.once(_without_tensors)
     extras = tuple([n[name] if name else None for name in names])
     call = DenseCall(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
-    call.memo = bound.memo
+    call.call_cache = bound.call_cache
     return call
 
 

@@ -24,7 +24,7 @@ PSE_BESIDE_0 = Rule(
     "1 is the value without pse",
     text="pse beside pse_type 0",
     when="pse_type == 0 and query_rope is None and B * S1 * S2 > 0",
-    spoil={"pse_type": 0},
+    invalid={"pse_type": 0},
 )
 
 MASKS = (
@@ -34,7 +34,7 @@ MASKS = (
         "a training operator without atten_mask ignores sparse_mode: every key is visible",
         text="atten_mask beside a sparse_mode other than 0",
         when="sparse_mode != 0",
-        spoil={"sparse_mode": 3, "atten_mask": None},
+        invalid={"sparse_mode": 3, "atten_mask": None},
     ),
     Rule(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2 | 1 1 S1 S2 | S1 S2')",
@@ -43,7 +43,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode in (0, 1, 5)",
         only=PADDED,
         given=FULL_MASK,
-        spoil={"atten_mask": "B 1 1 S2"},
+        invalid={"atten_mask": "B 1 1 S2"},
     ),
     Rule(
         "fits(atten_mask, 'S1 S2 | T1 T2 | 1 1 S1 S2 | B 1 S1 S2 | B N1 S1 S2')",
@@ -52,7 +52,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode in (0, 1)",
         only=PACKED,
         given=FULL_MASK,
-        spoil={"atten_mask": "6 7"},
+        invalid={"atten_mask": "6 7"},
     ),
     note(
         "fits(atten_mask, 'B N1 S1 S2 | B 1 S1 S2')",
@@ -62,7 +62,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode == 5 and prefixes_differ(prefix)",
         only=PADDED,
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
-        spoil={"atten_mask": "S1 S2"},
+        invalid={"atten_mask": "S1 S2"},
     ),
     Rule(
         "fits(atten_mask, '2048 2048 | 1 2048 2048 | 1 1 2048 2048')",
@@ -70,7 +70,7 @@ MASKS = (
         "torch.ones(2048, 2048, dtype=torch.bool).triu(1), whatever the lengths",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 7, 8)",
         given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": "S1 S2"},
+        invalid={"atten_mask": "S1 S2"},
     ),
     Rule(
         "fits(atten_mask, '3072 2048 | 1 3072 2048 | 1 1 3072 2048')",
@@ -78,7 +78,7 @@ MASKS = (
         "the 2048 x 2048 triangle above 1024 rows of 1024 zeros and 1024 ones",
         when="atten_mask is not None and sparse_mode == 6",
         given=PREFIXED,
-        spoil={"atten_mask": "2048 2048"},
+        invalid={"atten_mask": "2048 2048"},
     ),
     limit(
         "atten_mask.dim() == 2",
@@ -87,7 +87,7 @@ MASKS = (
         text="a compressed mask of two dimensions",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
         given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": "1 1 2048 2048"},
+        invalid={"atten_mask": "1 1 2048 2048"},
     ),
     doubt(
         "is_compressed_mask(atten_mask, sparse_mode)",
@@ -97,7 +97,7 @@ MASKS = (
         text="the documented content of a compressed mask",
         when="atten_mask is not None and sparse_mode in (2, 3, 4, 6, 7, 8)",
         given=SQUARE_MASK | {"sparse_mode": 2},
-        spoil={"atten_mask": ("2048 2048", "zeros")},
+        invalid={"atten_mask": ("2048 2048", "zeros")},
     ),
     content(
         "window_holds_mask(atten_mask, pre_tokens, next_tokens, q_len, kv_len)",
@@ -106,7 +106,7 @@ MASKS = (
         text="a mask that agrees with pre_tokens and next_tokens",
         when="atten_mask is not None and sparse_mode == 0",
         given=FULL_MASK,
-        spoil={"pre_tokens": 1},
+        invalid={"pre_tokens": 1},
     ),
     Rule(
         "dense_window(sparse_mode, pre_tokens, next_tokens, S1, S2)",
@@ -116,7 +116,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode in (0, 4)",
         only=PADDED,
         given=SQUARE_MASK | {"sparse_mode": 4},
-        spoil={"pre_tokens": -6, "next_tokens": 1},
+        invalid={"pre_tokens": -6, "next_tokens": 1},
     ),
     limit(
         "packed_window(sparse_mode, pre_tokens, next_tokens, q_len, kv_len)",
@@ -126,7 +126,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode in (0, 3, 4, 7, 8)",
         only=PACKED,
         given=SQUARE_MASK | {"sparse_mode": 3},
-        spoil={"actual_seq_kvlen": [2, 12]},
+        invalid={"actual_seq_kvlen": [2, 12]},
     ),
     Rule(
         "prefix_fits(prefix, q_len, kv_len)",
@@ -135,7 +135,7 @@ MASKS = (
         text="per sequence a prefix between max(0, kv_len - q_len) and kv_len",
         when="atten_mask is not None and sparse_mode == 6",
         given=PREFIXED,
-        spoil={"prefix": [1, 6]},
+        invalid={"prefix": [1, 6]},
     ),
     note(
         "prefix_fits(prefix, q_len, kv_len)",
@@ -145,7 +145,7 @@ MASKS = (
         when="atten_mask is not None and sparse_mode == 5",
         only=PADDED,
         given={"atten_mask": "B 1 S1 S2", "sparse_mode": 5, "prefix": [2, 6]},
-        spoil={"prefix": [1, 6]},
+        invalid={"prefix": [1, 6]},
     ),
 )
 
@@ -157,7 +157,7 @@ BIASES = (
         text="the dtype of query",
         when="pse is not None and pse_type in (0, 1)",
         given={"pse": "B N1 S1 S2"},
-        spoil={"pse": ("B N1 S1 S2", "float64")},
+        invalid={"pse": ("B N1 S1 S2", "float64")},
     ),
     typed(
         "pse is not None and float32(pse)",
@@ -167,7 +167,7 @@ BIASES = (
         when="pse_type in (2, 3)",
         needs=("pse_type",),
         given={"pse_type": 2} | SLOPES,
-        spoil={"pse": ("B N1", "float16")},
+        invalid={"pse": ("B N1", "float16")},
     ),
     Rule(
         "known_form(pse_form, pse, B, N1, S1, S2)",
@@ -177,7 +177,7 @@ BIASES = (
         when="pse is not None and pse_type in (0, 1)",
         only=PADDED,
         given={"pse": "B N1 S1 S2"},
-        spoil={"pse": "B 1 S1 S2"},
+        invalid={"pse": "B 1 S1 S2"},
     ),
     Rule(
         "known_form(pse_form, pse, B, N1, S1, S2)",
@@ -187,7 +187,7 @@ BIASES = (
         when="pse is not None and pse_type in (0, 1)",
         only=PACKED,
         given={"pse": "1 N1 1024 S2"},
-        spoil={"pse": "1 N1 1023 S2"},
+        invalid={"pse": "1 N1 1023 S2"},
     ),
     Rule(
         "fits(pse, 'B N1 | 1 N1 | N1')",
@@ -196,7 +196,7 @@ BIASES = (
         when="pse is not None and pse_type in (2, 3)",
         needs=("pse_type",),
         given={"pse_type": 2} | SLOPES,
-        spoil={"pse": ("B 3", "float32")},
+        invalid={"pse": ("B 3", "float32")},
     ),
     Rule(
         "S1 == S2",
@@ -205,7 +205,7 @@ BIASES = (
         when="pse_form == 'aligned' and pse_type in (0, 1)",
         only=PADDED,
         given=TABLE,
-        spoil={"S2": 1040},
+        invalid={"S2": 1040},
     ),
     Rule(
         "table_reaches(sparse_mode, atten_mask, pre_tokens, next_tokens, prefix, q_len, kv_len)",
@@ -215,7 +215,7 @@ BIASES = (
         when="pse_form == 'aligned' and pse_type in (0, 1)",
         reads=True,
         given=TABLE,
-        spoil={"atten_mask": "S1 S2", "sparse_mode": 1},
+        invalid={"atten_mask": "S1 S2", "sparse_mode": 1},
     ),
     content(
         "is_shifted(pse)",
@@ -224,7 +224,7 @@ BIASES = (
         text="compressed rows that are shifted copies of each other",
         when="pse_form == 'aligned' and pse_type in (0, 1) and S1 > 1024",
         given={**TABLE, "pse": ("B N1 1024 S2", "zeros")},
-        spoil={"pse": "B N1 1024 S2"},
+        invalid={"pse": "B N1 1024 S2"},
     ),
     limit(
         "S1 == S2",
@@ -234,7 +234,7 @@ BIASES = (
         needs=("pse_type",),
         only=PADDED,
         given={"pse_type": 2} | SLOPES,
-        spoil={"S1": 4},
+        invalid={"S1": 4},
     ),
     Rule(
         "positions(q_start_idx) and positions(kv_start_idx)",
@@ -243,7 +243,7 @@ BIASES = (
         text="positions below 2**40",
         needs=("kv_start_idx",),
         given={"kv_start_idx": [0]},
-        spoil={"q_start_idx": [1 << 41]},
+        invalid={"q_start_idx": [1 << 41]},
     ),
     limit(
         "all(q_len > 0) and all(kv_len > 0)",
@@ -253,7 +253,7 @@ BIASES = (
         when="pse is not None",
         only=PACKED,
         given={"pse": "1 N1 1024 S2"},
-        spoil={"actual_seq_qlen": [0, 8], "pse": "1 N1 1024 S2"},
+        invalid={"actual_seq_qlen": [0, 8], "pse": "1 N1 1024 S2"},
     ),
     limit(
         "pse is None",
@@ -262,6 +262,6 @@ BIASES = (
         when="sparse_mode == 7 and atten_mask is not None",
         only=PACKED,
         given=SQUARE_MASK | {"sparse_mode": 7, "next_tokens": 0},
-        spoil={"pse": "1 N1 1024 S2"},
+        invalid={"pse": "1 N1 1024 S2"},
     ),
 )

@@ -429,7 +429,7 @@ TORCH_V2 = TORCH_V1.version(
             "slopes that wait for no gradient",
             when="pse_type in (2, 3)",
             given={"pse_type": 2} | SLOPES,
-            spoil={"pse": torch.ones(4, requires_grad=True)},
+            invalid={"pse": torch.ones(4, requires_grad=True)},
         ),
     ),
     rulings=(*RULINGS_PACKED, *OF_SLOPES),

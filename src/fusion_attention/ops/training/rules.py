@@ -42,14 +42,14 @@ INPUTS = (
         "only layout TND reads lengths; they are ignored here",
         text="no lengths in a padded layout",
         only=PADDED,
-        spoil={"actual_seq_qlen": [4, 8]},
+        invalid={"actual_seq_qlen": [4, 8]},
     ),
     of_lengths(
         "len(actual_seq_qlen) == len(actual_seq_kvlen) and len(actual_seq_qlen) > 0",
         "actual_seq_qlen",
         "one end per sequence in both; an empty tensor has the ends [0]",
         only=PACKED,
-        spoil={"actual_seq_qlen": [8]},
+        invalid={"actual_seq_qlen": [8]},
     ),
     *(
         of_lengths(
@@ -58,7 +58,7 @@ INPUTS = (
             "inclusive cumulative ends: [3, 8] is lengths 3 and 5; strip the leading 0 of cu_seqlens",
             text="ends that never fall, or only to a tail of zeros",
             only=PACKED,
-            spoil={ends: falling},
+            invalid={ends: falling},
         )
         for ends, falling in (("actual_seq_qlen", [8, 3]), ("actual_seq_kvlen", [12, 5]))
     ),
@@ -69,7 +69,7 @@ INPUTS = (
             "ends are cumulative: the last one counts all tokens",
             text=f"ends within the {axis} tokens of {side}",
             only=PACKED,
-            spoil={ends: beyond},
+            invalid={ends: beyond},
         )
         for ends, axis, side, beyond in (
             ("actual_seq_qlen", "T1", "query", [3, 9]),
@@ -77,11 +77,11 @@ INPUTS = (
         )
     ),
     *covered("actual_seq_qlen", "actual_seq_kvlen", ENDS, {"actual_seq_qlen": [3, 7], "actual_seq_kvlen": [5, 11]}),
-    Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", spoil={"N2": 3}),
+    Rule("N2 > 0 and N1 % N2 == 0", "key", "every key head serves the same number of query heads", invalid={"N2": 3}),
     elements("D", "query"),
     elements("Dv", "value", 0),
-    refused("Dv <= D", "value", "the chip takes no wider value rows", spoil={"Dv": 16}),
-    limit("N1 <= 256", "query", "the chip takes no more heads", spoil={"N1": 258}),
+    refused("Dv <= D", "value", "the chip takes no wider value rows", invalid={"Dv": 16}),
+    limit("N1 <= 256", "query", "the chip takes no more heads", invalid={"N1": 258}),
     finite_scale("scale", optional=False),
     reserved("padding_mask", ("S1 S2", "uint8")),
     reserved("softmax_in", ("B N1 S1 8", "float32")),
@@ -93,7 +93,7 @@ INPUTS = (
             text=dtypes.replace(" ", " or "),
             stage="dtype",
             code=INVALID,
-            spoil={name: (words, "int16")},
+            invalid={name: (words, "int16")},
         )
         for name, words, dtypes in (("padding_mask", "S1 S2", "uint8 bool"), ("softmax_in", "B N1 S1 8", FLOATS))
     ),
@@ -102,7 +102,7 @@ INPUTS = (
         "softmax_layout",
         "padded statistics have one order",
         only=PADDED,
-        spoil={"softmax_layout": "TND"},
+        invalid={"softmax_layout": "TND"},
     ),
     invalid(
         "dpse is None or pse is None or (dpse.shape == pse.shape and dpse.dtype == pse.dtype)",
@@ -110,15 +110,15 @@ INPUTS = (
         "the gradient lies as the bias does",
         text="shape and dtype of pse",
         given={"pse": "B N1 S1 S2", "TND": {"pse": "1 N1 1024 S2"}},
-        spoil={"dpse": "B N1 S1 3"},
+        invalid={"dpse": "B N1 S1 3"},
     ),
-    Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=PADDED, spoil={"sparse_mode": 7}),
+    Rule("0 <= sparse_mode <= 6", "sparse_mode", "7 and 8 need layout TND", only=PADDED, invalid={"sparse_mode": 7}),
     Rule(
         "sparse_mode in (0, 1, 2, 3, 4, 6, 7, 8)",
         "sparse_mode",
         "packed sequences have prefix only as mode 6",
         only=PACKED,
-        spoil={"sparse_mode": 5},
+        invalid={"sparse_mode": 5},
     ),
 )
 
@@ -131,7 +131,7 @@ DROPOUT = (
         text="a bit for each of N1 * sum(q_len * kv_len) scores",
         when="drop_mask is not None",
         given=DROPPED,
-        spoil={"drop_mask": "4"},
+        invalid={"drop_mask": "4"},
     ),
 )
 GIVEN_DROPOUT = (
@@ -141,7 +141,7 @@ GIVEN_DROPOUT = (
         "a mask needs keep_prob < 1, and keep_prob < 1 needs a mask",
         text="a drop mask exactly when keep_prob is below 1",
         given=DROPPED,
-        spoil={"keep_prob": 1.0},
+        invalid={"keep_prob": 1.0},
     ),
 )
 DRAWN_DROPOUT = (
@@ -151,7 +151,7 @@ DRAWN_DROPOUT = (
         "a mask needs keep_prob < 1",
         text="no mask with keep_prob 1",
         given=DROPPED,
-        spoil={"keep_prob": 1.0},
+        invalid={"keep_prob": 1.0},
     ),
     Rule(
         "replays(seed, offset)",
@@ -160,7 +160,7 @@ DRAWN_DROPOUT = (
         text="the forward's seed and offset beside keep_prob < 1",
         when="keep_prob < 1",
         needs=("dy",),
-        spoil={"keep_prob": 0.5},
+        invalid={"keep_prob": 0.5},
     ),
 )
 GIVEN_OFFSET = (
@@ -172,7 +172,7 @@ GIVEN_OFFSET = (
         when="keep_prob < 1",
         reads=True,
         given={"keep_prob": 0.5, "seed": torch.tensor([3], device="cpu"), "offset": torch.tensor([0], device="cpu")},
-        spoil={"offset": torch.tensor([1 << 32], device="cpu")},
+        invalid={"offset": torch.tensor([1 << 32], device="cpu")},
     ),
 )
 
@@ -184,7 +184,7 @@ ROPES = (
         "the chip takes rope only in layout TND",
         text="no rope in a padded layout",
         only=PADDED,
-        spoil=MASKED_ROPE,
+        invalid=MASKED_ROPE,
     ),
 )
 
@@ -207,7 +207,7 @@ SIZES = (
         "the chip takes no longer sequences",
         text="at most 1048576 tokens in a sequence",
         only=PADDED,
-        spoil={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
+        invalid={"B": 1, "S1": 1, "S2": 1048577, **TINY, "D": 1, "Dv": 1},
     ),
     limit(
         "T1 <= 1048576 and T2 <= 1048576",
@@ -215,16 +215,18 @@ SIZES = (
         "the chip takes no more tokens",
         text="at most 1048576 tokens in all sequences",
         only=PACKED,
-        spoil={"T2": 1048577, "actual_seq_kvlen": [5, 1048577], **TINY},
+        invalid={"T2": 1048577, "actual_seq_kvlen": [5, 1048577], **TINY},
     ),
-    limit("B <= 2097152", "query", MANY, only=PADDED, spoil={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}),
+    limit(
+        "B <= 2097152", "query", MANY, only=PADDED, invalid={"B": 2097153, "S1": 1, "S2": 1, **TINY, "D": 1, "Dv": 1}
+    ),
     limit(
         "len(actual_seq_qlen) <= 2048",
         "actual_seq_qlen",
         MANY,
         text="at most 2048 sequences",
         only=PACKED,
-        spoil=ends(2049),
+        invalid=ends(2049),
     ),
     limit(
         "len(actual_seq_qlen) <= 1024",
@@ -234,7 +236,7 @@ SIZES = (
         when=f"{PREFIXES} and len(actual_seq_qlen) <= 2048",
         only=PACKED,
         given=PREFIXED,
-        spoil={**ends(1025), "prefix": [0] * 1025},
+        invalid={**ends(1025), "prefix": [0] * 1025},
     ),
     limit(
         "B <= 2048",
@@ -244,17 +246,19 @@ SIZES = (
         when=PREFIXES,
         only=PADDED,
         given=PREFIXED,
-        spoil={"B": 2049, "S1": 1, "S2": 1, **TINY, "prefix": [0] * 2049},
+        invalid={"B": 2049, "S1": 1, "S2": 1, **TINY, "prefix": [0] * 2049},
     ),
 )
 
 # ------------------------------------------------------------------------------------- what versions do not share
 
-PRECISION = (limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", spoil={"inner_precise": 3}),)
+PRECISION = (
+    limit("inner_precise in (0, 1, 2)", "inner_precise", "only 2 has an effect", invalid={"inner_precise": 3}),
+)
 # The first pages; those of operators with sinks go to 768.
 NARROW = (
     refused(
-        "D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", spoil={"D": 520, "Dv": 520}
+        "D <= 512 or D > 768", "query", "the chip takes no wider rows", text="D <= 512", invalid={"D": 520, "Dv": 520}
     ),
 )
 # The first two versions' pages; later ones have shorter value rows.
@@ -264,7 +268,7 @@ ALIKE = (
         "value",
         "this version takes no shorter ones",
         text="value rows as long as those of key",
-        spoil={"Dv": 4},
+        invalid={"Dv": 4},
     ),
 )
 MASKED = needed(
@@ -284,13 +288,13 @@ BESIDE_ROPE = (
             "Dr <= D and Dr % 8 == 0 and D % 8 == 0",
             "query_rope",
             "the chip takes no other sizes beside rope",
-            spoil={"Dr": 4},
+            invalid={"Dr": 4},
         ),
         limit(
             "pse is None and drop_mask is None and keep_prob == 1",
             "query_rope",
             "the chip takes neither pse nor dropout beside rope",
-            spoil={"pse": "1 N1 1024 S2"},
+            invalid={"pse": "1 N1 1024 S2"},
         ),
         when="query_rope is not None",
         only=PACKED,
@@ -302,23 +306,23 @@ BESIDE_ROPE = (
 FOR_ROPE = (
     replace(MASKED, when="", text="a mask", advice="this version takes no call without one"),
     *group(
-        limit("D % 8 == 0", "query", "the chip takes no other sizes here", when="D <= 768", spoil={"D": 12}),
+        limit("D % 8 == 0", "query", "the chip takes no other sizes here", when="D <= 768", invalid={"D": 12}),
         limit(
             "Dr <= D and Dr % 8 == 0",
             "query_rope",
             "the chip takes no other sizes beside rope",
             when="query_rope is not None",
             given=MASKED_ROPE,
-            spoil={"Dr": 4},
+            invalid={"Dr": 4},
         ),
         limit(
             "pse is None",
             "pse",
             "this version takes none: pse_type is 0 or 1, which are one without it",
             text="no pse",
-            spoil={"pse": "1 N1 1024 S2"},
+            invalid={"pse": "1 N1 1024 S2"},
         ),
-        limit("drop_mask is None and keep_prob == 1", "drop_mask", "this version drops nothing", spoil=DROPPED),
+        limit("drop_mask is None and keep_prob == 1", "drop_mask", "this version drops nothing", invalid=DROPPED),
         code=INVALID,
     ),
 )
@@ -349,7 +353,7 @@ STATISTICS = (
         when="pse is None and N1 > 1",
         only=PACKED,
         needs=("dy",),
-        spoil=_climbing(),
+        invalid=_climbing(),
     ),
 )
 

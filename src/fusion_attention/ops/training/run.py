@@ -1,4 +1,4 @@
-"""Training attention as faces run it: a DenseCall and its outputs, forward and backward.
+"""Training attention as interfaces run it: a DenseCall and its outputs, forward and backward.
 
 Knows in which form each record keeps statistics. Refuses to know its parameters.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusion_attention.ir.call import Filled, room
+from fusion_attention.ir.call import Filled, buffer
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.shared.call import OfCall, over
 from fusion_attention.ops.shared.layouts import stats_shape
@@ -22,7 +22,7 @@ from fusion_attention.ops.training.call import (
     operands_of,
     pattern,
 )
-from fusion_attention.ops.training.statistics import LANES, from_lanes, lay_lanes
+from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
 
 Tensor = torch.Tensor
 # The outputs of a gradient in the order of grads_of().
@@ -33,7 +33,7 @@ DPSE = GRADIENTS.index("dpse")
 class DenseForward(OfCall):
     """A forward call whose statistics are finite, in eight lanes."""
 
-    verb = "attention_forward"
+    op_kind = "attention_forward"
 
     def results(self) -> dict[str, Tensor]:
         """attention_out, softmax_max, softmax_sum."""
@@ -48,7 +48,7 @@ class DenseForward(OfCall):
 class PlainForward(OfCall):
     """A forward call whose results are the kernels' own."""
 
-    verb = "attention_forward"
+    op_kind = "attention_forward"
 
     def results(self) -> dict[str, Tensor]:
         """out, max, sum."""
@@ -63,7 +63,7 @@ class PlainForward(OfCall):
 class DenseBackward(OfCall):
     """A gradient call, from saved statistics in eight lanes; dlse: the gradient of max + log(sum), without lanes."""
 
-    verb = "attention_backward"
+    op_kind = "attention_backward"
 
     def __init__(
         self,
@@ -90,27 +90,27 @@ class _ForwardRun(Filled):
     __slots__ = ("call", "lanes")
 
     def __init__(self, forward: DenseForward, outputs: Mapping[str, Tensor]) -> None:
-        call, memo = forward.call, forward.call.memo
-        assert memo is not None
-        if memo.run is None:
+        call, call_cache = forward.call, forward.call.call_cache
+        assert call_cache is not None
+        if call_cache.run is None:
             stats = template(call.q, stats_shape(call.q, call.form, call.problem.heads_q), torch.float32)
-            memo.run = stats, not call.covers("q"), None
-        stats, clears, rows = memo.run
-        target, out = outputs["attention_out"], room(outputs["attention_out"])
+            call_cache.run = stats, not call.covers("q"), None
+        stats, clears, rows = call_cache.run
+        target, out = outputs["attention_out"], buffer(outputs["attention_out"])
         self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
-        rooms = out, another(stats), another(stats)
+        buffers = out, another(stats), another(stats)
         if rows is None:
-            operands = operands_of(call, *rooms)
+            operands = operands_of(call, *buffers)
             if out is target:
-                memo.run = stats, clears, pattern(call, operands)
+                call_cache.run = stats, clears, pattern(call, operands)
         else:
-            operands = over(rows, call.q, (call.k,), (call.v,), None, rooms)
-        super().__init__((operands,), rooms, (target,), rooms if clears else ())
+            operands = over(rows, call.q, (call.k,), (call.v,), None, buffers)
+        super().__init__((operands,), buffers, (target,), buffers if clears else ())
 
     def finish(self) -> None:
         super().finish()
-        _, max_, sum_ = self.rooms
-        lay_lanes(self.call, max_, sum_, *self.lanes)
+        _, max_, sum_ = self.buffers
+        write_lanes(self.call, max_, sum_, *self.lanes)
 
 
 class _BackwardRun(Filled):
@@ -122,14 +122,14 @@ class _BackwardRun(Filled):
         self.targets = [outputs.get(name) for name in GRADIENTS]
         self.slopes = self.targets[DPSE] is not None and call.extras[BIAS] is None
         none = call.q.new_empty(0)
-        self.gradients = tuple(none if t is None else room(t) for t in self.targets)
+        self.gradients = tuple(none if t is None else buffer(t) for t in self.targets)
         if self.slopes:
             self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
         self.stats = fresh(call)[1:]
         grads, self.summed = grads_of(call, dy, self.gradients, backward.dlse)
-        rooms = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
-        rooms += [*self.stats, *([] if self.summed is None else [self.summed])]
-        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(rooms))
+        buffers = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
+        buffers += [*self.stats, *([] if self.summed is None else [self.summed])]
+        super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(buffers))
 
     def begin(self) -> None:
         for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):

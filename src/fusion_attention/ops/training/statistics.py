@@ -24,7 +24,7 @@ def to_lanes(call: DenseCall, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tenso
     return max_.unsqueeze(-1) * one, sum_.unsqueeze(-1) * one
 
 
-def lay_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
+def write_lanes(call: DenseCall, max_: Tensor, sum_: Tensor, to_max: Tensor, to_sum: Tensor) -> None:
     """to_lanes() into given memory."""
     if call.extents.keyless:
         for target, lanes in zip((to_max, to_sum), to_lanes(call, max_, sum_), strict=True):
