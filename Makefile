@@ -111,7 +111,7 @@ test-aarch64: ## the same test, compiled for aarch64 and run by qemu as three pr
 # Each of 3.10, 3.11, and 3.12 or later, by name or path; one that is tested gets torch by PIP_ARGS.
 WHEEL_PYTHONS ?= python3.10 python3.11 python3.12
 WHEEL_TESTS ?= $(PYTHON)
-wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into dist/ (docs/release.md)
+wheels: $(VENV)/.extra-release ## wheels for x86_64 and aarch64, checked, into dist/ (docs/dev/release.md)
 	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo >&2 \
 	  "make wheels: needs a cross compiler: apt-get install g++-aarch64-linux-gnu"; exit 1; }
 	$(BIN)/python release/wheels.py --pythons $(WHEEL_PYTHONS) --test $(WHEEL_TESTS) --pip="$(PIP_ARGS)"

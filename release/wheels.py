@@ -1,6 +1,6 @@
 """`make wheels`: builds the source archive, from it a wheel per processor and Python, and checks each of them.
 
-Whatever is not as docs/release.md says ends it with an error. What is built lies in dist/ afterwards.
+Whatever is not as docs/dev/release.md says ends it with an error. What is built lies in dist/ afterwards.
 """
 
 import argparse
@@ -184,7 +184,7 @@ def main() -> None:
     for python in tests:
         version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
         installed(python, for_python(version, wheels, os.uname().machine), work, given.pip.split())
-    print(f"make wheels: {len(wheels)} wheels and the source archive in dist/; docs/release.md says what is next")
+    print(f"make wheels: {len(wheels)} wheels and the source archive in dist/; docs/dev/release.md says what is next")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from website.svg import Picture, site_stylesheet
 PICTURES: dict[str, Callable[[], Picture]] = {
     "overview": overview.overview,
     "overview_tall": overview.overview_tall,
-    "floors": overview.floors,
     "beside_sdpa": charts.beside_sdpa,
     "beside_sdpa_tall": partial(charts.beside_sdpa, tall=True),
     "beside_masks": charts.beside_masks,

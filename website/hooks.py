@@ -57,11 +57,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Puts tables into a page, and tells search which pages answer: one that translates words does, figures seldom."""
     boost = {
         "words.md": 4,
-        "lab_book.md": 0.4,
+        "dev/lab_book.md": 0.4,
         "rulings.md": 0.5,
-        "testing.md": 0.4,
-        "release.md": 0.4,
-        "design.md": 0.5,
+        "dev/testing.md": 0.4,
+        "dev/release.md": 0.4,
+        "dev/design.md": 0.5,
     }
     uri = page.file.src_uri
     if uri in boost or uri.startswith("ops/npu_"):

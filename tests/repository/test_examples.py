@@ -79,7 +79,7 @@ FOLDERS = (".", "src/fusion_attention", "csrc", "tests")
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/design.md", "docs/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
+    "page", ["docs/dev/design.md", "docs/dev/testing.md", "docs/sparse_modes.md", "docs/gpu.md", "CONTRIBUTING.md"]
 )
 def test_pages_name_files_that_are_there(page: str) -> None:
     named = re.findall(

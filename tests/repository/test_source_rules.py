@@ -1,4 +1,4 @@
-"""The rules of the source tree (docs/design.md), held against the tree itself: floors, words, lengths, the native
+"""The rules of the source tree (docs/dev/design.md), held against the tree itself: floors, words, lengths, the native
 module.
 
 Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
@@ -129,7 +129,7 @@ def test_every_module_has_a_floor() -> None:
     strangers = [
         name for name in modules() if name not in (INTERFACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
     ]
-    assert not strangers, f"no floor in tests/repository/test_source_rules.py (and docs/design.md) for: {strangers}"
+    assert not strangers, f"no floor in tests/repository/test_source_rules.py (and docs/dev/design.md) for: {strangers}"
 
 
 def test_imports_run_down() -> None:
@@ -306,7 +306,7 @@ EXACT = 1e-11
 # What compares within a tolerance -> which of its arguments, by position, is one.
 CLOSE = {"assert_close": 3, "allclose": 2, "assert_allclose": 2, "isclose": 2, "approx": 1}
 TOLERANCES = {"rtol", "atol", "rel", "abs", "rel_tol", "abs_tol"}
-# File of tests -> why it may set a number by hand (docs/design.md, How results are judged).
+# File of tests -> why it may set a number by hand (docs/dev/design.md, How results are judged).
 HAND_SET = {
     "inference/test_fused_examples.py": "examples printed to six digits",
     "training/test_golden.py": "finite differences: a step's own error",
