@@ -131,7 +131,7 @@ def main(
     timings = list(timed(pairs(quick, only), turns, console))
     groups = list(dict.fromkeys(t.group for t in timings))
     timings.sort(key=lambda t: groups.index(t.group))
-    found = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
+    result = memory.show(memory.measured(4096 if quick else 65536), console) if only in ("all", MEMORY) else []
     decoded = decode_rows.measured(quick, turns, console) if only in ("all", DECODE) else ([], [])
     waits = busy.show(quick, console) if only in ("all", BUSY) else []
     scheduled = schedule.show(console) if only in ("all", SCHEDULE) else []
@@ -146,7 +146,7 @@ def main(
             console.print(f"{name}: {others[name]:.1f} (goal: at most {goal})")
     if output:
         facts = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "peak": peak}
-        tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in found]}
+        tables = {"rows": [asdict(t) for t in timings], "memory": [asdict(m) for m in result]}
         tables |= {DECODE: [asdict(row) for row in decoded[0]], "waits": [asdict(wait) for wait in decoded[1]]}
         tables |= {BUSY: [asdict(wait) for wait in waits]}
         tables |= {SCHEDULE: [asdict(row) for row in scheduled], DISTRIBUTED: [asdict(row) for row in shared]}

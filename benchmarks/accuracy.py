@@ -91,12 +91,12 @@ def ours(call: Lowered, triton: bool) -> Iterator[tuple[str, Results]]:
 
 def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Errors]]:
     """(program, output, errors) of all that can compute a call."""
-    found: dict[str, Results] = dict(ours(call, triton))
+    results: dict[str, Results] = dict(ours(call, triton))
     if not triton:
-        found |= {who: made for who in programs.NAMES if (made := programs.results(who, call))}
+        results |= {who: made for who in programs.NAMES if (made := programs.results(who, call))}
     low = ("eager", "SDPA") if call.op_kind.endswith("backward") else ("eager",)
-    rounded = {who: found.pop(who) for who in low if who in found}
-    for grade, theirs in ((KERNEL, found), (PROGRAM, rounded)):
+    rounded = {who: results.pop(who) for who in low if who in results}
+    for grade, theirs in ((KERNEL, results), (PROGRAM, rounded)):
         if theirs:
             yield from measured(call, theirs, grade)
 
@@ -141,13 +141,13 @@ def right_and_wrong(length: int) -> dict[str, Any]:
     """How many tiles have which z: of right results, and of wrong ones with a fault in one place; bfloat16."""
     sizes = {**CAUSAL, "heads_q": 2, "heads_kv": 1}
     call, gradients = forward("bfloat16", length, **sizes), backward("bfloat16", length, **sizes)
-    attended, found = run(call, "cpu"), run(gradients, "cpu")
-    unwritten, larger = found["dv"].clone(), found["dk"].clone()
+    attended, result = run(call, "cpu"), run(gradients, "cpu")
+    unwritten, larger = result["dv"].clone(), result["dk"].clone()
     unwritten[:, length // 2] = 0
     larger[:, length // 2 : length // 2 + 64] *= 1.1
     outs = {who: programs.results(who, call) for who in ("SDPA", "tiles")}
     outs |= {"core": {"out": attended["out"]}, FAULTS[0]: programs.results("tiles", call, blind(length))}
-    grads = {"core": found, "tiles": programs.results("tiles", gradients)}
+    grads = {"core": result, "tiles": programs.results("tiles", gradients)}
     grads |= {FAULTS[1]: {"dv": unwritten}, FAULTS[2]: {"dk": larger}}
     tiles: dict[str, list[float]] = {}
     wrong, largest = {}, 0.0
@@ -169,7 +169,7 @@ def blind(length: int) -> Edit:
 
 def _tiles(errors: Errors) -> list[float]:
     """The z of every tile of 32 rows."""
-    return [float(z) for found in errors.of_rows for z in found.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
+    return [float(z) for result in errors.of_rows for z in result.unflatten(-1, (-1, 32)).mean(-1).sqrt().flatten()]
 
 
 def _counts(tiles: list[float]) -> list[int]:
@@ -202,14 +202,14 @@ def main(
         return
     console = Console(width=None if sys.stdout.isatty() else 150)
     report = Report(console, "Errors in expected errors, over the whole and of the worst tile of 32 rows", COLUMNS)
-    found = []
+    results = []
     for row in [*rows(length), *of_triton(short)]:
-        found.append(row)
+        results.append(row)
         report.add(row.dtype, row.program, row.output, f"{row.z:.3f}", f"{row.tile:.3f}", section=row.family)
     if output:
         facts = {"torch": torch.__version__, "variants": VARIANTS, "length": length, "short": short}
         head = json.dumps({**facts, "picture": right_and_wrong(long)})
-        lines = ",\n".join(json.dumps(asdict(row)) for row in found)
+        lines = ",\n".join(json.dumps(asdict(row)) for row in results)
         output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 

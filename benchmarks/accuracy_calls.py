@@ -94,8 +94,8 @@ def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, w
         args["quant_scale2"] = torch.rand(4 * 64, generator=make) * 400
     record = RECORDS["npu_fused_infer_attention_score"]
     assert record.lower is not None
-    found: Lowered = record.lower(bind(record, {n: v for n, v in args.items() if v is not None}))
-    return found
+    result: Lowered = record.lower(bind(record, {n: v for n, v in args.items() if v is not None}))
+    return result
 
 
 def selections(dtype: str, length: int) -> tuple[Any, torch.Tensor]:

@@ -29,8 +29,8 @@ def leaves(x: Block, dtype: torch.dtype) -> Leaves:
         n: t if len(t) == 1 else t[:: x.problem.group] for n in ("k", "v", "k_rope") if (t := getattr(x, n)) is not None
     }
     one |= {n: t for n in ("q", "q_rope", "bias") if (t := getattr(x, n)) is not None}
-    found = {n: t.to(dtype) for n, t in one.items()}
-    return found if x.sink is None else found | {"sink": x.sink.float()}
+    result = {n: t.to(dtype) for n, t in one.items()}
+    return result if x.sink is None else result | {"sink": x.sink.float()}
 
 
 def by_query_head(t: Leaves, name: str) -> Tensor:
@@ -86,16 +86,16 @@ def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
     dtype, scale, out_lse = t["q"].dtype, x.problem.scale, tiled(x, t)
     q, k, v, out = t["q"].float(), by_query_head(t, "k").float(), by_query_head(t, "v").float(), out_lse[0].float()
     delta, dout = (dout.float() * out).sum(-1, keepdim=True), dout.float()
-    found = {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
+    result = {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
     for first in range(0, k.shape[1], KEYS):
         here = slice(first, first + KEYS)
         scores = (q @ k[:, here].mT * scale).masked_fill(~x.seen[..., here], -math.inf)
         soft = (scores - out_lse[1]).exp()
         dscores = (soft * (dout @ v[:, here].mT - delta)).to(dtype).float()
-        found["q"] += dscores @ k[:, here] * scale
-        found["k"][:, here] = dscores.mT @ q * scale
-        found["v"][:, here] = soft.to(dtype).float().mT @ dout
-    shared = {n: g if n == "q" else g.unflatten(0, (len(t[n]), -1)).sum(1) for n, g in found.items()}
+        result["q"] += dscores @ k[:, here] * scale
+        result["k"][:, here] = dscores.mT @ q * scale
+        result["v"][:, here] = soft.to(dtype).float().mT @ dout
+    shared = {n: g if n == "q" else g.unflatten(0, (len(t[n]), -1)).sum(1) for n, g in result.items()}
     return {n: g.to(dtype) for n, g in shared.items()}
 
 
@@ -142,18 +142,18 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
             return {}
         t = leaves(x, p.torch_dtype)
         if setting.grads is None:
-            found = {"out": FORWARD[who](x, t)}
+            result = {"out": FORWARD[who](x, t)}
         else:
-            found = {f"d{n}": g for n, g in BACKWARD[who](x, t, x.saved[0].to(p.torch_dtype)).items()}
-            found = {"dpse" if n == "dbias" else n: g for n, g in found.items()}
+            result = {f"d{n}": g for n, g in BACKWARD[who](x, t, x.saved[0].to(p.torch_dtype)).items()}
+            result = {"dpse" if n == "dbias" else n: g for n, g in result.items()}
         for o in known:
-            if o.kind in found:
+            if o.kind in result:
                 written[o.name] = o.tensor
                 if o.view is None:  # of one sequence
-                    o.tensor.copy_(found[o.kind].reshape(o.tensor.shape))
+                    o.tensor.copy_(result[o.kind].reshape(o.tensor.shape))
                 else:
                     every = slice(0, p.heads_kv) if o.by_keys else heads
-                    o.rows(setting, b, every, slice(None)).copy_(found[o.kind])
+                    o.rows(setting, b, every, slice(None)).copy_(result[o.kind])
     return written
 
 

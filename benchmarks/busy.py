@@ -49,17 +49,17 @@ def _measured(calls: int) -> Waits:
 
 def show(quick: bool, console: Console) -> list[Waits]:
     """One thread and all of them, twice, since who is late is chance."""
-    report, found, all_threads = Report(console, TITLE, COLUMNS), [], torch.get_num_threads()
+    report, result, all_threads = Report(console, TITLE, COLUMNS), [], torch.get_num_threads()
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(all_threads)]
     try:
         for threads in (1, all_threads) * 2:
             torch.set_num_threads(threads)
             waits = _measured(CALLS // 20 if quick else CALLS)
             report.add(str(threads), *(f"{us:.0f}" for us in (waits.p50, waits.p90, waits.p99, waits.mean, waits.cpu)))
-            found.append(waits)
+            result.append(waits)
     finally:
         torch.set_num_threads(all_threads)
         for other in others:
             other.kill()
             other.wait()
-    return found
+    return result

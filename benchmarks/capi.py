@@ -48,12 +48,12 @@ def build(folder: Path) -> Path:
     Raises:
         FileNotFoundError: there is no C++ compiler.
     """
-    found = compiler()
-    if found is None:
+    result = compiler()
+    if result is None:
         raise FileNotFoundError("the C API's benchmark needs a C++ compiler: install g++, or name one in CXX")
     program = folder / "calls"
     flags = ["-std=c++17", "-O2", *shlex.split(environment.cflags())]
-    subprocess.run([found, *flags, str(SOURCE), "-o", str(program), *shlex.split(environment.libs())], check=True)
+    subprocess.run([result, *flags, str(SOURCE), "-o", str(program), *shlex.split(environment.libs())], check=True)
     return program
 
 
@@ -89,7 +89,7 @@ def in_python(tokens: int, turns: int) -> tuple[float, float]:
     count = 1 if tokens > 256 else 200
     phases, runs = [], []
     for turn in range(turns + 1):
-        for found, work in (
+        for result, work in (
             (phases, lambda: aclnn.aclnnFlashAttentionScore(workspace, size, executor, None)),
             (runs, executor.job.run),
         ):
@@ -97,7 +97,7 @@ def in_python(tokens: int, turns: int) -> tuple[float, float]:
             for _ in range(count):
                 work()
             if turn:
-                found.append(1e6 * (time.thread_time() - began) / count)
+                result.append(1e6 * (time.thread_time() - began) / count)
     acl.finalize()
     torch.set_num_threads(threads)
     return statistics.median(phases), statistics.median(runs)
@@ -136,9 +136,9 @@ def show(quick: bool, turns: int, console: Console) -> list[Cost]:
     """A table of all figures; returns them."""
     title = "The C API; medians, on one thread"
     report = Report(console, title, {"cost": -48, "": -3, "figure": 10, "goal": 8, "reached": -7})
-    found = measured(quick, turns)
-    for cost in found:
+    result = measured(quick, turns)
+    for cost in result:
         goal = "" if cost.goal is None else f"{cost.goal:g}"
         reached = "" if cost.goal is None else "yes" if cost.reached else "no"
         report.add(cost.name, cost.unit, f"{cost.value:.4g}", goal, reached)
-    return found
+    return result

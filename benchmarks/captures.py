@@ -47,11 +47,11 @@ def costs(files: int = FILES, turns: int = TURNS) -> dict[str, tuple[float, floa
         def call() -> object:
             return fa.attention(q, q, q)
 
-        found = {ALONE: lowest(call, turns), DISK: lowest(write, turns)}
+        results = {ALONE: lowest(call, turns), DISK: lowest(write, turns)}
         for name, recorder in ((EMPTY, empty), (FULL.format(files), full)):
             with recorder:
-                found[name] = lowest(call, turns)
-        return found
+                results[name] = lowest(call, turns)
+        return results
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def peers(t: Step) -> dict[str, Callable[[], object]]:
     if s.stored or s.shares:
         return {}
     folded = t.q.view(s.batch, s.heads_kv, s.group, s.dim)
-    found: dict[str, Callable[[], object]] = {
+    results: dict[str, Callable[[], object]] = {
         "SDPA folded": lambda: sdpa(folded, t.k, t.v),
         "SDPA gqa": lambda: sdpa(t.q, t.k, t.v, enable_gqa=True),
     }
@@ -224,5 +224,5 @@ def peers(t: Step) -> dict[str, Callable[[], object]]:
         def gathered(pool: torch.Tensor) -> torch.Tensor:
             return pool[order].transpose(1, 2).flatten(2, 3)[:, :, : s.keys]
 
-        found["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pages))
-    return found
+        results["gather + SDPA"] = lambda: sdpa(folded, *(gathered(pool) for pool in pages))
+    return results

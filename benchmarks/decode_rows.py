@@ -65,8 +65,10 @@ class Row:
     @property
     def reached(self) -> bool | None:
         """Whether what has a goal reaches it; None without a goal."""
-        found = {"share": self.share, **self.ratios}
-        return all(found[n] >= REACHED * goal for n, goal in self.goals.items() if n in found) if self.goals else None
+        results = {"share": self.share, **self.ratios}
+        return (
+            all(results[n] >= REACHED * goal for n, goal in self.goals.items() if n in results) if self.goals else None
+        )
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,11 @@ def latencies(turns: int = 3000) -> list[Latency]:
     def interface() -> object:
         return npu.npu_incre_flash_attention(q, cache, cache, num_heads=1, scale_value=0.1)
 
-    found = []
+    results = []
     for name, call, goal in (("plan.update + run", both, 12.0), ("npu_incre_flash_attention", interface, 15.0)):
         call()
-        found.append(Latency(name, statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal))
-    return found
+        results.append(Latency(name, statistics.median(seconds(call) for _ in range(turns)) * 1e6, goal))
+    return results
 
 
 TITLE = "Decode: medians of alternating turns; share = our rate of reading / the machine's; ratio = peer's / ours"
@@ -205,11 +207,11 @@ def show(row: Row, report: Report) -> None:
 
 def measured(quick: bool, turns: int, console: Console) -> tuple[list[Row], list[Latency]]:
     """All of it, shown as it comes."""
-    report, found = Report(console, TITLE, COLUMNS), []
+    report, result = Report(console, TITLE, COLUMNS), []
     for row in table(quick, turns):
         show(row, report)
-        found.append(row)
+        result.append(row)
     waits = latencies()
     for wait in waits:
         console.print(f"{wait.name}: {wait.us:.1f} us (goal: below {wait.goal:.0f})")
-    return found, waits
+    return result, waits

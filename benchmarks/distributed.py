@@ -130,13 +130,13 @@ def _rank(rank: int, world: int, store: str) -> None:
         else:
             _step(call if order["what"] == "step" else fa.attention, held[1])
         taken, used = time.perf_counter() - begun, time.process_time() - cpu
-        found = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
-        print(json.dumps(found), flush=True)
+        results = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
+        print(json.dumps(results), flush=True)
 
 
 def rates(quick: bool, turns: int) -> list[Shared]:
     """Two processes of one thread beside one process of two, in turns: wall time, and CPU time of all threads."""
-    length, found = 2048 if quick else 16384, []
+    length, result = 2048 if quick else 16384, []
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     one = _of_one(length)
@@ -155,10 +155,10 @@ def rates(quick: bool, turns: int) -> list[Shared]:
                 for at, clock, bound in ((0, "wall ms", goal), (1, "CPU ms", 0.0)):
                     a, b = (statistics.median(pair[at] for pair in pairs) for pairs in (ours, measure))
                     ratio = statistics.median(m[at] / o[at] for o, m in zip(ours, measure, strict=True))
-                    found.append(Shared(f"{schedule}, 2 ranks, S {length}, {clock}", a, b, ratio, bound))
+                    result.append(Shared(f"{schedule}, 2 ranks, S {length}, {clock}", a, b, ratio, bound))
     finally:
         torch.set_num_threads(threads)
-    return found
+    return result
 
 
 def memory(quick: bool) -> list[Shared]:
@@ -173,13 +173,13 @@ def memory(quick: bool) -> list[Shared]:
 
 def balance(length: int = 16384) -> list[Shared]:
     """Counted causal pairs of the busiest rank beside the mean."""
-    found = []
+    results = []
     for schedule, goal in (("zigzag", 1.05), ("ring", 0.0)):
         placement = layout_of(schedule, (length,), (8,))
         pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in held) for held in placement.ranks]
         mean = sum(pairs) / len(pairs)
-        found.append(Shared(f"{schedule}, 8 ranks, S {length}, pairs", max(pairs), mean, max(pairs) / mean, goal))
-    return found
+        results.append(Shared(f"{schedule}, 8 ranks, S {length}, pairs", max(pairs), mean, max(pairs) / mean, goal))
+    return results
 
 
 def overhead() -> list[Shared]:
@@ -203,12 +203,12 @@ def overhead() -> list[Shared]:
 
 def show(quick: bool, turns: int, console: Console) -> list[Shared]:
     """All of it, row by row."""
-    report, found = Report(console, TITLE, COLUMNS), []
+    report, result = Report(console, TITLE, COLUMNS), []
     for rows in (balance, overhead, lambda: rates(quick, turns), lambda: memory(quick)):
         for row in rows():
             report.add(row.what, f"{row.ours:.1f}", f"{row.measure:.1f}", f"{row.ratio:.2f}", f"{row.goal or ''}")
-            found.append(row)
-    return found
+            result.append(row)
+    return result
 
 
 if __name__ == "__main__":

@@ -153,16 +153,16 @@ def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
 
     name = model.config._attn_implementation
-    function, found = known[name], []
+    function, result = known[name], []
 
     def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **words: Any) -> tuple[Tensor, Any]:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        found.append(LayerCall(function, module, q, k, v, mask, words))
+        result.append(LayerCall(function, module, q, k, v, mask, words))
         return function(module, q, k, v, mask, **words)
 
     with torch.no_grad(), mock.patch.dict(known._local_mapping, {name: record}):
         model(input_ids=ids, use_cache=False)
-    return found[0]
+    return result[0]
 
 
 def flash(quick: bool) -> Iterator[Pair]:
@@ -217,8 +217,8 @@ def flex(quick: bool) -> Iterator[Pair]:
     flops = arithmetic(q, pairs, 2)
     yield Pair("integrations", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=goal)
     q, k, v = rows(BF16, (8, 8), size, 128, grad=True)
-    whole = seen(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
-    outs = flex_attention(q, k, v, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, k, v, whole)
+    full = seen(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
+    outs = flex_attention(q, k, v, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, k, v, full)
     calls = [backward(out, (q, k, v)) for out in outs]
     yield Pair("integrations", f"{name}, backward", "SDPA + mask", *calls, arithmetic(q, pairs, 5), "bfloat16")
 

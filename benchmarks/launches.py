@@ -118,13 +118,13 @@ def cost_of(name: str, call: Callable[[], None], launched: list[Any], count: int
     call()
     launched.clear()
     call()
-    each, found = len(launched), []
+    each, result = len(launched), []
     for _ in range(turns):
         began = time.thread_time()
         for _ in range(count):
             call()
-        found.append(1e6 * (time.thread_time() - began) / count)
-    return Cost(name, statistics.median(found), each)
+        result.append(1e6 * (time.thread_time() - began) / count)
+    return Cost(name, statistics.median(result), each)
 
 
 def show(quick: bool, turns: int, console: Console) -> list[Cost]:
@@ -137,9 +137,9 @@ def show(quick: bool, turns: int, console: Console) -> list[Cost]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measured(quick, turns)
+        result = measured(quick, turns)
     finally:
         torch.set_num_threads(threads)
-    for cost in found:
+    for cost in result:
         report.add(cost.name, str(cost.launches), f"{cost.us:.1f}", f"{GOAL_US:.0f}", "yes" if cost.reached else "no")
-    return found
+    return result

@@ -88,12 +88,12 @@ COLUMNS = ("dtype", "length", "inputs, outputs, gradients", "beyond them", "work
 def show(rows: Iterable[Memory], console: Console) -> list[Memory]:
     """What long sequences take, row by row; all of them."""
     title = "One head, D 64, causal, forward and backward; MB of resident memory"
-    report, found = Report(console, title, {name: max(len(name), 7) for name in COLUMNS}), []
+    report, result = Report(console, title, {name: max(len(name), 7) for name in COLUMNS}), []
     for m in rows:
         figures = (m.operands_mb, m.extra_mb, m.forward_mb, m.backward_mb)
         report.add(m.dtype, str(m.length), *(f"{n:.1f}" for n in figures))
-        found.append(m)
-    return found
+        result.append(m)
+    return result
 
 
 def measured(length: int, names: Iterable[str] = DTYPES) -> Iterator[Memory]:

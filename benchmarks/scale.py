@@ -147,7 +147,7 @@ class Checked:
 
 def checked(quick: bool, turns: int) -> list[Checked]:
     """The model with the rates of computing and sending that as many processes at once have here."""
-    tokens, sizes, found = (2048, 1 << 20, []) if quick else (8192, 1 << 24, [])
+    tokens, sizes, result = (2048, 1 << 20, []) if quick else (8192, 1 << 24, [])
     step = Step(tokens, HEADS, HEADS, DIM)
     for world in (2, 4, 8):
         with Ranks(world) as ranks:
@@ -164,16 +164,16 @@ def checked(quick: bool, turns: int) -> list[Checked]:
                 model = cost(step, here, world, schedule)
                 if model is not None:
                     taken = slowest("step", tokens, schedule=schedule)
-                    found.append(Checked(world, schedule, taken * 1e3, model.seconds * 1e3))
-    return found
+                    result.append(Checked(world, schedule, taken * 1e3, model.seconds * 1e3))
+    return result
 
 
 def modelled(step: Step, machine: Machine = H100) -> list[dict[str, Any]]:
     """Seconds of every schedule that can run, by ranks, and what computing alone takes."""
     rows = []
     for ranks in RANKS:
-        found = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
-        there = {name: c.seconds for name, c in found.items() if c is not None}
+        results = {name: cost(step, machine, ranks, name) for name in SCHEDULES}
+        there = {name: c.seconds for name, c in results.items() if c is not None}
         rows.append({"ranks": ranks, "computing": step.flops / machine.flops / ranks, **there})
     return rows
 

@@ -64,7 +64,7 @@ class Schedule:
 def compiler() -> str | None:
     """The C++ compiler that CXX names, or the first that is found."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((result for name in names if (result := shutil.which(name))), None)
 
 
 def build(folder: Path, *, sleeps: bool = False) -> Path:
@@ -73,8 +73,8 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     Raises:
         FileNotFoundError: there is no C++ compiler.
     """
-    found = compiler()
-    if found is None:
+    result = compiler()
+    if result is None:
         raise FileNotFoundError("the schedule test needs a C++ compiler: install g++, or name one in CXX")
     here, core, program = ROOT / "tests/native/schedule", ROOT / "csrc", folder / ("sleeping" if sleeps else "schedule")
     sources = [here / f"{name}.cpp" for name in ("schedule_test", "cases", "kernels")]
@@ -87,22 +87,22 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     objects = [program.with_name(f"{program.name}_{source.stem}.o") for source in sources]
 
     def compiled(source: Path, made: Path) -> None:
-        subprocess.run([found, *options, "-c", str(source), "-o", str(made)], check=True)
+        subprocess.run([result, *options, "-c", str(source), "-o", str(made)], check=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, sources, objects))
-    subprocess.run([found, *options, *map(str, objects), "-o", str(program)], check=True)
+    subprocess.run([result, *options, *map(str, objects), "-o", str(program)], check=True)
     return program
 
 
 def run(program: Path, *words: str) -> list[Schedule]:
     """What the program finds; words: numbers of threads, and what "family case" must contain."""
     text = subprocess.run([str(program), "--json", *words], capture_output=True, text=True, check=True).stdout
-    found: dict[tuple[str, str], Schedule] = {}
+    results: dict[tuple[str, str], Schedule] = {}
     for row in json.loads(text):
         key = row["family"], row["case"]
-        found.setdefault(key, Schedule(*key, row["ms"], {1: 1.0})).speedup[row["threads"]] = row["speedup"]
-    return list(found.values())
+        results.setdefault(key, Schedule(*key, row["ms"], {1: 1.0})).speedup[row["threads"]] = row["speedup"]
+    return list(results.values())
 
 
 def rows() -> Iterator[Schedule]:
@@ -117,13 +117,13 @@ COLUMNS = {"case": -40, "ms": 10, **{str(threads): 6 for threads in SHOWN}, "goa
 def show(console: Console) -> list[Schedule]:
     """A table of all cases; returns them."""
     title = "Speed-up of the plans' schedules by threads, on a virtual clock; ms: of one thread, as kernels say"
-    report, found = Report(console, title, COLUMNS), list(rows())
-    for row in found:
+    report, result = Report(console, title, COLUMNS), list(rows())
+    for row in result:
         figures = [f"{row.speedup[threads]:.2f}" for threads in SHOWN]
         reached = ("yes" if row.reached else "no") if row.goals else ""
         goal = " / ".join(f"{value:g}" for value in row.goals)
         report.add(row.case, f"{row.ms:.1f}", *figures, goal, reached, section=row.family)
-    return found
+    return result
 
 
 def draw(found: list[Schedule], path: Path) -> None:

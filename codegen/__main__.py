@@ -15,11 +15,11 @@ PACKAGE = "src/fusion_attention"
 
 def files() -> dict[str, str]:
     """Text by path below the root."""
-    found = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
-    found["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
-    found[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
-    found["docs/pictures/overview.svg"] = overview().render()
-    return found
+    results = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
+    results["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
+    results[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
+    results["docs/pictures/overview.svg"] = overview().render()
+    return results
 
 
 if __name__ == "__main__":

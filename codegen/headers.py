@@ -1,7 +1,7 @@
 """C declarations and definitions of the operators, from their records: aclnnop/*.h and csrc/capi/operators.inc.
 
 What a header holds is the same text for every operator: its two functions with CANN's names and C types. A definition
-packs its arguments and calls plan() or run() (csrc/capi/entry.h). Refuses to know what any operator computes.
+packs its arguments and calls plan() or run() (csrc/capi/entry.h).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def parameters(op: Op) -> list[tuple[str, str]]:
 
 def by_header(records: Mapping[str, Op]) -> dict[str, list[Op]]:
     """The operators that are CANN's functions, by the file that declares them; both in order of names."""
-    found: dict[str, list[Op]] = {}
+    results: dict[str, list[Op]] = {}
     for name, op in sorted(records.items()):
         if name.startswith("aclnn"):
-            found.setdefault(op.prototypes[name].header, []).append(op)
-    return dict(sorted(found.items()))
+            results.setdefault(op.prototypes[name].header, []).append(op)
+    return dict(sorted(results.items()))
 
 
 def header(name: str, ops: Iterable[Op]) -> str:

@@ -12,7 +12,7 @@ namespace fusion {
 // registers for. In a fixed order.
 std::vector<std::string> find_features();
 
-// Bytes of a core's second-level cache as the system tells, between 512 KiB and 2 MiB: nobody has measured what more of
+// Bytes of a core's second-level cache as the system tells, between 512 KiB and 2 MiB: larger values were not measured:
 // it would bring. 1 MiB where it does not tell.
 std::size_t second_level_cache();
 

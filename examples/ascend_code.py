@@ -28,9 +28,9 @@ def stepped(device: str, dtype: torch.dtype, config: Config, tokens: torch.Tenso
     (loss + index_loss).backward()
     gradients = {f"d {name}": p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
-    found = {"loss": loss, "index_loss": index_loss, **gradients, **dict(model.named_parameters())}
-    assert {t.device.type for t in found.values()} == {torch.device(device).type}
-    return {name: t.detach().cpu() for name, t in found.items()}
+    results = {"loss": loss, "index_loss": index_loss, **gradients, **dict(model.named_parameters())}
+    assert {t.device.type for t in results.values()} == {torch.device(device).type}
+    return {name: t.detach().cpu() for name, t in results.items()}
 
 
 tokens = torch.randint(256, (2, ROWS + 1), generator=torch.Generator().manual_seed(1))

@@ -87,14 +87,14 @@ def by_pages(model: Any, current: Any, ids: Any, steps: int, stored: str, backen
     """(tokens, seconds per token after the prompt, cache bytes) of greedy decoding."""
     model.set_attn_implementation(NAME)
     layers = current["layers"] = PagedLayers(ids.shape[1] + steps, stored, backend)
-    found: list[int] = []
+    results: list[int] = []
     begun, position = 0.0, torch.arange(ids.shape[1])[None]
-    while len(found) < steps:
+    while len(results) < steps:
         logits = model(ids, position_ids=position, use_cache=False, logits_to_keep=1).logits
-        found.append(int(logits[0, -1].argmax()))
-        ids, position = torch.tensor([[found[-1]]]), position[:, -1:] + 1
+        results.append(int(logits[0, -1].argmax()))
+        ids, position = torch.tensor([[results[-1]]]), position[:, -1:] + 1
         begun = begun or time.perf_counter()
-    return found, (time.perf_counter() - begun) / max(steps - 1, 1), layers.nbytes
+    return results, (time.perf_counter() - begun) / max(steps - 1, 1), layers.nbytes
 
 
 @torch.inference_mode()
@@ -103,13 +103,13 @@ def by_transformers(model: Any, ids: Any, steps: int, kind: str) -> tuple[list[i
     from transformers import DynamicCache
 
     model.set_attn_implementation(kind)
-    cache, found, logits, begun = DynamicCache(config=model.config), [], [], 0.0
-    while len(found) < steps:
+    cache, result, logits, begun = DynamicCache(config=model.config), [], [], 0.0
+    while len(result) < steps:
         logits.append(model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float())
-        found.append(int(logits[-1].argmax()))
-        ids = torch.tensor([[found[-1]]])
+        result.append(int(logits[-1].argmax()))
+        ids = torch.tensor([[result[-1]]])
         begun = begun or time.perf_counter()
-    return found, (time.perf_counter() - begun) / max(steps - 1, 1), logits
+    return result, (time.perf_counter() - begun) / max(steps - 1, 1), logits
 
 
 @torch.inference_mode()

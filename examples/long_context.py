@@ -98,9 +98,9 @@ class Run:
         given, world = self.given, dist.get_world_size()
         start = torch.Generator().manual_seed(1000 + len(self.losses))
         first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
-        whole = self.text[first : first + given.tokens + 1][None]
+        full = self.text[first : first + given.tokens + 1][None]
         tokens, following = (
-            distributed.shard(part, None, given.schedule, given.tokens) for part in (whole[:, :-1], whole[:, 1:])
+            distributed.shard(part, None, given.schedule, given.tokens) for part in (full[:, :-1], full[:, 1:])
         )
         logits = self.model(tokens, self.positions, given.tokens)
         loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / given.tokens
@@ -182,9 +182,9 @@ def join() -> None:
     """Joins the other ranks; alone where torchrun started nobody."""
     store: Any
     if "RANK" in os.environ:
-        found, rank, world = next(dist.rendezvous("env://"))
+        result, rank, world = next(dist.rendezvous("env://"))
         # The store outlives ranks that die: those that start anew must not find where the dead ones listened.
-        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", found)
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", result)
     else:
         store, rank, world = dist.HashStore(), 0, 1
     # A rank that died is noticed by the others within this time, and torchrun starts all of them anew.

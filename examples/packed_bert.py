@@ -49,8 +49,8 @@ def timed(embed: Callable[[Any, list[list[int]]], Tensor], model: Any, ids: list
     """What it returns, and its seconds."""
     start = time.perf_counter()
     with torch.inference_mode():
-        found = embed(model, ids)
-    return found, time.perf_counter() - start
+        result = embed(model, ids)
+    return result, time.perf_counter() - start
 
 
 def main() -> None:

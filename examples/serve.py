@@ -204,8 +204,8 @@ def load() -> tuple[Any, list[list[int]], str]:
 def one_by_one(model: Any, prompts: list[list[int]], steps: int) -> tuple[list[list[int]], float]:
     """(tokens, seconds) of transformers' own attention and cache, a request after the other."""
     begun = time.perf_counter()
-    found = [GENERATE["by_transformers"](model, torch.tensor([prompt]), steps, "sdpa")[0] for prompt in prompts]
-    return found, time.perf_counter() - begun
+    results = [GENERATE["by_transformers"](model, torch.tensor([prompt]), steps, "sdpa")[0] for prompt in prompts]
+    return results, time.perf_counter() - begun
 
 
 def main() -> None:

@@ -26,14 +26,14 @@ def main() -> None:
     make = {"heads": 1, "dim": LATENT, "dim_v": VALUES, "shares_kv": True, "page_size": PAGE}
     pages = -(-(PROMPT + STEPS) // PAGE)
     shared = [fa.PagedKVCache(pages=-(-pages // ranks), group=dist.group.WORLD, **make) for _ in BANDS]
-    whole = [fa.PagedKVCache(pages=pages, **make) for _ in BANDS]
-    for caches in zip(shared, whole, strict=True):
+    full = [fa.PagedKVCache(pages=pages, **make) for _ in BANDS]
+    for caches in zip(shared, full, strict=True):
         prompt = torch.randn(1, PROMPT, 1, LATENT)
         for cache in caches:
             cache.append([cache.allocate()], prompt)
     furthest = 0.0
     for _ in range(STEPS):
-        for here, there, band in zip(shared, whole, BANDS, strict=True):
+        for here, there, band in zip(shared, full, BANDS, strict=True):
             latent, q = torch.randn(1, 1, 1, LATENT), torch.randn(1, 1, HEADS, LATENT)
             here.append([0], latent)
             there.append([0], latent)

@@ -222,9 +222,9 @@ def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list
     """The recall of every layer on held-out text, attention being dense."""
     stage = model.blocks[0].attention.stage
     set_stage(model, "dense")
-    found = [share for share, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
+    results = [share for share, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
     set_stage(model.train(), stage)
-    return found
+    return results
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -314,9 +314,9 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
         f"held-out loss per byte: sparse {with_sparse:.4f}, dense {with_dense:.4f}: "
         f"ratio {with_sparse / with_dense:.4f} (goal {WORSE})"
     )
-    found = sum(state.recalls["indexer, after warm-up"]) / s.layers
-    console.print(f"recall after warm-up {found:.3f} (goal {RECALL})")
-    return with_sparse <= WORSE * with_dense and found >= RECALL
+    result = sum(state.recalls["indexer, after warm-up"]) / s.layers
+    console.print(f"recall after warm-up {result:.3f} (goal {RECALL})")
+    return with_sparse <= WORSE * with_dense and result >= RECALL
 
 
 def picture(state: State, held_out: Tensor, path: Path, console: Console) -> None:

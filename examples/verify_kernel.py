@@ -35,10 +35,10 @@ def main() -> None:
 
     # In a program: what the call should be, and what the kernel gave.
     asked = {"q": q, "k": k, "v": v, "scale": 0.125, "band": fa.Band.causal()}
-    found = fa.diagnose("attention", asked, {"out": out})
-    print(found)
-    assert found.verdict == "wrong"
-    assert found.mistakes[0].name == "causal-alignment"
+    result = fa.diagnose("attention", asked, {"out": out})
+    print(result)
+    assert result.verdict == "wrong"
+    assert result.mistakes[0].name == "causal-alignment"
 
     # From files: the same tensors under somebody else's names, and the words that no file holds.
     with tempfile.TemporaryDirectory() as folder:

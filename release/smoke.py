@@ -71,10 +71,10 @@ def main(first: str) -> None:
         for name, mine, exact, plain in all_three:
             compare(f"{name}, {dtype}", mine, exact, plain, 300)
     check_c_api()
-    found = runtimes()
-    assert len(found) == 1, f"one OpenMP runtime serves torch and the core, but there are {found}"
+    result = runtimes()
+    assert len(result) == 1, f"one OpenMP runtime serves torch and the core, but there are {result}"
     python = ".".join(map(str, sys.version_info[:2]))
-    module, runtime = (Path(path).name for path in (_native.__file__, found[0]))
+    module, runtime = (Path(path).name for path in (_native.__file__, result[0]))
     print(f"Python {python}, torch {torch.__version__}, {first} first: {module}, threads of {runtime}")
 
 

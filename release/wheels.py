@@ -89,11 +89,11 @@ def debian_headers(python: str, machine: str, work: Path) -> Path:
 
 def tagged(wheel: Path, machine: str, dist: Path) -> Path:
     """The same wheel with manylinux's tag, after auditwheel has said that it may have it."""
-    found = run(sys.executable, "-m", "auditwheel", "show", wheel)
-    allowed = re.search(rf'following platform tag:\s+"manylinux_2_(\d+)_{machine}"', found)
+    result = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    allowed = re.search(rf'following platform tag:\s+"manylinux_2_(\d+)_{machine}"', result)
     if not allowed or int(allowed[1]) > GLIBC:
         fail(f"{wheel.name} cannot be manylinux_2_{GLIBC}_{machine}: give what forbids it an old version in "
-             f"csrc/old_glibc.cpp\n{found}")  # fmt: skip
+             f"csrc/old_glibc.cpp\n{result}")  # fmt: skip
     copy = shutil.copy(wheel, dist)
     words = run(sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag",
                 f"manylinux_2_{GLIBC}_{machine}", copy)  # fmt: skip

@@ -22,8 +22,8 @@ LIMIT = LEAST  # of a tile of so many rows
 
 def figures() -> dict[str, Any]:
     """What was measured."""
-    found: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
+    return result
 
 
 def table() -> str:
@@ -41,8 +41,10 @@ def table() -> str:
 
 def worst(rows: list[dict[str, Any]], family: str, dtype: str, program: str) -> float | None:
     """The z of the worst tile of all calls and outputs; of the native core by any instruction set."""
-    found = [r["tile"] for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program)]
-    return max(found, default=None)
+    results = [
+        r["tile"] for r in rows if (r["family"], r["dtype"], r["program"].split()[0]) == (family, dtype, program)
+    ]
+    return max(results, default=None)
 
 
 class _Panel:
@@ -105,8 +107,8 @@ def tiles(tall: bool = False) -> Picture:
         lower.axes(LIMIT, lower.bottom - 84)
         lower.bars(counts[what], "a2", "d")
         picture.text(x + 16, lower.bottom - 70, what, size=14, bold=True, fill="d")
-        whole = f"worst tile {fault['tile']:.0f}" + ("" if tall else f"; over the whole {fault['z']:.1f}")
-        picture.text(x + 16, lower.bottom - 52, whole, size=13, fill="soft")
+        full = f"worst tile {fault['tile']:.0f}" + ("" if tall else f"; over the whole {fault['z']:.1f}")
+        picture.text(x + 16, lower.bottom - 52, full, size=13, fill="soft")
     bottom = first + 100 * len(data["wrong"])
     for z in (0.3, 1, 3, 10, 30, 100):
         picture.line(upper.x(z), bottom, upper.x(z), bottom + 4, "ink")

@@ -28,10 +28,10 @@ def machine() -> str:
 
 def ratio(group: str, name: str, peer: str = "SDPA") -> float:
     """How many times faster we were than a peer."""
-    found = [r["ratio"] for r in rows() if (r["group"], r["name"], r["peer_name"]) == (group, name, peer)]
-    if len(found) != 1:
-        raise KeyError(f"{FIGURES.name}: expected one row {group!r}, {name!r}, {peer!r}, got {len(found)}")
-    return float(found[0])
+    results = [r["ratio"] for r in rows() if (r["group"], r["name"], r["peer_name"]) == (group, name, peer)]
+    if len(results) != 1:
+        raise KeyError(f"{FIGURES.name}: expected one row {group!r}, {name!r}, {peer!r}, got {len(results)}")
+    return float(results[0])
 
 
 def beside_sdpa(tall: bool = False) -> Picture:

@@ -51,9 +51,9 @@ def operators() -> dict[str, str]:
 @cache
 def generated() -> dict[str, str]:
     """Text by name inside docs/."""
-    found = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
-    found["assets/pictures.css"] = site_stylesheet()
-    return found | reference.generated() | operators()
+    results = {f"pictures/{name}.svg": draw().render() for name, draw in PICTURES.items()}
+    results["assets/pictures.css"] = site_stylesheet()
+    return results | reference.generated() | operators()
 
 
 def with_tables(markdown: str) -> str:

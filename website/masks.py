@@ -58,10 +58,10 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     """(mode, its name, what the call says, seen, what the mask tensor took inside the band)."""
     mask = scattered()
     window: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 2}
-    found: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
+    results: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
 
     def add(mode: int, name: str, says: str, result: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        found.append((mode, name, says, result, None if whole is None else whole & ~result))
+        results.append((mode, name, says, result, None if whole is None else whole & ~result))
 
     add(0, "window, and your mask", "pre 3, next 2", seen(atten_mask=mask, sparse_mode=0, **window),
         seen(atten_mask=torch.zeros_like(mask), sparse_mode=0, **window))  # fmt: skip
@@ -76,7 +76,7 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     add(6, "prefix, compressed mask", "prefix 6", seen(atten_mask=PREFIX_COMPRESSED, sparse_mode=6, prefix=[6]))
     add(7, "packed, last sequence cut", "next -2", packed(7, [3, 2, 3], [3, 2, 5], -2))
     add(8, "packed, first sequence cut", "next 2", packed(8, [3, 2, 3], [5, 2, 3], 2))
-    return found
+    return results
 
 
 def gallery() -> Picture:

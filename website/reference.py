@@ -104,8 +104,8 @@ def names_of(module: Any, names: tuple[str, ...]) -> list[str]:
     if names == ("*",):
         names = tuple(module.__all__)
     names = names or PUBLIC[module.__name__]
-    found = [name for name in names if inspect.isclass(getattr(module, name)) or callable(getattr(module, name))]
-    return [name for name in found if inspect.getdoc(getattr(module, name))]
+    results = [name for name in names if inspect.isclass(getattr(module, name)) or callable(getattr(module, name))]
+    return [name for name in results if inspect.getdoc(getattr(module, name))]
 
 
 def _methods(cls: type) -> list[str]:
@@ -154,9 +154,9 @@ def index() -> str:
     for file, page in PAGES.items():
         lines += [f"## [{page.title}]({file}.md)", "", "| name | what it is |", "|---|---|"]
         for module, names in page.shown:
-            found = importlib.import_module(module)
-            for name in names_of(found, names):
-                first = (inspect.getdoc(getattr(found, name)) or "").split("\n\n")[0].replace("\n", " ").strip()
+            result = importlib.import_module(module)
+            for name in names_of(result, names):
+                first = (inspect.getdoc(getattr(result, name)) or "").split("\n\n")[0].replace("\n", " ").strip()
                 short = "rt." if module.endswith(".rt") else ""
                 anchor = (short.replace(".", "") + name).lower()
                 lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.plain(first, ROOT)} |")

@@ -137,12 +137,12 @@ class Index:
 
     def eager(self) -> object:
         """By a product of all scores of a few tokens, and torch.topk."""
-        found = []
+        results = []
         for i in range(0, TOKENS, CHUNK):
             dots = torch.relu(torch.einsum("thd,sd->ths", self.q[i : i + CHUNK], self.k[:, 0]))
             scores = torch.einsum("ths,th->ts", dots.float(), self.weights[i : i + CHUNK].float())
-            found.append(scores.topk(CHOSEN))
-        return found
+            results.append(scores.topk(CHOSEN))
+        return results
 
 
 def indexer(quick: bool) -> Iterator[Row]:
@@ -158,11 +158,11 @@ def _with_gradients(rows: Selection, index: Index, lists: torch.Tensor | None, h
     learns = index.q, index.k, index.weights
 
     def call() -> object:
-        found = indexer_loss(
+        result = indexer_loss(
             rows.q, rows.k, lse, *learns, lists, layout="TND", q_len=[TOKENS], kv_len=[len(rows.k)],
             q_rope=rows.q_rope, k_rope=rows.k_rope, scale=SCALE, causal=False, backend="triton",
         )  # fmt: skip
-        return torch.autograd.grad(found, learns)
+        return torch.autograd.grad(result, learns)
 
     return call
 

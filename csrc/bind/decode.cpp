@@ -213,7 +213,7 @@ std::unique_ptr<PreparedDecode> prepare(nb::object self, const nb::tuple &operan
     return std::make_unique<PreparedDecode>(std::move(self), of, operands);
 }
 
-// Tensors; None for statistics that nobody reads, and for the table of a cache without pages.
+// Tensors; None for statistics that are not read, and for the table of a cache without pages.
 std::int64_t run_prepared(const PreparedDecode &self, int threads, nb::handle q, nb::handle k, nb::handle v,
                           nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
     require_threads(threads);

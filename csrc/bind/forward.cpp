@@ -50,7 +50,7 @@ std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &opera
     return std::make_unique<PreparedForward>(std::move(self), plan, operands);
 }
 
-// Tensors, or None for statistics that nobody reads; packed keys have no table of pages.
+// Tensors, or None for statistics that are not read; packed keys have no table of pages.
 std::int64_t run_prepared(const PreparedForward &self, int threads, nb::handle q, nb::handle k, nb::handle v,
                           nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
     require_threads(threads);

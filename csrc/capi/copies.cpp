@@ -150,7 +150,7 @@ void set(const Call &call, void *address, std::size_t capacity, int value, std::
     need_init();
     check_capacity("maxCount", capacity, count);
     const End end("devPtr", address, count, call);
-    // Whoever may write anywhere by a wrong address should do it without this library's help.
+    // A write to a wrong address is refused.
     if (end.memory == nullptr) {
         throw Refusal(rt_invalid_param,
                       "devPtr: expected memory of aclrtMalloc() or aclrtMallocHost(), got " + described(address));

@@ -47,7 +47,7 @@ Type type_of(int number) {
 
 void delete_tensor(DLManagedTensor *tensor) { std::free(tensor); }
 
-// What nobody read is deleted with its capsule; the reader renames those that it took.
+// A result that is not read is deleted with its capsule; the reader renames those that it takes.
 void delete_capsule(PyObject *capsule) {
     const Python *const py = running_python();
     if (py && py->PyCapsule_IsValid(capsule, capsule_name))

@@ -1,5 +1,5 @@
 // What stands behind CANN's opaque handles. A handle is a number, never an address of ours: it is looked up, so one
-// that was destroyed, of another kind or of nobody's is an answer and no crash. Numbers are not used again; their low
+// that was destroyed, of another kind or never made is an answer and no crash. Numbers are not used again; their low
 // byte is 0, as programs of the operators' pages need it (one overwrites that byte of its stream).
 //
 // Objects do not change: a tensor that gets another address is another object behind the same handle, so who has looked

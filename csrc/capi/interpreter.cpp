@@ -89,7 +89,7 @@ std::string output_of(const std::string &program, const char *text) {
         if (got == 0 || (got < 0 && errno != EINTR)) break;
     }
     close(ends[0]);
-    // The program may have waited for it already, whoever its children are: what was said counts, not how it ended.
+    // The program may have waited for it already, whatever its children are: the message counts, not how it ended.
     while (!failed && waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
     }
     return said;

@@ -136,7 +136,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
     }
     found->alive = false;
     if (call.number == 0 || found->functions != nullptr) return;
-    // Nobody gets these addresses again for a while: a late use is found, not mistaken for another allocation's.
+    // These addresses are not used again for a while: a late use is found, not mistaken for another allocation's.
     found->freed = call.site();
     madvise(found->address, found->granted, MADV_DONTNEED);
     const std::lock_guard<std::mutex> lock(all.mutex);

@@ -50,7 +50,7 @@ struct Allocation {
     std::size_t asked;    // by the program
     std::size_t granted;  // as the chip would: whole pages
     bool host;
-    std::atomic<bool> alive = true;  // not freed; whoever still holds this may read the memory
+    std::atomic<bool> alive = true;  // not freed; holders of this may still read the memory
     const DeviceFunctions *functions = nullptr;
 
     CallSite made, freed;

@@ -92,7 +92,7 @@ void start(const Python &py, void *library, const std::string &program) {
     sigaction(SIGINT, nullptr, &interrupt);
     py.Py_SetProgramName(name);
     py.Py_InitializeEx(0);
-    // Whoever imports this module first gives SIGINT to Python, which was told not to take it.
+    // The first import of this module gives SIGINT to Python, which was configured not to take it.
     const Reference signals(py, py.PyImport_ImportModule("signal"));
     sigaction(SIGINT, &interrupt, nullptr);
     std::setlocale(LC_CTYPE, locale.c_str());
@@ -100,7 +100,7 @@ void start(const Python &py, void *library, const std::string &program) {
 
 // Python's functions; of the interpreter that runs already, else of ours, started.
 Python run_python() {
-    static std::mutex starting;  // Nobody holds Python's lock here who could wait for this one: there is no Python yet.
+    static std::mutex starting;  // No thread holds Python's lock here: there is no Python yet.
     const std::lock_guard<std::mutex> lock(starting);
     void *const process = dlopen(nullptr, RTLD_NOW);
     if (dlsym(process, "Py_IsInitialized")) {

@@ -125,7 +125,7 @@ Allocations end(Process &own, const Call &call) {
 
 }  // namespace
 
-// The runtime runs once, whoever begins it. After aclnnInit() the first aclInit() takes it over.
+// The runtime starts once, by the first call. After aclnnInit() the first aclInit() takes it over.
 FUSION_C int aclInit(const char *configPath) {
     return coded("aclInit", FUSION_CALLER, [&](const Call &) {
         Process &own = process();

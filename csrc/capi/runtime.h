@@ -90,7 +90,7 @@ void release(const void *address, bool host, const char *maker, const Call &call
 // Bytes of the device that programs hold, and that there are.
 std::size_t held_bytes() noexcept;
 std::size_t total_bytes();
-// Ends all allocations. Whoever drops the answer gives their memory back.
+// Ends all allocations. The memory is freed when the result is dropped.
 using Allocations = std::vector<std::shared_ptr<Allocation>>;
 Allocations take_all();
 

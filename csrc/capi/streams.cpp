@@ -356,7 +356,7 @@ FUSION_C int aclrtQueryEventStatus(void *event, aclrtEventRecordedStatus *status
                  ACL_EVENT_RECORDED_STATUS_NOT_READY);
 }
 
-// Whoever waits for it waits no longer: streams are synchronous.
+// A wait for it ends at once: streams are synchronous.
 FUSION_C int aclrtQueryEventWaitStatus(void *event, aclrtEventWaitStatus *status) {
     return query("aclrtQueryEventWaitStatus", FUSION_CALLER, event, status, ACL_EVENT_WAIT_STATUS_COMPLETE,
                  ACL_EVENT_WAIT_STATUS_COMPLETE);

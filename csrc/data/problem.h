@@ -28,7 +28,7 @@ struct Problem {
     bool has_row_scale = false;  // products of a row are multiplied by a factor of its own
     double softcap = 0.0;        // scaled products x become softcap * tanh(x / softcap), before any bias; 0: they stay
     bool has_blocked_tiles = false;
-    bool wide_results = false;  // out, or the gradients of rows and keys, are float32: somebody adds them up
+    bool wide_results = false;  // out, or the gradients of rows and keys, are float32, to be added up
 };
 
 // Rows of neighbouring elements: (sequence b, head h, token t) starts at element

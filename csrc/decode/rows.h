@@ -26,7 +26,7 @@ FUSION_INLINE const char *cache_row(const Cache &c, std::int64_t b, std::int64_t
 }
 
 // Keys [first, first + count) of a (sequence, head), of which only [begin, end) may be touched: a row outside is stood
-// for by its nearest neighbour inside. Whoever reads it ignores what it says.
+// for by its nearest neighbour inside. Readers ignore it.
 struct KeySpan {
     std::int64_t seq, head, first, count, begin, end;
 };

@@ -15,7 +15,7 @@
 namespace fusion {
 namespace {
 
-// Tiles of keys that a shared unit's rows may be packed ahead, so that whoever packs them rarely waits.
+// Tiles of keys that a shared unit's rows may be packed ahead, so that the packing thread rarely waits.
 constexpr std::int64_t shared_ahead = 3;
 // Results larger than this leave no cache anything for who reads them.
 constexpr double streamed_bytes = 8 << 20;
@@ -47,7 +47,7 @@ struct BackwardPlan::State {
     std::unique_ptr<Counter[]> met;        // per tile of rows: how many tiles of keys are done with it; -1: not packed
     std::unique_ptr<Counter[]> left;       // per unit: its unfinished items
     std::vector<RowNotes> notes;           // per tile of rows
-    std::int64_t first_watched;            // tile of keys that somebody may wait for
+    std::int64_t first_watched;            // tile of keys that a thread may wait for
     std::unique_ptr<Progress[]> progress;  // per tile of keys from that on
 
     State(const BackwardPlan &plan, const Job &job, const BiasOrder &order, const BackwardSchedule &schedule,
@@ -288,7 +288,7 @@ BackwardPlan::Upcoming BackwardPlan::upcoming_after(const State &state, std::siz
                                                     const GradientTask *then) const {
     const std::vector<GradientItem> &items = state.schedule.items;
     Upcoming upcoming = {};
-    // Of a shared unit the next ones in the list, whoever of those that work abreast will take them.
+    // Of a shared unit the next ones in the list, whichever thread will take them.
     const std::size_t unit = items[at].unit, far = at + Upcoming::farthest;
     std::size_t end = task.own ? task.end : std::min(items.size(), far);
     for (++at; !upcoming.keys; ++at) {

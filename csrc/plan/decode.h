@@ -2,8 +2,8 @@
 //
 // Keys are cut into leaves, neighbouring leaves into runs, whatever the number of threads, sequences or pages: which
 // thread computes a leaf never changes a bit. A thread takes whole runs while there are many, since what it has
-// prepared for a run's rows serves all its leaves, and fewer leaves when little is left. Whoever is the last one of a
-// run merges it, and whoever is the last one of some rows finishes them: nobody waits. Compiled for the baseline
+// prepared for a run's rows serves all its leaves, and fewer leaves when little is left. The last thread of a run
+// merges it, the last one of some rows finishes them: no thread waits. Compiled for the baseline
 // instruction set.
 //
 // Keys that all sequences have in common are met by rows of all of them together, in blocks of their own, whose partial

@@ -13,7 +13,7 @@ namespace fusion {
 namespace {
 
 // What lies packed at a time bounds the memory for any batch: two waves, so that
-// nobody waits between them.
+// no thread waits between them.
 constexpr std::size_t most_packed = std::size_t{32} << 20;
 constexpr std::int64_t run_panels = 8;
 // Items by which packing runs ahead of the tile that needs it, so that hardly a thread waits for another's.

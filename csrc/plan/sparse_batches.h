@@ -1,6 +1,6 @@
 // Who does what when where items note what they add to sums of keys. Items of a unit come in batches. When all of a
 // batch have left their notes, its keys are divided into ranges that are as much work as each other, and notes are
-// added range by range, item after item: a sum is formed in the order of items, whoever forms it and however keys are
+// added range by range, item after item: a sum has the order of items, whichever thread forms it and however keys are
 // divided.
 //
 // Tasks stand in one list and threads take them in its order. A batch's ranges come `lag` items behind its last item,

@@ -93,7 +93,7 @@ bool Team::cancelled() const {
     return run.cancelled.load(std::memory_order_relaxed);
 }
 
-// The last to arrive opens it. Nobody arrives once the run is given up, so it never opens too early for others.
+// The last to arrive opens it. No thread arrives once the run is cancelled, so it never opens too early for others.
 bool Team::barrier() const {
     if (cancelled()) return false;
     if (size == 1) {

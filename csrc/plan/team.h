@@ -54,13 +54,13 @@ struct Team {
     // Whether the run is given up. Asked before anything is begun that takes long.
     bool cancelled() const;
 
-    // The number of a piece of work that nobody has taken; beyond all numbers once the run is given up. What is taken
+    // The number of the next work item; beyond all numbers once the run is cancelled. What is taken
     // is to be done, or given up where a wait says so: others may wait for it.
     template <class Index> Index take(std::atomic<Index> &next, std::type_identity_t<Index> count = 1) const {
         return cancelled() ? std::numeric_limits<Index>::max() : next.fetch_add(count, std::memory_order_relaxed);
     }
 
-    // Waits until holds(); false: the run is given up, whoever would make it hold may have left.
+    // Waits until holds(); false: the run is cancelled, and the condition may never hold.
     template <class Condition> bool wait_until(const Condition &holds) const {
         for (Backoff backoff; !holds(); backoff.pause()) {
             if (cancelled()) return false;

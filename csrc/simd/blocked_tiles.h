@@ -1,5 +1,5 @@
 // What a mask of tiles leaves of the keys: each tile of 128 rows by 128 keys is blocked as a whole, not at all, or bit
-// by bit, so that what nobody sees is passed over and what everybody sees needs no mask.
+// by bit, so that tiles that no row sees are skipped and tiles that all rows see need no mask.
 
 #pragma once
 
@@ -67,7 +67,7 @@ struct KeyRun {
     bool cut;  // some row does not see some key
 };
 
-// The first run of keys [from, end) that goes on through every tile, or `through` tiles of which nobody sees anything.
+// The first run of keys [from, end) that goes on through every tile, or `through` tiles that no row sees.
 template <bool through = false>
 KeyRun next_run(const Operands &o, const MaskRows &rows, std::int64_t from, std::int64_t end) {
     KeyRun run = {end, end, false};

@@ -1,7 +1,7 @@
 // Arm with BF16: the same functions as brain_avx512.h.
 //
 // BFDOT adds the two products to each other first, then to the sum, and rounds both to odd (a processor with EBF16 may
-// be told otherwise; nobody here does). So a sum's last bit is not that of AVX512_BF16, which rounds to nearest after
+// be set otherwise; it is not here). So a sum's last bit is not that of AVX512_BF16, which rounds to nearest after
 // each of two products; what both round off is far below what bfloat16 leaves.
 
 #pragma once

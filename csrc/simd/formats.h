@@ -68,8 +68,8 @@ struct Pair {
         to[0] = interleaved<0, 2 * lanes>((Both)low, (Both)high, Lanes{});
         to[1] = interleaved<lanes, 2 * lanes>((Both)low, (Both)high, Lanes{});
     }
-    // The same of as many columns as a panel has; change() what was loaded. No loop: to the compiler whoever inlines it
-    // would be larger, and it would inline less elsewhere.
+    // The same of as many columns as a panel has; change() what was loaded. No loop: to the compiler wherever it is
+    // inlined would be larger, and it would inline less elsewhere.
     template <int Column = 0, class T, class Change>
     static FUSION_INLINE void interleave_panel(const T *one, const T *two, Word *to, Change change) {
         Words both[2];

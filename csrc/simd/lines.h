@@ -1,4 +1,4 @@
-// Whole cache lines that are written past the caches: results that nobody reads soon, and that are larger than what a
+// Whole cache lines that are written past the caches: results that are not read soon, and that are larger than what a
 // cache would keep for who does. A plain store would first fetch each line.
 
 #pragma once
@@ -8,7 +8,7 @@
 namespace fusion {
 namespace {
 
-// Two vectors of results, where they fill lines; else nothing is written. Whoever wrote some fences before others read.
+// Two vectors of results, where they fill lines; else nothing is written. A writer fences before others read.
 template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high) {
 #if defined(__AVX512F__)
     if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;

@@ -6,7 +6,7 @@
 //   dk += scale * dS q, dv += P dout                                   to the keys' rows of sums, from notes
 //
 // Rows of sums are shared by all rows of a sequence. A row notes P and dS, and when rows have come together, what they
-// noted of a range of keys is added row after row: a key's sum is formed in the order of rows whoever forms it, and
+// noted of a range of keys is added row after row: a key's sum has the order of rows whichever thread forms it, and
 // the sums of a range stay near one core. Start reading at select_gradient() and add_gradient(). The indexer's
 // gradient, which has dq and dk alone and other weights in between: sparse/index_gradient.h.
 
@@ -34,7 +34,7 @@ template <class Format> struct GradientScratch {
     float *dq;                           // [head][columns]
     float *peak, *share, *delta, *ones;  // [head]; the indexer's share holds weights, its delta adds up dweights
     float *given;                        // [key], the indexer's
-    float *nowhere;                      // a row of sums that nobody reads
+    float *nowhere;                      // a row of sums that is not read
     float **sums;                        // [key]
     std::size_t bytes;
 

@@ -68,7 +68,7 @@ void load_saved(const SparseJob &job, const SparseItem &item, std::int64_t rows,
     }
 }
 
-// Adds what one head thinks of a block's keys; some of them a row may not see, and nobody reads what it thinks of
+// Adds what one head thinks of a block's keys; some of them a row may not see; their values are not read
 // those.
 template <class Format>
 void add_head(const TileScratch<Format> &t, const Probability<Format> probability, std::int64_t words,

@@ -1,7 +1,7 @@
 """CANN's two-phase operators: aclnnXxxGetWorkspaceSize(...) plans and checks, aclnnXxx(...) runs; codes, no exceptions.
 
 Every function is made from its record on first use; the parameters are CANN's, in CANN's order, named as the record
-spells them. Refuses to know any single operator.
+spells them.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def _changed(op: Op, position: int, value: Any, read: np.ndarray | None) -> bool
     if type(value) is not acl.Tensor:
         return False
     _check_there(op, position, value)
-    found = _integers(op, position, value.view)  # type: ignore[arg-type]
-    return found is not read if found is None or read is None else not np.array_equal(found, read)
+    result = _integers(op, position, value.view)  # type: ignore[arg-type]
+    return result is not read if result is None or read is None else not np.array_equal(result, read)
 
 
 def _check_executor(op: Op, executor: Any) -> acl.Executor:

@@ -1,6 +1,6 @@
 """pytest's option --fake-npu, which an entry point makes known to every pytest beside this library.
 
-Loads nothing before the option is given. Refuses to know what it installs (npu/pytest.py).
+Loads nothing before the option is given.
 """
 
 from __future__ import annotations

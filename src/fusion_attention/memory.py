@@ -5,7 +5,7 @@ A fresh tensor has no pages until someone writes them, and each first write of 4
 microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
 but they are cleared one by one, and under a hypervisor that can take a millisecond each. So memory of large results is
 lent: what their storages give back when they die serves the next result of that size. The largest wait as memory that
-the system may take whenever it needs some. Refuses to know what is stored.
+the system may take whenever it needs some.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def another(template: torch.Tensor) -> torch.Tensor:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """torch.zeros for memory that stays, as a cache does; it asks too: whoever reads it all waits less often for the
-    tables of addresses."""
+    """torch.zeros for memory that stays, as a cache does; with the same advice: a read of all of it waits less often
+    for the tables of addresses."""
     fresh = torch.empty(shape, dtype=dtype, device=device)
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
         _ask(fresh)
@@ -59,7 +59,7 @@ def _ready(fresh: torch.Tensor) -> torch.Tensor:
     # All that is given out comes through here, where tests poison it. The tensors of a trace have another type, and no
     # memory.
     if type(fresh) is torch.Tensor and fresh.is_cpu and fresh.nbytes >= LARGE:
-        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # Nobody has touched what it had: it costs nothing.
+        if fresh.nbytes <= (IDLE if _advise is None else LENDABLE):  # Its memory was not touched: it costs nothing.
             fresh.set_(_lent(fresh.nbytes), 0, fresh.shape, fresh.stride())
         else:
             _ask(fresh)
@@ -72,7 +72,7 @@ def _lent(size: int) -> torch.UntypedStorage:
     if block is None:
         block = torch.empty(size, dtype=torch.uint8, device="cpu")
         _ask(block)
-    array = block.numpy()  # The storage holds this object, and nobody else does.
+    array = block.numpy()  # Only the storage holds this object.
     weakref.finalize(array, _give_back, block).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
 
@@ -87,7 +87,7 @@ def _taken(size: int) -> torch.Tensor | None:
 
 def _give_back(block: torch.Tensor) -> None:
     freed = block.nbytes > IDLE
-    if freed:  # Until the system takes them its pages stay, and whoever writes has them back without a fault.
+    if freed:  # Until the system takes them its pages stay, and a write finds them without a fault.
         _tell(block, _MADV_FREE)
     _idle[block.data_ptr()] = block
     idle = {place: block for place, block in _idle.copy().items() if (block.nbytes > IDLE) == freed}

@@ -1,7 +1,7 @@
 """The one registry of changes to what belongs to others: attributes, entries of sys.modules, finders of modules.
 
 Changes of one place lie on each other as layers. A layer is taken off in any order and from any thread, and what
-somebody else has put there since stays theirs. Refuses to know who changes what, and why.
+other code has put there since stays.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Layer:
 
     Attributes:
         value: what was put there.
-        on: whether it still counts. Somebody may have kept its value: a wrapper whose layer is off only calls `below`.
+        on: whether it still counts. A caller may have kept its value: a wrapper whose layer is off only calls `below`.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name, self.on = owner, name, True  # the owner is held, so that its id stays its own
         self.value: Any = _ABSENT
         self._seen: Any
-        self._found = found = _read(owner, name)
-        self._lower = next((layer for layer in reversed(self._all()) if layer.value is found), None)
+        self._found = result = _read(owner, name)
+        self._lower = next((layer for layer in reversed(self._all()) if layer.value is result), None)
         if self._lower is not None:
             self._seen = self._lower._seen
-        elif found is _ABSENT:  # a class inherits, and a module may make what it is asked for
+        elif result is _ABSENT:  # a class inherits, and a module may make what it is asked for
             self._seen = getattr(owner, name, None)
         else:
-            self._seen = found
+            self._seen = result
 
     @property
     def below(self) -> Any:
@@ -137,7 +137,7 @@ def _settle_ended() -> None:
     _changing = True
     try:
         while _ended:
-            with suppress(Exception):  # what cannot be put back nobody can; an interrupted one comes again
+            with suppress(Exception):  # what cannot be put back stays; an interrupted one is retried
                 _ended[-1]._settle()
             _ended.pop()._forget()
     finally:
@@ -249,7 +249,7 @@ class Counted(ContextDecorator):
 
 
 def another(name: str) -> str | None:
-    """The module or distribution of a name that imports find and nobody plays, in words."""
+    """The module or distribution of a name that imports find and no module stands in for, in words."""
     if (module := sys.modules.get(name)) is not None:
         return repr(module)
     spec = importlib.util.find_spec(name)
@@ -313,8 +313,8 @@ class _Watch:
         """The spec of the one module."""
         if name != self.name:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in found if spec is not None), None)
+        result = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in result if spec is not None), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

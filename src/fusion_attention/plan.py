@@ -1,6 +1,6 @@
 """Plan and run: the work list of a back end for given lengths, and the cache of both (backends/ has the choice).
 
-plan() may take its time and is cached; run() only computes. Refuses to know where a call came from.
+plan() may take its time and is cached; run() only computes.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def plan(
         return _made(problem, extents, device, backend, op_kind, _Capacity(extents))
     key = (problem, extents.key, device, backend, op_kind)
     with _PLANS_LOCK:
-        if found := _PLANS.get(key):
+        if result := _PLANS.get(key):
             _PLANS.move_to_end(key)
-            return found
+            return result
     made = _made(problem, extents, device, backend, op_kind, None)
     with _PLANS_LOCK:
         _PLANS[key] = made
@@ -163,13 +163,13 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
     filled = call.fill(outputs)
     if filled.first is not None:
         compute(*filled.first, backend)
-    found = None
+    result = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.device, backend, call.op_kind)
+        result = plan(call.problem, call.extents, call.device, backend, call.op_kind)
     with torch.no_grad():
         filled.begin()
-        if found is not None:
-            found.run(*filled.operands)
+        if result is not None:
+            result.run(*filled.operands)
         filled.finish()
 
 

@@ -1,6 +1,6 @@
 """How strictly calls are checked and what computes them where a call itself says nothing: in a block, or a process.
 
-The one state of its kind. Refuses to know what its words mean to any operator.
+The one state of its kind.
 """
 
 from __future__ import annotations

@@ -102,9 +102,9 @@ def test_tensors_and_lists() -> None:
     assert tensor is not None
     assert tensor.view.stride() == (1, 2)  # type: ignore[union-attr]
     assert tensor.start == address + 12
-    whole = make((24,), torch.float32, data=address)
-    assert whole is not None
-    whole.view.copy_(torch.arange(24.0))  # type: ignore[union-attr]
+    full = make((24,), torch.float32, data=address)
+    assert full is not None
+    full.view.copy_(torch.arange(24.0))  # type: ignore[union-attr]
     assert tensor.view.tolist() == [[3, 5, 7], [4, 6, 8]]  # type: ignore[union-attr]
     assert make((3,), acl.ACL_FLOAT, data=torch.arange(9.0)[4:].untyped_storage()).view.tolist() == [0, 1, 2]  # type: ignore[union-attr]
     assert make((3,), acl.ACL_FLOAT, data=torch.arange(9.0)[4:]).view.tolist() == [4, 5, 6]  # type: ignore[union-attr]
@@ -128,7 +128,7 @@ def test_tensors_and_lists() -> None:
     for arguments, words in wrong:
         assert make(*arguments) is None
         failed(0, 0, words)
-    tensors = acl.create_tensor_list([tensor, whole])
+    tensors = acl.create_tensor_list([tensor, full])
     assert acl.destroy_tensor_list(tensors) == 0
     failed(acl.destroy_tensor(tensor), INVALID, "destroyed before")
     failed(acl.destroy_tensor_list(tensors), INVALID, "destroyed before")
@@ -144,9 +144,9 @@ def test_tensors_and_lists() -> None:
 def test_docstrings_say_what_happens(module: str) -> None:
     acl.finalize()
     acl.get_recent_err_msg()
-    found = doctest.testmod(importlib.import_module(f"fusion_attention.{module}"))
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(importlib.import_module(f"fusion_attention.{module}"))
+    assert result.attempted > 0
+    assert result.failed == 0
     acl.finalize()
 
 

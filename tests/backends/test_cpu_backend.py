@@ -76,16 +76,16 @@ def test_threads_share_short_sequences(heads: int) -> None:
     # So many that a thread takes several heads of a sequence at a time, or every single one of a prime number.
     lengths = [40 + n % 5 for n in range(70)]
     q, k, v = (torch.randn(sum(lengths), heads, 16) for _ in range(3))
-    found = []
+    results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
-    same_bits(found[1:], [found[0]] * 2)
+        results.append(fa.attention(q, k, v, layout="TND", q_len=lengths))
+    same_bits(results[1:], [results[0]] * 2)
 
     each = zip(*(t.double().transpose(0, 1).split(lengths, 1) for t in (q, k, v)), strict=True)
     by_torch = torch.cat([scaled_dot_product_attention(*three) for three in each], 1).transpose(0, 1)
     call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": k, "v": v, "layout": "TND", "q_len": lengths}))
-    compare("out", found[0], Expected(by_torch, expected_of(PlainForward(call))["out"].size))
+    compare("out", results[0], Expected(by_torch, expected_of(PlainForward(call))["out"].size))
 
 
 def test_threads_do_not_matter() -> None:
@@ -182,7 +182,7 @@ def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
     kept, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
     values[0, 7], values[1, 9, 3] = 0.0, torch.inf
     order = torch.randperm(256)
-    found, turned = mean_rows._kept_sum(kept, values), mean_rows._kept_sum(kept[:, :, order], values[:, order])
-    assert torch.equal(found, turned)
+    result, turned = mean_rows._kept_sum(kept, values), mean_rows._kept_sum(kept[:, :, order], values[:, order])
+    assert torch.equal(result, turned)
     added = torch.where(kept[..., None], values[:, None], 0.0).double()
-    compare_with("sums", found, lambda: added.sum(2), draws=16)
+    compare_with("sums", result, lambda: added.sum(2), draws=16)

@@ -44,15 +44,15 @@ def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
     What the first and the last page hold beside them may still be marked for what lay there before.
     """
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     first, begin, end = tensor.data_ptr(), 0, 0
     least, most = whole_pages(tensor)
     for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
         if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = (int(border, 16) - first for border in borders.groups())
         elif line.startswith("VmFlags:") and "hg" in line.split() and begin < most and end > least:
-            found.append((max(begin, least), min(end, most)))
-    return found
+            results.append((max(begin, least), min(end, most)))
+    return results
 
 
 @granted
@@ -195,7 +195,7 @@ def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest
     advice: list[tuple[int, int, int]] = []
     monkeypatch.setattr(memory, "_advise", lambda *given: advice.append(given))
     small, first, second = large(8 << 20), large(16 << 20), large(16 << 20)
-    whole = [
+    full = [
         (tensor.data_ptr() + begin, end - begin) for tensor in (first, second) for begin, end in [whole_pages(tensor)]
     ]
     places = first.data_ptr(), second.data_ptr()
@@ -203,7 +203,7 @@ def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest
     del small
     assert not advice
     del first, second
-    assert advice == [(*pages, memory._MADV_FREE) for pages in whole]
+    assert advice == [(*pages, memory._MADV_FREE) for pages in full]
     assert idle() == 40 << 20  # neither kind takes the other's buffer
     assert large(16 << 20).data_ptr() in places
     large(24 << 20)

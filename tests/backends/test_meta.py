@@ -41,9 +41,9 @@ def test_functions_give_the_shapes_of_their_results(name: str) -> None:
             given["cache"] = given.pop("k"), given.pop("v")
         want = interface(**given)
         for _ in range(2):  # a signature that is known, too
-            found = interface(**{key: moved(value, META) for key, value in given.items()})
-            assert prepared(found) == prepared(want), layout
-            assert (found[0] if isinstance(found, tuple) else found).is_meta
+            result = interface(**{key: moved(value, META) for key, value in given.items()})
+            assert prepared(result) == prepared(want), layout
+            assert (result[0] if isinstance(result, tuple) else result).is_meta
 
 
 def dense(q: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,8 @@ def dense(q: torch.Tensor) -> torch.Tensor:
 
 def selected(q: torch.Tensor) -> torch.Tensor:
     indices = fa.lightning_indexer(q, q[:, :, :1], q[..., 0], 3)[0]
-    found: Any = fa.sparse_attention(q, q[:, :, :1], None, indices)
-    return found
+    result: Any = fa.sparse_attention(q, q[:, :, :1], None, indices)
+    return result
 
 
 def ascend(q: torch.Tensor) -> torch.Tensor:

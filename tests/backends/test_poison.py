@@ -33,10 +33,10 @@ def test_fresh_results_of_every_record_are_poison(name: str) -> None:
     op = RECORDS[name]
     args = sample(op)
     assert op.lower is not None
-    found = op.lower(bind(op, args)).results()
-    assert found
-    found |= {} if op.fresh is None else {f"traced {n}": t for n, t in op.fresh({**op.neutral, **args}).items()}
-    assert [n for n, tensor in found.items() if not is_poison(tensor)] == []
+    result = op.lower(bind(op, args)).results()
+    assert result
+    result |= {} if op.fresh is None else {f"traced {n}": t for n, t in op.fresh({**op.neutral, **args}).items()}
+    assert [n for n, tensor in result.items() if not is_poison(tensor)] == []
 
 
 def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,8 @@ def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: p
     first = fa.attention(q, k, v, scale=0.3125)
     assert first.isfinite().all()
     for stats in (False, True):
-        found = fa.attention(q, k, v, scale=0.3125, return_lse=stats)
-        assert all(map(is_poison, found if stats else (found,)))
+        result = fa.attention(q, k, v, scale=0.3125, return_lse=stats)
+        assert all(map(is_poison, result if stats else (result,)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.int8])

@@ -29,8 +29,8 @@ def of_elf(option: str, file: Path = MODULE) -> str:
 @every_file
 def test_a_file_asks_for_no_version_later_than_glibc_2_28(file: Path) -> None:
     """As manylinux_2_28 allows; what is too new gets an old version in csrc/old_glibc.cpp."""
-    found = re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info", file))
-    versions = {tuple(map(int, version)) for version in found}
+    result = re.findall(r"GLIBC_(\d+)\.(\d+)", of_elf("--version-info", file))
+    versions = {tuple(map(int, version)) for version in result}
     assert versions
     assert max(versions) <= (2, 28), of_elf("--dyn-syms", file)
 

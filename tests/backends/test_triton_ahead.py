@@ -104,13 +104,13 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]
 @recorded
 @pytest.mark.parametrize("run", RUNS)
 def test_resources(run: str, compiled: dict[str, Future[ahead.Figures]]) -> None:
-    found, before = compiled[run].result(), RECORDED[run]
-    assert found["shared"] <= ahead.SHARED[ahead.RUNS[run][1]]
-    assert found["registers"] <= before["registers"] + 8
-    assert {key: found[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
-    assert found["ahead"] >= before["ahead"]
+    result, before = compiled[run].result(), RECORDED[run]
+    assert result["shared"] <= ahead.SHARED[ahead.RUNS[run][1]]
+    assert result["registers"] <= before["registers"] + 8
+    assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
+    assert result["ahead"] >= before["ahead"]
     # wgmma that the assembler runs one after the other waits after each.
-    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if found[key] > before[key]]
+    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if result[key] > before[key]]
     assert risen == []
 
 
@@ -121,9 +121,9 @@ def test_other_chips_take_the_tiles_of_one_that_they_are_like(name: str, chip: i
     config, like = ahead.CONFIGS[name], ahead.OTHERS[chip]
     tile = config.tile(like)
     assert tile is not None
-    found = ahead.measure(config.kernel, config.problem, tile, chip, config.align)
-    assert found["shared"] <= ahead.SHARED[like]
-    assert (found["stacked"], found["spilled"] <= 8) == (0, True)
+    result = ahead.measure(config.kernel, config.problem, tile, chip, config.align)
+    assert result["shared"] <= ahead.SHARED[like]
+    assert (result["stacked"], result["spilled"] <= 8) == (0, True)
 
 
 @recorded

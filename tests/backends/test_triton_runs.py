@@ -31,9 +31,9 @@ PROBLEM = Problem(2, 1, 16, 16, dtype="float16", scale=0.3)
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Name and constants of every launch; nothing is computed."""
-    found: list[Launch] = []
-    watch(monkeypatch, lambda kernel, named: found.append((kernel.__name__, constants(named))), computes=False)
-    return found
+    results: list[Launch] = []
+    watch(monkeypatch, lambda kernel, named: results.append((kernel.__name__, constants(named))), computes=False)
+    return results
 
 
 def extents(q_len: tuple[int, ...], kv_len: tuple[int, ...]) -> Extents:
@@ -87,8 +87,8 @@ def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[
 
 def test_integers_of_a_cache_count_their_own_elements() -> None:
     problem = dataclasses.replace(PROBLEM, page_size=64, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
-    found = {align: launch_dense.cache_constants(problem, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
-    assert found == {1: 1, 2: 4, 4: 8, 8: 16}
+    results = {align: launch_dense.cache_constants(problem, align)["ALIGN_KV"] for align in (1, 2, 4, 8)}
+    assert results == {1: 1, 2: 4, 4: 8, 8: 16}
 
 
 @pytest.fixture
@@ -138,15 +138,15 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """The tables of places that were made; nothing is computed."""
-    found: list[np.ndarray] = []
+    results: list[np.ndarray] = []
     real = layout_table.places
 
     def made_table(*given: Any) -> np.ndarray:
-        found.append(real(*given))
-        return found[-1]
+        results.append(real(*given))
+        return results[-1]
 
     monkeypatch.setattr(layout_table, "places", made_table)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("op_kind", ["attention_forward", "attention_backward"])

@@ -44,12 +44,12 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Future[Figures]]:
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in ahead.RUNS])
 def test_resources(run: str, compiled: dict[str, Future[Figures]]) -> None:
-    found, before = compiled[run].result(), RECORDED[run]
-    assert found["shared"] <= SHARED[ahead.RUNS[run][2]]
-    assert found["registers"] <= before["registers"] + 8
-    assert {key: found[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
-    assert found["ahead"] >= before["ahead"]
-    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if found[key] > before[key]]
+    result, before = compiled[run].result(), RECORDED[run]
+    assert result["shared"] <= SHARED[ahead.RUNS[run][2]]
+    assert result["registers"] <= before["registers"] + 8
+    assert {key: result[key] for key in ("wgmma", "mma")} == {key: before[key] for key in ("wgmma", "mma")}
+    assert result["ahead"] >= before["ahead"]
+    risen = [key for key in ("spilled", "stacked", "shared", "waits", "cut", "whole") if result[key] > before[key]]
     assert risen == []
 
 

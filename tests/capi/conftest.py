@@ -12,10 +12,10 @@ from support.c_runtime import Runtime
 @pytest.fixture
 def library() -> Iterator[Runtime]:
     """Before aclInit(); whatever a test leaves running ends with it."""
-    found = Runtime()
-    yield found
-    found.aclFinalize()
-    found.message()
+    result = Runtime()
+    yield result
+    result.aclFinalize()
+    result.message()
 
 
 @pytest.fixture

@@ -137,8 +137,8 @@ def test_a_build_of_cann_s_own_kind(tmp_path: Path) -> None:
 def test_a_build_through_pkg_config(tmp_path: Path) -> None:
     (tmp_path / "program.c").write_text(PROGRAM, encoding="utf-8")
     words = ("--cflags", "--libs", "fusion_attention")
-    found = run("pkg-config", *words, PKG_CONFIG_PATH=str(environment.PKG_CONFIG)).split()
-    run("cc", "program.c", "-o", "program", *found, cwd=tmp_path)
+    result = run("pkg-config", *words, PKG_CONFIG_PATH=str(environment.PKG_CONFIG)).split()
+    run("cc", "program.c", "-o", "program", *result, cwd=tmp_path)
     assert run(tmp_path / "program") == "ran\n"
 
 

@@ -83,26 +83,26 @@ def answer(program: Path, libraries: Path, **settings: str) -> str:
 def test_which_interpreter(kind: str, program: Path, tmp_path: Path) -> None:
     settings: dict[str, str] = {}
     if kind in ("environment", "no environment"):
-        libraries, found = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "bin/python3.99"
+        libraries, result = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "bin/python3.99"
         if kind == "environment":
             (tmp_path / "pyvenv.cfg").touch()
-            found = tmp_path / "bin/python3"
+            result = tmp_path / "bin/python3"
             libraries = package(tmp_path / "lib/elsewhere/site-packages")
     elif kind == "source tree":
-        libraries, found = package(tmp_path / "src"), tmp_path / ".venv/bin/python3"
-        found.parent.mkdir(parents=True)
+        libraries, result = package(tmp_path / "src"), tmp_path / ".venv/bin/python3"
+        result.parent.mkdir(parents=True)
         (tmp_path / ".venv/pyvenv.cfg").touch()
     elif kind == "user's packages":
-        libraries, found = package(tmp_path / "home/lib/python3.9/site-packages"), tmp_path / "other/python3.9"
-        settings["PATH"] = f"{found.parent}:{os.environ['PATH']}"
+        libraries, result = package(tmp_path / "home/lib/python3.9/site-packages"), tmp_path / "other/python3.9"
+        settings["PATH"] = f"{result.parent}:{os.environ['PATH']}"
     else:
-        libraries, found = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "named/python"
+        libraries, result = package(tmp_path / "lib/python3.99/site-packages"), tmp_path / "named/python"
         interpreter(tmp_path / "bin/python3.99")
-        settings["FUSION_ATTENTION_PYTHON"] = str(found)
-    interpreter(found)
+        settings["FUSION_ATTENTION_PYTHON"] = str(result)
+    interpreter(result)
     text = answer(program, libraries, **settings)
     assert text.startswith("361001 aclnnLightningIndexerGetWorkspaceSize: Python: "), text
-    assert f"got {found} without libpython9.9.so.1.0 (install libpython9.9, " in text, text
+    assert f"got {result} without libpython9.9.so.1.0 (install libpython9.9, " in text, text
 
 
 def test_no_interpreter(program: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def c(acl: Runtime) -> Iterator[Operators]:
 def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
     """The codes of a call in C and in Python, after their bytes and their words were compared."""
     ours, theirs = outputs_of(op, args), outputs_of(op, args)
-    found = c.call(op, args, ours)
+    result = c.call(op, args, ours)
     said = c.runtime.message() or ""
     expected = max(call(op, args, theirs, tensors=False))
     words = python.get_recent_err_msg()
@@ -48,16 +48,16 @@ def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
         assert said.split(": ", 1)[1] == words.replace(f"{op.name}: ", "")
     for name, tensor in theirs.items():
         assert tensor is None or same(tensor, ours[name]), name
-    return found, expected
+    return result, expected
 
 
 @pytest.mark.parametrize("op", OPERATORS.values(), ids=lambda op: op.name)
 def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
     codes = []
     for layout in op.layouts or ("",):
-        found, expected = both(c, op, sample(op, **({op.layout_attr: layout} if layout else {})))
-        assert found == expected
-        codes.append(found)
+        result, expected = both(c, op, sample(op, **({op.layout_attr: layout} if layout else {})))
+        assert result == expected
+        codes.append(result)
     assert 0 in codes, "no sample is within the limits of the chip"
 
 
@@ -80,11 +80,11 @@ def broken(c: Operators, op: Op) -> int:
     count = 0
     for broken in invalid_samples(op):
         try:
-            found, expected = both(c, op, broken.args)
+            result, expected = both(c, op, broken.args)
         except Inexpressible:
             continue
-        assert found == expected, broken.id
-        count += found != 0
+        assert result == expected, broken.id
+        count += result != 0
     return count
 
 

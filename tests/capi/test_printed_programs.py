@@ -62,14 +62,14 @@ DEFECTS = {
 @cache
 def printed() -> dict[str, str]:
     """The program of every page, by its operator."""
-    found = {}
+    results = {}
     for page in sorted(PAGES.glob("*.txt")):
         blocks = re.findall(r"```[cC]\S*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         for block in blocks:
             if "int main()" in block:
                 (called,) = set(re.findall(r"(aclnn\w+)GetWorkspaceSize\(", block))
-                found[called] = block
-    return found
+                results[called] = block
+    return results
 
 
 def corrected(operator: str) -> str:

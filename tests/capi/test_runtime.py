@@ -32,9 +32,9 @@ def exported(name: str) -> set[str]:
 
 
 def test_headers_declare_what_the_libraries_export() -> None:
-    found = {name for library in LIBRARIES for name in exported(library) if not name.startswith(("_ZN", "_ZNK"))}
-    assert found >= set(functions())
-    assert {name for name in found if name.startswith("acl")} == set(functions()) - {
+    results = {name for library in LIBRARIES for name in exported(library) if not name.startswith(("_ZN", "_ZNK"))}
+    assert results >= set(functions())
+    assert {name for name in results if name.startswith("acl")} == set(functions()) - {
         n for n in functions() if n[0] == "A"
     }
 
@@ -53,7 +53,7 @@ def test_libraries_need_no_python_no_torch_and_no_new_glibc() -> None:
             "libpthread.so.0",
             "libascendcl.so",
         } | {n for n in needed if n.startswith("ld-linux")}
-        versions = {tuple(map(int, found)) for found in re.findall(r"GLIBC_(\d+)\.(\d+)", text)}
+        versions = {tuple(map(int, result)) for result in re.findall(r"GLIBC_(\d+)\.(\d+)", text)}
         assert max(versions) <= (2, 28), versions
         assert "$ORIGIN" in text
         assert "NODELETE" in text
@@ -187,18 +187,18 @@ def test_devices_and_contexts(acl: Runtime) -> None:
 
 
 def test_a_thread_has_no_device_of_another_ones(acl: Runtime) -> None:
-    found = []
+    results = []
 
     def other() -> None:
-        found.append(acl.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
-        found.append(acl.message())
-        found.append(acl.aclrtSetDevice(0))
-        found.append(acl.aclrtFree(acl.malloc(64)))
+        results.append(acl.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0))
+        results.append(acl.message())
+        results.append(acl.aclrtSetDevice(0))
+        results.append(acl.aclrtFree(acl.malloc(64)))
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert found == [107002, "aclrtMalloc: no device: this thread calls aclrtSetDevice() first", 0, 0]
+    assert results == [107002, "aclrtMalloc: no device: this thread calls aclrtSetDevice() first", 0, 0]
     assert acl.message() is None  # each thread has its own
 
 
@@ -347,8 +347,8 @@ def test_float16_both_ways(library: Runtime) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     values = every.view(np.float16).astype(np.float32)
     for bits in (*range(0, 1 << 16, 97), 0, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0xFC00, 0x8000, 0x83FF):
-        found = np.float32(library.aclFloat16ToFloat(bits))
-        assert found.tobytes() == values[bits].tobytes() or (np.isnan(found) and np.isnan(values[bits])), hex(bits)
+        result = np.float32(library.aclFloat16ToFloat(bits))
+        assert result.tobytes() == values[bits].tobytes() or (np.isnan(result) and np.isnan(values[bits])), hex(bits)
     draws = np.random.default_rng(1).integers(0, 1 << 32, 4000, np.uint32).view(np.float32)
     edges = np.array(
         [65504, 65519.99, 65520, 5.9604645e-8, 2.9802322e-8, 2.9802326e-8, 6.1e-5, 0, -0.0, np.inf], np.float32

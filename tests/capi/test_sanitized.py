@@ -36,10 +36,10 @@ def run(*command: str | Path, **more: str) -> str:
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_nothing_is_broken_by_anything(tmp_path: Path, sanitizers: str) -> None:
     flags = ["-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", f"-I{ROOT / 'csrc'}", f"-I{INCLUDE}"]
-    found = [path for name in ("ascendcl", "nnopbase") for path in sources(name)]
-    objects = [tmp_path / f"{path.stem}.o" for path in found]
+    results = [path for name in ("ascendcl", "nnopbase") for path in sources(name)]
+    objects = [tmp_path / f"{path.stem}.o" for path in results]
     with ThreadPoolExecutor(2) as pool:
-        for _ in pool.map(lambda s, o: run("g++", "-std=c++20", *flags, "-c", s, "-o", o), found, objects):
+        for _ in pool.map(lambda s, o: run("g++", "-std=c++20", *flags, "-c", s, "-o", o), results, objects):
             pass
     driver, program = tmp_path / "hostile.o", tmp_path / "hostile"
     run("gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-c", ROOT / "tests/capi/hostile.c", "-o", driver)

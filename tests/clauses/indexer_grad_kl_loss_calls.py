@@ -122,8 +122,8 @@ def finish(args: Args, changed: frozenset[str]) -> None:
         rows = torch.zeros(flat(args["query"]).shape[0], heads)
         for item, seen in sequences(args):
             seen = wide_of(seen, heads)
-            found = softmax(scores_of(args, item), seen | ~seen.any(-1, keepdim=True))[which].value[..., 0]
-            rows[item.row : item.row + item.rows] = (found * seen.any(-1)).float()
+            result = softmax(scores_of(args, item), seen | ~seen.any(-1, keepdim=True))[which].value[..., 0]
+            rows[item.row : item.row + item.rows] = (result * seen.any(-1)).float()
         args[name] = rows.reshape(args[name].shape)
 
 
@@ -153,8 +153,8 @@ def formula(args: Args) -> dict[str, Near]:
         d_q.prepare(rows, d_s @ near(k[keys]))
         flat_s = Near(d_s.value.flatten(0, 1), d_s.slack.flatten(0, 1))
         d_k.prepare(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
-    found = {"dQueryIndex": d_q, "dKeyIndex": d_k, "dWeights": d_w, "loss": loss}
-    return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in found.items()}
+    results = {"dQueryIndex": d_q, "dKeyIndex": d_k, "dWeights": d_w, "loss": loss}
+    return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in results.items()}
 
 
 def wide_of(seen: torch.Tensor, heads: int) -> torch.Tensor:

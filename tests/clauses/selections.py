@@ -47,13 +47,13 @@ def visible(item: Item, row: int, mode: int) -> int:
 
 def lists(items: Sequence[Item], rows: int, mode: int, block: int, count: int) -> torch.Tensor:
     """[rows, 1, 2048]: for every row up to count blocks of those it sees, in no order, then -1."""
-    found = torch.full((rows, 1, 2048), -1, dtype=I32)
+    result = torch.full((rows, 1, 2048), -1, dtype=I32)
     for item in items:
         for row in range(item.rows):
             blocks = -(-visible(item, row, mode) // block)
             chosen = torch.randperm(blocks, generator=GENERATOR)[: min(count, 2048)]
-            found[item.row + row, 0, : len(chosen)] = chosen.to(I32)
-    return found
+            result[item.row + row, 0, : len(chosen)] = chosen.to(I32)
+    return result
 
 
 def flat(t: torch.Tensor) -> torch.Tensor:

@@ -136,13 +136,13 @@ class Parameter(NamedTuple):
 
 def prototype(lines: str) -> tuple[Parameter, ...]:
     """Lines "kind name", with "= record's name" and "default number" where there are any."""
-    found = []
+    results = []
     for line in lines.strip().splitlines():
         kind, name, *more = line.split()
         added = dict(zip(more[::2], more[1::2], strict=True))
         assert added.keys() <= {"=", "default"}, line
-        found.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
-    return tuple(found)
+        results.append(Parameter(kind, name, added.get("=", ""), added.get("default", "")))
+    return tuple(results)
 
 
 def filled(lines: Iterable[Parameter], **given: Any) -> Args:

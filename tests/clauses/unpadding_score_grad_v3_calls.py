@@ -103,8 +103,8 @@ def _seen(args: Args, items: Sequence[Item], number: int) -> torch.Tensor:
     item, mode, mask = items[number], args["sparseMode"], args["attenMaskOptional"]
     own = torch.ones(1, item.rows, item.keys, dtype=torch.bool)
     if mode in (0, 1):
-        whole = mask if mask.dim() == 4 else mask[None, None]
-        own = whole[number if whole.shape[0] > 1 else 0, :, : item.rows, : item.keys] == 0
+        full = mask if mask.dim() == 4 else mask[None, None]
+        own = full[number if full.shape[0] > 1 else 0, :, : item.rows, : item.keys] == 0
     if mode in (7, 8):
         used = [i for i, other in enumerate(items) if other.rows]
         mode = cut(mode, number == used[0], number == used[-1])
@@ -169,10 +169,10 @@ def formula(args: Args) -> dict[str, Near]:
         _add(sums["q"], rows, (d_s @ key) * args["scaleValue"])
         _add(sums["k"], keys, (d_s.T @ query) * args["scaleValue"])
         _add(sums["v"], keys, p.T @ dy)
-    found = {"dqOut": sums["q"][..., :dim], "dkOut": sums["k"][..., :dim], "dvOut": sums["v"]}
+    results = {"dqOut": sums["q"][..., :dim], "dkOut": sums["k"][..., :dim], "dvOut": sums["v"]}
     if given(args["queryRope"]) is not None:
-        found |= {"dqRopeOut": sums["q"][..., dim:], "dkRopeOut": sums["k"][..., dim:]}
-    return {name: x.rounded(dtype) for name, x in found.items()}
+        results |= {"dqRopeOut": sums["q"][..., dim:], "dkRopeOut": sums["k"][..., dim:]}
+    return {name: x.rounded(dtype) for name, x in results.items()}
 
 
 def _add(total: Near, where: slice, part: Near) -> None:

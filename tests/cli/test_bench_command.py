@@ -66,8 +66,8 @@ def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_timing_says_between_what_its_ratios_lie() -> None:
-    found = measure(Pair("", "", "", lambda: sum(range(100_000)), lambda: sum(range(200_000)), flops=1), 9)
-    assert 0 < found.low <= found.ratio <= found.high
+    result = measure(Pair("", "", "", lambda: sum(range(100_000)), lambda: sum(range(200_000)), flops=1), 9)
+    assert 0 < result.low <= result.ratio <= result.high
 
 
 def test_files_table_and_chart(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_files_table_and_chart(tmp_path: Path) -> None:
     assert "padded torch SDPA" in out
     assert "peer torch SDPA" in out
     assert (tmp_path / "run.v1.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((tmp_path / "run.v1.json").read_text(encoding="utf-8"))
-    assert [row["group"] for row in found["rows"]] == ["packed"] * 2
-    assert found["peers"].keys() == rows.peers(CPU).keys()
-    assert found["torch"] == torch.__version__
+    result = json.loads((tmp_path / "run.v1.json").read_text(encoding="utf-8"))
+    assert [row["group"] for row in result["rows"]] == ["packed"] * 2
+    assert result["peers"].keys() == rows.peers(CPU).keys()
+    assert result["torch"] == torch.__version__
     assert len(figures(tmp_path / "run.v1.json")) == 2
 
 
@@ -160,9 +160,9 @@ def test_the_comparison_is_shown(tmp_path: Path) -> None:
     assert "1 faster, 0 slower, 1 same" in out
     assert f"in {one} alone: forward: old" in out
     assert f"in {other} alone: forward: new" in out
-    found = json.loads(run("--compare", str(one), str(other), "--json")[1])
-    assert [change["says"] for change in found["changes"]] == ["faster", "same"]
-    assert found["only_after"] == ["forward: new"]
+    result = json.loads(run("--compare", str(one), str(other), "--json")[1])
+    assert [change["says"] for change in result["changes"]] == ["faster", "same"]
+    assert result["only_after"] == ["forward: new"]
 
 
 BAD = [

@@ -60,11 +60,11 @@ def test_missing_libraries_are_named(built: Path) -> None:
 def test_everything_as_json(built: Path) -> None:
     (built / "libopapi.so").unlink()
     code, text = invoke("--json")
-    found = json.loads(text)
+    result = json.loads(text)
     assert code == 0
-    assert found["missing"] == [str(built / "libopapi.so")]
-    assert found["lib_dir"] == str(built)
-    assert found["libs"] in text
+    assert result["missing"] == [str(built / "libopapi.so")]
+    assert result["lib_dir"] == str(built)
+    assert result["libs"] in text
 
 
 def test_nothing_asked_is_said() -> None:

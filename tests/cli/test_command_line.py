@@ -156,9 +156,9 @@ def test_a_capture_of_a_newer_version_names_both(tmp_path: Path) -> None:
     with fa.capture(tmp_path) as recorded:
         fa.attention(q, q, q)
     (file,) = recorded.files
-    with safe_open(file, framework="pt") as found:
-        tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
-        text = {**found.metadata(), "version": "99"}
+    with safe_open(file, framework="pt") as result:
+        tensors = {name: result.get_tensor(name) for name in result.keys()}  # noqa: SIM118
+        text = {**result.metadata(), "version": "99"}
     save_file(tensors, file, text)
     for command in ("explain", "replay"):
         code, out, err = run(command, str(file))
@@ -220,10 +220,10 @@ def test_the_records_as_json() -> None:
     entries = json.loads(run("ops", "--json")[1])
     assert [entry["name"] for entry in entries] == sorted(entry["name"] for entry in entries)
     for name in ("aclnnFlashAttentionScoreV2", "attention"):
-        found = json.loads(run("ops", name, "--json")[1])
-        assert found["summary"] in [entry["summary"] for entry in entries]
-        assert found["parameters"][0]["name"] in ("query", "q")
-        assert {rule["level"] for rule in found["rules"]} >= {"meaning"}
+        result = json.loads(run("ops", name, "--json")[1])
+        assert result["summary"] in [entry["summary"] for entry in entries]
+        assert result["parameters"][0]["name"] in ("query", "q")
+        assert {rule["level"] for rule in result["rules"]} >= {"meaning"}
     assert run("ops", "nothing", "--json")[0] == 2
     assert run("ops", "--json", "--write", ".")[0] == 2
 

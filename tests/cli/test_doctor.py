@@ -35,8 +35,8 @@ def said(*arguments: str, code: int = 0) -> str:
 
 
 def facts(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("--json", *(arguments or ("--quick",)))[1])
-    return found
+    result: dict[str, Any] = json.loads(run("--json", *(arguments or ("--quick",)))[1])
+    return result
 
 
 def test_it_names_features_and_instruction_sets() -> None:
@@ -69,10 +69,10 @@ def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc/self/maps")
 def test_the_openmp_runtime_is_the_one_that_torch_brought() -> None:
-    found = facts()["openmp"]
-    assert found
-    assert all(re.search(r"lib(gomp|iomp5|omp)", Path(path).name) for path in found)
-    assert found == machine.openmp_runtimes()
+    result = facts()["openmp"]
+    assert result
+    assert all(re.search(r"lib(gomp|iomp5|omp)", Path(path).name) for path in result)
+    assert result == machine.openmp_runtimes()
 
 
 def test_two_runtimes_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_two_runtimes_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     line = "7f00-7f01 r-xp 00000000 08:01 1 {}\n"
     files = ("/a/libgomp.so.1", "/b/libiomp5.so", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1", "/d/libcompress.so")
     maps.write_text("".join(line.format(file) for file in files))
-    found = machine.openmp_runtimes(str(maps))
-    assert found == ["/a/libgomp.so.1", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1"]
+    result = machine.openmp_runtimes(str(maps))
+    assert result == ["/a/libgomp.so.1", "/b/libiomp5.so", "/c/libgomp-a34b3233.so.1"]
     assert machine.openmp_runtimes(str(tmp_path / "gone")) == []
-    monkeypatch.setattr(machine, "openmp_runtimes", lambda: found)
+    monkeypatch.setattr(machine, "openmp_runtimes", lambda: result)
     assert module.RUNTIMES_NOTE in facts()["notes"]
     assert facts()["problems"] == []
 
@@ -92,9 +92,9 @@ def test_more_threads_than_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(machine, "cores", lambda: {"system": 64, "usable": 64, "quota": 1.0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    found = facts()
-    assert "set OMP_NUM_THREADS=1." in " ".join(found["notes"])
-    assert found["environment"]["OMP_NUM_THREADS"] == "4"
+    result = facts()
+    assert "set OMP_NUM_THREADS=1." in " ".join(result["notes"])
+    assert result["environment"]["OMP_NUM_THREADS"] == "4"
     assert "64 of 64, a quota of 1" in said()
 
 
@@ -139,12 +139,12 @@ def test_the_tested_releases_are_those_of_the_project() -> None:
 
 def test_why_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = facts()["gpus"]
-    assert not found["computes"]
-    assert found["devices"] == []
-    assert "the triton back end finds no GPU" in found["why_not"]
+    result = facts()["gpus"]
+    assert not result["computes"]
+    assert result["devices"] == []
+    assert "the triton back end finds no GPU" in result["why_not"]
     if torch.version.cuda is None:
-        assert "built without CUDA" in found["why_not"]
+        assert "built without CUDA" in result["why_not"]
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
     assert "triton is not installed" in machine.gpus()["why_not"]
 
@@ -165,22 +165,22 @@ def test_without_the_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "fusion_attention._native", None)
     monkeypatch.delattr(fusion_attention, "_native", raising=False)
-    found = module.facts()
-    assert any("the native core cannot be loaded" in problem for problem in found["problems"])
-    assert found["native"]["chosen"] == ""
+    result = module.facts()
+    assert any("the native core cannot be loaded" in problem for problem in result["problems"])
+    assert result["native"]["chosen"] == ""
 
 
 # ----------------------------------------------------------------------------------------------------------- self test
 
 
 def test_everything_is_measured_and_right() -> None:
-    found = facts("--seconds", "2")
-    assert found["problems"] == []
-    assert set(found["peaks"]) == {"float32", "float16", "bfloat16", "read"}
-    assert all(rate > 0 for rate in found["peaks"].values())
-    assert found["self_test"]["wrong"] == []
-    assert found["self_test"]["steps"] > 10
-    assert "cpu" in found["self_test"]["back_ends"]
+    result = facts("--seconds", "2")
+    assert result["problems"] == []
+    assert set(result["peaks"]) == {"float32", "float16", "bfloat16", "read"}
+    assert all(rate > 0 for rate in result["peaks"].values())
+    assert result["self_test"]["wrong"] == []
+    assert result["self_test"]["steps"] > 10
+    assert "cpu" in result["self_test"]["back_ends"]
 
 
 def test_the_self_test_ends_when_its_time_is_up() -> None:
@@ -224,12 +224,12 @@ def test_a_wrong_result_is_seen(part: str, a_second_a_step: None, monkeypatch: p
         run_ = selftest.run
 
         def wrong(*args: Any) -> dict[str, torch.Tensor]:
-            found = run_(*args)
-            found[part].view(-1)[1] += 1
-            return found
+            result = run_(*args)
+            result[part].view(-1)[1] += 1
+            return result
 
         monkeypatch.setattr(selftest, "run", wrong)
-    found = facts("--seconds", "3")
-    assert found["self_test"]["wrong"]
-    assert found["problems"][0].startswith("self test: ")
-    assert len(found["problems"]) <= module.SHOWN + 1
+    result = facts("--seconds", "3")
+    assert result["self_test"]["wrong"]
+    assert result["problems"][0].startswith("self test: ")
+    assert len(result["problems"]) <= module.SHOWN + 1

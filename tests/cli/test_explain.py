@@ -37,12 +37,12 @@ def sentences(found: Explanation, where: str = "everywhere") -> list[str]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_legal_call_of_every_operator(name: str) -> None:
     op = RECORDS[name]
-    found = explain(written(op, sample(op), interface=False))
-    assert found.operator == name
-    assert sentences(found) == []
-    assert found.results
-    assert set(found.computes) == {"cpu", "golden", "triton"}
-    assert found.computes["golden"] == "yes"
+    result = explain(written(op, sample(op), interface=False))
+    assert result.operator == name
+    assert sentences(result) == []
+    assert result.results
+    assert set(result.computes) == {"cpu", "golden", "triton"}
+    assert result.computes["golden"] == "yes"
 
 
 def broken_calls(name: str, share: int) -> list[InvalidSample]:
@@ -75,11 +75,11 @@ def test_every_broken_rule_is_found_from_text(name: str) -> None:
 def found_any(name: str, share: int) -> None:
     op = RECORDS[name]
     for one in broken_calls(name, share):
-        found = explain(written(op, one.args, interface=False))
-        broken = [f for f in found.findings if f.param == one.param]
+        result = explain(written(op, one.args, interface=False))
+        broken = [f for f in result.findings if f.param == one.param]
         assert broken, one.id
         if one.level in ("meaning", "limit"):
-            assert found.broken, one.id
+            assert result.broken, one.id
             assert one.code in [f.code for f in broken], one.id
             assert not one.expected or one.expected in [f.expected for f in broken], one.id
         assert (broken[0].where == "chip") == (one.level == "limit" and bool(op.source)) or one.level != "limit"
@@ -134,16 +134,16 @@ def found_any(name: str, share: int) -> None:
     ],
 )
 def test_the_rule_in_our_words(call: str, where: str, sentence: str) -> None:
-    found = explain(call)
-    assert sentence in sentences(found, where)
-    assert found.broken
+    result = explain(call)
+    assert sentence in sentences(result, where)
+    assert result.broken
 
 
 def test_cann_s_names_are_read_and_said() -> None:
     rows = "query=f16[2,5,512], key=f16[2,5,512], value=f16[2,5,512]"
     call = f"aclnnFlashAttentionScoreGetWorkspaceSize({rows}, {{}}headNum=8)"
-    found = explain(call.format('inputLayout="BSH", scaleValue=0.125, attenMaskOptional=bool[16,1,1,5], '))
-    (broken,) = [f for f in found.findings if f.where == "everywhere"]
+    result = explain(call.format('inputLayout="BSH", scaleValue=0.125, attenMaskOptional=bool[16,1,1,5], '))
+    (broken,) = [f for f in result.findings if f.where == "everywhere"]
     assert (broken.param, broken.cann, broken.code) == ("atten_mask", "attenMaskOptional", 561002)
     missing = explain(call.format(""))
     assert "input_layout" in [f.param for f in missing.findings if f.code == 161001]
@@ -163,12 +163,12 @@ out, *_ = torch_npu.npu_fusion_attention(
     atten_mask=mask, sparse_mode=3, scale=D ** -0.5, actual_seq_qlen=ends, actual_seq_kvlen=[S] * 2,
 )[0]
 """
-    found = explain(call.replace("[S] * 2", "ends"))
-    assert sentences(found) == sentences(found, "chip") == []
-    assert found.sizes["T1"] == 256
-    assert found.sizes["q_len"] == [128, 128]
-    assert found.results["attention_out"] == "bfloat16[256, 8, 64]"
-    assert found.unread == ("atten_mask",)
+    result = explain(call.replace("[S] * 2", "ends"))
+    assert sentences(result) == sentences(result, "chip") == []
+    assert result.sizes["T1"] == 256
+    assert result.sizes["q_len"] == [128, 128]
+    assert result.results["attention_out"] == "bfloat16[256, 8, 64]"
+    assert result.unread == ("atten_mask",)
     assert explain(call).broken  # [S, S] are lengths, not ends
 
 
@@ -186,17 +186,17 @@ def test_bands_caches_and_positions() -> None:
 
 
 def test_printed_it_is_a_few_lines() -> None:
-    found = fa.explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)')
-    lines = str(found).splitlines()
+    result = fa.explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,8,64], f16[2,5,8,64], 8, "BSND", scale=0.1)')
+    lines = str(result).splitlines()
     assert lines[0].startswith("npu_fusion_attention: breaks one rule")
     assert lines[1] == "everywhere: key: expected float16 as query, got float32 (convert it with .to())"
     assert "fix: key in float16" in lines
 
 
 def test_a_doubt_is_no_broken_rule_here() -> None:
-    found = explain(f'npu_fusion_attention({HEADS}, "BSND", scale=0.125, sparse_mode=2)')
-    assert [f.param for f in found.findings] == ["sparse_mode"]
-    assert {f.where for f in found.findings} <= {"chip", "warning"}
+    result = explain(f'npu_fusion_attention({HEADS}, "BSND", scale=0.125, sparse_mode=2)')
+    assert [f.param for f in result.findings] == ["sparse_mode"]
+    assert {f.where for f in result.findings} <= {"chip", "warning"}
 
 
 LENGTHS = [100, 150, 50]
@@ -242,9 +242,9 @@ def test_fixes_are_tried_before_they_are_named(call: str, fix: str) -> None:
 
 
 def test_a_call_that_no_single_change_fixes() -> None:
-    found = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
-    assert found.broken
-    assert found.fixes == ()
+    result = explain('npu_fusion_attention(f16[2,5,8,64], f32[2,5,3,60], f16[9,5,7,64], 4, "BSND", scale=0.1)')
+    assert result.broken
+    assert result.fixes == ()
     # It runs here: what would change nothing on the chip is no fix.
     speculating = "npu_incre_flash_attention(f16[2,3,512], f16[2,9,512], f16[2,9,512], num_heads=8, scale_value=0.125)"
     assert fa.explain(speculating).fixes == ()
@@ -304,22 +304,22 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
     ],
 )  # fmt: skip
 def test_a_log_points_at_rules(text: str, operator: str, param: str, part: str) -> None:
-    found = explain(text)
-    assert found.operator == operator
-    assert found.log is not None
-    assert str(found.log.code) in found.verdict
-    assert found.log.meaning in found.verdict
-    hits = [f for f in found.findings if f.param == param and part in f"{f.expected} {f.fix}"]
-    assert hits, [f.sentence for f in found.findings]
-    assert len(found.findings) <= 4
-    assert all(f.where == "likely" for f in found.findings)
+    result = explain(text)
+    assert result.operator == operator
+    assert result.log is not None
+    assert str(result.log.code) in result.verdict
+    assert result.log.meaning in result.verdict
+    hits = [f for f in result.findings if f.param == param and part in f"{f.expected} {f.fix}"]
+    assert hits, [f.sentence for f in result.findings]
+    assert len(result.findings) <= 4
+    assert all(f.where == "likely" for f in result.findings)
 
 
 @pytest.mark.parametrize("code", [161001, 161002, 561002, 361001, 507015, 507035])
 def test_a_code_without_reasons_says_which_kinds_of_rules_give_it(code: int) -> None:
-    found = explain(log("fusion_attention", "aclnnFlashAttentionScore", code))
-    assert CODES[code][0] in found.verdict
-    (one,) = found.findings
+    result = explain(log("fusion_attention", "aclnnFlashAttentionScore", code))
+    assert CODES[code][0] in result.verdict
+    (one,) = result.findings
     assert one.code == code
     assert "fusion-attention ops npu_fusion_attention" in one.fix
 
@@ -342,9 +342,9 @@ def test_scraps_of_a_log(text: str, verdict: str) -> None:
 
 def test_a_reason_is_told_without_its_process() -> None:
     body = "EZ9999: [PID: 12] 2025-01-01-10:00:00.000.000 pse is bad[FUNC:Check][FILE:a.cpp][LINE:1]\n"
-    found = explain(log("fusion_attention", "aclnnFlashAttentionScore", 561002) + body)
-    assert found.log is not None
-    assert found.log.reasons == ("pse is bad",)
+    result = explain(log("fusion_attention", "aclnnFlashAttentionScore", 561002) + body)
+    assert result.log is not None
+    assert result.log.reasons == ("pse is bad",)
 
 
 @pytest.mark.parametrize(
@@ -359,23 +359,23 @@ def test_a_reason_is_told_without_its_process() -> None:
     ],
 )
 def test_words_of_other_libraries(word: str, fix: str) -> None:
-    (found,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
-    assert fix in found.fix
+    (result,) = explain(f'npu_fusion_attention({HEADS}, "BSND", {word})').findings
+    assert fix in result.fix
 
 
 def test_the_size_of_a_page_is_read_from_the_cache() -> None:
-    found = explain(
+    result = explain(
         "npu_fused_infer_attention_score(bf16[2,1,1024], bf16[100,128,1024], bf16[100,128,1024], num_heads=8, "
         'input_layout="BSH", block_table=i32[2,8], actual_seq_lengths_kv=[1024, 900])'
     )
-    assert [f.param for f in found.findings] == ["block_size"]
-    assert found.fixes == ("block_size=128, an axis of key",)
+    assert [f.param for f in result.findings] == ["block_size"]
+    assert result.fixes == ("block_size=128, an axis of key",)
 
 
 def test_a_log_of_an_operator_without_a_record() -> None:
-    found = explain("call aclnnMatmul failed, error code is 161002")
-    assert found.operator == ""
-    assert "aclnnMatmul has no record here" in found.verdict
+    result = explain("call aclnnMatmul failed, error code is 161002")
+    assert result.operator == ""
+    assert "aclnnMatmul has no record here" in result.verdict
     assert explain("561003").verdict.startswith("the text names no operator: 561003")
 
 
@@ -389,13 +389,15 @@ def test_a_call_beside_its_log() -> None:
 
 
 def test_what_a_log_is_read_for() -> None:
-    found = read_log(log("fusion_attention_v3_symint", "aclnnFlashAttentionScoreGetWorkspaceSize", 561002, "a reason."))
-    assert (found.code, found.operator, found.function) == (
+    result = read_log(
+        log("fusion_attention_v3_symint", "aclnnFlashAttentionScoreGetWorkspaceSize", 561002, "a reason.")
+    )
+    assert (result.code, result.operator, result.function) == (
         561002,
         "aclnnFlashAttentionScore",
         "npu_fusion_attention_v3",
     )
-    assert found.reasons == ("a reason",)  # what only says that it failed is left out
+    assert result.reasons == ("a reason",)  # what only says that it failed is left out
     assert read_log("aclnnFlashAttentionScoreGetWorkspaceSize failed with aclnnStatus=161001.").code == 161001
 
 
@@ -427,12 +429,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_json_holds_what_the_table_shows() -> None:
     code, out, _ = run(f'npu_fusion_attention({HEADS}, "BSNX", scale=0.1)', "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 1
-    assert found["operator"] == "npu_fusion_attention"
-    assert found["findings"][0]["name"] == "ACLNN_ERR_PARAM_INVALID"
-    assert found["findings"][0]["fix"]
-    assert found["fixes"] == ['input_layout="BSND", if the tensors lie so']
+    assert result["operator"] == "npu_fusion_attention"
+    assert result["findings"][0]["name"] == "ACLNN_ERR_PARAM_INVALID"
+    assert result["findings"][0]["fix"]
+    assert result["fixes"] == ['input_layout="BSND", if the tensors lie so']
     code, out, _ = run("call aclnnFlashAttentionScore failed, error code is 161002", "--json")
     assert json.loads(out)["log"]["name"] == "ACLNN_ERR_PARAM_INVALID"
 
@@ -443,11 +445,11 @@ def test_a_captured_call_is_explained_with_its_numbers(tmp_path: Path) -> None:
     with fa.capture(tmp_path) as recorded:
         npu.npu_fusion_attention(q, q, q, 8, "BSND", atten_mask=wrong, sparse_mode=2, scale=0.125)
     code, out, _ = run(str(recorded.files[0]), "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 1
-    assert [f["param"] for f in found["findings"]] == ["atten_mask"]
-    assert "compressed mask" in found["findings"][0]["expected"]
-    assert found["unread"] == []
+    assert [f["param"] for f in result["findings"]] == ["atten_mask"]
+    assert "compressed mask" in result["findings"][0]["expected"]
+    assert result["unread"] == []
 
 
 def test_what_is_there_is_checked_and_what_is_not_is_said() -> None:

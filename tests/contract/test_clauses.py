@@ -44,16 +44,16 @@ def by_name(page: Page) -> str:
 
 @pytest.mark.parametrize(("page", "clause"), ROWS)
 def test_the_clause_holds(page: Page, clause: Clause) -> None:
-    found = [f"{check}: {why}" for check in clause.checks if (why := wrong(page, check))]
-    assert not found, "\n".join([clause.text, *found])
+    results = [f"{check}: {why}" for check in clause.checks if (why := wrong(page, check))]
+    assert not results, "\n".join([clause.text, *results])
 
 
 def spellings(name: str) -> list[str]:
     """A parameter's name, and what is left of it without what pages add to names."""
-    found = [name.lower().replace("_", "")]
+    results = [name.lower().replace("_", "")]
     for added in ("optional", "out", "in"):
-        found.append(found[-1].removesuffix(added))
-    return found
+        results.append(results[-1].removesuffix(added))
+    return results
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
@@ -87,8 +87,8 @@ Broken = Callable[[dict[str, Any]], None]
 
 def missed(page: Page, wanted: Callable[[Check], bool]) -> list[str]:
     """Of the first checks of a kind, one in every clause that has one: those that find nothing wrong."""
-    found = [next(filter(wanted, clause.checks), None) for clause in page.clauses]
-    checks = [check for check in found if check is not None]
+    results = [next(filter(wanted, clause.checks), None) for clause in page.clauses]
+    checks = [check for check in results if check is not None]
     assert checks
     return [str(check) for check in checks if not wrong(page, check)]
 
@@ -154,11 +154,11 @@ def test_a_refusal_for_another_reason_is_noticed(page: Page, monkeypatch: pytest
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_a_refusal_that_writes_is_noticed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     def writing(page: Page, args: dict[str, Any], *second: Any) -> Any:
-        found = called(page, args, *second)
+        result = called(page, args, *second)
         for name in outputs_of(page):
             if isinstance(args[name], torch.Tensor):
                 bytes_of(args[name])[0] = 0
-        return found
+        return result
 
     monkeypatch.setattr(table, "called", writing)
     assert not missed(page, lambda check: bool(check.codes))

@@ -75,11 +75,11 @@ def odd_values(p: Param) -> list[Any]:
 
 def starts(op: Op) -> list[Args]:
     """Settings of legal calls that are small enough for golden, every optional tensor among them."""
-    found: list[Args] = [{}]
+    results: list[Args] = [{}]
     for rule in op.asked:
-        if rule.given and rule.given not in found and rule.given.get("S1", 0) < 100:
-            found.append(dict(rule.given))
-    return found
+        if rule.given and rule.given not in results and rule.given.get("S1", 0) < 100:
+            results.append(dict(rule.given))
+    return results
 
 
 @st.composite

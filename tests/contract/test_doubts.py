@@ -91,8 +91,8 @@ def test_sequences_that_end_before_their_tensor(name: str) -> None:
     axis = "T2" if param == "kv_len" else "T1"
     fate = "not read" if axis == "T2" else "zeros"
     text = rf"\w+: {param}: expected sequences that take up all {axis} rows of the tensor \(the rows behind .* {fate}"
-    (found,) = warned(call)
-    assert re.match(text, found), found
+    (result,) = warned(call)
+    assert re.match(text, result), result
     error = refused(call) if name != "indexer" else ""  # its other sizes are not the chip's either
     assert name == "indexer" or re.search(rf"got {axis}=300, (q|kv)_len=\[", error), error
 
@@ -171,8 +171,8 @@ DROPPED: dict[str, tuple[str, Callable[[], Any]]] = {
 def test_a_gradient_that_is_dropped_says_so(name: str) -> None:
     text, call = DROPPED[name]
     for _ in range(2):  # a signature that is known, too
-        (found,) = warned(call)
-        assert re.search(text, found), found
+        (result,) = warned(call)
+        assert re.search(text, result), result
     assert re.search(text, refused(call))
     with torch.no_grad(), fa.strict():
         assert warned(call) == []
@@ -203,8 +203,8 @@ def own(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found: Any = fa.sparse_attention(q, q[:, :, :1], None, torch.zeros(1, 6, 1, 1, dtype=torch.int32), return_lse=True)
-    return found
+    result: Any = fa.sparse_attention(q, q[:, :, :1], None, torch.zeros(1, 6, 1, 1, dtype=torch.int32), return_lse=True)
+    return result
 
 
 @pytest.mark.parametrize("interface", [own, selected])
@@ -259,9 +259,9 @@ def test_a_scale_left_out_is_told() -> None:
         ("scale_value", 1, lambda: npu.npu_incre_flash_attention(half[0], half[1], half[1])),
     )
     for name, count, call in calls:
-        found = warned(call)
-        assert len(found) == count
-        assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in found)
+        result = warned(call)
+        assert len(result) == count
+        assert all(f"{name}: expected a {name}" in text and "not 1 / sqrt(D)" in text for text in result)
 
 
 def test_a_mask_that_no_mode_has_is_told_once_for_a_shape() -> None:
@@ -273,8 +273,8 @@ def test_a_mask_that_no_mode_has_is_told_once_for_a_shape() -> None:
 
     for mask in (~right, right.T, torch.zeros_like(right)):
         RECORDS["npu_fusion_attention"].signatures.clear()
-        (found,) = warned(lambda mask=mask: call(mask))
-        assert "atten_mask: expected the documented content of a compressed mask" in found
+        (result,) = warned(lambda mask=mask: call(mask))
+        assert "atten_mask: expected the documented content of a compressed mask" in result
         with npu.strict(), pytest.raises(fa.ContractError, match="the documented content"):
             call(mask)
     assert warned(lambda: call(right)) == []
@@ -287,9 +287,9 @@ def test_an_entry_behind_the_end_of_a_list_is_told() -> None:
     lists = torch.tensor([0, -1, 0], dtype=torch.int32).expand(1, 5, 1, 3)
     call = lambda lists: fa.sparse_attention(q, q[:, :, :1], None, lists, causal=False)  # noqa: E731
     RECORDS["sparse_attention"].signatures.clear()
-    (found,) = warned(lambda: call(lists))
-    assert "indices: expected no entry behind a -1" in found
-    assert "pack_lists" in found
+    (result,) = warned(lambda: call(lists))
+    assert "indices: expected no entry behind a -1" in result
+    assert "pack_lists" in result
     assert warned(lambda: call(fa.pack_lists(lists))) == []
     with fa.strict(), pytest.raises(fa.ContractError, match="no entry behind a -1"):
         call(lists)
@@ -344,8 +344,8 @@ def test_lists_far_longer_than_the_keys() -> None:
         count: (lambda count=count: fa.lightning_indexer(q, q[:, :, :1], weights, count)) for count in (2048, 8193)
     }
     assert warned(calls[2048]) == []
-    (found,) = warned(calls[8193])
-    assert "top_k: expected no more than the keys, or 8192" in found
+    (result,) = warned(calls[8193])
+    assert "top_k: expected no more than the keys, or 8192" in result
     assert "top_k=8193, S2=3" in refused(calls[8193])
 
 

@@ -287,13 +287,13 @@ def test_16_bit_host_data_make_no_tensors() -> None:
         "loss": "data: the view ends at byte 4 of an allocation of 2",
     }
     assert ret == 161001
-    found = [line.split(": ", 2)[1:] for line in text.splitlines()]
-    assert [name for name, _ in found] == [
+    results = [line.split(": ", 2)[1:] for line in text.splitlines()]
+    assert [name for name, _ in results] == [
         "sparse_indices (sparseIndices)",
         "softmax_max (softmaxMax)",
         "softmax_sum (softmaxSum)",
     ]
-    assert all(said.startswith("expected a value") and said.endswith("got None") for _, said in found)
+    assert all(said.startswith("expected a value") and said.endswith("got None") for _, said in results)
 
 
 def test_64_weights_for_32_heads_are_refused() -> None:

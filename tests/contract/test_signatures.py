@@ -50,9 +50,9 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
 
     for owner, name in PLACES:
         monkeypatch.setattr(owner, name, stop)
-    with pytest.raises(Passed) as found:
+    with pytest.raises(Passed) as result:
         function(**given)
-    return found.value.args[0]
+    return result.value.args[0]
 
 
 @pytest.mark.parametrize("name", INTERFACES)
@@ -173,11 +173,11 @@ TORCH_NPU = {
 
 @pytest.mark.parametrize("name", TORCH_NPU)
 def test_torch_npu_signatures(name: str) -> None:
-    found = []
+    results = []
     for p in inspect.signature(INTERFACES[name]).parameters.values():
         plain = p.default is p.empty or p.default is None
-        found.append(p.name if plain else f"{p.name}={p.default!r}")
-    assert found == TORCH_NPU[name].split()
+        results.append(p.name if plain else f"{p.name}={p.default!r}")
+    assert results == TORCH_NPU[name].split()
 
 
 FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1

@@ -84,15 +84,15 @@ def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) 
 def test_statistics_of_more_keys_than_these(layout: str) -> None:
     """A ring hands in what all shards' keys add up to, with the keys of one."""
     ends = [7, 16]
-    whole = saved(made(q_ends=ends, kv_ends=[14, 32]), layout)
+    full = saved(made(q_ends=ends, kv_ends=[14, 32]), layout)
     first = torch.cat([torch.arange(7), torch.arange(14, 23)])
     for shard in (first, first + torch.tensor([7] * 7 + [9] * 9)):
-        part = {name: whole[name][shard] for name in ("key", "value")}
-        local = whole | part | {"actual_seq_kvlen": ends}
+        part = {name: full[name][shard] for name in ("key", "value")}
+        local = full | part | {"actual_seq_kvlen": ends}
         assert not verdict(local, layout)
         assert "keys that add up to" in verdict(local, OTHER[layout])
-    spread = {"softmax_max": whole["softmax_max"] - 3, "softmax_sum": whole["softmax_sum"] * 20.085537}
-    assert not verdict(whole | spread, layout), "any max and sum of the right log-sum are legal"
+    spread = {"softmax_max": full["softmax_max"] - 3, "softmax_sum": full["softmax_sum"] * 20.085537}
+    assert not verdict(full | spread, layout), "any max and sum of the right log-sum are legal"
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_what_content_does_not_show_is_not_said() -> None:
 @pytest.mark.parametrize(("layout", "other"), [("", "same_as_input"), ("same_as_input", "")])
 def test_the_two_phase_interface_asks_in_its_second_phase(layout: str, other: str) -> None:
     op = RECORDS["aclnnFlashAttentionUnpaddingScoreGradV5"]
-    told = {"": "TND", "same_as_input": ""}[layout]
+    notes = {"": "TND", "same_as_input": ""}[layout]
     args = {
         p.name: None if p.optional or getattr(p, "output", False) else getattr(p, "default", None) for p in op.params
     }
-    args |= saved(made(), told) | {"softmax_layout": layout}
+    args |= saved(made(), notes) | {"softmax_layout": layout}
     before = outputs_of(op, args)
     copies = {name: t.clone() for name, t in before.items() if t is not None}
     assert call(op, args, before, check_content=True) == (0, 561002)

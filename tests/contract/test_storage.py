@@ -93,10 +93,12 @@ def test_every_tensor_of_every_record(op: Op, name: str, damage: Callable[[torch
     args = sample(op)
     bind(op, args)  # The signature is known: what is asked of it is asked at every call.
     for strict in (False, True):
-        with pytest.raises(ContractError, match=r"expected a storage that holds its elements, \d+ bytes, got") as found:
+        with pytest.raises(
+            ContractError, match=r"expected a storage that holds its elements, \d+ bytes, got"
+        ) as result:
             bind(op, damaged(op, args, name, damage), strict=strict)
-        assert found.value.param.split("[")[0] == op.by_name[name].shown
-        assert found.value.code == INVALID
+        assert result.value.param.split("[")[0] == op.by_name[name].shown
+        assert result.value.code == INVALID
     bind(op, args)
 
 
@@ -104,11 +106,11 @@ def test_every_failure_is_named_and_lists_say_which() -> None:
     q, k = rows(2, 1, 4, 8), [rows(1, 5, 2, 8, seed=i) for i in range(2)]
     fa.decode_attention(q, (k, k), kv_len=[5, 3])
     empty(k[1])
-    with pytest.raises(ContractError) as found:
+    with pytest.raises(ContractError) as result:
         fa.decode_attention(q, (k, k), kv_len=[5, 3])
-    assert [f.param for f in found.value.failures] == ["k[1]", "v[1]"]
+    assert [f.param for f in result.value.failures] == ["k[1]", "v[1]"]
     assert "decode_attention: k[1]: expected a storage that holds its elements, 320 bytes, got one of 0" in str(
-        found.value
+        result.value
     )
 
 

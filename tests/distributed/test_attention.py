@@ -28,17 +28,17 @@ def slow(*values: Any) -> Any:
 
 @pytest.mark.parametrize(("world", "names"), [(1, SOME[:2]), slow(2, SOME), (3, EVERY), slow(4, SOME)])
 def test_gathered_keys_give_the_bits_of_one_process(worlds: Worlds, world: int, names: list[str]) -> None:
-    for name, found in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
-        for what, ours in found.items():
+    for name, result in worlds.run(world, all_of, "allgather", names, {"deterministic": True})[0].items():
+        for what, ours in result.items():
             assert ours.dtype == one(name)[what].dtype
             assert (world > 1 and is_summed(name, what)) or same(ours, one(name)[what]), f"{name}: {what}"
-        judge(name, found)
+        judge(name, result)
 
 
 def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> None:
-    for name, found in worlds.run(3, all_of, "allgather", EVERY, {})[0].items():
-        judge(name, found)
-        assert all(same(found[what], one(name)[what]) for what in ("out", "lse", "dq")), name
+    for name, result in worlds.run(3, all_of, "allgather", EVERY, {})[0].items():
+        judge(name, result)
+        assert all(same(result[what], one(name)[what]) for what in ("out", "lse", "dq")), name
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_gradients_that_ranks_add_leave_the_rest_as_it_is(worlds: Worlds) -> Non
     ],
 )
 def test_every_schedule_is_as_good_as_one_process(worlds: Worlds, schedule: str, world: int, names: list[str]) -> None:
-    for name, found in worlds.run(world, all_of, schedule, names, {})[0].items():
-        judge(name, found)
+    for name, result in worlds.run(world, all_of, schedule, names, {})[0].items():
+        judge(name, result)
         if schedule == "ulysses" and not named(name)["sizes"].get("sink"):
-            assert all(same(found[what], one(name)[what]) for what in ("out", "lse", "dq")), name
+            assert all(same(result[what], one(name)[what]) for what in ("out", "lse", "dq")), name
 
 
 SEEDS = list(range(5))
@@ -70,10 +70,10 @@ SEEDS = list(range(5))
 )
 def test_calls_that_nobody_chose(worlds: Worlds, schedule: str, world: int, seeds: list[int]) -> None:
     options = {"deterministic": True} if schedule == "allgather" else {}
-    for seed, found in worlds.run(world, all_of, schedule, seeds, options)[0].items():
-        judge(seed, found)
+    for seed, result in worlds.run(world, all_of, schedule, seeds, options)[0].items():
+        judge(seed, result)
         if schedule == "allgather":
-            assert all(is_summed(seed, what) or same(ours, one(seed)[what]) for what, ours in found.items()), seed
+            assert all(is_summed(seed, what) or same(ours, one(seed)[what]) for what, ours in result.items()), seed
 
 
 def blocks(group: Any, tokens: int) -> tuple[int, int]:

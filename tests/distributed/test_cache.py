@@ -151,24 +151,24 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 def expected(args: dict[str, Any]) -> tuple[Expected, Expected]:
     """(out, lse) of decode_attention's arguments by canonical name."""
     call = replace(record.lower(bind(record.RECORD, args)), names=record.RESULTS)
-    found = expected_of(call)
+    result = expected_of(call)
     filled = call.fill(call.results())
     filled.begin()
     size = sizes(call.problem, call.extents, filled.operands[0])["lse"]
-    value = found["max"].value + found["sum"].value.log()
-    return found["out"], Expected(value, size.view(value.shape))
+    value = result["max"].value + result["sum"].value.log()
+    return result["out"], Expected(value, size.view(value.shape))
 
 
 def _of_one(how: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the second sequence, which is the longest."""
-    found = dict(how)
+    results = dict(how)
     if "blocked" in how:
-        found["blocked"] = how["blocked"][1:2]
+        results["blocked"] = how["blocked"][1:2]
     if "q_len" in how:
-        found["q_len"] = how["q_len"][1:2]
+        results["q_len"] = how["q_len"][1:2]
     if how.get("band") is not None and how["band"].prefix:
-        found["band"] = fa.Band.prefix_causal(how["band"].prefix[1:2])
-    return found
+        results["band"] = fa.Band.prefix_causal(how["band"].prefix[1:2])
+    return results
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,9 @@ def everything(group: Any) -> dict[str, str]:
 
 
 def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -> None:
-    for rank, told in enumerate(worlds.run(2, everything)):
+    for rank, notes in enumerate(worlds.run(2, everything)):
         for name, text in TOLD.items():
-            assert text.format(rank=rank) in told[name], (name, told[name])
+            assert text.format(rank=rank) in notes[name], (name, notes[name])
 
 
 def uncomputed(group: Any) -> bool:
@@ -205,8 +205,8 @@ def drawing(group: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_ranks_draw_one_seed(worlds: Worlds) -> None:
-    found = worlds.run(2, drawing)
-    for mine, other in found:
+    result = worlds.run(2, drawing)
+    for mine, other in result:
         assert 0.4 < (mine > 0).float().mean() < 0.6
         assert not torch.equal(mine, other)
 

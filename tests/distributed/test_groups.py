@@ -39,28 +39,28 @@ def values(group: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_passes_arrives(worlds: Worlds, world: int) -> None:
-    for rank, found in enumerate(worlds.run(world, values)):
+    for rank, result in enumerate(worlds.run(world, values)):
         wanted = torch.cat([torch.arange(r * 2.0).reshape(r, 2) + 100 * r for r in range(world)])
-        assert torch.equal(found["gathered"], wanted)
-        assert found["into"].tolist() == ([(rank - 1) % world, 5] if world > 1 else [-1, -1])
+        assert torch.equal(result["gathered"], wanted)
+        assert result["into"].tolist() == ([(rank - 1) % world, 5] if world > 1 else [-1, -1])
         summed = torch.zeros(3)
         for other in range(world):
             summed += torch.full((3,), 1.0 / (1 + rank + other), dtype=torch.bfloat16).float()
-        assert torch.equal(found["summed"], summed)
-        assert found["all"].item() == world * (world + 1) / 2
-        assert found["shape"] == (world,)
+        assert torch.equal(result["summed"], summed)
+        assert result["all"].item() == world * (world + 1) / 2
+        assert result["shape"] == (world,)
 
 
 def under_other_names(group: Any) -> list[float]:
     """A group, and meshes that are equal, of the same ranks: one rank is ahead of the others."""
-    ranks, found = group_of(group), []
+    ranks, result = group_of(group), []
     mesh, again = (init_device_mesh("cpu", (ranks.world,)) for _ in range(2))
     assert mesh == again
     for at, named in enumerate((group, mesh, again, group)):
         time.sleep(0.3 * ranks.rank)
         call = group_of(named).call("named", {"at": at}, CPU)
-        found.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
-    return found
+        result.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
+    return result
 
 
 def test_a_group_is_one_by_whatever_name(worlds: Worlds) -> None:
@@ -84,14 +84,14 @@ def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
 
 def of_equal_meshes(group: Any) -> list[float]:
     """Ranks do not forget a mesh at the same time."""
-    kept, found = [], []
+    kept, result = [], []
     for at in range(3):
         mesh = init_device_mesh("cpu", (2, 2))
         call = group_of(mesh).call("meshes", {"at": at}, CPU)
-        found.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
+        result.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
         if dist.get_rank(group) == 1:
             kept.append(mesh)
-    return found
+    return result
 
 
 def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
@@ -176,10 +176,10 @@ def test_faults_end_within_the_timeout() -> None:
         for rank, text in enumerate(pool.run(2, of_two_calls)):
             assert f"rank {rank} of 2, gathering: " in text
         pool.end()
-        found = pool.run(3, dying, kill=[1])
+        result = pool.run(3, dying, kill=[1])
         for rank in (0, 2):
-            assert f"distributed.values: rank {rank} of 3, gathering again: " in found[rank]
-            assert "a rank died" in found[rank]
+            assert f"distributed.values: rank {rank} of 3, gathering again: " in result[rank]
+            assert "a rank died" in result[rank]
     finally:
         pool.end()
 

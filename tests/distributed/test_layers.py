@@ -55,10 +55,10 @@ def plainly(form: str, stage: str, packed: bool) -> Tensors:
     layer, (x, dout) = layer_of(form, stage).double(), (t.double() for t in inputs(packed))
     leaf = x.clone().requires_grad_()
     rows = leaf.split(LENGTHS) if packed else [row[:n] for row, n in zip(leaf, LENGTHS, strict=True)]
-    found = [plain(layer, of_one, ROPE) for of_one in rows]
-    outs = [out for out, _ in found]
+    result = [plain(layer, of_one, ROPE) for of_one in rows]
+    outs = [out for out, _ in result]
     out = torch.cat(outs) if packed else torch.stack([pad(t, (0, 0, 0, S - len(t))) for t in outs])
-    loss = torch.stack([loss for _, loss in found]).sum() / sum(LENGTHS)
+    loss = torch.stack([loss for _, loss in result]).sum() / sum(LENGTHS)
     ((out * dout).sum() + 3 * loss).backward()
     grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {"out": out, "loss": loss, "dx": leaf.grad, **grads}
@@ -73,10 +73,10 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> Tensors:
     local, local_out = (shard(t, group, "zigzag", lengths, axis) for t in (x, dout))
     how = {"lengths": LENGTHS} if packed else {"lengths": LENGTHS, "tokens": S}
     got, grads = results(layer, local, positions(group, "zigzag", lengths), local_out, **how)
-    whole = {name: unshard(got[name], group, "zigzag", lengths, axis) for name in ("out", "dx")}
+    full = {name: unshard(got[name], group, "zigzag", lengths, axis) for name in ("out", "dx")}
     for grad in grads.values():
         dist.all_reduce(grad, group=group)
-    return {**whole, "loss": got["loss"].detach(), **grads}
+    return {**full, "loss": got["loss"].detach(), **grads}
 
 
 def judged(found: list[Tensors], form: str, stage: str, packed: bool) -> None:

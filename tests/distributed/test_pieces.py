@@ -41,8 +41,8 @@ def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def gradient(g: Gradients, name: str) -> torch.Tensor:
-    found: torch.Tensor = getattr(g, name)
-    return found
+    result: torch.Tensor = getattr(g, name)
+    return result
 
 
 @pytest.mark.parametrize("forced", VARIANTS, indirect=True)
@@ -51,16 +51,16 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
     """Rows that meet all keys, and keys that meet all rows; a piece at a time, and all at once."""
     call, rng = draw(seed), random.Random(seed)
     torch.set_num_threads(2)
-    want, whole = run(call), call.whole()
+    want, full = run(call), call.whole()
     saved, cuts = call.saved(want), cuts_of(rng)
     all_rows, all_keys = call.pieces("q"), call.pieces("kv")
     torch.set_num_threads(1)
     rows, keys = call.pieces("q", cuts), call.pieces("kv", cuts)
-    together = chunk_pairs.forward(whole, call.rows(rows), call.keys(all_keys))
+    together = chunk_pairs.forward(full, call.rows(rows), call.keys(all_keys))
     for piece in each(rows):
         b, at = place(piece)
-        alone = chunk_pairs.forward(whole, call.rows(piece), call.keys(all_keys))
-        g = chunk_pairs.backward(whole, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
+        alone = chunk_pairs.forward(full, call.rows(piece), call.keys(all_keys))
+        g = chunk_pairs.backward(full, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
         for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
             expected = call.tokens(want[name])[b, at]
             same_bits(one[b, at], expected, f"{name}, pieces together")
@@ -70,12 +70,12 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     for piece in each(keys):
         b, at = place(piece)
-        g = chunk_pairs.backward(whole, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
+        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
         for name in KEY_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
     if "dsink" in want:
-        same_bits(chunk_pairs.sink_gradient(whole, call.rows(all_rows), saved), want["dsink"], "dsink")
+        same_bits(chunk_pairs.sink_gradient(full, call.rows(all_rows), saved), want["dsink"], "dsink")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,8 +86,8 @@ def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> 
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
     rows = call.rows(call.pieces("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
-    found = chunk_pairs.forward(call.whole(), rows, call.keys(call.pieces("kv")))
-    same_bits(found.out[0], run(call)["out"])
+    result = chunk_pairs.forward(call.whole(), rows, call.keys(call.pieces("kv")))
+    same_bits(result.out[0], run(call)["out"])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -95,30 +95,30 @@ def test_golden_knows_parts(seed: int) -> None:
     """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
-    whole, cuts = call.whole(), cuts_of(rng)
+    full, cuts = call.whole(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
-    found = chunk_pairs.forward(whole, rows, keys, backend="golden", partial=True)
-    if whole.sink is not None:
-        join_sink(found, whole.sink)
+    result = chunk_pairs.forward(full, rows, keys, backend="golden", partial=True)
+    if full.sink is not None:
+        join_sink(result, full.sink)
     wanted = expected(call)["out"].map(call.tokens)
     for piece in each(call.pieces("q")):
         b, at = place(piece)
-        compare("out", found.out[b, at].to(call.dout.dtype), wanted[b, at])
+        compare("out", result.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
-    whole, cuts = call.whole(), cuts_of(rng)
+    full, cuts = call.whole(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
     lots = [call.keys(subset(keys, lot)) for lot in np.array_split(rng.sample(range(len(keys)), len(keys)), 3)]
     batch, tokens, heads, _ = rows.q.shape
-    found = empty_partial(rows.q, (batch, tokens, heads), whole.problem.dim_v)
+    result = empty_partial(rows.q, (batch, tokens, heads), full.problem.dim_v)
     for lot in lots:
         if len(lot.pieces):
-            merge(found, chunk_pairs.forward(whole, rows, lot, partial=True))
-    if whole.sink is not None:
-        join_sink(found, whole.sink)
-    return found, lots
+            merge(result, chunk_pairs.forward(full, rows, lot, partial=True))
+    if full.sink is not None:
+        join_sink(result, full.sink)
+    return result, lots
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Ke
 def test_partial_results_merge_to_the_whole(seed: int) -> None:
     """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
-    whole, wanted = call.whole(), expected(call)
-    found, lots = merged(call, rng)
+    full, wanted = call.whole(), expected(call)
+    result, lots = merged(call, rng)
     covered = call.pieces("q")
-    ours = {"out": found.out.to(call.dout.dtype)}
+    ours = {"out": result.out.to(call.dout.dtype)}
     all_rows = call.rows(covered)
-    saved = chunk_pairs.Saved(call.tokens(call.dout), ours["out"], found.max, found.sum)
+    saved = chunk_pairs.Saved(call.tokens(call.dout), ours["out"], result.max, result.sum)
     added: dict[str, Any] = {}
     for lot in lots:
-        g = chunk_pairs.backward(whole, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
+        g = chunk_pairs.backward(full, all_rows, saved, lot, partial=True, dbias="dbias" in wanted)
         for name, t in vars(g).items():
             if t is not None:
-                assert t.dtype == torch.float32 or (name == "dbias" and whole.owns_bias)
+                assert t.dtype == torch.float32 or (name == "dbias" and full.owns_bias)
                 added[name] = added[name] + t if name in added else t
     dtypes = {"dbias": call.args["bias"].dtype} if "dbias" in wanted else {}
     ours |= {name: t.to(dtypes.get(name, call.dout.dtype)) for name, t in added.items()}
@@ -149,4 +149,4 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
     lse = wanted["lse"].map(call.tokens)
     for piece in each(covered):
         b, at = place(piece)
-        compare("lse", (found.max + found.sum.log())[b, at], lse[b, at])
+        compare("lse", (result.max + result.sum.log())[b, at], lse[b, at])

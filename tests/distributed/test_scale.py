@@ -26,8 +26,8 @@ def sent(group: Any, schedule: str) -> int:
 
     groups.Group.post = counting  # type: ignore[method-assign]
     try:
-        whole = [torch.randn(1, TOKENS, heads, DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-        q, k, v, up = (fa.distributed.shard(t, group, schedule, TOKENS) for t in whole)
+        full = [torch.randn(1, TOKENS, heads, DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        q, k, v, up = (fa.distributed.shard(t, group, schedule, TOKENS) for t in full)
         given = [t.requires_grad_() for t in (q, k, v)]
         out = fa.distributed.attention(
             *given, group=group, schedule=schedule, tokens=TOKENS, band=fa.Band.causal(), seed=1

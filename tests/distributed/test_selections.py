@@ -109,7 +109,7 @@ def whole(case: Case) -> dict[str, Tensor | None]:
                 drawn[b, length:] = torch.nan
         return torch.stack((drawn,) * 2, -2)[..., 0, :]
 
-    found: dict[str, Tensor | None] = {
+    result: dict[str, Tensor | None] = {
         "q": draw("q", 4, 16),
         "k": draw("kv", case.heads_kv, 16),
         "v": draw("kv", case.heads_kv, 8) if case.values else None,
@@ -121,15 +121,15 @@ def whole(case: Case) -> dict[str, Tensor | None]:
         "dout": draw("q", 4, 8 if case.values else 16),
         "dvalues": draw("q", 1, case.top_k),
     }
-    found["sink"] = torch.randn(4, generator=generator) if case.sink else None
+    result["sink"] = torch.randn(4, generator=generator) if case.sink else None
     if case.block > 1:  # The loss is that of all keys, with the lse of a dense attention.
-        rest = {name: found[name] for name in ("q_rope", "k_rope", "sink")}
+        rest = {name: result[name] for name in ("q_rope", "k_rope", "sink")}
         lengths = {name: case.how[name] for name in ("layout", "q_len", "kv_len")}
         band = fa.Band.causal() if case.causal else fa.Band.full()
-        _, found["lse"] = fa.attention(
-            found["q"], found["k"], found["k"], **rest, **lengths, band=band, return_lse=True
+        _, result["lse"] = fa.attention(
+            result["q"], result["k"], result["k"], **rest, **lengths, band=band, return_lse=True
         )  # type: ignore[call-overload]  # fmt: skip
-    return found
+    return result
 
 
 ROWS = ("q", "q_rope", "index_q", "weights", "dout", "dvalues", "indices", "lists", "lse")
@@ -147,8 +147,8 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
     t = {**given, **trained}
     indices, values = library.lightning_indexer(t["index_q"], t["index_k"], t["weights"], case.top_k, **how)
     values.backward(t["dvalues"])
-    found = {"indices": indices, "values": values.detach()}
-    found |= {f"indexer's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+    result = {"indices": indices, "values": values.detach()}
+    result |= {f"indexer's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
     for name in ("index_q", "index_k", "weights"):
         t[name].grad = None
     ropes = {"q_rope": t["q_rope"], "k_rope": t["k_rope"], "sink": t["sink"]}
@@ -156,10 +156,10 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
         t["q"], t["k"], t["v"], lists, **ropes, block=case.block, return_lse=True, **how
     )
     out.backward(t["dout"])
-    found |= {"out": out.detach(), "lse": lse.detach()}
+    result |= {"out": out.detach(), "lse": lse.detach()}
     for name in ("q", "k", "v", "q_rope", "k_rope", "sink"):
         if t[name] is not None:
-            found[f"d{name}"] = t[name].grad
+            result[f"d{name}"] = t[name].grad
     own = lists if case.block == 1 else None
     if case.heads_kv > 1 and own is not None:
         own = own[..., :1, :]
@@ -169,21 +169,21 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
         **ropes, **how,
     )  # fmt: skip
     (loss * 0.5).backward()
-    found["loss"] = loss.detach()
-    return found | {f"loss's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
+    result["loss"] = loss.detach()
+    return result | {f"loss's {name}": t[name].grad for name in ("index_q", "index_k", "weights")}
 
 
 def lists_of(case: Case) -> Tensor:
     """What rows select: the indexer's choice, or every block once, in some order."""
     given = whole(case)
     if case.block == 1:
-        found, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
+        result, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
     else:
         blocks = -(-min(case.keys) // case.block)
         generator, rows = torch.Generator().manual_seed(case.seed), case.shape("q")[0] * max(case.padded, 1)
-        found = torch.stack([torch.randperm(blocks, generator=generator)[:4] for _ in range(rows)])
-        found = found.int().view(*case.shape("q"), 1, -1)
-    return found.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
+        result = torch.stack([torch.randperm(blocks, generator=generator)[:4] for _ in range(rows)])
+        result = result.int().view(*case.shape("q"), 1, -1)
+    return result.expand(*case.shape("q"), case.heads_kv, -1).contiguous()
 
 
 # Sums over ranks, in another order than one process's.
@@ -227,7 +227,7 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
     }  # fmt: skip
     own = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
     tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
-    found = []
+    result = []
     for deterministic in (False, True):
         how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
         got = results(case, local, own, **how)
@@ -239,12 +239,12 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
         for name, tensor in want.items():
             if name not in free:
                 same_bits(got[name], tensor, f"{case.id}, rank {dist.get_rank()}: {name}")
-        found.append({
+        result.append({
             name: far.unshard(t, group, case.schedule, case.tokens(side_of(name)), axis_of(case, name))
             if side_of(name) else t
             for name, t in got.items() if name in (*SUMMED, "dsink")
         })  # fmt: skip
-    return found
+    return result
 
 
 @cache
@@ -254,22 +254,22 @@ def expected(case: Case) -> dict[str, Expected]:
     of_all = {**case.how, "actual_seq_qlen": case.how["q_len"], "actual_seq_kvlen": case.how["kv_len"]}
     index = {"query": t["index_q"], "key": t["index_k"], "weights": t["weights"], "sparse_count": case.top_k, **of_all}
     chooser = indexer_call(bind(indexer_own.RECORD, index))
-    found = expected_index(IndexerBackward(chooser, t["dvalues"], run(chooser, "auto")["sparse_indices_out"]))
+    answer = expected_index(IndexerBackward(chooser, t["dvalues"], run(chooser, "auto")["sparse_indices_out"]))
     by_name = {"index_q": "dquery", "index_k": "dkey", "weights": "dweights"}
-    result = {f"indexer's {name}": found[of] for name, of in by_name.items()}
+    result = {f"indexer's {name}": answer[of] for name, of in by_name.items()}
     rows = {"query": t["q"], "key": t["k"], "query_rope": t["q_rope"], "key_rope": t["k_rope"], "sinks": t["sink"]}
     selecting = {"sparse_indices": lists, "sparse_block_size": case.block, "value": t["v"]}
     attends = replace(sparse_call(bind(sparse_own.RECORD, rows | selecting | of_all)), stats=True)
-    found = sparse.expected(attends, t["dout"])
+    answer = sparse.expected(attends, t["dout"])
     by_name = {"dk": "dkey", "dv": "dvalue", "dk_rope": "dkey_rope", "dsink": "dsinks"}
-    result |= {name: found[of] for name, of in by_name.items() if of in found}
-    lse = (found["max"].value + found["sum"].value.log()).float()
+    result |= {name: answer[of] for name, of in by_name.items() if of in answer}
+    lse = (answer["max"].value + answer["sum"].value.log()).float()
     lse = lse.mT.flatten(1, 2) if case.padded else lse.movedim(0, 1).flatten(1)
     own = lists[..., :1, :] if case.block == 1 else None
     index = {"query_index": t["index_q"], "key_index": t["index_k"], "weights": t["weights"], "sparse_indices": own}
-    found = expected_index(lower(bind(loss_own.RECORD, rows | index | of_all | {"lse": t.get("lse", lse)})))
-    loss = found["loss"].map(lambda x: x.reshape(()))
-    return result | {"loss": loss, "loss's index_k": found["dkey_index"].map(lambda x: x / 2)}
+    answer = expected_index(lower(bind(loss_own.RECORD, rows | index | of_all | {"lse": t.get("lse", lse)})))
+    loss = answer["loss"].map(lambda x: x.reshape(()))
+    return result | {"loss": loss, "loss's index_k": answer["dkey_index"].map(lambda x: x / 2)}
 
 
 def merged(group: Any, case: Case) -> dict[str, Tensor]:
@@ -287,32 +287,32 @@ def merged(group: Any, case: Case) -> dict[str, Tensor]:
         library: Any = far if share else fa
         indices, values = library.lightning_indexer(*t, case.top_k, **case.how, **more)
         values.backward(part(given["dvalues"], "q"))
-        found = {"indices": indices, "values": values.detach()}
-        return found | {name: x.grad for name, x in zip(names, t, strict=True)}
+        result = {"indices": indices, "values": values.detach()}
+        return result | {name: x.grad for name, x in zip(names, t, strict=True)}
 
     want, got = found_by(whole(case), False), found_by(whole(case), True, **how)
-    found = {}
+    result = {}
     for name in want:
         lie = group, case.schedule, case.tokens("kv" if name == "index_k" else "q"), int(bool(case.padded))
         if name in ("index_q", "weights") and dist.get_world_size() > 1:
-            found[f"indexer's {name}"] = far.unshard(got[name], *lie)
+            result[f"indexer's {name}"] = far.unshard(got[name], *lie)
         else:
             same_bits(got[name], far.shard(want[name], *lie), f"{case.id}, rank {dist.get_rank()}: {name}")
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("case", "world"), [p for p in WORLDS if p.values[0].schedule != "ulysses+ring"])
 def test_choices_merge_into_those_of_one_process(worlds: Worlds, case: Case, world: int) -> None:
-    judge(case, [found for found in worlds.run(world, merged, case) if found])
+    judge(case, [result for result in worlds.run(world, merged, case) if result])
 
 
 def test_the_order_of_candidates() -> None:
     nan = torch.nan
     indices = torch.tensor([[[7, 2, -1, 5, 3, 9, 1, -1]]], dtype=torch.int32)
     values = torch.tensor([[[0.0, 1.0, -torch.inf, nan, -0.0, 1.0, nan, -torch.inf]]])
-    got, found = best(indices, values, 7)
+    got, result = best(indices, values, 7)
     assert got[0, 0].tolist() == [1, 5, 2, 9, 3, 7, -1]
-    same_bits(found, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
+    same_bits(result, torch.tensor([[[nan, nan, 1.0, 1.0, -0.0, 0.0, -torch.inf]]]))
 
 
 @pytest.mark.parametrize(("case", "world"), WORLDS)

@@ -143,11 +143,11 @@ def test_there_and_back_on_a_mesh(worlds: Worlds, ring: int) -> None:
 def judge(results: list[dict[str, Any]], lengths: Any) -> None:
     each = [lengths] if isinstance(lengths, int) else lengths
     within = torch.cat([torch.arange(n) for n in each])
-    for found in results:
-        assert found["same"]
-        assert found["grad"]
-        assert found["positions"].tolist() == within[found["values"].long()].tolist()
-    assert sum(found["tokens"] for found in results) == sum(each)
+    for result in results:
+        assert result["same"]
+        assert result["grad"]
+        assert result["positions"].tolist() == within[result["values"].long()].tolist()
+    assert sum(result["tokens"] for result in results) == sum(each)
 
 
 def hostile(group: Any) -> list[str]:

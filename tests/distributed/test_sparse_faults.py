@@ -80,15 +80,15 @@ def test_ranks_that_call_otherwise_all_raise(worlds: Worlds, name: str) -> None:
 
 def wrong(group: Any) -> list[str]:
     """The record's own rules, of the call of all ranks; each is asked of every rank alike."""
-    found = [
+    results = [
         text_of(lambda: indexed(group, weights=rows(3, tokens=64)), fa.ContractError),
         text_of(lambda: indexed(group, top_k=0), fa.ContractError),
         text_of(lambda: indexed(group, schedule="zag"), ValueError),
         text_of(lambda: indexed(group, group=3), GroupError),
     ]
     packed = {"layout": "TND", "q": torch.randn(64, 2, 8), "k": torch.randn(64, 1, 8), "weights": torch.randn(64, 2)}
-    found.append(text_of(lambda: indexed(group, **packed), fa.ContractError))
-    return found
+    results.append(text_of(lambda: indexed(group, **packed), fa.ContractError))
+    return results
 
 
 HOSTILE: list[dict[str, Any]] = [
@@ -107,8 +107,8 @@ def hostile(group: Any) -> list[str]:
 
 
 def test_whatever_comes_is_refused_in_words(worlds: Worlds) -> None:
-    for found in worlds.run(2, hostile):
-        for words, text in zip(HOSTILE, found, strict=True):
+    for result in worlds.run(2, hostile):
+        for words, text in zip(HOSTILE, result, strict=True):
             assert "expected" in text, (words, text)
 
 
@@ -216,18 +216,20 @@ def refused(group: Any) -> list[str]:
         {"softcap": -1.0},
         {"scale": float("nan")},
     ]
-    found = [text_of(lambda words=words: fa.decode_attention(q, cache, **words), fa.ContractError) for words in decode]  # type: ignore[misc]
+    results = [
+        text_of(lambda words=words: fa.decode_attention(q, cache, **words), fa.ContractError) for words in decode
+    ]  # type: ignore[misc]
     queries = [None, 3, torch.randn(1, 2, 8), torch.randn(1, 1, 2, 9), q.half(), q.int(), torch.randn(2, 1, 2, 8)]
-    found += [text_of(lambda q=q: fa.decode_attention(q, cache), fa.ContractError) for q in queries]  # type: ignore[misc]
-    whole = fa.PagedKVCache(1, 8, 2, page_size=4)
-    found.append(text_of(lambda: far.decode_attention(q, whole), fa.ContractError))
+    results += [text_of(lambda q=q: fa.decode_attention(q, cache), fa.ContractError) for q in queries]  # type: ignore[misc]
+    complete = fa.PagedKVCache(1, 8, 2, page_size=4)
+    results.append(text_of(lambda: far.decode_attention(q, complete), fa.ContractError))
     mesh = init_device_mesh("cpu", (2, 2)) if dist.get_world_size(group) == 4 else group
-    found.append(text_of(lambda: fa.PagedKVCache(1, 8, 2, group=mesh), ValueError))
-    return [full, *found]
+    results.append(text_of(lambda: fa.PagedKVCache(1, 8, 2, group=mesh), ValueError))
+    return [full, *results]
 
 
 def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
-    for full, out_scale, blocked, bias, kv_len, *others, count, whole, mesh in worlds.run(4, refused):
+    for full, out_scale, blocked, bias, kv_len, *others, count, complete, mesh in worlds.run(4, refused):
         assert "1 more pages needed on rank 0 of 4, 0 free" in full
         assert "out_scale: expected None over a cache with a group" in out_scale
         assert "blocked: expected" in blocked
@@ -235,7 +237,7 @@ def test_what_a_shared_cache_refuses(worlds: Worlds) -> None:
         assert "kv_len: expected nothing beside a PagedKVCache" in kv_len
         assert [text for text in others if "expected" not in text] == []
         assert "sequences: expected 2 sequences of the cache" in count
-        assert "cache: expected a PagedKVCache with a group" in whole
+        assert "cache: expected a PagedKVCache with a group" in complete
         assert "group: expected a group of one dimension" in mesh
 
 

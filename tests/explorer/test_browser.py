@@ -56,8 +56,8 @@ def go(browser: Browser, setting: str) -> None:
 
 
 def cells(browser: Browser) -> str:
-    found: str = browser.run("Array.from(matrix.cells).join('')")
-    return found
+    result: str = browser.run("Array.from(matrix.cells).join('')")
+    return result
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -70,12 +70,12 @@ def known(failures: Any, operator: str, interface: str) -> set[str]:
     """The messages of failures whose rules the explorer asks."""
     rules = {rule.id for rule in asked(operator, interface)}
     domain = [rule.expected for rule in asked(operator, interface) if rule.stage == "domains"]
-    found = set()
+    results = set()
     for failure in failures:
         if failure.rule.id in rules if failure.rule else failure.expected in domain:
             got = {"got": failure.got, "param": failure.param, "expected": failure.expected, "advice": failure.advice}
-            found.add(message(operator, got))
-    return found
+            results.add(message(operator, got))
+    return results
 
 
 def refusal(text: str, names: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -96,7 +96,7 @@ def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: s
     rng = random.Random(f"{mode} {interface}")
     for _ in range(SETTINGS):
         s = random_setting(rng, longest=7, modes=(mode,))
-        text, found = call(s, interface), remarks_on(s, interface)
+        text, result = call(s, interface), remarks_on(s, interface)
         if text is None or "your_mask" in text["before"]:
             continue
         names = prepare(s, text["before"])
@@ -107,9 +107,9 @@ def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: s
             continue
         operator = OPERATORS[interface][s.packed]
         by_level = {
-            level: {message(operator, r) for r in found if r["level"] in level} for level in ("meaning", "note")
+            level: {message(operator, r) for r in result if r["level"] in level} for level in ("meaning", "note")
         }
-        assert (failures is not None) is (verdict(found) == "refused"), (s, found, failures)
+        assert (failures is not None) is (verdict(result) == "refused"), (s, result, failures)
         if failures is not None:
             assert known(failures, operator, interface) == by_level["meaning"]
             continue
@@ -117,8 +117,8 @@ def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: s
         assert by_level["note"] <= set(warned)
         with fa.strict():
             failures, _ = refusal(text["call"], names)
-        limits = {message(operator, r) for r in found if r["level"] in ("limit", "doubt")}
-        assert known(failures or (), operator, interface) == limits, (s, found, failures)
+        limits = {message(operator, r) for r in result if r["level"] in ("limit", "doubt")}
+        assert known(failures or (), operator, interface) == limits, (s, result, failures)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,14 +126,14 @@ def test_two_phase_calls_see_what_is_drawn_and_return_the_code(mode: int) -> Non
     rng = random.Random(mode)
     for _ in range(SETTINGS):
         s = random_setting(rng, longest=7, modes=(mode,))
-        text, found = call(s, "two_phase"), remarks_on(s, "two_phase")
+        text, result = call(s, "two_phase"), remarks_on(s, "two_phase")
         if text is None or "your_mask" in text["before"]:
             continue
         names = prepare(s, text["before"])
         failures, _ = refusal(text["call"], names)
         assert failures is None
-        refused = [remark for remark in found if remark["level"] in ("meaning", "limit", "doubt")]
-        assert names["ret"] == (refused[0]["code"] if refused else 0), (s, found, acl.get_recent_err_msg())
+        refused = [remark for remark in result if remark["level"] in ("meaning", "limit", "doubt")]
+        assert names["ret"] == (refused[0]["code"] if refused else 0), (s, result, acl.get_recent_err_msg())
         if not refused:
             check_seen(s, "two_phase", names["out"])
 

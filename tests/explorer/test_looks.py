@@ -51,19 +51,19 @@ def test_seen_cells_stand_out(theme: str) -> None:
 
 
 def test_both_dark_themes_are_one() -> None:
-    found = themes()
-    assert found["dark by system"] == found["dark by choice"]
-    assert found["light"].keys() == found["dark by choice"].keys()
+    result = themes()
+    assert result["dark by system"] == result["dark by choice"]
+    assert result["light"].keys() == result["dark by choice"].keys()
 
 
 def test_pictures_have_the_colours_of_the_page() -> None:
-    found = themes()
-    for colours, kinds in ((found["light"], draw.LIGHT), (found["dark by choice"], draw.DARK)):
+    result = themes()
+    for colours, kinds in ((result["light"], draw.LIGHT), (result["dark by choice"], draw.DARK)):
         assert kinds[draw.SEEN] == colours["k3"]
         assert kinds[draw.PREFIX] == colours["k4"]
 
 
 def test_the_page_says_its_language_and_its_size() -> None:
-    whole = text()
-    assert '<html lang="en"' in whole
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in whole
+    full = text()
+    assert '<html lang="en"' in full
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in full

@@ -41,18 +41,18 @@ def invoke(*arguments: Any) -> tuple[int, str]:
 def report(*arguments: Any) -> dict[str, Any]:
     outcome = CliRunner().invoke(app, ["mask", *map(str, arguments), "--json"])
     assert outcome.exit_code == 0, outcome.output
-    found: dict[str, Any] = json.loads(outcome.output)
-    return found
+    result: dict[str, Any] = json.loads(outcome.output)
+    return result
 
 
 def test_a_band_as_json_is_the_band() -> None:
-    found = report("window(2, 1)", "--q", 5, "--kv", 8)
+    result = report("window(2, 1)", "--q", 5, "--kv", 8)
     seen = Band.window(2, 1).visible(5, 8)
-    rows = found["items"][0]["rows"]
+    rows = result["items"][0]["rows"]
     assert [[first <= j < end for j in range(8)] for first, end in rows] == seen.tolist()
-    assert found["seen"] == int(seen.sum())
-    assert found["title"] == "Band.window(2, 1)"
-    assert "sparse_mode=4, pre_tockens=2" in found["interfaces"]["training"]["call"]
+    assert result["seen"] == int(seen.sum())
+    assert result["title"] == "Band.window(2, 1)"
+    assert "sparse_mode=4, pre_tockens=2" in result["interfaces"]["training"]["call"]
 
 
 @pytest.mark.parametrize(
@@ -67,19 +67,19 @@ def test_a_band_as_json_is_the_band() -> None:
     ],
 )
 def test_bands_as_text(words: str, band: Band) -> None:
-    found = report(words, "--q", 6, "--kv", 9)
-    assert found["title"] == repr(band)
-    assert [first <= j < end for first, end in found["items"][0]["rows"] for j in range(9)] == (
+    result = report(words, "--q", 6, "--kv", 9)
+    assert result["title"] == repr(band)
+    assert [first <= j < end for first, end in result["items"][0]["rows"] for j in range(9)] == (
         band.visible(6, 9).flatten().tolist()
     )
 
 
 def test_packed_modes_say_each_sequence() -> None:
-    found = report(7, "--q", "3,5", "--kv", "6,5", "--next", -1)
-    assert [item["formula"] for item in found["items"]] == ["0 ≤ j ≤ min(5, i + 3)", "0 ≤ j ≤ min(4, i - 1)"]
-    verdicts = {name: interface["verdict"] for name, interface in found["interfaces"].items()}
+    result = report(7, "--q", "3,5", "--kv", "6,5", "--next", -1)
+    assert [item["formula"] for item in result["items"]] == ["0 ≤ j ≤ min(5, i + 3)", "0 ≤ j ≤ min(4, i - 1)"]
+    verdicts = {name: interface["verdict"] for name, interface in result["interfaces"].items()}
     assert verdicts == {"own": "ok", "training": "chip", "inference": "refused", "two_phase": "chip"}
-    assert "actual_seq_qlen=[3, 8]" in found["interfaces"]["training"]["call"]
+    assert "actual_seq_qlen=[3, 8]" in result["interfaces"]["training"]["call"]
 
 
 def test_infinite_edges_are_null() -> None:
@@ -110,9 +110,9 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
     np.save(tmp_path / "mask.npy", mask)
     (tmp_path / "mask.txt").write_text("0,1,0\n1 1 1\n")
     for name in ("mask.npy", "mask.txt"):
-        found = report(1, "--q", 2, "--kv", 3, "--mask", tmp_path / name)
-        assert found["seen"] == 2
-        assert "mask[[0, 1, 1, 1], [1, 0, 1, 2]] = True" in found["interfaces"]["training"]["before"]
+        result = report(1, "--q", 2, "--kv", 3, "--mask", tmp_path / name)
+        assert result["seen"] == 2
+        assert "mask[[0, 1, 1, 1], [1, 0, 1, 2]] = True" in result["interfaces"]["training"]["before"]
 
 
 @pytest.mark.parametrize(
@@ -225,10 +225,10 @@ def test_a_seen_key_is_never_blank_in_text() -> None:
 
 
 def test_the_gallery_has_every_mode() -> None:
-    found = gallery()
-    assert list(found) == [f"mode_{mode}.svg" for mode in range(10)]
-    assert all(ElementTree.fromstring(picture).get("role") == "img" for picture in found.values())
-    assert len(set(found.values())) == 10
+    result = gallery()
+    assert list(result) == [f"mode_{mode}.svg" for mode in range(10)]
+    assert all(ElementTree.fromstring(picture).get("role") == "img" for picture in result.values())
+    assert len(set(result.values())) == 10
 
 
 def test_cells_of_one_sequence_lie_apart() -> None:

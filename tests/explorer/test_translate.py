@@ -56,9 +56,18 @@ def texts(a: int, b: int) -> list[Any]:
 
 
 def slices(a: int, b: int) -> list[Any]:
-    found = list(range(a + b))
-    found[-1] = 99
-    return [found[1:], found[:-1], found[-2:], found[-1], len(found), [*found, a], "text"[1:3], (a, b) == (b, a)]
+    results = list(range(a + b))
+    results[-1] = 99
+    return [
+        results[1:],
+        results[:-1],
+        results[-2:],
+        results[-1],
+        len(results),
+        [*results, a],
+        "text"[1:3],
+        (a, b) == (b, a),
+    ]
 
 
 def loops(a: int, b: int) -> list[Any]:
@@ -182,7 +191,7 @@ def test_rules_of_masks_are_asked() -> None:
         interface: [rule.check for rule in violations.asked(two[1], interface)]
         for interface, two in violations.OPERATORS.items()
     }
-    assert [any("packed_window" in check for check in found) for found in checks.values()] == [True, False, True]
+    assert [any("packed_window" in check for check in result) for result in checks.values()] == [True, False, True]
     assert "prefix_fits(prefix, q_len, kv_len)" in checks["training"]
     padded = [rule.check for rule in violations.asked(violations.OPERATORS["training"][0], "training")]
     assert any("dense_window" in check for check in padded)

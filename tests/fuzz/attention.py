@@ -41,9 +41,9 @@ def _lengths(batch: Batch, call: dict[str, Any]) -> None:
         if batch.q_len != batch.kv_len or maybe(rng, 0.5):
             call["kv_len"] = lengths(rng, batch.kv_len)
         return
-    for name, own, whole in (("q_len", batch.q_len, batch.tokens[0]), ("kv_len", batch.kv_len, batch.tokens[1])):
+    for name, own, full in (("q_len", batch.q_len, batch.tokens[0]), ("kv_len", batch.kv_len, batch.tokens[1])):
         if maybe(rng, 0.4):
-            own[:] = [int(rng.integers(0, whole + 1)) for _ in own]
+            own[:] = [int(rng.integers(0, full + 1)) for _ in own]
             call[name] = lengths(rng, own)
 
 
@@ -68,22 +68,22 @@ def _draw_band(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
         call["band"] = fa.Band.prefix_causal(prefixes)
     elif kind < 0.75:
         return _draw_mode(batch, call, left, right)
-    found = []
+    results = []
     for m, n, prefix in zip(batch.q_len, batch.kv_len, prefixes, strict=True):
         shift = n - m if align == "end" or 0.4 <= kind < 0.5 else 0
         apart = torch.arange(n) - torch.arange(m)[:, None] - shift
         if kind < 0.4:
-            found.append((apart >= -left) & (apart <= right))
+            results.append((apart >= -left) & (apart <= right))
         elif kind < 0.5:
-            found.append((apart <= 0) | (torch.arange(n) < prefix))
+            results.append((apart <= 0) | (torch.arange(n) < prefix))
         else:
-            found.append(torch.ones(m, n, dtype=torch.bool))
-    return found
+            results.append(torch.ones(m, n, dtype=torch.bool))
+    return results
 
 
 def mode_visible(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list[int]) -> list[Tensor]:
     """[R, K] of every sequence, by the table of the modes."""
-    found, filled = [], [b for b, m in enumerate(q_len) if m]
+    result, filled = [], [b for b, m in enumerate(q_len) if m]
     for b, (m, n) in enumerate(zip(q_len, kv_len, strict=True)):
         i, j, right = torch.arange(m)[:, None], torch.arange(n), n - m
         if mode == 0:
@@ -96,8 +96,8 @@ def mode_visible(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list
             seen = j <= i + right + next_
         else:
             seen = j <= i + (0 if mode in (2, 8) else right)
-        found.append(seen)
-    return found
+        result.append(seen)
+    return result
 
 
 def _draw_mode(batch: Batch, call: dict[str, Any], left: int, right: int) -> list[Tensor]:
@@ -135,13 +135,13 @@ def _draw_slopes(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
     if maybe(rng, 0.5):
         start = [int(rng.integers(-50, 50)), int(rng.integers(0, 5000))]
         call["alibi_start"] = start
-    found = []
+    results = []
     for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
         first, key = (0, m - n) if start is None else start
         distance = (torch.arange(n) + key - torch.arange(m)[:, None] - first).abs().double()
         own = slopes.double().reshape(-1, batch.heads)
-        found.append(-own[b if len(own) > 1 else 0][:, None, None] * distance)
-    return found
+        results.append(-own[b if len(own) > 1 else 0][:, None, None] * distance)
+    return results
 
 
 def _draw_dropout(batch: Batch, call: dict[str, Any]) -> Dropout:
@@ -217,11 +217,11 @@ def draw(rng: Rng) -> Drawn:
 
 def _run(call: dict[str, Any], leaves: dict[str, Tensor]) -> Results:
     out, lse = fa.attention(**{name: value for name, value in call.items() if name != "dy"})
-    found = {"out": out, "lse": lse}
+    results = {"out": out, "lse": lse}
     if leaves:
         grads = torch.autograd.grad(out, list(leaves.values()), call["dy"])
-        found |= {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
-    return found
+        results |= {"d" + name: grad for name, grad in zip(leaves, grads, strict=True)}
+    return results
 
 
 def _expect(batch: Batch, e: dict[str, Any], leaves: dict[str, Tensor], matrix: Matrix | None) -> dict[str, Value]:

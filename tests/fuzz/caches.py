@@ -32,10 +32,10 @@ class Side:
 
     def real(self, b: int, first: int, stop: int, group: int) -> Tensor:
         """[N, K, d]: what the slots stand for."""
-        whole = self.stored[b]
+        full = self.stored[b]
         if self.kind:
-            whole = (whole + self.offset[b]) * self.scale[b]
-        return whole[first:stop].transpose(0, 1).repeat_interleave(group, 0)
+            full = (full + self.offset[b]) * self.scale[b]
+        return full[first:stop].transpose(0, 1).repeat_interleave(group, 0)
 
     def part(self, name: str, b: int, first: int, stop: int, group: int) -> Tensor:
         return getattr(self, name)[b][first:stop].transpose(0, 1).repeat_interleave(group, 0)
@@ -117,12 +117,12 @@ def integer_blur(cache: Cache, q: Tensor, scale: float, b: int, span: slice, gro
     side = cache.keys
     if not side.kind:
         return 0.0
-    whole, factor, offset = (side.part(n, b, span.start, span.stop, group) for n in ("stored", "scale", "offset"))
+    full, factor, offset = (side.part(n, b, span.start, span.stop, group) for n in ("stored", "scale", "offset"))
     once = (q[:, :, None] * (factor[:, None, :1] if not side.by_token and factor.shape[1] else 1.0)).abs()
     top = once.amax((-1, -2)) if once.shape[2] and once.shape[3] else q.abs().amax(-1)
-    each = (factor.abs()[..., :1] if side.by_token else torch.ones_like(factor[..., :1])) * whole.abs()
+    each = (factor.abs()[..., :1] if side.by_token else torch.ones_like(factor[..., :1])) * full.abs()
     step = (top / STEPS)[..., None] * each.sum(-1)[:, None]
-    size = (whole.abs() + offset.abs()) * factor.abs()
+    size = (full.abs() + offset.abs()) * factor.abs()
     return abs(scale) * (step + (q.shape[-1] + 8) * U * (q.abs() @ size.mT))
 
 
@@ -132,15 +132,15 @@ def integer_spill(cache: Cache, rows: Rows, b: int, span: slice, group: int) -> 
     if not side.kind or span.stop <= span.start:
         return 0.0
     parts = [side.part(n, b, span.start, span.stop, group)[..., : cache.dim_v] for n in ("stored", "scale", "offset")]
-    whole, factor, offset = (torch.nan_to_num(p, 0, 0, 0) for p in parts)
+    full, factor, offset = (torch.nan_to_num(p, 0, 0, 0) for p in parts)
     weights = torch.where(rows.seen | rows.mean[..., None], rows.weights, 0.0)
     if side.by_token:
         top = (weights * factor.abs()[:, None, :, 0]).amax(-1, keepdim=True)
-        coarse = top / WEIGHTS * whole.abs().sum(1, keepdim=True)
+        coarse = top / WEIGHTS * full.abs().sum(1, keepdim=True)
     else:
         top = weights.amax(-1, keepdim=True)
-        coarse = top / WEIGHTS * (whole.abs() * factor.abs()).sum(1, keepdim=True)
-    size = (whole.abs() + offset.abs()) * factor.abs()
+        coarse = top / WEIGHTS * (full.abs() * factor.abs()).sum(1, keepdim=True)
+    size = (full.abs() + offset.abs()) * factor.abs()
     return coarse + (weights.shape[-1] + 8) * U * (weights @ size)
 
 
@@ -181,7 +181,7 @@ def _read_back(
     cache: Cache, made: fa.PagedKVCache, sequences: list[int], kv_len: Sequence[int]
 ) -> dict[str, tuple[Tensor, Value]]:
     """Reads what the cache stored into the drawn sides; (stored, expected) per side."""
-    named, found = made.arguments(sequences), {}
+    named, result = made.arguments(sequences), {}
     for name, side, dim in (("k", cache.keys, cache.dim), ("v", cache.values, cache.dim_v)):
         if side is None:
             continue
@@ -205,8 +205,8 @@ def _read_back(
         error = torch.zeros_like(want)
         if cache.stored:
             error = torch.cat([s.reshape(-1) for s in side.scale]) * (0.5 + 300 * U) + 1e-37
-        found[name] = (real, Value(want, error))
-    return found
+        result[name] = (real, Value(want, error))
+    return result
 
 
 def draw_cache(rng: Rng, dtype: torch.dtype, slots: list[int], heads: int, dim: int, form: str) -> Cache:

@@ -127,14 +127,14 @@ def add_bias(s: Step, matrix: Matrix, whole: tuple[int, int, int, int]) -> None:
 
 def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
     rng = s.rng
-    whole = (len(s.q_len), s.heads, s.rows, columns)
+    full = (len(s.q_len), s.heads, s.rows, columns)
     if maybe(rng, 0.3):
-        blocked = draw_blocked(rng, whole, broadcast_shape(rng, whole), (torch.bool, torch.uint8))
+        blocked = draw_blocked(rng, full, broadcast_shape(rng, full), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
         s.counts = [torch.where(own(s, blocked, b, columns), 0, count) for b, count in enumerate(s.counts)]
     if maybe(rng, 0.3):
-        bias = draw_bias(rng, whole, broadcast_shape(rng, whole), s.dtype)
-        add_bias(s, bias, whole)
+        bias = draw_bias(rng, full, broadcast_shape(rng, full), s.dtype)
+        add_bias(s, bias, full)
         call["bias"] = bias.tensor
 
 
@@ -227,7 +227,7 @@ def _columns(s: Step, call: dict[str, Any], form: str) -> int:
 
 def _run(s: Step, call: dict[str, Any]) -> Results:
     out, lse = fa.decode_attention(**call)
-    return {"out": out, "lse": lse} | {"stored " + name: found for name, (found, _) in s.checks.items()}
+    return {"out": out, "lse": lse} | {"stored " + name: result for name, (result, _) in s.checks.items()}
 
 
 def attended(s: Step, b: int) -> Rows:

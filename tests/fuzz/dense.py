@@ -52,8 +52,8 @@ class Batch:
     def draw(self, name: str, side: str, heads: int, elements: int) -> None:
         """A tensor's parts, as its dtype holds them."""
         known = self.q_len if side == "q" else self.kv_len
-        whole = normal(self.rng, sum(known), heads, elements).to(self.dtype).double()
-        self.parts[name] = list(whole.split(known)) if known else []
+        full = normal(self.rng, sum(known), heads, elements).to(self.dtype).double()
+        self.parts[name] = list(full.split(known)) if known else []
 
     def tensor(self, name: str, side: str) -> Tensor:
         """The tensor of a name in the call's layout, at any strides, NaN behind every length."""
@@ -163,14 +163,14 @@ class Matrix:
 
     def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Value:
         """The gradient of the passed tensor from dS [N, R, K] per sequence, summed over the axes that it broadcasts."""
-        whole = torch.zeros(batch.whole, dtype=torch.float64)
-        off, terms = torch.zeros_like(whole), torch.zeros_like(whole)
+        full = torch.zeros(batch.whole, dtype=torch.float64)
+        off, terms = torch.zeros_like(full), torch.zeros_like(full)
         for b, (value, error) in enumerate(parts):
             place_ = (b, slice(None), slice(0, value.shape[1]), slice(0, value.shape[2]))
-            whole[place_], off[place_], terms[place_] = value, error, value.abs()
+            full[place_], off[place_], terms[place_] = value, error, value.abs()
         axes = [axis for axis, size in enumerate(self.whole.shape) if size == 1]
-        count = int(np.prod([whole.shape[axis] for axis in axes]))
-        value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (whole, off, terms))
+        count = int(np.prod([full.shape[axis] for axis in axes]))
+        value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (full, off, terms))
         error = error + count * U * most
         if self.widened:
             error = torch.where(
@@ -262,8 +262,8 @@ class Dropout:
             first = batch.heads * sum(m * n for m, n in zip(batch.q_len[:b], batch.kv_len[:b], strict=True))
             kept = given_bits(self.bits.reshape(-1).numpy(), first, shape)
         else:
-            whole = (batch.heads, *batch.tokens)
-            own = given_bits(self.bits.reshape(-1).numpy(), b * int(np.prod(whole)), whole)
+            full = (batch.heads, *batch.tokens)
+            own = given_bits(self.bits.reshape(-1).numpy(), b * int(np.prod(full)), full)
             kept = own[:, : shape[1], : shape[2]]
         return kept / self.keep_prob
 
@@ -284,17 +284,17 @@ def draw_seed(rng: Rng) -> tuple[int, int]:
 
 def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) -> dict[str, Value]:
     """The gradients of q, k, v and the rope parts that are asked for, by name."""
-    found: dict[str, Value] = {}
+    results: dict[str, Value] = {}
     tail = {"q": slice(0, batch.dim), "q_rope": slice(batch.dim, None)}
     tail |= {"k": tail["q"], "k_rope": tail["q_rope"], "v": slice(None)}
     for name in asked:
         if name not in batch.parts:
             continue
         heads, queries = batch.heads_kv, name.startswith("q")
-        whole = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
-        parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in whole]
-        found["d" + name] = batch.place_dense(parts, "q" if queries else "kv")
-    return found
+        full = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
+        parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in full]
+        results["d" + name] = batch.place_dense(parts, "q" if queries else "kv")
+    return results
 
 
 def dsink(batch: Batch, slopes: Sequence[Slopes]) -> Value:

@@ -68,10 +68,10 @@ def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "
         names, (b.q_len, b.kv_len, b.q_len), (b.heads, 1, 1), (b.dim, b.dim, b.heads), strict=True
     ):
         if coarse:
-            whole = torch.from_numpy(rng.integers(-2, 3, (sum(own), heads, elements)).astype(np.float64))
+            full = torch.from_numpy(rng.integers(-2, 3, (sum(own), heads, elements)).astype(np.float64))
         else:
-            whole = normal(rng, sum(own), heads, elements)
-        b.parts[name] = list(whole.to(kind if name == names[2] else b.dtype).double().split(own))
+            full = normal(rng, sum(own), heads, elements)
+        b.parts[name] = list(full.to(kind if name == names[2] else b.dtype).double().split(own))
     return kind
 
 
@@ -145,12 +145,12 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         chosen, values = fa.lightning_indexer(**p.call)
     else:
         chosen, values = npu.npu_lightning_indexer(**p.call)
-    found = {"indices": chosen, "values": values}
+    results = {"indices": chosen, "values": values}
     if p.asked:
         long = {"q": "query", "k": "key", "w": "weights"}
         leaves = [p.call[n if p.interface == "own" and n != "w" else long[n]] for n in p.asked]
-        found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(values, leaves, dy), strict=True)}
-    return found
+        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(values, leaves, dy), strict=True)}
+    return results
 
 
 def scores_of(batch: Batch, b: int, exact: bool = False, names: tuple[str, str, str] = ("q", "k", "w")) -> Scores:
@@ -236,16 +236,16 @@ def place_gradients(
 
 
 def _slopes(p: Plan, every: Sequence[Scores], lists: Sequence[Tensor], seen: Sequence[Tensor]) -> dict[str, Value]:
-    b, found = p.batch, []
+    b, result = p.batch, []
     for s, own in enumerate(every):
         read = read_entries(lists[s], seen[s], 1) & (lists[s] < seen[s][:, None])
         dy = b.parts["dy"][s][:, 0]
         di = scatter_slots(dy, lists[s], read, b.kv_len[s])
         count = scatter_slots(torch.ones_like(dy), lists[s], read, b.kv_len[s])
         terms = scatter_slots(dy.abs(), lists[s], read, b.kv_len[s])
-        found.append(own.gradients(di, count * U * terms, terms))
+        result.append(own.gradients(di, count * U * terms, terms))
     names = ("dq", "dk", "dw")
-    packed_rows = place_gradients(b, found, p.kind)
+    packed_rows = place_gradients(b, result, p.kind)
     return {n: packed_rows[n] for n in names if n[1:] in p.asked}
 
 

@@ -44,8 +44,8 @@ class Plan:
 
 def _attention(batch: Batch, s: int, count: Tensor, scale: float, sink: Tensor | None) -> Rows:
     own = None if sink is None else sink.double()
-    whole = count.expand(batch.heads, -1, -1)
-    return Rows(batch.q(s), batch.k(s), batch.k(s)[..., :1], scale, whole, batch.dtype, sink=own)
+    full = count.expand(batch.heads, -1, -1)
+    return Rows(batch.q(s), batch.k(s), batch.k(s)[..., :1], scale, full, batch.dtype, sink=own)
 
 
 def draw(rng: Rng) -> Drawn:
@@ -187,12 +187,12 @@ def _run(p: Plan) -> Results:
         return dict(zip(("max", "sum"), npu.npu_dense_lightning_indexer_softmax_lse(**call), strict=True))
     if p.interface == "own":
         loss = fa.indexer_loss(**p.call)
-        found = {"loss": loss.detach().reshape(1)}
+        results = {"loss": loss.detach().reshape(1)}
         if p.asked:
             grads = torch.autograd.grad(loss, [p.call[n] for n in p.asked], torch.tensor(p.factor))
             short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-            found |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
-        return found
+            results |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
+        return results
     function = getattr(npu, f"{p.interface.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
     return dict(zip(("dq", "dk", "dw", "loss"), function(**p.call), strict=True))
 
@@ -242,11 +242,11 @@ def _own(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tu
 
 def _expect(p: Plan) -> dict[str, Value]:
     if p.interface == "npu statistics":
-        found = {}
+        results = {}
         for name, parts in zip(("max", "sum"), _index_statistics(p), strict=True):
             value, error = (_by_row(p, [own[i] for own in parts]) for i in (0, 1))
-            found[name] = Value(value, error + U * value.abs(), torch.float32)
-        return found
+            results[name] = Value(value, error + U * value.abs(), torch.float32)
+        return results
     given = None
     if p.interface == "npu dense":
         tops, sums = _index_statistics(p)

@@ -68,11 +68,11 @@ def place(rng: Rng, values: Tensor, plain: float = 0.25) -> Tensor:
     buffer = [b + n * s + e for n, s, b, e in zip(values.shape, steps, before, behind, strict=True)]
     offset = int(rng.integers(0, 9))
     memory = torch.full((offset + int(np.prod([1, *buffer])),), garbage(rng, values.dtype), dtype=values.dtype)
-    whole = memory[offset:].view([buffer[axis] for axis in order]).permute([order.index(axis) for axis in range(dims)])
+    full = memory[offset:].view([buffer[axis] for axis in order]).permute([order.index(axis) for axis in range(dims)])
     for axis in range(dims):
-        whole = whole.narrow(axis, before[axis], values.shape[axis] * steps[axis])
-        whole = whole[(slice(None),) * axis + (slice(None, None, steps[axis]),)]
-    return whole.copy_(values)
+        full = full.narrow(axis, before[axis], values.shape[axis] * steps[axis])
+        full = full[(slice(None),) * axis + (slice(None, None, steps[axis]),)]
+    return full.copy_(values)
 
 
 def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float = 0.0) -> Tensor:
@@ -81,11 +81,11 @@ def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float =
     if layout == "TND":
         rest = tokens - sum(len(part) for part in parts)
         return torch.cat([*parts, parts[0].new_full((rest, heads, elements), fill)])
-    whole = parts[0].new_full((len(parts), tokens, heads, elements), fill)
+    full = parts[0].new_full((len(parts), tokens, heads, elements), fill)
     for b, part in enumerate(parts):
-        whole[b, : len(part)] = part
-    whole = whole.transpose(1, 2) if layout == "BNSD" else whole.flatten(2) if layout in ("BSH", "SBH") else whole
-    return whole.transpose(0, 1) if layout == "SBH" else whole
+        full[b, : len(part)] = part
+    full = full.transpose(1, 2) if layout == "BNSD" else full.flatten(2) if layout in ("BSH", "SBH") else full
+    return full.transpose(0, 1) if layout == "SBH" else full
 
 
 def place_rows(

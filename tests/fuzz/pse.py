@@ -44,7 +44,7 @@ class Pse:
 
 
 def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
-    found, first = [], 0
+    result, first = [], 0
     for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True)):
         item = s if shape[0] > 1 else 0
         h, i, j = torch.arange(b.heads)[:, None, None], torch.arange(m)[:, None], torch.arange(n)
@@ -60,8 +60,8 @@ def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
             places = ((item * b.heads + h) * 1024 + stored) * shape[3] + column.clamp(0, shape[3] - 1)
         else:
             places = ((item * b.heads + h) * shape[2] + (i if shape[2] > 1 else 0 * i)) * shape[3] + j
-        found.append(places)
-    return found
+        result.append(places)
+    return result
 
 
 def draw_pse(p: Plan) -> None:

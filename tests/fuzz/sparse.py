@@ -39,14 +39,14 @@ def draw_sequences(rng: Rng, most: int = 300) -> Batch:
 
 def given_lengths(batch: Batch, ends: bool, names: tuple[str, str], pages: bool = False) -> dict[str, object]:
     """The arguments that say how long sequences are; ends: packed ones are cumulative."""
-    rng, found = batch.rng, {}
+    rng, result = batch.rng, {}
     sides = zip(names, (batch.q_len, batch.kv_len), batch.tokens, (False, pages), strict=True)
     for name, own, tokens, paged in sides:
         packed = batch.packed and not paged
         if packed or paged or own != [tokens] * len(own) or maybe(rng, 0.5):
             values = [int(n) for n in np.cumsum(own)] if packed and ends else own
-            found[name] = lengths(rng, values)
-    return found
+            result[name] = lengths(rng, values)
+    return result
 
 
 def visible(m: int, n: int, causal: bool) -> Tensor:
@@ -57,19 +57,19 @@ def visible(m: int, n: int, causal: bool) -> Tensor:
 def draw_list(rng: Rng, count: int, blocks: int, seen: Tensor) -> Tensor:
     """[R, K] entries: packed well, duplicate, with holes, beyond what a row sees, or nothing."""
     rows = len(seen)
-    found = np.full((rows, count), -1, np.int64)
+    result = np.full((rows, count), -1, np.int64)
     if not blocks:
-        return torch.from_numpy(found)
+        return torch.from_numpy(result)
     style = rng.random()
     for row in range(rows):
         own = int(seen[row]) if style < 0.4 else blocks
         order = rng.permutation(max(own, 0))[:count] if style < 0.6 else rng.integers(0, blocks, count)
-        found[row, : len(order)] = order
+        result[row, : len(order)] = order
     if style > 0.7:
-        found[rng.random(found.shape) < 0.15] = -1
+        result[rng.random(result.shape) < 0.15] = -1
     if maybe(rng, 0.3):
-        found[rng.random(rows) < 0.3] = -1
-    return torch.from_numpy(found)
+        result[rng.random(rows) < 0.3] = -1
+    return torch.from_numpy(result)
 
 
 def read_entries(entries: Tensor, seen: Tensor, block: int) -> Tensor:
@@ -96,14 +96,14 @@ class Lists:
 
 
 def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
-    rng, found = batch.rng, Lists()
+    rng, result = batch.rng, Lists()
     count = int(rng.integers(1, 12)) if maybe(rng, 0.6) else int(rng.integers(1, 300))
     for m, n in zip(batch.q_len, batch.kv_len, strict=True):
         seen = visible(m, n, causal)
         lists = [draw_list(rng, count, -(-n // block), -(-seen // block)) for _ in range(heads)]
-        found.entries.append(torch.stack(lists))
-        found.counts.append(torch.stack([count_keys(own, seen, n, block) for own in lists]))
-    return found
+        result.entries.append(torch.stack(lists))
+        result.counts.append(torch.stack([count_keys(own, seen, n, block) for own in lists]))
+    return result
 
 
 def place_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -208,10 +208,10 @@ def _arguments(p: Plan, causal: bool, pages: bool) -> None:
 def _run(p: Plan, dy: Tensor | None) -> Results:
     if p.interface == "own":
         out, lse = fa.sparse_attention(**p.call)
-        found = {"out": out, "lse": lse}
+        results = {"out": out, "lse": lse}
     else:
         out, top, total = npu.npu_sparse_flash_attention(**p.call)
-        found = {"out": out, "max": top, "sum": total}
+        results = {"out": out, "max": top, "sum": total}
     if p.interface == "npu gradient":
         gone = ("actual_seq_lengths", "layout", "block_table", "sinks", "return_softmax_lse")
         given = {name: v for name, v in p.call.items() if not name.startswith(gone)}
@@ -220,11 +220,11 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         given |= {"layout": p.batch.layout, "d_out": dy, "out": place(p.batch.rng, out)}
         given |= {"softmax_max": place(p.batch.rng, top), "softmax_sum": place(p.batch.rng, total)}
         grads = npu.npu_sparse_flash_attention_grad(**given)
-        found |= {"d" + n: g for n, g in zip(("q", "k", "v", "q_rope", "k_rope"), grads, strict=True)}
+        results |= {"d" + n: g for n, g in zip(("q", "k", "v", "q_rope", "k_rope"), grads, strict=True)}
     elif p.asked:
         leaves = [p.call[_name(p, name)] for name in p.asked]
-        found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
-    return found
+        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
+    return results
 
 
 def _rows(p: Plan, s: int) -> Rows:

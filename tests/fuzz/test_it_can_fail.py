@@ -110,9 +110,9 @@ def big_endian(right: Any, bits: np.ndarray, first: int, shape: tuple[int, int, 
 
 @around(attention, "draw_tiles")
 def next_row_of_bits(right: Any, batch: dense.Batch, call: dict[str, Any]) -> dense.Matrix:
-    found = right(batch, call)
-    found.whole = found.whole.roll(1, -2)
-    return found
+    result = right(batch, call)
+    result.whole = result.whole.roll(1, -2)
+    return result
 
 
 @around(formulas, "philox")
@@ -151,8 +151,8 @@ def no_window(right: Any, s: decode.Step, call: dict[str, Any]) -> None:
 @around(decode, "stored_out")
 def wrong_rounding(right: Any, s: decode.Step, layout: str, rows: list[Rows]) -> Value:
     """Results of int8 that are cut, not rounded."""
-    found = right(s, layout, rows)
-    return found if s.out_scale is None else Value(found.value - 1, found.error, found.dtype)
+    result = right(s, layout, rows)
+    return result if s.out_scale is None else Value(result.value - 1, result.error, result.dtype)
 
 
 def holes_are_passed(monkeypatch: Patch) -> None:
@@ -183,9 +183,9 @@ def ties_from_behind(right: Any, own: Any, chosen: torch.Tensor, vis: torch.Tens
 
 @around(indexer.Scores, "gradients")
 def no_gate(right: Any, self: indexer.Scores, *given: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    found = right(self, *given)
+    result = right(self, *given)
     ds = given[0] * self.w.T[..., None]
-    return found | {"dq": (ds @ self.k, found["dq"][1])}
+    return result | {"dq": (ds @ self.k, result["dq"][1])}
 
 
 @around(loss, "_target")
@@ -205,11 +205,11 @@ def other_code(right: Any, value: torch.Tensor) -> Value:
 @around(two_phase, "call")
 def written_beside(right: Any, op: Any, args: Any, outputs: Mapping[str, Any], *content: bool, **how: bool) -> Any:
     """Somebody writes one byte of an output's gap, or of a refused call's output."""
-    found = right(op, args, outputs, *content, **how)
+    result = right(op, args, outputs, *content, **how)
     for tensor in outputs.values():
         if tensor is not None and tensor.untyped_storage().nbytes():
             tensor.untyped_storage()[0] = tensor.untyped_storage()[0] ^ 1
-    return found
+    return result
 
 
 MISTAKES: tuple[tuple[str, Mistake], ...] = (
@@ -260,7 +260,7 @@ def test_a_call_is_the_same_every_time() -> None:
         results = [call.run() for call in (first, second)]
         assert [*results[0]] == [*results[1]]
         for name in results[0]:
-            a, b = (found[name].detach().double().nan_to_num(7) for found in results)
+            a, b = (result[name].detach().double().nan_to_num(7) for result in results)
             assert torch.equal(a, b), (family, name)
 
 

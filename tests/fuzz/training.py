@@ -110,17 +110,17 @@ def _compressed(p: Plan, mode: int) -> Tensor:
 def _draw_full_mask(p: Plan) -> list[Tensor]:
     """[N, R, K] of every sequence: what a full mask leaves."""
     b, rng = p.batch, p.batch.rng
-    whole = b.whole
-    forms = [whole, (whole[0], 1, *whole[2:]), (1, 1, *whole[2:]), whole[2:]]
+    full = b.whole
+    forms = [full, (full[0], 1, *full[2:]), (1, 1, *full[2:]), full[2:]]
     dtypes = (torch.bool, torch.uint8)
-    if b.packed and maybe(rng, 0.4) and b.tokens != whole[2:]:
+    if b.packed and maybe(rng, 0.4) and b.tokens != full[2:]:
         matrix = draw_blocked(rng, (1, 1, *b.tokens), b.tokens, dtypes)
         p.call["atten_mask"] = matrix.tensor
-        found, row, key = [], 0, 0
+        result, row, key = [], 0, 0
         for m, n in zip(b.q_len, b.kv_len, strict=True):
-            found.append(~matrix.whole[0, :, row : row + m, key : key + n].expand(b.heads, -1, -1))
+            result.append(~matrix.whole[0, :, row : row + m, key : key + n].expand(b.heads, -1, -1))
             row, key = row + m, key + n
-        return found
+        return result
     shape = forms[int(rng.integers(4))]
     some = tuple(1 if maybe(rng, 0.1) else n for n in shape)
     matrix = draw_blocked(rng, some, some, dtypes)
@@ -267,16 +267,16 @@ SUFFIX = {1: "", 2: "_v2", 3: "_v3"}
 def _run(p: Plan, dy: Tensor | None) -> Results:
     forward: Callable[..., Any] = getattr(npu, "npu_fusion_attention" + SUFFIX[p.version])
     out, top, total, blank, seed, offset, *numels = forward(**p.call)
-    found: Results = {"out": out, "max": top, "sum": total, "empty": blank}
-    found |= {"seed": torch.as_tensor(seed).reshape(-1), "offset": torch.as_tensor(offset).reshape(-1)}
+    results: Results = {"out": out, "max": top, "sum": total, "empty": blank}
+    results |= {"seed": torch.as_tensor(seed).reshape(-1), "offset": torch.as_tensor(offset).reshape(-1)}
     if numels:
-        found["numels"] = torch.tensor(numels)
+        results["numels"] = torch.tensor(numels)
     if p.saves:
-        found |= _run_gradient(p, dy, found)
+        results |= _run_gradient(p, dy, results)
     elif p.asked:
         leaves = [p.call[p.name(n)] for n in p.asked]
-        found |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
-    return found
+        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
+    return results
 
 
 def _run_gradient(p: Plan, dy: Tensor | None, saved: Results) -> Results:
@@ -319,8 +319,8 @@ def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor
 
 
 def _lanes(p: Plan, parts: list[tuple[Tensor, Tensor]]) -> Value:
-    found = p.batch.by_row(parts, head_major=not p.token_major)
-    value, error = (t.unsqueeze(-1).expand(*t.shape, 8) for t in (found.value, found.error))
+    result = p.batch.by_row(parts, head_major=not p.token_major)
+    value, error = (t.unsqueeze(-1).expand(*t.shape, 8) for t in (result.value, result.error))
     return Value(value, torch.where(value.abs() == FLT_MAX, 0.0, error), torch.float32)
 
 

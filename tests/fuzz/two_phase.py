@@ -137,13 +137,13 @@ def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
         with _started():
             first = call(op, args, plain, strict=True)
             second = call(op, moved, strange.tensors, strict=False)
-        found = {
+        results = {
             f"{n} as {where}": _code(code)
             for where, pair in (("it is", first), ("moved", second))
             for n, code in zip(("phase 1", "phase 2"), pair, strict=True)
         }
-        found["bytes written beside outputs"] = _code(strange.touched(whole=False))
-        return found | {name: t.clone() for name, t in strange.tensors.items() if t is not None}
+        results["bytes written beside outputs"] = _code(strange.touched(whole=False))
+        return results | {name: t.clone() for name, t in strange.tensors.items() if t is not None}
 
     def expect(got: Results) -> dict[str, Value]:
         wanted = {name: exact(_code(0)) for name in got if name not in plain}

@@ -57,9 +57,9 @@ def test_rows_of_infinite_scores_are_means(by_gluon: list[bool]) -> None:
     args = aligned(arguments(case))
     args["key"].abs_()
     args["query"][:, [3, 150]] = -torch.inf
-    found, want = on_gpu(case, args), expected(case, args)
+    result, want = on_gpu(case, args), expected(case, args)
     names = ("out", "max", "sum")
-    check(case.id, {name: found[name] for name in names}, {name: want[name] for name in names})
+    check(case.id, {name: result[name] for name in names}, {name: want[name] for name in names})
     assert by_gluon == [True]
 
 

@@ -55,8 +55,8 @@ def compute(case: SparseCase, args: dict[str, Any]) -> Results:
     """sparse.compute() on the GPU."""
     call, dy = on_gpu(sparse.lowered(args)), copied(args["dy"])
     results = run(call, "triton")
-    found = home(dict(zip(("out", "max", "sum"), results.values(), strict=True)))
-    return found if case.page else found | home(run(SparseBackward(call, dy, *results.values()), "triton"))
+    result = home(dict(zip(("out", "max", "sum"), results.values(), strict=True)))
+    return result if case.page else result | home(run(SparseBackward(call, dy, *results.values()), "triton"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -93,9 +93,9 @@ INDEXERS = [
 def test_the_indexer_chooses_exactly_goldens_keys(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(case)
     want = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")
-    found = sparse.chosen(on_gpu(sparse.lowered_indexer(args)), "triton")
-    assert torch.equal(found[0].cpu(), want[0])
-    same_bits({"values": found[1].cpu()}, {"values": want[1].to(found[1].dtype)})
+    result = sparse.chosen(on_gpu(sparse.lowered_indexer(args)), "triton")
+    assert torch.equal(result[0].cpu(), want[0])
+    same_bits({"values": result[1].cpu()}, {"values": want[1].to(result[1].dtype)})
 
 
 @pytest.mark.parametrize("case", [INDEXERS[1], INDEXERS[6]], ids=lambda case: case.id)
@@ -103,8 +103,8 @@ def test_gradients_of_chosen_scores(case: IndexerCase) -> None:
     args = sparse.indexer_arguments(replace(case, exact=False))
     call, dy = sparse.lowered_indexer(args), args["dy"]
     indices, _ = sparse.chosen(sparse.promoted(call), "golden")
-    found = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
-    check_index(IndexerBackward(call, dy, indices), {case.id: found})
+    result = home(run(IndexerBackward(on_gpu(call), dy.cuda(), indices.cuda()), "triton"))
+    check_index(IndexerBackward(call, dy, indices), {case.id: result})
 
 
 LOSSES = [
@@ -172,11 +172,11 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
     want = home(both())  # compiles, and copies the tables
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = both()
+        result = both()
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        same_bits(home(found), want)
+        same_bits(home(result), want)
 
 
 @pytest.mark.parametrize("parts", ["both", "lse"])

@@ -47,17 +47,17 @@ def test_rows_of_keys_that_are_values() -> None:
 @pytest.mark.parametrize("stored", STORES)
 @pytest.mark.parametrize("removed", [0, 1, 2, 5, 9, 12])
 def test_cropped_tokens_are_forgotten_and_others_take_their_place(removed: int, stored: str) -> None:
-    cache, whole = paged(stored=stored), paged(stored=stored)
-    a, b = cache.allocate(), whole.allocate()
+    cache, full = paged(stored=stored), paged(stored=stored)
+    a, b = cache.allocate(), full.allocate()
     cache.append([a], rows(9), rows(9, 1))
     cache.crop(a, removed)
     kept = max(9 - removed, 0)
     assert cache.lengths() == [kept]
     assert cache.free_pages == 8 - -(-kept // 4)
     cache.append([a], rows(3, 2), rows(3, 3))
-    whole.append([b], rows(9)[:, :kept], rows(9, 1)[:, :kept])
-    whole.append([b], rows(3, 2), rows(3, 3))
-    for got, want in zip(cache.rows(a), whole.rows(b), strict=True):
+    full.append([b], rows(9)[:, :kept], rows(9, 1)[:, :kept])
+    full.append([b], rows(3, 2), rows(3, 3))
+    for got, want in zip(cache.rows(a), full.rows(b), strict=True):
         assert torch.equal(got, want)
 
 

@@ -152,18 +152,18 @@ def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
 def test_shapes_are_known_without_memory(case: FusedCase) -> None:
     args, record = arguments(case), record_of(case)
     for flag in (True, False):
-        found = record.fresh({**record.neutral, **args, "softmax_lse_flag": flag})
+        result = record.fresh({**record.neutral, **args, "softmax_lse_flag": flag})
         results = lowered(case, softmax_lse_flag=flag).results()
-        assert {k: (t.shape, t.dtype) for k, t in found.items()} == {k: (t.shape, t.dtype) for k, t in results.items()}
+        assert {k: (t.shape, t.dtype) for k, t in result.items()} == {k: (t.shape, t.dtype) for k, t in results.items()}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.full], ids=lambda case: case.id)
 def test_threads_change_no_bit(case: FusedCase) -> None:
-    found, threads = [], torch.get_num_threads()
+    result, threads = [], torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(run(lowered(case), "cpu"))
+            result.append(run(lowered(case), "cpu"))
     finally:
         torch.set_num_threads(threads)
-    assert all(same(*pair) for other in found[1:] for pair in zip(other, found[0], strict=True))
+    assert all(same(*pair) for other in result[1:] for pair in zip(other, result[0], strict=True))

@@ -213,8 +213,8 @@ def expected(function: Callable[..., Any], *given: Any, **named: Any) -> list[Ex
 @pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
 def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
     function, given, named = made()
-    found = function(*given, **named)
-    results = found if isinstance(found, tuple) else (found,)
+    result = function(*given, **named)
+    results = result if isinstance(result, tuple) else (result,)
     for ours, wanted in zip(results, expected(function, *given, **named), strict=True):
         assert ours.dtype in (torch.bfloat16, torch.float32)
         compare(made.__name__, ours, wanted)
@@ -223,9 +223,9 @@ def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
 @pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
 def test_the_call_is_one_for_the_chip(made: Callable[[], Call]) -> None:
     function, given, named = made()
-    found = function(*given, **named)
+    result = function(*given, **named)
     with npu.strict():
-        same_bits(function(*given, **named), found)
+        same_bits(function(*given, **named), result)
 
 
 def test_a_captured_call_writes_where_it_is_told() -> None:

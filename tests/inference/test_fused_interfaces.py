@@ -153,9 +153,9 @@ CALLS += [
 
 
 def results(op: Op, args: Args) -> list[Tensor]:
-    found = dispatch.results(op, args)
+    result = dispatch.results(op, args)
     nothing = torch.empty(0, device=args["query"].device)
-    return [found.get(name, nothing) for name in op.results]
+    return [result.get(name, nothing) for name in op.results]
 
 
 @pytest.mark.parametrize(("op", "settings"), CALLS, ids=[f"{op.name}-{n}" for n, (op, _) in enumerate(CALLS)])
@@ -209,8 +209,8 @@ def test_out_may_be_any_view_and_even_the_query() -> None:
     same_bits(stats, lse)
     assert (wide[:, 1::2] == 7).all()
     given = packed(**ENDS)
-    found, _ = FIA.out(**given, out=(given["query"], torch.empty(0)))
-    same_bits(found, want)
+    result, _ = FIA.out(**given, out=(given["query"], torch.empty(0)))
+    same_bits(result, want)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +297,9 @@ def test_out_in_a_graph() -> None:
 
     fast, made = compiled(step)
     buffers = torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1)
-    found = fast(query, *buffers)
+    result = fast(query, *buffers)
     same_bits(buffers, FIA(query, **given))
-    same_bits(found, buffers[0] + 1)
+    same_bits(result, buffers[0] + 1)
     assert len(made) == 1
 
 
@@ -342,14 +342,14 @@ def test_ten_more_is_the_same_mode() -> None:
 @pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
 def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
     asked = sample(op, softmax_lse_flag=True)
-    found = done(op, asked)
-    assert found["softmax_lse"].isfinite().all()
+    result = done(op, asked)
+    assert result["softmax_lse"].isfinite().all()
     assert call_phases(op, asked, {**outputs_of(op, asked), "softmax_lse": None}) == (161001, 0)
     plain, other = sample(op), torch.full((1,), 7.0).half()
     given = {**outputs_of(op, plain), "softmax_lse": other}
     assert call_phases(op, plain, given) == (0, 0)
     assert other == 7
-    same_bits(given["attention_out"], found["attention_out"])
+    same_bits(given["attention_out"], result["attention_out"])
 
 
 @pytest.mark.usefixtures("runtime")
@@ -365,10 +365,10 @@ def test_every_layout_runs_in_two_phases(op: Op) -> None:
 def test_versions_give_the_same_bits() -> None:
     layouts = [layout for layout in fused.PROMPT_V1.layouts if layout != "SH"]
     for layout in layouts:
-        found = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
-        assert len(found) == 8
-        for other in found[1:]:
-            same_bits(other, found[0])
+        result = [results(op, sample(op, input_layout=layout))[0] for op in fused.ACLNN if layout in op.layouts]
+        assert len(result) == 8
+        for other in result[1:]:
+            same_bits(other, result[0])
 
 
 # ------------------------------------------------------------------------------------------------- two things at a time
@@ -402,11 +402,11 @@ def test_whatever_comes_together_is_refused_or_computed(op: Op) -> None:
             names = bind(op, args).names
         except ContractError:
             continue
-        found, ran = results(op, args), ran + 1
-        assert found[0].shape == names["shape_out"]
+        result, ran = results(op, args), ran + 1
+        assert result[0].shape == names["shape_out"]
         bare = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in args.items()}
         lists = {name: [t.to("meta") for t in value] for name, value in args.items() if is_list(value)}
-        for real, meta in zip(found, results(op, bare | lists), strict=True):
+        for real, meta in zip(result, results(op, bare | lists), strict=True):
             assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
     assert ran > 60
 

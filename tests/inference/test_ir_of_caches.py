@@ -142,10 +142,10 @@ def run(call: Call) -> list[Tensor]:
 
 def check(call: Call) -> None:
     """Golden against the loops."""
-    found = list(naive(call))
-    assert any(total > 0 for *_, total in found)
+    results = list(naive(call))
+    assert any(total > 0 for *_, total in results)
     want = [torch.zeros(len(Q_LEN), call.problem.heads_q, max(Q_LEN), n).double() for n in (call.problem.dim_v, 1, 1)]
-    for place, *row in found:
+    for place, *row in results:
         for t, numbers_ in zip(want, row, strict=True):
             t[tuple(place)] = torch.tensor(numbers_, dtype=torch.float64).reshape(-1)
     wide = replace(call, problem=replace(call.problem, dtype="float64"))

@@ -95,8 +95,8 @@ def test_padded(name: str, dtype: torch.dtype) -> None:
     got = [out, lse, *torch.autograd.grad(out, inputs, dout)]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = [formula(q[b], k[b], v[b], **of_sequence(how, b)) for b in range(3)]
-        return torch.stack([o for o, _ in found]), torch.stack([x for _, x in found])
+        results = [formula(q[b], k[b], v[b], **of_sequence(how, b)) for b in range(3)]
+        return torch.stack([o for o, _ in results]), torch.stack([x for _, x in results])
 
     judged(got, call, inputs, dout)
 

@@ -94,11 +94,11 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
         turned_q = by_complex_numbers(q.double(), cos, sin, lengths, interleaved, each=bool(how))
         turned_k = by_complex_numbers(k.double(), cos, sin, lengths, interleaved)
         keys, values = (t.double() for t in held)
-        found = []
+        results = []
         for b, n in enumerate(lengths.tolist()):
             keys[b, n : n + 3], values[b, n : n + 3] = turned_k[b], v[b].double()
-            found.append(formula(turned_q[b], keys[b, : n + 3], values[b, : n + 3], **how)[0])
-        return torch.stack(found), keys, values
+            results.append(formula(turned_q[b], keys[b, : n + 3], values[b, : n + 3], **how)[0])
+        return torch.stack(results), keys, values
 
     compare_with("(out, keys, values)", (out, *caches), golden, draws=DRAWS)
 
@@ -191,11 +191,11 @@ def test_caches_that_are_wrong_are_not_written(name: str) -> None:
 
 def test_a_whole_cache_and_a_number() -> None:
     q, cache = torch.randn(2, 1, 4, 16, requires_grad=True), torch.randn(2, 8, 2, 16)
-    whole = integration.flash_attn_with_kvcache(q, cache, cache)
-    same_bits(whole, integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
-    assert not whole.requires_grad
+    full = integration.flash_attn_with_kvcache(q, cache, cache)
+    same_bits(full, integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8, num_splits=3))
+    assert not full.requires_grad
     with torch.inference_mode():
-        same_bits(integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), whole)
+        same_bits(integration.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=8), full)
 
 
 def test_padding_there_and_back() -> None:

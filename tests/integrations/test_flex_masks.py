@@ -45,15 +45,15 @@ def of_band(seen: Seen, shape: Shape) -> Tensor:
             own = dataclasses.replace(band, prefix=band.prefix[b : b + 1])
             mask[b, 0, :q_len, :kv_len] = own.visible(q_len, kv_len)
         return mask
-    whole = torch.zeros(shape.items * shape.rows, shape.items * shape.keys, dtype=torch.bool)
+    full = torch.zeros(shape.items * shape.rows, shape.items * shape.keys, dtype=torch.bool)
     row = key = 0
     for q_len, kv_len in zip(seen.q_len or (), seen.kv_len or (), strict=True):
-        whole[row : row + q_len, key : key + kv_len] = band.visible(q_len, kv_len)
+        full[row : row + q_len, key : key + kv_len] = band.visible(q_len, kv_len)
         row, key = row + q_len, key + kv_len
-    assert (row, key) == whole.shape
-    blocks = whole.view(shape.items, shape.rows, shape.items, shape.keys)
+    assert (row, key) == full.shape
+    blocks = full.view(shape.items, shape.rows, shape.items, shape.keys)
     mask = torch.stack([blocks[b, :, b] for b in range(shape.items)])
-    assert mask.sum() == whole.sum()
+    assert mask.sum() == full.sum()
     return mask[:, None]
 
 
@@ -84,9 +84,9 @@ def form(seen: Seen) -> str:
 def test_block_masks(name: str, size: Any) -> None:
     mask, words = MASKS[name]
     want = create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
-    for whole in (True, False):
+    for full in (True, False):
         said = create_block_mask(
-            mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=size, separate_full_blocks=whole
+            mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=size, separate_full_blocks=full
         )
         seen = masks.of_block_mask(said, SHAPE)
         is_exactly(seen, want, SHAPE)

@@ -37,12 +37,12 @@ def test_a_model_is_the_same_there(name: str, torch_npu: Any) -> None:
     ids = torch.randint(3, VOCABULARY, (2, 12))
     seen = torch.ones_like(ids)
     seen[1, :5] = 0
-    found = [
+    results = [
         m(input_ids=i, attention_mask=a, labels=i) for m, i, a in ((here, ids, seen), (there, ids.npu(), seen.npu()))
     ]
-    assert found[1].logits.device.type == "npu"
-    assert torch.equal(found[0].logits, found[1].logits.cpu())
-    for result in found:
+    assert results[1].logits.device.type == "npu"
+    assert torch.equal(results[0].logits, results[1].logits.cpu())
+    for result in results:
         result.loss.backward()
     wanted = dict(here.named_parameters())
     assert wanted.keys() == dict(there.named_parameters()).keys()

@@ -300,8 +300,8 @@ def test_nested_tensors(lengths: tuple[list[int], list[int]], causal: bool, call
         for i in range(len(lengths[0])):
             one, other = q[ends[0][i] : ends[0][i + 1]].transpose(0, 1), k[ends[1][i] : ends[1][i + 1]].transpose(0, 1)
             parts.append(formula(one, other, other, is_causal=causal))
-        whole = torch.cat(parts, 1)
-        return [whole, *torch.autograd.grad(whole, (q, k), dout.double())]
+        full = torch.cat(parts, 1)
+        return [full, *torch.autograd.grad(full, (q, k), dout.double())]
 
     compare_with("[out, dq, dk]", got, apart, draws=DRAWS)
 
@@ -358,7 +358,7 @@ def test_autocast() -> None:
 def layers() -> dict[str, tuple[torch.nn.Module, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]]]:
     attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2)
-    whole = torch.nn.Transformer(32, 4, 1, 1, 64, 0.0, batch_first=True)
+    full = torch.nn.Transformer(32, 4, 1, 1, 64, 0.0, batch_first=True)
     padding = torch.zeros(2, 6, dtype=torch.bool)
     padding[1, 4:] = True
     causal = torch.nn.Transformer.generate_square_subsequent_mask(6)
@@ -370,7 +370,7 @@ def layers() -> dict[str, tuple[torch.nn.Module, Callable[[torch.nn.Module, torc
         ),
         "TransformerEncoder, causal": (encoder, lambda m, x: m(x, mask=causal, is_causal=True)),
         "TransformerEncoder, padded": (encoder, lambda m, x: m(x, src_key_padding_mask=padding)[~padding]),
-        "Transformer": (whole, lambda m, x: m(x, x, tgt_mask=causal)),
+        "Transformer": (full, lambda m, x: m(x, x, tgt_mask=causal)),
     }
 
 

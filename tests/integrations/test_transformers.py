@@ -51,12 +51,12 @@ def batches(family: Family, column: str) -> tuple[Batches, Batches]:
     if column == "left-padded":
         padding = padding.flip(1)
     ids = tokens(*padding.shape)
-    whole = torch.ones_like(padding)
+    full = torch.ones_like(padding)
     folder = family.model.split(".")[0]
     if column == "packed":
         rows = [ids[i : i + 1, :n] for i, n in enumerate(LENGTHS)]
         apart = [
-            ({"input_ids": row, "position_ids": torch.arange(row.shape[1])[None]}, whole[:1, : row.shape[1]])
+            ({"input_ids": row, "position_ids": torch.arange(row.shape[1])[None]}, full[:1, : row.shape[1]])
             for row in rows
         ]
         together = {
@@ -69,7 +69,7 @@ def batches(family: Family, column: str) -> tuple[Batches, Batches]:
         else:
             together["use_cache"] = False
         return [(together, torch.ones(1, sum(LENGTHS), dtype=torch.bool))], apart
-    keep = padding if "padded" in column or column in ("bfloat16", "torch.compile") else whole
+    keep = padding if "padded" in column or column in ("bfloat16", "torch.compile") else full
     mask = {} if column == "plain" else {"attention_mask": keep.long()}
     images = {"pixel_values": torch.randn(3, 3, 16, 16)}
     if folder == "vit":
@@ -126,8 +126,8 @@ def trained_together(model: Any, calls: Batches, count: int, dtype: torch.dtype)
         outputs.append(out[:, keep] if out.dim() == 4 else out)
     out = torch.cat(outputs, 1)
     grads = torch.autograd.grad(sum_of(out, dtype), [*own.values()], allow_unused=True)
-    found = {name: grad for name, grad in zip(own, grads, strict=True) if grad is not None}
-    return {"out": out.detach()} | found
+    results = {name: grad for name, grad in zip(own, grads, strict=True) if grad is not None}
+    return {"out": out.detach()} | results
 
 
 GENERATED = {"generate": {}, "static cache": {"cache_implementation": "static"}, "paged cache": {}}
@@ -141,11 +141,11 @@ def generated(model: Any, calls: Batches, column: str) -> dict[str, Tensor]:
         pages = [PagedCache(model.config) for _ in range(1 + model.config.is_encoder_decoder)]
         options = {"past_key_values": EncoderDecoderCache(*pages) if len(pages) > 1 else pages[0]}
     batch = {n: t for n, t in batch.items() if "decoder" not in n}
-    found = model.generate(
+    result = model.generate(
         **batch, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True,
         return_dict_in_generate=True, **options,
     )  # fmt: skip
-    return {"logits": torch.stack(found.logits)}
+    return {"logits": torch.stack(result.logits)}
 
 
 def generated_together(model: Any, calls: Batches, count: int) -> dict[str, Tensor]:
@@ -180,9 +180,9 @@ def layer_norm(
     x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """torch's own would add up the gradients of weight and bias in bfloat16, row by row; sums are kept in float32."""
-    found = LAYER_NORM(x, shape, None, None, eps)
-    found = found if weight is None else found * weight
-    return found if bias is None else found + bias
+    result = LAYER_NORM(x, shape, None, None, eps)
+    result = result if weight is None else result * weight
+    return result if bias is None else result + bias
 
 
 @pytest.fixture(scope="module")
@@ -200,13 +200,13 @@ def models() -> Callable[[Family], Any]:
 
 
 def cases() -> list[Any]:
-    found = []
+    results = []
     for family in FAMILIES:
         for column in family.columns:
             slow = column in RARE and family.name not in COMPILED
             marks = [pytest.mark.slow] if slow else []
-            found.append(pytest.param(family.name, column, marks=marks, id=f"{family.name}-{column}"))
-    return found
+            results.append(pytest.param(family.name, column, marks=marks, id=f"{family.name}-{column}"))
+    return results
 
 
 @pytest.fixture(scope="module")

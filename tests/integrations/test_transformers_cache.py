@@ -114,9 +114,9 @@ def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) 
     if name == "GPT-OSS" and attention == "sdpa":
         attention = "eager"  # sdpa knows no sinks
     model.set_attn_implementation(attention)
-    found, want = (generated(model, batch, cache, output_logits=True) for cache in (paged(model), None))
-    assert torch.equal(found.sequences, want.sequences)
-    logits = {"pages": torch.stack(found.logits), "rows": torch.stack(want.logits)}
+    result, want = (generated(model, batch, cache, output_logits=True) for cache in (paged(model), None))
+    assert torch.equal(result.sequences, want.sequences)
+    logits = {"pages": torch.stack(result.logits), "rows": torch.stack(want.logits)}
 
     def run(model: Any, count: int) -> Tensor:
         rows = torch.stack(generated(model, many(batch, count), output_logits=True).logits)
@@ -137,12 +137,12 @@ def test_any_attention_gets_the_rows(models: Models, name: str, attention: str) 
     ids=str,
 )
 def test_ways_to_generate(models: Models, name: str, options: dict[str, Any]) -> None:
-    model, found = models(name), []
+    model, result = models(name), []
     batch = prompts("prefill_chunk_size" not in options)
     for cache in (None, paged(model)):
         torch.manual_seed(0)
-        found.append(generated(model, batch, cache, **options).sequences)
-    assert torch.equal(*found)
+        result.append(generated(model, batch, cache, **options).sequences)
+    assert torch.equal(*result)
 
 
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
@@ -165,13 +165,13 @@ def test_tokens_that_are_taken_back(models: Models, name: str, kind: str) -> Non
 @pytest.mark.parametrize("name", ["Llama", *WINDOWED])
 def test_a_conversation_goes_on(models: Models, name: str) -> None:
     model, batch = models(name), prompts()
-    found = []
+    results = []
     for cache in (DynamicCache(config=model.config), paged(model)):
         first = generated(model, batch, cache).sequences
         ids = torch.cat((first, prompts(left_padded=False)["input_ids"][:, :5]), 1)
         mask = torch.cat((batch["attention_mask"], torch.ones(3, ids.shape[1] - 13, dtype=torch.int64)), 1)
-        found.append(generated(model, {"input_ids": ids, "attention_mask": mask}, cache).sequences)
-    assert torch.equal(*found)
+        results.append(generated(model, {"input_ids": ids, "attention_mask": mask}, cache).sequences)
+    assert torch.equal(*results)
 
 
 def test_padding_takes_no_page_and_a_window_keeps_its_own(models: Models) -> None:
@@ -252,9 +252,11 @@ def test_a_mask_that_hides_more_than_before_is_obeyed(models: Models) -> None:
             step = {"input_ids": torch.full((3, 2), 9), "attention_mask": mask}
             return first, model(**step, past_key_values=cache).logits[:, 0]
 
-    found = call(model, paged(model)), call(model, DynamicCache(config=model.config))
+    results = call(model, paged(model)), call(model, DynamicCache(config=model.config))
     with exact(model, BY_NAME["Llama"]) as twin:
-        compare_with("(pages, rows)", found, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS)
+        compare_with(
+            "(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS
+        )
 
 
 @pytest.mark.parametrize("change", ["select", "repeat"])
@@ -274,9 +276,11 @@ def test_sequences_are_chosen_and_repeated(models: Models, change: str) -> None:
             logits: Tensor = model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
             return logits
 
-    found = call(model, paged(model)), call(model, DynamicCache(config=model.config))
+    results = call(model, paged(model)), call(model, DynamicCache(config=model.config))
     with exact(model, BY_NAME["Mistral"]) as twin:
-        compare_with("(pages, rows)", found, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS)
+        compare_with(
+            "(pages, rows)", results, lambda: (call(twin, DynamicCache(config=model.config)),) * 2, draws=DRAWS
+        )
 
 
 def test_what_pages_cannot_do_is_said(models: Models) -> None:

@@ -115,8 +115,8 @@ def test_a_meta_model_has_shapes() -> None:
 
 
 def test_weights_are_not_returned() -> None:
-    found = made("Llama")(tokens(1, 5), output_attentions=True)
-    assert all(weights is None for weights in found.attentions or ())
+    result = made("Llama")(tokens(1, 5), output_attentions=True)
+    assert all(weights is None for weights in result.attentions or ())
 
 
 # ------------------------------------------------------------------------------------------------------------ masks
@@ -194,9 +194,9 @@ def test_mask_functions_of_a_models_own() -> None:
 def test_windows_to_both_sides_of_a_model_that_counts_otherwise() -> None:
     """What a module hands on is a key less on either side than its mask, but where it says so: then it is a matrix."""
     config = made("Mistral").config
-    found = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
+    result = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
     apart = (torch.arange(9)[:, None] - torch.arange(9)).abs()
-    assert torch.equal(found, (apart <= config.sliding_window)[None, None])
+    assert torch.equal(result, (apart <= config.sliding_window)[None, None])
 
 
 def test_a_mask_that_changes_in_place_is_read_again() -> None:
@@ -225,7 +225,7 @@ def test_a_prompt_in_parts(name: str) -> None:
     ids, padding = tokens(2, 15), torch.ones(2, 15, dtype=torch.long)
     padding[1, :4] = 0
     for mask in (None, padding):
-        found = []
+        results = []
         for implementation in (NAME, "eager"):
             model, cache, logits = made(name, implementation), None, []
             for start, end in ((0, 6), (6, 11), (11, 12), (12, 15)):
@@ -234,31 +234,31 @@ def test_a_prompt_in_parts(name: str) -> None:
                     out = model(ids[:, start:end], attention_mask=so_far, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 logits.append(out.logits)
-            found.append(torch.cat(logits, 1))
+            results.append(torch.cat(logits, 1))
         keep = torch.ones(2, 15, dtype=torch.bool) if mask is None else mask.bool()
-        assert near(found[0][keep], found[1][keep])
+        assert near(results[0][keep], results[1][keep])
 
 
 def test_a_prompt_in_an_empty_static_cache() -> None:
     """Of a model whose masks are matrices: the keys behind its prompt are not there yet."""
     logits = []
     for implementation in (NAME, "eager"):
-        found = made("T5", implementation).generate(
+        result = made("T5", implementation).generate(
             tokens(2, 6), decoder_input_ids=tokens(2, 4), max_new_tokens=3, min_new_tokens=3, do_sample=False,
             cache_implementation="static", output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-        logits.append(torch.stack(found.logits))
+        logits.append(torch.stack(result.logits))
     assert near(*logits)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}], ids=str)
 def test_other_ways_to_generate(options: dict[str, Any]) -> None:
-    found = []
+    results = []
     for implementation in (NAME, "eager"):
         torch.manual_seed(0)
         ids = tokens(2, 7)
-        found.append(made("Llama", implementation).generate(ids, max_new_tokens=5, **options))
-    assert torch.equal(*found)
+        results.append(made("Llama", implementation).generate(ids, max_new_tokens=5, **options))
+    assert torch.equal(*results)
 
 
 def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
@@ -300,15 +300,15 @@ def test_training_as_users_train() -> None:
         collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         batch = collate([{"input_ids": tokens(1, n)[0].tolist()} for n in (5, 9, 3)])
         torch.manual_seed(0)
-        found = []
+        results = []
         for _ in range(8):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(float(loss.detach()))
-        return found
+            results.append(float(loss.detach()))
+        return results
 
     first = losses()
     assert first[-1] < 0.8 * first[0]
@@ -349,8 +349,8 @@ def test_an_encoder_whose_modules_say_nothing_is_not_causal() -> None:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4)
-        found = []
+        results = []
         for name in (NAME, "eager"):
             model.set_attn_implementation(name)
-            found.append(model(tokens(2, 9) % 64)[0])
-    assert near(*found)
+            results.append(model(tokens(2, 9) % 64)[0])
+    assert near(*results)

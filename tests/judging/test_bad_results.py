@@ -27,8 +27,8 @@ everywhere = pytest.mark.parametrize("family", FAMILIES)
 
 def said(operator: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[str, str]:
     """(verdict with what fails, where)."""
-    found = fa.judge(operator, inputs, outputs, backends=False)
-    lines = str(found).splitlines()
+    result = fa.judge(operator, inputs, outputs, backends=False)
+    lines = str(result).splitlines()
     assert len(lines) == 5
     return lines[1].removeprefix("verdict").strip(), lines[3].removeprefix("where").strip()
 
@@ -102,9 +102,9 @@ def test_an_argument_that_is_none(value: Any, what: str) -> None:
 
 def test_results_that_a_call_does_not_have_are_named() -> None:
     operator, inputs, outputs = small("dense")
-    found = fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(3)}, backends=False)
-    assert found.verdict == "right"
-    assert "not judged: softmax_out" in str(found)
+    result = fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(3)}, backends=False)
+    assert result.verdict == "right"
+    assert "not judged: softmax_out" in str(result)
     assert fa.judge(operator, inputs, outputs | {"softmax_out": torch.ones(0)}, backends=False).unjudged == {}
 
 

@@ -61,10 +61,10 @@ def test_errors_of_the_expected_size_never_fail(rows: int) -> None:
     ],
 )
 def test_a_fault_is_seen_where_it_is(heads: slice, rows: slice, columns: slice, by: float, kind: str) -> None:
-    found = torch.randn(3, 500, 24, generator=torch.Generator().manual_seed(1)).square()
-    found[heads, rows, columns] = by * by
+    result = torch.randn(3, 500, 24, generator=torch.Generator().manual_seed(1)).square()
+    result[heads, rows, columns] = by * by
     errors = Errors([500], 3, 24)
-    errors.add(0, slice(0, 3), slice(0, 500), found)
+    errors.add(0, slice(0, 3), slice(0, 500), result)
     assert kind in {look.kind for _, look in errors.fails()}
     assert errors.wrong()[0][heads, rows].any()
 
@@ -74,22 +74,22 @@ def test_a_fault_of_one_tile_is_seen_however_long_the_rest_is(rows: int) -> None
     generator = torch.Generator().manual_seed(rows)
     right = torch.randn(1, rows, 16, generator=generator).square()
     for first in (0, 992, rows // 64 * 32, (rows - 64) // 32 * 32):
-        found = right.clone()
-        found[0, first : first + 32] *= 12
+        result = right.clone()
+        result[0, first : first + 32] *= 12
         errors = Errors([rows], 1, 16)
-        errors.add(0, slice(0, 1), slice(0, rows), found)
+        errors.add(0, slice(0, 1), slice(0, rows), result)
         assert "tile" in {look.kind for _, look in errors.fails()}, first
 
 
 def test_pieces_are_the_whole() -> None:
-    found = torch.rand(2, 100, 20)
-    whole, pieces = Errors([100], 2, 20), Errors([100], 2, 20)
-    whole.add(0, slice(0, 2), slice(0, 100), found)
+    result = torch.rand(2, 100, 20)
+    full, pieces = Errors([100], 2, 20), Errors([100], 2, 20)
+    full.add(0, slice(0, 2), slice(0, 100), result)
     for first in range(0, 100, 30):
         rows = slice(first, min(first + 30, 100))
-        pieces.add(0, slice(0, 2), rows, found[:, rows])
-    assert whole.z == pieces.z
-    assert whole.z_tile == pieces.z_tile
+        pieces.add(0, slice(0, 2), rows, result[:, rows])
+    assert full.z == pieces.z
+    assert full.z_tile == pieces.z_tile
 
 
 # ------------------------------------------------------------------------------------------------------------- ratios
@@ -192,14 +192,14 @@ def test_weights_of_integers_flip_by_one() -> None:
     setting, _ = setting_of(call, call.results())
     s = softmax(setting.block(0, slice(0, 4), slice(0, 200)))
     c, e = torch.tensor([127.0]).double(), 1e-8
-    flipped, found = torch.zeros_like(s.shown, dtype=torch.bool), _flips(c, s, e, 0.0, torch.float64) > 0
+    flipped, result = torch.zeros_like(s.shown, dtype=torch.bool), _flips(c, s, e, 0.0, torch.float64) > 0
     generator, own = torch.Generator().manual_seed(5), c * (s.shown - s.top).exp()
     for _ in range(200):
         noise = torch.randn(own.shape, dtype=torch.float64, generator=generator) * math.sqrt(e)
         flipped |= (own * (1 + noise * (s.shown != s.top))).round() != own.round()
     assert flipped.any()
-    assert not (flipped & ~found).any()
-    assert found.sum() < 5 * flipped.sum() + 5
+    assert not (flipped & ~result).any()
+    assert result.sum() < 5 * flipped.sum() + 5
 
 
 # ------------------------------------------------------------------------------------------------------- local faults
@@ -284,10 +284,10 @@ def test_programs_of_others_are_right(dtype: torch.dtype) -> None:
         "ours": fa.attention(**given, band=fa.Band.causal()),
     }
     for name, out in results.items():
-        found = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
-        assert found.verdict == "right", f"{name}: {found}"
+        result = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
+        assert result.verdict == "right", f"{name}: {result}"
         sums = "as exact as a kernel that sums in float32"
-        assert name == "eager" or found.grade == sums, f"{name}: {found}"
+        assert name == "eager" or result.grade == sums, f"{name}: {result}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -298,9 +298,9 @@ def test_keys_that_are_never_read(keys: int, dtype: torch.dtype) -> None:
     hidden[:, S - keys :] = True
     hidden[:, 0] = False
     out = causal_softmax({n: t.double() for n, t in given.items()}, hidden).to(dtype)
-    found = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
-    assert found.verdict == "wrong"
-    assert f"every row from {S - keys} on" in str(found) or dtype == torch.bfloat16, found
+    result = fa.judge("attention", {**given, "band": fa.Band.causal()}, {"out": out}, backends=False)
+    assert result.verdict == "wrong"
+    assert f"every row from {S - keys} on" in str(result) or dtype == torch.bfloat16, result
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,6 @@ def test_what_wrong_rows_look_like_is_said(invalid: float | None, says: str) -> 
     out = fa.attention(**given)
     out[:, 60:64] = out[:, :1].clone() if invalid is None else invalid
     for standard in ("error-bound", "cann-0.5%", "cann-double"):
-        found = fa.judge("attention", given, {"out": out}, backends=False, standard=standard)
-        assert found.verdict == "wrong", standard
-        assert says in str(found)
+        result = fa.judge("attention", given, {"out": out}, backends=False, standard=standard)
+        assert result.verdict == "wrong", standard
+        assert says in str(result)

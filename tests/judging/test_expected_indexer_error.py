@@ -158,14 +158,14 @@ def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -
     u = errors.uncertain(c.scored, dtype, grade)
     assert not u.open.any() or grade.r
     spread = errors.spread(c, u, dtype, grade)
-    found = errors.of_gradients(c.scored, u, c.times, c.dscores, (spread, c.by_y, c.by_p), 7, dtype, grade)
-    found["loss"] = errors.of_loss(c, spread, 7, dtype, grade)
+    result = errors.of_gradients(c.scored, u, c.times, c.dscores, (spread, c.by_y, c.by_p), 7, dtype, grade)
+    result["loss"] = errors.of_loss(c, spread, 7, dtype, grade)
     golden = gradients(c.scored, c.dscores, seen) | {"loss": c.losses.sum().reshape(1)}
     program, squares = Program(c, grade, 1), {n: torch.zeros_like(v) for n, v in golden.items()}
     for _ in range(DRAWS // AT_ONCE):
         for n, drawn in program.outputs().items():
             squares[n] += (drawn - golden[n]).square().sum(0)
-    for n, variance in found.items():
+    for n, variance in result.items():
         some = variance > 0
         ratio = (squares[n][some] / DRAWS / variance[some]).sqrt()
         assert float(squares[n][~some].sum()) < 1e-20
@@ -225,12 +225,12 @@ def test_a_product_whose_sign_is_open() -> None:
         u = errors.uncertain(near, dtype, grade)
         assert u.open.nonzero().tolist() == [[1, 6, 2]]
         given = c.dscores, None, 7, dtype, grade
-        found = errors.of_gradients(near, u, c.times > 0, *given)
+        result = errors.of_gradients(near, u, c.times > 0, *given)
         sign = -1 if share > 0 else 1
         flipped = type(near)(**{**near.__dict__, "dots": torch.where(u.open, sign * 1.0, dots)})
         one, other = (gradients(s, c.dscores, c.times > 0) for s in (near, flipped))
         for n in ("dq", "dk"):
-            ratio = ratios(other[n], one[n], found[n].sqrt() + 1e-30)
+            ratio = ratios(other[n], one[n], result[n].sqrt() + 1e-30)
             assert 1.9 < math.sqrt(float(ratio.max())) <= 2.0
     zero = type(near)(**{**near.__dict__, "dots": torch.zeros_like(dots), "kept": torch.zeros_like(dots)})
     assert not errors.uncertain(zero, dtype, grade).open.any()
@@ -238,16 +238,16 @@ def test_a_product_whose_sign_is_open() -> None:
 
 def test_pieces_add_up_to_the_whole() -> None:
     x = setting(listed=False)
-    whole = errors.wanted(x, 0, slice(0, 7), KERNEL)
+    full = errors.wanted(x, 0, slice(0, 7), KERNEL)
     parts = [errors.wanted(x, 0, rows, KERNEL) for rows in (slice(0, 3), slice(3, 7))]
     for kind in errors.TOTALS:
         for field in ("value", "variance"):
             total = sum(getattr(p[kind], field) for p in parts)
-            torch.testing.assert_close(total, getattr(whole[kind], field), rtol=1e-12, atol=1e-30)
+            torch.testing.assert_close(total, getattr(full[kind], field), rtol=1e-12, atol=1e-30)
     for kind, dim in (("dq", 1), ("dweights", 1)):
         for field in ("value", "variance"):
             both = torch.cat([getattr(p[kind], field) for p in parts], dim)
-            torch.testing.assert_close(both, getattr(whole[kind], field), rtol=1e-12, atol=1e-30)
+            torch.testing.assert_close(both, getattr(full[kind], field), rtol=1e-12, atol=1e-30)
 
 
 # -------------------------------------------------------------------------------------------------------- right results
@@ -287,10 +287,10 @@ def of_every_kind(dtype: str, seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def right(name: str, inputs: dict[str, Any], outputs: dict[str, Tensor]) -> None:
-    found = fa.judge(name, inputs, outputs, backends=False)
-    assert found.verdict == "right", found
-    assert found.grade == KERNEL.words, found
-    for o in found.outputs.values():
+    result = fa.judge(name, inputs, outputs, backends=False)
+    assert result.verdict == "right", result
+    assert result.grade == KERNEL.words, result
+    for o in result.outputs.values():
         assert o.z_tile <= (4.0 if o.name == "loss" else 2.0), (o.name, o.z_tile)  # a loss is one number
 
 
@@ -313,8 +313,8 @@ def test_long_rows_are_right(dtype: str) -> None:
 def test_they_are_right_by_other_standards(dtype: str, standard: str) -> None:
     """Golden's, rounded once: 0.5 % is little more than bfloat16's own rounding, and kernels round more than once."""
     for name, args in of_every_kind(dtype, 5):
-        found = fa.judge(name, *results_of(name, args, "golden"), backends=False, standard=standard)
-        assert found.verdict == "right", found
+        result = fa.judge(name, *results_of(name, args, "golden"), backends=False, standard=standard)
+        assert result.verdict == "right", result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -325,23 +325,23 @@ def test_the_gradient_of_values(dtype: str) -> None:
     backward = selections.IndexerBackward(call, torch.randn_like(values), indices)
     results = backward.results()
     compute(backward, results, "cpu")
-    found = judging_indexer.measured(judging_indexer.setting_of(backward), backward, results)
-    assert found.passes
-    assert {*found.tallies} == {"dquery", "dkey", "dweights"}
-    assert max(t.errors.z_tile for t in found.tallies.values()) <= 2.0
+    result = judging_indexer.measured(judging_indexer.setting_of(backward), backward, results)
+    assert result.passes
+    assert {*result.tallies} == {"dquery", "dkey", "dweights"}
+    assert max(t.errors.z_tile for t in result.tallies.values()) <= 2.0
     results["dkey"][0, 3:19] = 0
     results["dweights"][0, 5] *= 1.1
-    found = judging_indexer.measured(judging_indexer.setting_of(backward), backward, results, PROGRAM)
-    assert found.failing == ["dkey", "dweights"]
+    result = judging_indexer.measured(judging_indexer.setting_of(backward), backward, results, PROGRAM)
+    assert result.failing == ["dkey", "dweights"]
 
 
 # -------------------------------------------------------------------------------------------------------- wrong results
 
 
 def failing(name: str, inputs: dict[str, Any], outputs: dict[str, Tensor]) -> list[str]:
-    found = fa.judge(name, inputs, outputs, backends=False)
-    assert found.verdict == "wrong"
-    return found.failing()
+    result = fa.judge(name, inputs, outputs, backends=False)
+    assert result.verdict == "wrong"
+    return result.failing()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -353,9 +353,9 @@ def test_wrong_lists(dtype: str) -> None:
     row, at = divmod(int(gaps.argmax()), gaps.shape[1])
 
     def changed(place: int, to: Tensor | int) -> dict[str, Tensor]:
-        found = listed.clone()
-        found[0, row, 0, place] = to
-        return {"sparse_indices_out": found, "sparse_values_out": values}
+        result = listed.clone()
+        result[0, row, 0, place] = to
+        return {"sparse_indices_out": result, "sparse_values_out": values}
 
     every = listed[0, row, 0].tolist()
     unlisted = next(j for j in range(200) if j not in every)
@@ -401,9 +401,9 @@ def test_wrong_gradients(dtype: str, name: str) -> None:
     right(name, inputs, outputs)
 
     def changed(output: str, place: Any, factor: float) -> dict[str, Tensor]:
-        found = {n: t.clone() for n, t in outputs.items()}
-        found[output][place] *= factor
-        return found
+        results = {n: t.clone() for n, t in outputs.items()}
+        results[output][place] *= factor
+        return results
 
     for output, place, factor in (
         ("dkey_index", (0, slice(16, 32)), 0.0),

@@ -33,9 +33,9 @@ def call(scale: float = SCALE) -> tuple[dict[str, torch.Tensor], dict[str, torch
 
 def verify(*args: Any) -> tuple[int, str, str]:
     """(exit code, what is printed, what is said on stderr)."""
-    found = runner.invoke(app, ["verify", *map(str, args), "--no-backends"])
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found.exit_code, found.stdout, found.stderr
+    result = runner.invoke(app, ["verify", *map(str, args), "--no-backends"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
 
 
 def refused(*args: Any, what: str) -> None:
@@ -74,8 +74,8 @@ def test_a_capture_and_a_broken_one(capture: Path, tmp_path: Path) -> None:
     assert "data:image/png;base64," in page
     assert "http" not in page.replace("http-equiv", "")
     code, printed, _ = verify(broken, "--json")
-    found = json.loads(printed)["calls"][0]
-    assert (code, found["verdict"], found["mistakes"][0]["name"]) == (1, "wrong", "scale-default")
+    result = json.loads(printed)["calls"][0]
+    assert (code, result["verdict"], result["mistakes"][0]["name"]) == (1, "wrong", "scale-default")
     assert verify(capture.parent, broken)[0] == 1
 
 
@@ -296,10 +296,10 @@ def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
 
 def test_random_bytes(tmp_path: Path, capture: Path) -> None:
     """A file that was changed anywhere is one sentence, a verdict, or nothing that can be seen."""
-    whole = capture.read_bytes()
+    full = capture.read_bytes()
     for seed in range(30):
         generator = np.random.default_rng(seed)
-        forged = bytearray(whole)
+        forged = bytearray(full)
         for _ in range(4):
             forged[int(generator.integers(min(len(forged), 2500)))] = int(generator.integers(256))
         (file := tmp_path / "forged.safetensors").write_bytes(forged)

@@ -39,12 +39,12 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
     setting, outputs = setting_of(call, results)
     judged = set()
     for unit in units(setting, outputs):
-        found = computed(setting, unit, outputs)
+        result = computed(setting, unit, outputs)
         for o in outputs:
-            if o.view is not None and o.name in found and o.by_keys == unit.by_keys and found[o.name].value.numel():
+            if o.view is not None and o.name in result and o.by_keys == unit.by_keys and result[o.name].value.numel():
                 ours = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows)
                 judged.add(o.name)
-                wanted = found[o.name]
+                wanted = result[o.name]
                 lse = Expected(wanted.value, wanted.variance.sqrt())  # made of statistics that were rounded before
                 compare(o.name, ours, lse if o.kind == "lse" else stored(wanted.value, ours.dtype))
     for o in outputs:
@@ -84,8 +84,8 @@ def test_selections(changes: dict[str, Any]) -> None:
     case = selections.SparseCase(**changes)
     args = selections.arguments(case)
     call = selections.lowered(args)
-    found = agree(call)
-    agree(SparseBackward(call, args["dy"], *found.values()))
+    result = agree(call)
+    agree(SparseBackward(call, args["dy"], *result.values()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,6 +102,6 @@ def test_the_indexer_and_its_loss(dtype: str) -> None:
         call = call.whole() if op.trains else call
         results = call.results()
         compute(call, results, "golden")
-        found = indexer.judged(recorded(name, inputs, results), call, search=False, backends=False)
-        assert found.passes, found
-        assert {*found.outputs} == {*results}
+        result = indexer.judged(recorded(name, inputs, results), call, search=False, backends=False)
+        assert result.passes, result
+        assert {*result.outputs} == {*results}

@@ -20,33 +20,33 @@ from fusion_attention.npu import npu_fusion_attention
 
 @pytest.mark.parametrize("mode", [2, 3])
 def test_the_diagonal_of_the_other_corner(mode: int) -> None:
-    found = made(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
-    said = fa.diagnose(found.operator, found.inputs, found.outputs)
+    result = made(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
+    said = fa.diagnose(result.operator, result.inputs, result.outputs)
     assert [m.name for m in said.mistakes] == ["causal-alignment"]
     lines = str(said).splitlines()
     assert len(lines) == 5
     assert lines[1] == "verdict  wrong (attention_out, softmax_max, softmax_sum)"
     assert "tensor" not in str(said)
     assert json.loads(json.dumps(said.json()))["mistakes"][0]["confirmed"]
-    assert fa.judge(found.operator, found.inputs, found.outputs).mistakes == ()
+    assert fa.judge(result.operator, result.inputs, result.outputs).mistakes == ()
 
 
 def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
     """Every row sees the first 16 keys, so a mask that ends there is none, as is a diagonal 40 keys further."""
-    found = made(CAUSAL, "mask-ignored")
-    said = diagnose(found.operator, found.inputs, found.outputs)
+    result = made(CAUSAL, "mask-ignored")
+    said = diagnose(result.operator, result.inputs, result.outputs)
     assert {m.name for m in said.mistakes} == {"mask-ignored"}
     longer = replace(CAUSAL, q_len=(30,), kv_len=(70,))
-    found = made(longer, "mask-ignored")
-    said = diagnose(found.operator, found.inputs, found.outputs)
+    result = made(longer, "mask-ignored")
+    said = diagnose(result.operator, result.inputs, result.outputs)
     assert {m.name for m in said.mistakes} == {"mask-ignored", "mask-ends-early", "causal-alignment"}
     assert all(m.confirmed for m in said.mistakes)
 
 
 def test_a_mistake_and_noise() -> None:
-    found = made(replace(BASE, dtype="float32"), "scale-missing")
-    found.outputs["attention_out"] = found.outputs["attention_out"].half().float()
-    said = diagnose(found.operator, found.inputs, found.outputs)
+    result = made(replace(BASE, dtype="float32"), "scale-missing")
+    result.outputs["attention_out"] = result.outputs["attention_out"].half().float()
+    said = diagnose(result.operator, result.inputs, result.outputs)
     assert said.verdict == "wrong"
     assert said.mistakes[0].name == "scale-missing"
     assert said.mistakes[0].noisy
@@ -71,8 +71,8 @@ def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
         assert lines[1] == "verdict  right: as exact as a kernel that sums in float32"
         assert "tensor(" not in repr(again)
         assert again.judgement.passes
-    (whole,) = (file for file in recorded.files if "npu_fusion_attention-backward" in file.name)
-    assert fa.replay(whole).recorded.keys() == {"dq", "dk", "dv"}
+    (full,) = (file for file in recorded.files if "npu_fusion_attention-backward" in file.name)
+    assert fa.replay(full).recorded.keys() == {"dq", "dk", "dv"}
     wrong = fa.replay(recorded.files[0])
     wrong.recorded["attention_out"].mul_(1.5)
     assert repr(wrong).splitlines()[1] == "verdict  wrong (attention_out)"
@@ -107,12 +107,12 @@ def test_where_in_words() -> None:
 @pytest.mark.parametrize("by", [0.01, -0.01, torch.nan])
 def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
     """CANN repeats a row's maximum and sum in eight lanes; its backward may read any of them."""
-    found = made(CAUSAL, "")
-    top = found.outputs["softmax_max"]
+    result = made(CAUSAL, "")
+    top = result.outputs["softmax_max"]
     assert top.shape[-1] == 8
-    assert fa.judge(found.operator, found.inputs, found.outputs).passes
+    assert fa.judge(result.operator, result.inputs, result.outputs).passes
     top[..., lane] += by
-    assert fa.judge(found.operator, found.inputs, found.outputs).failing() == ["softmax_max"]
+    assert fa.judge(result.operator, result.inputs, result.outputs).failing() == ["softmax_max"]
 
 
 @pytest.mark.parametrize("rows", [1, 17])

@@ -38,6 +38,6 @@ def test_a_local_fault_is_wrong(seed: int) -> None:
     rng = random.Random(seed)
     long = right(rng.choice([*CALLS])).restored()
     fault = planted(long, rng)
-    found = failing(long, fault.units, PROGRAM)
+    result = failing(long, fault.units, PROGRAM)
     # What changes values themselves shows everywhere; keys of small weights may not.
-    assert fault.output in found or (fault.effect < 2 and fault.what not in VALUES), fault
+    assert fault.output in result or (fault.effect < 2 and fault.what not in VALUES), fault

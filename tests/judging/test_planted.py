@@ -37,33 +37,33 @@ def said(make: Make) -> tuple[str, Judgement]:
 
 @pytest.mark.parametrize("make", everyday(PLANTED, SHARE))
 def test_the_mistake_is_named_first(make: Make) -> None:
-    mistake, found = said(make)
-    assert found.verdict == "wrong"
-    assert [m.name for m in found.mistakes][:1] == [mistake], found
-    assert found.mistakes[0].confirmed
+    mistake, result = said(make)
+    assert result.verdict == "wrong"
+    assert [m.name for m in result.mistakes][:1] == [mistake], result
+    assert result.mistakes[0].confirmed
 
 
 @pytest.mark.parametrize("make", everyday(CORRECT, SHARE))
 def test_nobody_is_accused(make: Make) -> None:
-    _, found = said(make)
-    assert found.verdict == "right", found
-    assert not found.mistakes
+    _, result = said(make)
+    assert result.verdict == "right", result
+    assert not result.mistakes
 
 
 @pytest.mark.parametrize("make", everyday(NOISY, 6))
 def test_noise_is_called_noise(make: Make) -> None:
-    _, found = said(make)
-    exact = found.grade == "as exact as a program in bfloat16"  # as few sums as these may be
-    assert found.verdict == ("right" if exact else "noisy"), found
-    assert not found.mistakes
+    _, result = said(make)
+    exact = result.grade == "as exact as a program in bfloat16"  # as few sums as these may be
+    assert result.verdict == ("right" if exact else "noisy"), result
+    assert not result.mistakes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", UNNAMED)
 def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:
-    _, found = said(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
-    assert found.verdict == "wrong", found
-    assert not found.mistakes, found
+    _, result = said(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
+    assert result.verdict == "wrong", result
+    assert not result.mistakes, result
 
 
 def test_the_corpus_is_as_large_as_it_is_said_to_be() -> None:

@@ -143,13 +143,13 @@ def flex(c: Call, rng: random.Random) -> Grads:
 def scores_of(c: Call, rows: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
     """(scores in float32, their slope by the scaled product) of some rows and keys."""
     product = c.q[:, rows].float() @ c.wide(c.k)[:, keys].float().mT * c.scale
-    found, slope = product, torch.ones_like(product)
+    result, slope = product, torch.ones_like(product)
     if c.softcap:
         part = torch.tanh(product / c.softcap)
-        found, slope = c.softcap * part, 1 - part * part
+        result, slope = c.softcap * part, 1 - part * part
     if c.bias is not None:
-        found = found + c.bias[:, rows][..., keys].float()
-    return found.masked_fill(~c.seen[rows][:, keys], -math.inf), slope
+        result = result + c.bias[:, rows][..., keys].float()
+    return result.masked_fill(~c.seen[rows][:, keys], -math.inf), slope
 
 
 def forward(c: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,8 +196,8 @@ def tiled(c: Call, rng: random.Random) -> Grads:
     if group_low:
         dk, dv = dk.to(c.dtype), dv.to(c.dtype)
     dk, dv = (t.unflatten(0, (-1, c.group)).sum(1) for t in (dk, dv))
-    found = [dq, dk, dv] + ([] if dbias is None else [dbias])
-    return c.named(tuple(t.to(c.dtype) for t in found))
+    result = [dq, dk, dv] + ([] if dbias is None else [dbias])
+    return c.named(tuple(t.to(c.dtype) for t in result))
 
 
 def probabilities(c: Call, rows: Tensor, keys: slice, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,15 +253,15 @@ def drawn(rng: random.Random) -> Call:
         v = v + rng.choice([1, 10])
     seen = torch.ones(rows, keys, dtype=torch.bool)
     seen = seen.tril(keys - rows) if rows <= keys and rng.random() < 0.5 else seen
-    found = Call(q, k, v, dout, seen, scale)
+    result = Call(q, k, v, dout, seen, scale)
     if rng.random() < 0.25:
-        found = replace(found, bias=(torch.randn(len(q), rows, keys) * rng.choice([1, 3])).to(dtype))
+        result = replace(result, bias=(torch.randn(len(q), rows, keys) * rng.choice([1, 3])).to(dtype))
     if rng.random() < 0.2:
         keep_prob = rng.choice([0.9, 0.5])
-        found = replace(found, keep=torch.rand(len(q), rows, keys) < keep_prob, keep_prob=keep_prob)
+        result = replace(result, keep=torch.rand(len(q), rows, keys) < keep_prob, keep_prob=keep_prob)
     if rng.random() < 0.2:
-        found = replace(found, softcap=rng.choice([5.0, 30.0]))
-    return found
+        result = replace(result, softcap=rng.choice([5.0, 30.0]))
+    return result
 
 
 def judged(c: Call, grads: Grads) -> Judgement:
@@ -293,5 +293,5 @@ def test_right_gradients_are_called_right(seed: int) -> None:
     torch.manual_seed(seed)
     call = drawn(rng)
     program = rng.choice(programs(call))
-    found = judged(call, program(call, rng))
-    assert found.verdict == "right", (program.__name__, call.dtype, call.q.shape, call.k.shape, found)
+    result = judged(call, program(call, rng))
+    assert result.verdict == "right", (program.__name__, call.dtype, call.q.shape, call.k.shape, result)

@@ -103,10 +103,10 @@ def test_a_right_program_is_called_right(seed: int) -> None:
     seen = seen.tril(keys - rows) if causal else seen
     out = PROGRAMS[name](q, k, v, seen, scale, rng)
     band = {"band": fa.Band.causal("end")} if causal else {}
-    found = fa.judge(
+    result = fa.judge(
         "attention", {"q": q, "k": k, "v": v, "layout": "BNSD", "scale": scale, **band}, {"out": out}, backends=False
     )
-    assert found.verdict == "right", (name, dtype, q.shape, k.shape, found)
+    assert result.verdict == "right", (name, dtype, q.shape, k.shape, result)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(5000, 5250)])

@@ -4,12 +4,12 @@ from benchmarks import accuracy
 
 
 def test_a_tiny_run() -> None:
-    found = [*accuracy.rows(24, triton=True, families=("attention", "indexer"), dtypes=("bfloat16",))]
-    assert {row.program for row in found} == {"Triton"}
-    assert {row.output for row in found} == {"out", "max", "sum", "sparse_indices_out", "sparse_values_out"}
-    assert all(row.tile < 3 for row in found), found
+    results = [*accuracy.rows(24, triton=True, families=("attention", "indexer"), dtypes=("bfloat16",))]
+    assert {row.program for row in results} == {"Triton"}
+    assert {row.output for row in results} == {"out", "max", "sum", "sparse_indices_out", "sparse_values_out"}
+    assert all(row.tile < 3 for row in results), results
 
 
 def test_a_call_that_the_kernels_refuse_has_no_row() -> None:
-    found = [*accuracy.rows(24, triton=True, families=("decode, int8 cache",), dtypes=("float16",))]
-    assert {row.call for row in found} == {0}  # scales of tokens want to lie in pages
+    results = [*accuracy.rows(24, triton=True, families=("decode, int8 cache",), dtypes=("float16",))]
+    assert {row.call for row in results} == {0}  # scales of tokens want to lie in pages

@@ -79,11 +79,11 @@ def test_gradients_that_no_descriptor_describes(
     given = [rows(1, 20, 2, 16, seed=4), rows(1, 40, 1, 16, seed=5), rows(1, 40, 1, 16, seed=6)]
     leaves = [t.clone().requires_grad_() for t in given]
     out = fa.attention(*leaves, band=Band.causal(), backend="triton")
-    found = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
+    results = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))
     assert list(by_descriptors.values()) == described
     args = dict(zip("qkv", given, strict=True)) | {"layout": "BSND", "band": Band.causal()}
     wanted = expected_of_call(Call(args, dout))
-    check("gradients", found, {name: wanted[name] for name in found})
+    check("gradients", results, {name: wanted[name] for name in results})
 
 
 def test_a_scaled_loss_overflows_no_gradient_of_a_score(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,29 +36,29 @@ def test_caches(cache: Cache) -> None:
 
 def test_a_window_begins_in_the_middle_of_a_page() -> None:
     cache = Cache(kv_len=(400, 90), q_len=3, more={"bias": "slopes"})
-    whole, operands = cache.extents(), made(cache, "cpu")
-    compute(cache, operands, whole)
+    full, operands = cache.extents(), made(cache, "cpu")
+    compute(cache, operands, full)
     everything = operands.out.keep[0].clone()
-    band = dataclasses.replace(whole, lo=whole.kv_len - cache.q_len - 20)
+    band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 20)
     compute(cache, operands, band)
     assert not torch.equal(operands.out.keep[0], everything)
     # The keys before the window hold nothing that counts: other ones there change no bit.
-    found = operands.out.keep[0].clone()
+    result = operands.out.keep[0].clone()
     for view in (operands.k, operands.v):
         assert isinstance(view, PagedView)
         for b, n in enumerate(cache.kv_len):
             view.pool[view.table[b, : (n - cache.q_len - 20) // view.page_size].long()] = 7.0
     compute(cache, operands, band)
-    assert torch.equal(operands.out.keep[0], found)
+    assert torch.equal(operands.out.keep[0], result)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
     cache = Cache(kv_len=(40, 25), dequant="token", dtype=dtype)
-    whole, operands = cache.extents(), made(cache, "cpu")
-    band = dataclasses.replace(whole, lo=whole.kv_len - cache.q_len - 9)
+    full, operands = cache.extents(), made(cache, "cpu")
+    band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 9)
     compute(cache, operands, band)
-    found = operands.out.keep[0].clone()
+    result = operands.out.keep[0].clone()
     assert operands.dequant_v is not None
     scale = operands.dequant_v.scale
     assert isinstance(scale, PagedView)
@@ -66,7 +66,7 @@ def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
         for j in range(n - cache.q_len - 9):
             scale.pool[scale.table[b, j // scale.page_size].long(), j % scale.page_size] = 1e30
     compute(cache, operands, band)
-    assert torch.equal(operands.out.keep[0], found)
+    assert torch.equal(operands.out.keep[0], result)
 
 
 @pytest.mark.parametrize("dims", [(32, 32), (24, 16), (40, 24)], ids=str)
@@ -94,11 +94,11 @@ def test_a_cache_of_latents_by_the_public_integration() -> None:
     cache.append(sequences[:1], rows[1])
     q = torch.randn(2, 1, 20, 48, generator=generator).bfloat16()
     call = functools.partial(fa.decode_attention, q, cache, sequences=sequences)
-    found, want = call(backend="triton"), call(backend="golden").double()
+    result, want = call(backend="triton"), call(backend="golden").double()
     # Both are stored once; rounded weights, whose sum is 1, move no row by more than its largest value's rounding.
     largest = max(float(r.abs().amax()) for r in rows)
     variance = 2 * stored(want, torch.bfloat16) + rounding(torch.bfloat16) * largest**2
-    compare("out", found, Expected(want, variance.sqrt()))
+    compare("out", result, Expected(want, variance.sqrt()))
 
 
 @pytest.mark.parametrize("factor", [1e-6, 10.0])

@@ -97,13 +97,13 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
     case = replace(PACKED, heads=3, dim=24, top_k=5, **FLOAT16)
     args = operands(case)
-    call, found = lowered_indexer(args), []
+    call, result = lowered_indexer(args), []
     for size in (launch_indexer.CHUNK, 1):
         fresh(monkeypatch)
         monkeypatch.setattr(launch_indexer, "CHUNK", size)
         indices, values = chosen(call, "triton")
-        found.append({"indices": indices, "values": values, **indexer_gradients(call, args["dy"], indices, "triton")})
-    same_bits(found[1], found[0])
+        result.append({"indices": indices, "values": values, **indexer_gradients(call, args["dy"], indices, "triton")})
+    same_bits(result[1], result[0])
 
 
 def test_no_list_makes_the_gradient_read_outside() -> None:

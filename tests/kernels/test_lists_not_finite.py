@@ -55,25 +55,25 @@ def backward(args: Args) -> tuple[SparseBackward, dict[str, Expected]]:
 def attention(case: SparseCase, args: Args) -> Results:
     """Ours, which differ from golden's by roundings."""
     step, want = backward(args)
-    found = run(step, "triton")
-    check(case.id, found, want)
-    return found
+    result = run(step, "triton")
+    check(case.id, result, want)
+    return result
 
 
 def values(case: IndexerCase, args: Args) -> Results:
     """As attention()."""
     step = IndexerBackward(sparse.lowered_indexer(args), args["dy"], args["lists"])
-    found = run(step, "triton")
-    check_index(step, {case.id: found})
-    return found
+    result = run(step, "triton")
+    check_index(step, {case.id: result})
+    return result
 
 
 def loss(case: LossCase, args: Args) -> Results:
     """As attention()."""
     call = indexer_loss.lowered(case, args)
-    found = run(call, "triton")
-    check_index(call, {case.id: found})
-    return found
+    result = run(call, "triton")
+    check_index(call, {case.id: result})
+    return result
 
 
 Family = Callable[[Any, Args], Results]
@@ -136,11 +136,11 @@ def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tupl
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("family", "case", "names"), CASES, ids=lambda value: getattr(value, "id", None))
 def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
-    whole = made(family, case, positive)
+    full = made(family, case, positive)
     for name in names:
-        for at in places(whole[name]) if whole[name] is not None else ():
+        for at in places(full[name]) if full[name] is not None else ():
             for fill in FILLS:
-                args = cloned(whole)
+                args = cloned(full)
                 args[name][at] = fill
                 family(case, args)
 
@@ -154,9 +154,9 @@ def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
     args["key"][0, 11, 0, 0] = 300.0
     args["key"][0, 3, 0, 0] = -math.inf
     args["dy"][0, 2, 1, 1] = -math.inf
-    found = attention(case, args)
-    assert found["dvalue"][0, 3].isfinite().all()
-    assert found["dvalue"][0, :, 0, 1].isinf().sum() > 9
+    result = attention(case, args)
+    assert result["dvalue"][0, 3].isfinite().all()
+    assert result["dvalue"][0, :, 0, 1].isinf().sum() > 9
 
 
 def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() -> None:
@@ -165,5 +165,5 @@ def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() ->
     args = made(values, case, positive=False)
     args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
     args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
-    found = values(case, args)
-    assert all(t.isfinite().all() for t in found.values())
+    result = values(case, args)
+    assert all(t.isfinite().all() for t in result.values())

@@ -73,22 +73,22 @@ def test_cases(case: LossCase) -> None:
 
 def judge(call: Loss) -> Results:
     """The results, which differ from golden's by roundings."""
-    found = run(call, "triton")
-    check_index(call, {"triton": found})
-    return found
+    result = run(call, "triton")
+    check_index(call, {"triton": result})
+    return result
 
 
 @pytest.mark.parametrize("case", [WARM[2], WARM[5], SELECTED[6], SELECTED[7]], ids=lambda case: case.id)
 def test_chunks_change_no_bit(case: LossCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of rows, or a row, is the least that a chunk holds."""
     monkeypatch.setattr(launch_key_sum, "BLOCK", 1)  # of one token
-    call, found = lowered(case, operands(case)), []
+    call, result = lowered(case, operands(case)), []
     for size in (1 << 25, 1):
         monkeypatch.setattr(plans, "_PLANS", OrderedDict())  # a plan knows what it launches
         monkeypatch.setattr(launch_loss, "BUFFER", size)
         monkeypatch.setattr(launch_dense_kl_loss, "BUFFER", size)
-        found.append(dict(run(call, "triton")))
-    same_bits(found[1], found[0])
+        result.append(dict(run(call, "triton")))
+    same_bits(result[1], result[0])
 
 
 def test_rows_that_start_anywhere_take_no_more_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,8 +84,8 @@ def test_an_infinity_outlasts_a_weight_that_no_float_holds(name: str, largest: f
     got = run(lowered(case, args), args["dy"], "triton")
     assert torch.equal(got["dq"].isfinite(), want["dq"].isfinite())
     wanted = expected(case, calm, want)
-    for found in (got, wanted):  # of whose numbers cancelling leaves nothing but rounding
-        del found["dq"]
+    for result in (got, wanted):  # of whose numbers cancelling leaves nothing but rounding
+        del result["dq"]
     check(case.id, got, wanted)
 
 

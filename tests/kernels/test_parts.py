@@ -35,21 +35,21 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
         del call.args["sink"]
-    whole, wanted = call.whole(), expected(call)
+    full, wanted = call.whole(), expected(call)
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
-    found = empty_partial(rows.q, rows.q.shape[:3], 16)
+    result = empty_partial(rows.q, rows.q.shape[:3], 16)
     lots = [call.keys(chunk_pairs.Pieces(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
     for lot in lots:
-        partial = chunk_pairs.forward(whole, rows, lot, backend="triton", partial=True)
+        partial = chunk_pairs.forward(full, rows, lot, backend="triton", partial=True)
         assert partial.out.dtype == torch.float32
-        merge(found, partial)
-    if whole.sink is not None:
-        join_sink(found, whole.sink)
-    out = found.out.to(dtype)
+        merge(result, partial)
+    if full.sink is not None:
+        join_sink(result, full.sink)
+    out = result.out.to(dtype)
     compare("out", out[0], wanted["out"])
-    saved = chunk_pairs.Saved(call.tokens(call.dout), out, found.max, found.sum)
-    parts = [chunk_pairs.backward(whole, rows, saved, lot, backend="triton", partial=True) for lot in lots]
+    saved = chunk_pairs.Saved(call.tokens(call.dout), out, result.max, result.sum)
+    parts = [chunk_pairs.backward(full, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
         total = sum(getattr(part, name) for part in parts).to(dtype)
         compare(name, total[0], wanted[name])
@@ -63,5 +63,5 @@ def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
     everything = call.keys(call.pieces("kv"))
     rows = call.pieces("q", lambda length: list(range(64, length, 64)))
-    found = chunk_pairs.forward(call.whole(), call.rows(rows), everything, backend="triton")
-    compare("out", found.out[0], expected(call)["out"])
+    result = chunk_pairs.forward(call.whole(), call.rows(rows), everything, backend="triton")
+    compare("out", result.out[0], expected(call)["out"])

@@ -52,9 +52,9 @@ def backward(args: Mapping[str, Any]) -> Results:
 
 def judge(case: SparseCase, args: dict[str, Any] | None = None) -> Results:
     args = arguments(case) if args is None else args
-    found, want = backward(args), expected(lowered(args), args["dy"])
-    check(case.id, found, {name: want[name] for name in found})
-    return found
+    result, want = backward(args), expected(lowered(args), args["dy"])
+    check(case.id, result, {name: want[name] for name in result})
+    return result
 
 
 CASES = [
@@ -130,8 +130,8 @@ def test_what_is_not_finite_reaches_the_rows_and_keys_that_golden_gives_it_to(va
     args["value"][0, int(args["sparse_indices"][0, 0, 0, 1]), 0, 1] = value
     args["key"][0, int(args["sparse_indices"][0, 1, 0, 1]), 0, 1] = math.nan
     args["dy"][0, 2, 1, 0] = value
-    want, found = golden(case, args), backward(args)
-    for name, mine in found.items():
+    want, result = golden(case, args), backward(args)
+    for name, mine in result.items():
         assert torch.equal(mine.isnan(), want[name].isnan()), name
         assert torch.equal(mine.isinf(), want[name].isinf()), name
         assert 0 < mine.isfinite().sum() < mine.numel(), name
@@ -142,8 +142,8 @@ def test_a_scaled_loss_overflows_no_gradient_of_a_score() -> None:
     args = arguments(case)
     args["dy"][:3] *= 4096  # of one sequence: the other one's gradients keep their small parts
     args["value"] *= 64
-    found = judge(case, args)
-    assert found["dquery"].isfinite().all()
+    result = judge(case, args)
+    assert result["dquery"].isfinite().all()
     assert args["dy"][:3].abs().max() > 10_000
 
 
@@ -167,10 +167,10 @@ def test_the_public_function_trains() -> None:
     leaves = leaves_of(args, *DIFFERENTIABLE)
     out = fa.sparse_attention(**shown(fa_record.RECORD, case, args | leaves), backend="triton")
     out.backward(args["dy"])
-    found = {f"d{what}": leaf.grad for what, leaf in leaves.items() if leaf.grad is not None}
+    results = {f"d{what}": leaf.grad for what, leaf in leaves.items() if leaf.grad is not None}
     call = lowered(args)
     step = run(SparseBackward(call, args["dy"], *run(call, "triton").values()), "triton")  # whose like is judged above
-    for name, gradient in found.items():
+    for name, gradient in results.items():
         same_bits(gradient, step["dsinks" if name == "dsink" else name])
 
 

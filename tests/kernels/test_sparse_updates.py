@@ -96,16 +96,16 @@ def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[s
 def test_updated_plans_and_their_graphs_are_fresh_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured of a plan before it was updated gives the bits of a plan made for those lengths."""
     for op_kind, (problem, extents, given) in made_by(CALLS[name], monkeypatch).items():
-        found, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
-        found.run(*given)
+        result, graph = plan(problem, extents, CPU, "triton", op_kind, updatable=True), Captured(monkeypatch)
+        result.run(*given)
         with graph:
-            found.run(*given)
+            result.run(*given)
         long = [t for each in given for t in written(each)]
-        found.update([3, 14])
+        result.update([3, 14])
         graph.replay()
         short = [t for each in given for t in written(each)]
         assert not same(short, long), op_kind
-        plan(problem, found.extents, CPU, "triton", op_kind).run(*given)
+        plan(problem, result.extents, CPU, "triton", op_kind).run(*given)
         assert same(short, [t for each in given for t in written(each)]), op_kind
 
 

@@ -45,10 +45,10 @@ def updatable(problem: Problem, extents: Extents, op_kind: str = "attention_forw
 def test_a_replayed_decode_computes_the_new_lengths(cache: Cache, replay: Callable[[], None]) -> None:
     capacity = (40, 70, 33)
     cache = dataclasses.replace(cache, kv_len=capacity)
-    operands, found = made(cache, "cpu"), updatable(cache.problem, cache.extents())
-    found.run(operands)
+    operands, result = made(cache, "cpu"), updatable(cache.problem, cache.extents())
+    result.run(operands)
     for kv_len in ((37, 70, 0), (2, 16, 33), capacity):
-        found.update(kv_len)
+        result.update(kv_len)
         operands.out.keep[0].fill_(math.nan)
         replay()
         judge(dataclasses.replace(cache, kv_len=kv_len), operands, cache.extents(kv_len))
@@ -87,8 +87,8 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
         updatable(problem, extents(capacity), f"attention_{op_kind}") for op_kind in ("forward", "backward")
     )
     for kv_len in ((4, 17, 1), (0, 40, 33)):
-        for found in (forward, backward):
-            found.update(kv_len)
+        for result in (forward, backward):
+            result.update(kv_len)
         for tensor in written(operands, grads):
             tensor.zero_()
         if kv_len == (4, 17, 1):

@@ -184,8 +184,8 @@ def test_beside_a_large_score_nothing_else_weighs_anything(variant: str, power: 
         number = 100 + torch.randperm(k.shape[1], generator=torch.Generator().manual_seed(power))
         q.fill_(2.0**power), k.zero_()
         k[..., 0], k[..., 1] = (part * sign * 2.0**power for part in (number // 256 * 256, number % 256))
-    found = native(call, variant)["out"]
-    for out, q, k, v in zip(found, call.q, call.k, call.v, strict=True):
+    result = native(call, variant)["out"]
+    for out, q, k, v in zip(result, call.q, call.k, call.v, strict=True):
         best = (q[:1, :1].double() @ k.double().mT)[0, 0].argmax()
         same_bits(out, v[:, best].expand_as(out).to(out.dtype))
 

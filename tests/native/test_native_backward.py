@@ -158,16 +158,18 @@ def test_a_bias_of_one_pair_each_gets_its_gradient_written(band: str, dtype: str
     for variant in VARIANTS:
         got = gradients(call, saved, variant, owned=True)
         assert got["dbias"][0].dtype == problem.torch_dtype
-        for b, found in enumerate(got["dbias"]):
-            first, end = (torch.from_numpy(n)[:, None] for n in call.extents.row_interval(b, np.arange(found.shape[1])))
-            key = torch.arange(found.shape[2])
+        for b, result in enumerate(got["dbias"]):
+            first, end = (
+                torch.from_numpy(n)[:, None] for n in call.extents.row_interval(b, np.arange(result.shape[1]))
+            )
+            key = torch.arange(result.shape[2])
             hidden = (key < first) | (key >= end) | (call.blocked[b] if scaled else torch.tensor(False))
-            assert not found[hidden.expand_as(found)].any()
+            assert not result[hidden.expand_as(result)].any()
         judge(call, saved, got, want, (variant, problem, band))
-        whole = gradients(call, saved, variant, owned=True, shared=True)
-        memory = whole["dbias"][0]
+        full = gradients(call, saved, variant, owned=True, shared=True)
+        memory = full["dbias"][0]
         assert memory.isnan().sum() == memory.numel() - sum(t.numel() for t in call.bias)
-        same_bits(gradients(call, saved, variant, threads=5, owned=True, shared=True), whole)
+        same_bits(gradients(call, saved, variant, threads=5, owned=True, shared=True), full)
 
 
 @pytest.mark.parametrize("size", [256, 96, 288])
@@ -197,10 +199,10 @@ def test_large_results_have_the_bits_of_small_ones(dtype: torch.dtype) -> None:
         inputs = [t.clone().requires_grad_() for t in tensors[:3]]
         return torch.autograd.grad(fa.attention(*inputs, layout="TND", q_len=q_len), inputs, tensors[3])
 
-    whole = [t.split(lengths) for t in found(lengths, q, k, v, dout)]
+    full = [t.split(lengths) for t in found(lengths, q, k, v, dout)]
     pieces = (t.split(lengths) for t in (q, k, v, dout))
     for b, alone in enumerate(zip(*pieces, strict=True)):
-        for got, want in zip(found(lengths[b : b + 1], *alone), (t[b] for t in whole), strict=True):
+        for got, want in zip(found(lengths[b : b + 1], *alone), (t[b] for t in full), strict=True):
             same_bits(got, want)
 
 

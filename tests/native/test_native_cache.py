@@ -181,7 +181,7 @@ def test_neighbours_and_threads_do_not_change_a_bit_over_common_keys(problem: Pr
     for b in (0, 12, 19):
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
         own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(ran(own, *with_common(own, common), variant), {name: [found[b]] for name, found in want.items()})
+        same_bits(ran(own, *with_common(own, common), variant), {name: [result[b]] for name, result in want.items()})
 
 
 def test_windows_behind_common_keys_cut_them_at_whole_tiles() -> None:
@@ -194,7 +194,7 @@ def test_windows_behind_common_keys_cut_them_at_whole_tiles() -> None:
     for b in range(3):
         stored = (Stored([s.numbers[b]]) for s in (case.k, case.v))
         own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(ran(own, *with_common(own, common)), {name: [found[b]] for name, found in want.items()})
+        same_bits(ran(own, *with_common(own, common)), {name: [result[b]] for name, result in want.items()})
 
 
 # ------------------------------------------------------------------------------------------------- scales, masks, kinds

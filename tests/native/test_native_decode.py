@@ -133,7 +133,7 @@ def test_threads_batch_and_pages_do_not_change_a_bit(variant: str, problem: Prob
     for b in (0, 3):
         stored = (Stored([s.numbers[b]], s.scale[b : b + 1], s.offset[b : b + 1]) for s in (case.k, case.v))
         own = Case(alone(case.call, b), problem, *stored, "rows", 1)
-        same_bits(native(own, variant), {name: [found[b]] for name, found in want.items()})
+        same_bits(native(own, variant), {name: [result[b]] for name, result in want.items()})
 
 
 @pytest.mark.parametrize("problem", BASES, ids=str)
@@ -209,8 +209,8 @@ def test_rows_of_integers_that_are_met_together_are_those_met_alone(group: int, 
             one = replace(case.call.problem, heads_q=2)
             own = replace(case.call, problem=one, q=[q[row::group] for q in case.call.q])
             alone = native(replace(case, call=own, problem=replace(problem, heads_q=2)), variant)
-            for name, found in together.items():
-                for t, wanted in zip(found, alone[name], strict=True):
+            for name, result in together.items():
+                for t, wanted in zip(result, alone[name], strict=True):
                     assert torch.equal(t[row::group], wanted), (name, row)
 
 
@@ -265,23 +265,23 @@ def test_an_updated_plan_computes_what_a_fresh_one_does(band: Band | None, backe
         edges = (band or Band.full()).resolve(call.extents.q_len, np.array(lengths))
         fresh = Extents(call.extents.q_len, np.array(lengths), *edges, call.extents.shift)
         assert all(np.array_equal(getattr(plan.extents, n), getattr(fresh, n)) for n in ("kv_len", "lo", "hi"))
-        found = []
+        result = []
         for each in (plan, planning.plan(problem, fresh, device, backend)):
             operands = load(call, torch.bfloat16, torch.float32)
             each.run(operands)
-            found.append(results(call, operands))
-        same_bits(*found, f"{lengths}")
+            result.append(results(call, operands))
+        same_bits(*result, f"{lengths}")
 
 
 def test_rows_go_to_another_kernel_where_an_update_leaves_few_keys() -> None:
     problem = Problem(4, 2, 64, 64, dtype="bfloat16", scale=0.1)
     call = converted(make(problem, (0, 4), (64, 64)), torch.bfloat16)
     plan = planning.plan(problem, call.extents, torch.device("cpu"), updatable=True)
-    found = []
+    result = []
     for keys in (64, 32, 64, 33):
         plan.update([64, keys])
-        found.append(isinstance(plan.schedule, decode.Schedule))
-    assert found == [True, False, True, True]
+        result.append(isinstance(plan.schedule, decode.Schedule))
+    assert result == [True, False, True, True]
 
 
 @pytest.mark.parametrize(

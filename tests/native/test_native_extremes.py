@@ -104,8 +104,8 @@ def test_few_rows_and_many_keys(dtype: torch.dtype) -> None:
     for factor in FACTORS:
         for name, (op, given) in tiny_calls(dtype, factor).items():
             out = fa.attention(**given, backend="cpu")
-            found = fa.judge(op, given, {"out": out}, backends=False)
-            assert found.verdict == "right", (name, factor, str(found))
+            result = fa.judge(op, given, {"out": out}, backends=False)
+            assert result.verdict == "right", (name, factor, str(result))
 
 
 @pytest.mark.usefixtures("variant")

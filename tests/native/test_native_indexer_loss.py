@@ -161,9 +161,9 @@ def test_keys_of_minus_infinity_weigh_nothing() -> None:
     args["key_index"][1] = -math.inf  # a score of -inf, which the ReLU makes 0
     args |= statistics(case, args)
     call = loss_of(case, args)
-    found = {variant: run(call, variant) for variant in VARIANTS}
-    check_index(call, found)
-    for got in found.values():
+    results = {variant: run(call, variant) for variant in VARIANTS}
+    check_index(call, results)
+    for got in results.values():
         assert got["dquery_index"].isfinite().all()
         assert got["dkey_index"].isfinite().all()
         assert (got["dkey_index"][1] == 0).all()
@@ -173,15 +173,15 @@ def test_keys_of_minus_infinity_weigh_nothing() -> None:
 def test_lists_of_all_keys_are_the_band(dtype: str) -> None:
     sizes = {"heads_q": 5, "dim_qk": 24, "heads": 6, "dim": 16, "dim_rope": 8, "scale": 0.2, "sink": True}
     listed = LossCase("TND", 0, dtype, (40,), (90,), count=90, lists="all", **sizes)
-    whole, args = replace(listed, count=0), arguments(listed)
+    full, args = replace(listed, count=0), arguments(listed)
     exact = args | statistics(listed, args, kept=torch.float64)
-    band = plain(whole, {**exact, "sparse_indices": None})
+    band = plain(full, {**exact, "sparse_indices": None})
     for name, tensor in plain(listed, exact).items():
         # The two differ in the factor before the loss's logarithms alone: max(p, 1e-8) and p.
         bound = 40 * 90 * 1e-8 * abs(math.log(1e-8)) if name == "loss" else 1e-12
         assert (tensor - band[name]).abs().max() <= bound
     check(listed, args)
-    check(whole, {**args, "sparse_indices": None})
+    check(full, {**args, "sparse_indices": None})
 
 
 def test_no_sequence_has_no_loss() -> None:

@@ -102,9 +102,9 @@ def test_scores_whose_product_with_the_factor_overflows(dtype: str) -> None:
     for tensor in (*call.q[::2], *call.k[::2]):
         tensor.mul_(2.0**12 if dtype == "float16" else 2.0**61)
     for variant in VARIANTS:
-        found, want = native(call, variant), native(in_general(call), variant)
-        same_where_not_finite(found, want, variant)
-        same_bits(*({name: [t.nan_to_num(0.0) for t in each[name]] for name in each} for each in (found, want)))
+        result, want = native(call, variant), native(in_general(call), variant)
+        same_where_not_finite(result, want, variant)
+        same_bits(*({name: [t.nan_to_num(0.0) for t in each[name]] for name in each} for each in (result, want)))
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 32, 33])

@@ -62,9 +62,9 @@ def speedup(program: Path, family: str, case: str, *threads: int) -> dict[int, f
 
 @pytest.mark.parametrize(("family", "case"), FLOORS)
 def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -> None:
-    found = speedup(program, family, case, 8, 16, 64)
+    result = speedup(program, family, case, 8, 16, 64)
     floors = dict(zip((8, 16, 64), FLOORS[family, case], strict=True))
-    assert all(found[threads] >= floor for threads, floor in floors.items()), found
+    assert all(result[threads] >= floor for threads, floor in floors.items()), result
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_a_plan_keeps_many_threads_busy(program: Path, family: str, case: str) -
     ],
 )
 def test_no_clock_runs_faster_than_its_threads(program: Path, family: str, case: str, most: int) -> None:
-    found = speedup(program, family, case, 1, 2, 3, most)
-    assert found[1] == 1.0
-    assert all(1.0 <= value <= threads * 1.0001 for threads, value in found.items()), found
+    result = speedup(program, family, case, 1, 2, 3, most)
+    assert result[1] == 1.0
+    assert all(1.0 <= value <= threads * 1.0001 for threads, value in result.items()), result
 
 
 @pytest.mark.slow

@@ -107,10 +107,10 @@ def test_masks_in_fractals() -> None:
         ),
     )
     for call, mask in zip(calls, (triangle, triangle, triangle, rows), strict=True):
-        found = torch.full((2, 16, N1, D), math.nan)
-        call(mask, found[0])
-        call(fractals(mask), found[1])
-        same_bits(*found)
+        result = torch.full((2, 16, N1, D), math.nan)
+        call(mask, result[0])
+        call(fractals(mask), result[1])
+        same_bits(*result)
 
 
 @pytest.mark.parametrize("kernel", [0, 2, None])
@@ -211,8 +211,8 @@ def test_positions_turn_rows(neox: bool) -> None:
     def turned(rows: torch.Tensor) -> torch.Tensor:
         pairs = rows.double().unflatten(-1, (2, -1)).mT if neox else rows.double().unflatten(-1, (-1, 2))
         turns = torch.complex(cos.double(), sin.double())[positions].unsqueeze(1)
-        found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
-        return (found.mT if neox else found).flatten(-2)
+        result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+        return (result.mT if neox else result).flatten(-2)
 
     compare_with("[query, key]", [query.view(T, N1, D), key], lambda: [turned(Q), turned(K)])
 

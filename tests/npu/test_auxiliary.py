@@ -148,9 +148,9 @@ def test_of_equal_places_the_last_row_stays() -> None:
     npu.npu_scatter_pa_kv_cache(rows, rows, cache, other, slots)
     npu.npu_scatter_nd_update_(flat, slots[:, None], rows.flatten(1))
     last = [int((slots == slot).nonzero().max()) for slot in range(7)]
-    for found in (cache.view(64, 512), other.view(64, 512), flat):
-        assert torch.equal(found[:7], torch.tensor(last, dtype=torch.float32).view(-1, 1).expand(-1, 512))
-        assert not found[7:].any()
+    for result in (cache.view(64, 512), other.view(64, 512), flat):
+        assert torch.equal(result[:7], torch.tensor(last, dtype=torch.float32).view(-1, 1).expand(-1, 512))
+        assert not result[7:].any()
 
 
 def test_the_row_that_stays_alone_has_a_gradient() -> None:
@@ -233,10 +233,10 @@ def test_sections_of_positions(kinds: int) -> None:
 def test_shapes_go_there_and_back(first: bool) -> None:
     x = torch.randn(2, 3, 4, 5)
     perm, shape = ((1, 2, 3, 0), (12, 10)) if first else ((2, 0, 1), (4, 6, 5))
-    found = npu.npu_confusion_transpose(x, perm, shape, first)
+    result = npu.npu_confusion_transpose(x, perm, shape, first)
     want = x.permute(perm).reshape(shape) if first else x.reshape(shape).permute(perm)
-    assert torch.equal(found, want)
-    assert torch.equal(npu.npu_confusion_transpose_backward(found, perm, x.shape, not first), x)
+    assert torch.equal(result, want)
+    assert torch.equal(npu.npu_confusion_transpose_backward(result, perm, x.shape, not first), x)
 
 
 def smooth(x: torch.Tensor) -> torch.Tensor:
@@ -317,11 +317,11 @@ def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool
     def derivatives(function: Callable[..., Any], dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_() for t in (*given, dy)]
         with FlopCounterMode(display=False) if traced else nullcontext():
-            found = torch.autograd.grad(function(*leaves[:-1]), leaves[:-1], leaves[-1], create_graph=True)
-            weighed = sum((d * w.to(dtype)).sum() for d, w in zip(found, further, strict=True))
+            result = torch.autograd.grad(function(*leaves[:-1]), leaves[:-1], leaves[-1], create_graph=True)
+            weighed = sum((d * w.to(dtype)).sum() for d, w in zip(result, further, strict=True))
             assert isinstance(weighed, torch.Tensor)
             again = torch.autograd.grad(weighed, leaves, materialize_grads=True)
-        return [*found, *again]
+        return [*result, *again]
 
     got = derivatives(ours, torch.float32)
     compare_with(name, got, lambda: derivatives(formula, torch.float64), draws=12)

@@ -47,8 +47,8 @@ def given(name: str) -> dict[str, Any]:
 def every_second(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, none beside another in memory."""
     wide = torch.zeros([2 * n for n in tensor.shape], dtype=tensor.dtype)
-    found = wide[tuple(slice(None, None, 2) for _ in tensor.shape)]
-    return found.copy_(tensor)
+    result = wide[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    return result.copy_(tensor)
 
 
 def on_npu(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,9 +59,9 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     plain, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
-    found = [AUXILIARY_INTERFACES[name](**args) for args in (plain, changed)]
+    results = [AUXILIARY_INTERFACES[name](**args) for args in (plain, changed)]
     want, got = (
-        [*tensors(result), *tensors([*args.values()])] for result, args in zip(found, (plain, changed), strict=True)
+        [*tensors(result), *tensors([*args.values()])] for result, args in zip(results, (plain, changed), strict=True)
     )
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):

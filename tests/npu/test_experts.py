@@ -151,8 +151,8 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
     same_bits(npu.npu_moe_init_routing_v2(x, ids, scale=torch.empty(0), **asked)[0], rows)
     scales, bias, skip = torch.rand(T, K), torch.randn(E, H), torch.randn(T, H)
     given = {2: places, 0: places.view(T, K).T.flatten()}
-    for mode, found in given.items():
-        out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, found, ids, mode)
+    for mode, result in given.items():
+        out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, result, ids, mode)
 
         def golden() -> torch.Tensor:
             there = torch.tensor([i in order for i in range(T * K)]).view(T, K, 1)

@@ -76,8 +76,8 @@ def test_this_thread_installs_and_another_one_uninstalls() -> None:
 
 def test_every_thread_that_installs_knows_npu() -> None:
     host()
-    found = elsewhere(npu_works, host, npu_works, host, lambda: len(modes()))
-    assert found == [False, None, True, None, 1]
+    result = elsewhere(npu_works, host, npu_works, host, lambda: len(modes()))
+    assert result == [False, None, True, None, 1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(host).result()
         npu.uninstall()

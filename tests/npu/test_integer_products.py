@@ -55,7 +55,7 @@ def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
     scales = (torch.rand(x.shape[of]) / 9 + 0.01).bfloat16()
     zeros = torch.randint(-9, 9, scales.shape, dtype=torch.int32) if divides else torch.randn_like(scales)
     for by, to in ((scales, zeros), (scales[:1], None)):
-        found = npu.npu_quantize(x, by, to, dtype, axis, divides)
+        result = npu.npu_quantize(x, by, to, dtype, axis, divides)
         low, high = {torch.quint8: (0, 255), torch.quint4x2: (-8, 7), torch.qint32: (-(2**31), 2**31 - 1)}.get(
             dtype, (-128, 127)
         )
@@ -68,12 +68,10 @@ def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
         kind = {torch.quint8: torch.uint8, torch.qint32: torch.int32, torch.quint4x2: torch.int32}.get(
             dtype, torch.int8
         )
-        same_bits(found, nibbles(wide) if dtype == torch.quint4x2 else wide.to(kind))
-        whole = [1, 1, 1]
-        whole[of] = len(by)
-        same_bits(
-            npu.npu_quantize(x, by.view(whole), to if to is None else to.view(whole), dtype, axis, divides), found
-        )
+        same_bits(result, nibbles(wide) if dtype == torch.quint4x2 else wide.to(kind))
+        full = [1, 1, 1]
+        full[of] = len(by)
+        same_bits(npu.npu_quantize(x, by.view(full), to if to is None else to.view(full), dtype, axis, divides), result)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
@@ -141,17 +139,17 @@ def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
 
 def encoded(scale: torch.Tensor, offset: torch.Tensor | None, mode: int) -> list[int]:
     """npu_trans_quant_param, number by number."""
-    found = []
+    results = []
     for i, number in enumerate(scale.tolist()):
         (bits,) = struct.unpack("<I", struct.pack("<f", number))
         low = bits & 0x1FFF
         up = mode == 1 and (low > 0x1000 or (low == 0x1000 and bits >> 13 & 1))
         word = ((bits >> 13) + up) << 13 | 1 << 46
         if offset is not None:
-            whole = max(-256, min(255, round(offset[i if len(offset) > 1 else 0].item())))
-            word |= whole % 512 << 37
-        found.append(word)
-    return found
+            full = max(-256, min(255, round(offset[i if len(offset) > 1 else 0].item())))
+            word |= full % 512 << 37
+        results.append(word)
+    return results
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -160,8 +158,8 @@ def test_scales_as_integers(mode: int) -> None:
     scale = torch.cat((torch.randn(9), -bits.view(torch.float32), bits.view(torch.float32)))
     offset = torch.cat((torch.randn(len(scale) - 6) * 99, torch.tensor([-1e9, 1e9, 0.5, 1.5, -256.5, 255.5])))
     for of in (None, offset, offset[:1]):
-        found = npu.npu_trans_quant_param(scale, of, mode)
-        assert (found.dtype, found.tolist()) == (torch.int64, encoded(scale, of, mode))
+        result = npu.npu_trans_quant_param(scale, of, mode)
+        assert (result.dtype, result.tolist()) == (torch.int64, encoded(scale, of, mode))
     assert npu.npu_trans_quant_param(scale[:1], offset[None]).shape == (1, len(offset))
 
 
@@ -170,15 +168,15 @@ def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
     x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-128, 128, (K, N)).to(torch.int8)
     scale, offset = (torch.rand(N) - 0.5) * 1e-2, torch.randint(-256, 256, (N,)).float()
     cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
-    whole, bare = npu.npu_trans_quant_param(scale, offset).view(dtype), scale.view(torch.int32).long() & 0xFFFFFFFF
+    full, bare = npu.npu_trans_quant_param(scale, offset).view(dtype), scale.view(torch.int32).long() & 0xFFFFFFFF
     product = (x1.long() @ x2.long()).float()
     want = (product * cut + offset).round().clamp(-128, 127).to(torch.int8)
-    same_bits(npu.npu_quant_matmul(x1, x2, whole), want)
-    same_bits(npu.npu_quant_matmul(x1, x2, whole, offset=offset), want)
-    same_bits(npu.npu_quant_matmul(x1, x2, whole, output_dtype=torch.float16), (product * cut).half())
+    same_bits(npu.npu_quant_matmul(x1, x2, full), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, full, offset=offset), want)
+    same_bits(npu.npu_quant_matmul(x1, x2, full, output_dtype=torch.float16), (product * cut).half())
     same_bits(npu.npu_quant_matmul(x1, x2, bare.view(dtype), output_dtype=torch.float16), (product * scale).half())
     call: dict[str, Any] = {"group_list": torch.tensor([4, M]), "group_type": 0, "split_item": 2}
-    weights, by = [torch.stack((x2, x2))], [torch.stack((whole.view(torch.int64), bare)).view(dtype)]
+    weights, by = [torch.stack((x2, x2))], [torch.stack((full.view(torch.int64), bare)).view(dtype)]
     (y,) = npu.npu_grouped_matmul([x1], weights, scale=by, output_dtype=torch.int8, **call)
     same_bits(y, torch.cat((want[:4], (product[4:] * scale).round().clamp(-128, 127).to(torch.int8))))
     x, weight = torch.randint(-9, 9, (M, E, K)).half(), torch.randint(-9, 9, (E, K, N)).half()
@@ -207,8 +205,8 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
     def golden() -> list[Any]:
         wide = [t.detach().double().requires_grad_() for t in (x, weight)]
         want = [wide[0][a:b] @ wide[1][i] for i, (a, b) in enumerate(of_groups(ends))]
-        whole = torch.cat([*want, torch.zeros(2, N).double()])
-        return [whole, *torch.autograd.grad(whole, wide, dy.double()), want]
+        full = torch.cat([*want, torch.zeros(2, N).double()])
+        return [full, *torch.autograd.grad(full, wide, dy.double()), want]
 
     ours = [y, *torch.autograd.grad(y, (x, weight), dy), parts]
     compare_with("[y, dx, dweight, parts]", ours, golden, draws=DRAWS)
@@ -218,10 +216,10 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
 
 def test_groups_of_sums_and_lists() -> None:
     x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
-    (found,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
+    (result,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
     wide, dwide = x.double(), dy.double()
     compare_with(
-        "sums", found, lambda: torch.stack([wide[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
+        "sums", result, lambda: torch.stack([wide[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
     )
     xs, weights = [torch.randn(2, 3, K), torch.randn(1, 5, 4)], [torch.randn(K, N), torch.randn(4, 2)]
     listed = npu.npu_grouped_matmul(xs, weights, group_type=-1)
@@ -242,16 +240,16 @@ def test_integers_in_groups(act: int) -> None:
     def golden() -> torch.Tensor:
         wide = (weight.double() + shift.double().unsqueeze(1)) * scale.double().unsqueeze(1)
         rows = [x[a:b].double() @ wide[i] + bias[i].double() for i, (a, b) in enumerate(of_groups(ends))]
-        found: torch.Tensor = ACTIVATIONS[act](torch.cat(rows))
-        return found
+        result: torch.Tensor = ACTIVATIONS[act](torch.cat(rows))
+        return result
 
     compare_with("y", y, golden, draws=DRAWS)
     rows, per_token = torch.randint(-127, 128, (M, K)).to(torch.int8), torch.rand(M)
     (y,) = npu.npu_grouped_matmul(
         [rows], [weight], scale=[scale], per_token_scale=[per_token], output_dtype=torch.bfloat16, **call
     )
-    whole = torch.cat([rows[a:b].long() @ weight[i].long() * scale[i] for i, (a, b) in enumerate(of_groups(ends))])
-    same_bits(y, ACTIVATIONS[act](whole * per_token.unsqueeze(1)).bfloat16())
+    full = torch.cat([rows[a:b].long() @ weight[i].long() * scale[i] for i, (a, b) in enumerate(of_groups(ends))])
+    same_bits(y, ACTIVATIONS[act](full * per_token.unsqueeze(1)).bfloat16())
 
 
 @pytest.mark.parametrize("packed", ["no", "rows", "columns"])

@@ -29,8 +29,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_many_ask_and_one_compiles(compiler: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: build.library(), range(4)))
-    assert [Path(path).read_text() for path in found] == ["made\n"]
+        results = set(pool.map(lambda _: build.library(), range(4)))
+    assert [Path(path).read_text() for path in results] == ["made\n"]
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
     left = sorted(path.name for path in build.folder().iterdir())
     assert left == ["lock", "npu.so"]

@@ -141,9 +141,9 @@ def test_lengths_stay_there_under_modes_and_in_captured_graphs(torch_npu: Any) -
         same_bits(call().cpu(), want)
     graph = torch_npu.npu.NPUGraph()
     with torch_npu.npu.graph(graph):
-        found = call()
+        result = call()
     graph.replay()
-    same_bits(found.cpu(), want)
+    same_bits(result.cpu(), want)
 
 
 def test_programs_that_compile_for_the_chip(torch_npu: Any) -> None:

@@ -19,9 +19,9 @@ from website.ascend_calls import ALL_CALLS, EVERYWHERE, FIRST_WAVE, SECOND_WAVE,
 
 def reading(text: str, folder: Path) -> Reading:
     (folder / "file.py").write_text(textwrap.dedent(text), encoding="utf-8")
-    found = read(folder)
-    assert not found.unread
-    return found
+    result = read(folder)
+    assert not result.unread
+    return result
 
 
 def counted(text: str, folder: Path) -> dict[str, tuple[int, int]]:
@@ -95,9 +95,9 @@ def test_a_tree(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(call)
     (tmp_path / "in" / "again").symlink_to(tmp_path)
-    found = read(tmp_path)
-    assert (found.files, found.uses["torch_npu.npu_rms_norm"].calls) == (2, 2)
-    assert found.uses["torch_npu.npu_rms_norm"].files == {"a.py", "in/ner/b.py"}
+    result = read(tmp_path)
+    assert (result.files, result.uses["torch_npu.npu_rms_norm"].calls) == (2, 2)
+    assert result.uses["torch_npu.npu_rms_norm"].files == {"a.py", "in/ner/b.py"}
     assert read(tmp_path / "a.py").files == 1
 
 
@@ -124,9 +124,9 @@ def test_what_cannot_be_read_is_said_and_nothing_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
     assert "torch_npu.npu_gelu" in outcome.output
     assert "\x1b[31m" not in outcome.output
-    found = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
+    result = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
     read_after_all = {"chain.py"}  # a parser may manage it
-    assert {*found["unread"], *read_after_all} == {f"{name}.py" for name in UNREADABLE} | {
+    assert {*result["unread"], *read_after_all} == {f"{name}.py" for name in UNREADABLE} | {
         "odd\x1b[31m.py", "gone.py", *read_after_all,
     }  # fmt: skip
 
@@ -160,8 +160,8 @@ def test_the_table(tmp_path: Path) -> None:
     few = CliRunner().invoke(app, ["npu", "--missing", "--coverage", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert "npu_dynamic_mx_quant" in few
     assert "torch_npu.npu_fusion_attention" not in few
-    found = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
-    here = {row["name"]: row["here"] for row in found["names"]}
+    result = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
+    here = {row["name"]: row["here"] for row in result["names"]}
     assert here == {
         "torch_npu.npu_fusion_attention": True,
         "torch_npu.npu_dynamic_mx_quant": False,
@@ -170,17 +170,17 @@ def test_the_table(tmp_path: Path) -> None:
         "torch_npu.npu_fused_infer_attention_score.out": True,
         "torch_npu.profiler.ProfilerActivity.NPU": True,
     }
-    assert found["share"] == 0.75
+    assert result["share"] == 0.75
     (tmp_path / "model.py").write_text("import torch\n")
-    found = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
-    assert (found["names"], found["share"], found["function_calls"]) == ([], None, 0)
+    result = json.loads(CliRunner().invoke(app, ["npu", "--json", "--coverage", str(tmp_path)]).stdout)
+    assert (result["names"], result["share"], result["function_calls"]) == ([], None, 0)
 
 
 def test_the_list_names_everything_that_is_played() -> None:
-    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["npu", "--json"]).stdout)
-    assert set(modules.functions()) <= set(found["torch_npu"])
-    assert "mem_get_info" in found["torch_npu.npu"]
-    assert "npu_ring_attention_update" in found["mindspeed.ops.npu_ring_attention_update"]
+    result: dict[str, Any] = json.loads(CliRunner().invoke(app, ["npu", "--json"]).stdout)
+    assert set(modules.functions()) <= set(result["torch_npu"])
+    assert "mem_get_info" in result["torch_npu.npu"]
+    assert "npu_ring_attention_update" in result["mindspeed.ops.npu_ring_attention_update"]
     text = CliRunner().invoke(app, ["npu"]).output
     assert "npu_fusion_attention" in text
 

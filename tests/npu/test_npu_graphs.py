@@ -36,14 +36,14 @@ def test_a_replay_is_an_eager_call_into_the_same_outputs() -> None:
         return rows, into, total, total.view(3, 1).expand(3, 2)
 
     graph = device().NPUGraph()
-    found = captured(graph, call)
-    places = [t.data_ptr() for t in found]
+    result = captured(graph, call)
+    places = [t.data_ptr() for t in result]
     for _ in range(2):
         x.normal_()
         graph.replay()
-        for got, want in zip(found, call(), strict=True):
+        for got, want in zip(result, call(), strict=True):
             same_bits(got, want)
-    assert [t.data_ptr() for t in found] == places
+    assert [t.data_ptr() for t in result] == places
 
 
 def test_a_training_step() -> None:

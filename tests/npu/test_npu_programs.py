@@ -74,9 +74,9 @@ def test_a_program_runs_as_python_runs_it(
     file.write_text(SCRIPT)
     if way == "module":
         monkeypatch.syspath_prepend(str(tmp_path))
-    told = [str(file)] if way == "script" else ["-m", "package.program"]
+    notes = [str(file)] if way == "script" else ["-m", "package.program"]
     with pytest.raises(SystemExit) as end:
-        main([*told, str(tmp_path / "argument"), "--device", "its own", "--strict"])
+        main([*notes, str(tmp_path / "argument"), "--device", "its own", "--strict"])
     assert end.value.code == 3
     assert json.loads((tmp_path / "facts.json").read_text()) == {
         "argv": [str(file), str(tmp_path / "argument"), "--device", "its own", "--strict"],
@@ -185,12 +185,12 @@ def test_a_child_finds_torch_npu_once_it_has_torch(
 ) -> None:
     monkeypatch.setenv(subprocesses.PATH, str(folder))
     unsay = subprocesses.tell("cuda:1", strict=True)
-    told = {name: os.environ[name] for name in (subprocesses.DEVICE, subprocesses.STRICT)}
+    notes = {name: os.environ[name] for name in (subprocesses.DEVICE, subprocesses.STRICT)}
     path = os.environ[subprocesses.PATH]
     unsay()
     assert os.environ[subprocesses.PATH] == str(folder)
     assert subprocesses.DEVICE not in os.environ
-    text = run("-c", f"import sys; assert sys.own\n{program}\n{SAY}", path=path, **told)
+    text = run("-c", f"import sys; assert sys.own\n{program}\n{SAY}", path=path, **notes)
     assert text.strip() == said
 
 

@@ -102,8 +102,8 @@ def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None
     for device in ("cpu", "npu"):
         weight = torch.ones(2, 3, device=device, requires_grad=True)
         with torch.inference_mode():
-            found = [made.is_inference() for made in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
-            assert found == [False, False, False, False, True], device
+            results = [made.is_inference() for made in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
+            assert results == [False, False, False, False, True], device
             assert torch.nn.functional.linear(weight, weight).device.type == device
 
 
@@ -166,11 +166,11 @@ WHERE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("where", WHERE)
 def test_files(where: str, tmp_path: Path) -> None:
-    place, found = WHERE[where]
+    place, result = WHERE[where]
     x = torch.randn(2, 3, device="npu")
     torch.save({"x": x, "view": x[1]}, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", map_location=place)
-    assert {str(tensor.device) for tensor in loaded.values()} == {found}
+    assert {str(tensor.device) for tensor in loaded.values()} == {result}
     same_bits(loaded["x"].cpu(), x.cpu())
     loaded["x"].zero_()
     assert not loaded["view"].any()

@@ -48,13 +48,13 @@ def test_a_profile_under_the_words_of_the_chip(torch_npu: Any, tmp_path: Path) -
         on_trace_ready=profiler.tensorboard_trace_handler(str(tmp_path), analyse_flag=True),
         experimental_config=settings,
         record_shapes=True,
-    ) as found:
+    ) as result:
         for _ in range(2):
             number = mstx.range_start("my range", torch_npu.npu.current_stream())
             mstx().mark("my mark")
             assert marked().tolist() == [2, 2, 2]
             mstx.range_end(number)
-            found.step()
+            result.step()
     (file,) = tmp_path.glob("*.json")
     names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
     assert {"my range", "my mark", "marked function", "aten::mul"} <= names
@@ -156,9 +156,9 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     assert not isinstance(3, torch.Generator)
     assert generator.device == torch.rand(2, device="cuda", generator=generator).device == x.device
     for place in ("cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, _: storage.cuda(0)):
-        found = torch.load(saved, map_location=place)
-        assert found.device == x.device
-        same_bits(found, kept)
+        result = torch.load(saved, map_location=place)
+        assert result.device == x.device
+        same_bits(result, kept)
     storages = x.cpu().untyped_storage(), torch.storage.TypedStorage(2, dtype=torch.half, _internal=True)
     assert {storage.cuda().device for storage in storages} == {x.device}
     torch.cuda.manual_seed(3)
@@ -202,18 +202,18 @@ def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
     attention = imported("mindspeed.ops.fusion_attention_v2")
     q, k = torch.randn(2, 6, 1, 32)
     steps = [attention.npu_fusion_attention(q, part, part, 4, "SBH")[:3] for part in k.split(3)]
-    found = ring.npu_ring_attention_update(*steps[0], *steps[1])
+    result = ring.npu_ring_attention_update(*steps[0], *steps[1])
     again = ring.op_builder.load().npu_ring_attention_update(*steps[0], *steps[1], None, "SBH")
     want = torch_npu.npu_ring_attention_update(*steps[0], *steps[1])
-    for one, other, right in zip(found, again, want, strict=True):
+    for one, other, right in zip(result, again, want, strict=True):
         same_bits(one, right)
         same_bits(other, right)
     gradients = attention.npu_fusion_attention_grad(
-        q, k, k, found[0], 4, "SBH", softmax_max=found[1], softmax_sum=found[2], attention_in=found[0]
+        q, k, k, result[0], 4, "SBH", softmax_max=result[1], softmax_sum=result[2], attention_in=result[0]
     )
     assert gradients[0].shape == q.shape
     scaled = {"scale": 0.25, "keep_prob": 0.5, "offset": 8}
-    words = {"softmax_max": found[1], "softmax_sum": found[2], "attention_in": found[0]}
+    words = {"softmax_max": result[1], "softmax_sum": result[2], "attention_in": result[0]}
     ours = attention.npu_fusion_attention_grad(
         q, k, k, grad_outputs=q, head_num=4, input_layout="SBH", **scaled, **words
     )

@@ -52,7 +52,7 @@ def program(factors: tuple[float, float] = (1.0, 1.0), epsilons: tuple[float, fl
         rows[2].append(rms(kv[:CKV], gamma_ckv, epsilons[1]) * factors[1])
         rows[3].append(turned(kv[CKV:], cos, sin))
         rows[4].append(cq[0])
-    return [torch.stack(found) for found in rows]
+    return [torch.stack(result) for result in rows]
 
 
 def stored(cache: torch.Tensor) -> torch.Tensor:
@@ -77,13 +77,13 @@ def test_the_first_versions(name: str, batched: bool) -> None:
     assert [t.numel() for t in rest[2:]] == ([0] if name.endswith("2") else [])
     assert query.shape == (*shape, N, CKV)
     assert query_rope.shape == (*shape, N, DR)
-    found = [query.view(T, N, CKV), query_rope.view(T, N, DR), stored(latent), stored(rope)]
+    results = [query.view(T, N, CKV), query_rope.view(T, N, DR), stored(latent), stored(rope)]
 
     def wanted() -> list[torch.Tensor]:
         query, query_rope, ckv, kr, _ = program(epsilons=(0.5, 0.25))
         return [query, query_rope, ckv[INDEX >= 0], kr[INDEX >= 0]]
 
-    compare_with("[query, query_rope, kv_cache, kr_cache]", found, wanted)
+    compare_with("[query, query_rope, kv_cache, kr_cache]", results, wanted)
 
 
 def test_the_third_version_has_factors_and_returns_the_norm() -> None:
@@ -98,8 +98,8 @@ def test_the_third_version_has_factors_and_returns_the_norm() -> None:
         query, query_rope, ckv, kr, cq = program((1.5, -0.5))
         return [query, query_rope, ckv[INDEX >= 0], kr[INDEX >= 0], cq]
 
-    found = [query, query_rope, stored(latent), stored(rope), cq]
-    compare_with("[query, query_rope, kv_cache, kr_cache, query_norm]", found, wanted)
+    results = [query, query_rope, stored(latent), stored(rope), cq]
+    compare_with("[query, query_rope, kv_cache, kr_cache, query_norm]", results, wanted)
     assert npu.npu_mla_prolog_v3(*args, cache_index=INDEX)[3].numel() == 0
 
 

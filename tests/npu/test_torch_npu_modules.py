@@ -31,10 +31,10 @@ MODULES = [
 def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> None:
     module = importlib.import_module(f"torch_npu.{name}")
     assert importlib.util.find_spec(f"torch_npu.{name}") is not None
-    found = torch_npu
+    result = torch_npu
     for part in name.split("."):
-        found = getattr(found, part)
-    assert found is module
+        result = getattr(result, part)
+    assert result is module
     assert module.__name__ == f"torch_npu.{name}"
     npu.uninstall()
     assert f"torch_npu.{name}" not in sys.modules
@@ -116,9 +116,9 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
     for name in ABSENT:
         for said in re.findall(r"\b_?npu_\w+|\btorch(?:_npu)?(?:\.\w+)+", instead(f"torch_npu.{name}") or ""):
             owner, *rest = said.split(".")
-            found: Any = {"torch": torch, "torch_npu": torch_npu}.get(owner, torch_npu)
+            result: Any = {"torch": torch, "torch_npu": torch_npu}.get(owner, torch_npu)
             for part in rest or [owner]:
-                found = getattr(found, part)
+                result = getattr(result, part)
 
 
 def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> Non
 
     torch.manual_seed(1)
     q = torch.randn(1, 2, 24, 16).npu().requires_grad_()
-    found = []
+    results = []
     for kept in (True, False):
         torch.manual_seed(7)
         x = q * 1
@@ -194,8 +194,8 @@ def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> Non
             x = call(x) if kept else checkpoint(call, x, use_reentrant=reentrant)
         q.grad = None
         x.square().sum().backward()
-        found.append(q.grad)
-    assert torch.equal(*found)
+        results.append(q.grad)
+    assert torch.equal(*results)
 
 
 @pytest.mark.filterwarnings("error")

@@ -97,11 +97,11 @@ def test_results_and_gradients_are_the_function_s(ops: Any) -> None:
     for name in ("npu_fusion_attention", "npu_sparse_flash_attention"):
         args = sampled(name)
         trained = [t for t in args.values() if isinstance(t, torch.Tensor) and t.requires_grad]
-        found = []
+        result = []
         for function in (getattr(ops, name), getattr(npu, name)):
             results = [t for t in function(**args) if isinstance(t, torch.Tensor)]
-            found.append([*results, *torch.autograd.grad(results[0].sum(), trained)])
-        for got, want in zip(*found, strict=True):
+            result.append([*results, *torch.autograd.grad(results[0].sum(), trained)])
+        for got, want in zip(*result, strict=True):
             same_bits(got, want, name)
 
 
@@ -129,8 +129,8 @@ def test_a_graph_holds_the_operator(ops: Any) -> None:
     q = torch.randn(1, 16, 2, 64)
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)[0]
-        return found
+        result: torch.Tensor = torch.ops.npu.npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)[0]
+        return result
 
     compiled = torch.compile(
         attend, backend=aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph), fullgraph=True
@@ -163,10 +163,10 @@ def test_what_others_registered_stays_theirs() -> None:
 def test_functions_of_atb_are_operators_of_atb(ops: Any) -> None:
     name = "_npu_flash_attention_unpad"
     assert not hasattr(ops, name)
-    q, rows, found, wanted = torch.randn(5, 4, 16), torch.tensor([2, 3]), *torch.zeros(2, 5, 4, 16)
-    getattr(torch.ops.atb, name)(q, q, q, rows, 0.25, 4, 4, out=found)
+    q, rows, result, wanted = torch.randn(5, 4, 16), torch.tensor([2, 3]), *torch.zeros(2, 5, 4, 16)
+    getattr(torch.ops.atb, name)(q, q, q, rows, 0.25, 4, 4, out=result)
     getattr(npu, name)(q, q, q, rows, 0.25, 4, 4, out=wanted)
-    same_bits(found, wanted, name)
+    same_bits(result, wanted, name)
 
 
 def test_a_list_of_ends_has_an_overload(ops: Any) -> None:
@@ -196,8 +196,8 @@ def test_results_go_where_they_are_told(interface: Any, count: int, device: str,
     wanted = interface(*args, **given)
     for out_of in (interface.out, getattr(torch.ops.npu, interface.__name__).out):
         buffer = [torch.full_like(t, 7) if t.numel() else torch.full((3,), 7.0, device=device) for t in wanted]
-        found = out_of(*args, **given, workspace=None, out=buffer)
-        for ours, theirs, into in zip(found, wanted, buffer, strict=True):
+        result = out_of(*args, **given, workspace=None, out=buffer)
+        for ours, theirs, into in zip(result, wanted, buffer, strict=True):
             assert ours.data_ptr() == into.data_ptr()
             same_bits(into, theirs if theirs.numel() else torch.full((3,), 7.0, device=device))
 

@@ -64,8 +64,10 @@ class Run:
 
 def misfit(mutant: Mutant, text: str) -> str | None:
     """Why a mutation cannot be made in a source's text."""
-    found = text.count(mutant.old)
-    return None if found == 1 else f"{mutant.name}: {mutant.file} has its text {found} times, not once: {mutant.old!r}"
+    result = text.count(mutant.old)
+    return (
+        None if result == 1 else f"{mutant.name}: {mutant.file} has its text {result} times, not once: {mutant.old!r}"
+    )
 
 
 def stale(built: Path) -> bool:
@@ -280,9 +282,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Copy(Path(folder) / str(i)) for i in range(max(1, min(given.jobs, len(mutants))))]
-        found = copies[0].run([sys.executable, "-c", "import fusion_attention; print(fusion_attention.__file__)"])
-        if not found.text.startswith(str(copies[0].root)):
-            print(f"the copy is not what Python imports, but {found.text}", file=sys.stderr)
+        result = copies[0].run([sys.executable, "-c", "import fusion_attention; print(fusion_attention.__file__)"])
+        if not result.text.startswith(str(copies[0].root)):
+            print(f"the copy is not what Python imports, but {result.text}", file=sys.stderr)
             return 2
         failing = baseline(copies, mutants)
         if failing:

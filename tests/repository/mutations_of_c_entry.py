@@ -11,7 +11,7 @@ ENTRY = [
          f"{OPERATORS}::test_a_repeatable_executor_follows_its_tensors"),
     capi("a workspace may be a little too small", "entry.cpp",
          "if (size < needed)", "if (size + 64 < needed)",
-         f"{OPERATORS}::test_what_phase_2_refuses_writes_nothing_and_can_be_recomputed"),
+         f"{OPERATORS}::test_what_phase_2_refuses_writes_nothing_and_can_be_corrected"),
     capi("a window begins where its memory does", "entry.cpp",
          "return address + begin;", "return address;",
          f"{OPERATORS}::test_windows_of_larger_memory_give_what_python_gives"),

@@ -42,7 +42,7 @@ JUDGING = [
           "return once + 2 * self.step(dtype)", "return 2 * self.step(dtype)",
           "judging/test_error_bound.py::test_the_size_of_an_output_is_that_of_drawn_roundings"),
     package("what is not finite counts for nothing", "judging/error_bound.py",
-          "found.nan_to_num(nan=math.inf, posinf=math.inf)", "found.nan_to_num(nan=0.0, posinf=0.0)",
+          "result.nan_to_num(nan=math.inf, posinf=math.inf)", "result.nan_to_num(nan=0.0, posinf=0.0)",
           "judging/test_error_bound.py::test_what_is_not_a_number"),
     package("a diagonal is tried from the wrong corner", "judging/mistakes/masks.py",
           '((-d, "upper left"), (d, "lower right"))', '((2 * d, "upper left"), (d, "lower right"))',

@@ -24,10 +24,10 @@ def test_the_table_has_every_family() -> None:
 
 
 def test_the_picture_tells_right_from_wrong() -> None:
-    found = accuracy.figures()["picture"]
-    assert {*accuracy.RIGHT} | {*measuring.FAULTS} == {*found["counts"]}
-    for fault in found["wrong"].values():
-        assert found["largest"] < fault["limit"] < fault["tile"]
+    result = accuracy.figures()["picture"]
+    assert {*accuracy.RIGHT} | {*measuring.FAULTS} == {*result["counts"]}
+    for fault in result["wrong"].values():
+        assert result["largest"] < fault["limit"] < fault["tile"]
         assert fault["z"] < fault["tile"]
 
 
@@ -45,14 +45,14 @@ def test_the_picture_tells_right_from_wrong() -> None:
     ],
 )
 def test_a_tiny_run(family: str, others: set[str]) -> None:
-    found = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
+    results = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
     own = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
-    assert {row.program for row in found} == own | others
-    assert all(0 <= row.z <= 3 and 0 <= row.tile < 5 for row in found), found
+    assert {row.program for row in results} == own | others
+    assert all(0 <= row.z <= 3 and 0 <= row.tile < 5 for row in results), results
 
 
 def test_a_tiny_picture() -> None:
-    found = measuring.right_and_wrong(256)
-    assert all(fault["tile"] > fault["limit"] for fault in found["wrong"].values()), found["wrong"]
-    assert sum(found["counts"]["SDPA"]) == 2 * 256 // 32
-    assert sum(found["counts"]["core"]) == (2 + 2 + 1 + 1) * 256 // 32
+    result = measuring.right_and_wrong(256)
+    assert all(fault["tile"] > fault["limit"] for fault in result["wrong"].values()), result["wrong"]
+    assert sum(result["counts"]["SDPA"]) == 2 * 256 // 32
+    assert sum(result["counts"]["core"]) == (2 + 2 + 1 + 1) * 256 // 32

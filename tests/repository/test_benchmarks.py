@@ -34,10 +34,10 @@ def figures(folder: Path, group: str) -> dict[str, list[dict[str, float]]]:
     ],
 )
 def test_a_group_of_rows(group: str, count: int, tmp_path: Path) -> None:
-    found = figures(tmp_path, group)
-    assert [row["group"] for row in found["rows"]] == [group] * count
-    assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in found["rows"])
-    assert found["memory"] == []
+    result = figures(tmp_path, group)
+    assert [row["group"] for row in result["rows"]] == [group] * count
+    assert all(row["ratio"] > 0 and row["gflops"] > 0 for row in result["rows"])
+    assert result["memory"] == []
 
 
 def test_a_peer_that_does_other_work_is_compared_by_rate() -> None:
@@ -53,21 +53,21 @@ def test_memory_is_what_the_plans_announce() -> None:
 
 @slow
 def test_memory_rows(tmp_path: Path) -> None:
-    found = figures(tmp_path, "memory")
-    assert [row["dtype"] for row in found["memory"]] == ["bf16", "fp32", "fp16"]
-    assert found["rows"] == []
+    result = figures(tmp_path, "memory")
+    assert [row["dtype"] for row in result["memory"]] == ["bf16", "fp32", "fp16"]
+    assert result["rows"] == []
 
 
 @slow
 def test_memory_of_a_long_sequence_stays_within_its_limits() -> None:
     limits = {"bf16": 120, "fp32": 220, "fp16": 220}
-    found = {row.dtype: row.extra_mb for row in memory.measured(65536)}
-    assert found.keys() == limits.keys()
-    assert all(found[dtype] < limits[dtype] for dtype in limits), found
+    results = {row.dtype: row.extra_mb for row in memory.measured(65536)}
+    assert results.keys() == limits.keys()
+    assert all(results[dtype] < limits[dtype] for dtype in limits), results
 
 
 def test_what_a_capture_costs() -> None:
-    found = captures.costs(files=30, turns=5)
-    assert list(found) == [captures.ALONE, captures.DISK, captures.EMPTY, "as file 30 and on"]
-    assert found[captures.ALONE] < found[captures.EMPTY]
-    assert all(cpu > 0 for _, cpu in found.values())
+    result = captures.costs(files=30, turns=5)
+    assert list(result) == [captures.ALONE, captures.DISK, captures.EMPTY, "as file 30 and on"]
+    assert result[captures.ALONE] < result[captures.EMPTY]
+    assert all(cpu > 0 for _, cpu in result.values())

@@ -57,9 +57,9 @@ def test_fine_tuning_fails_where_the_curves_differ(factor: float, monkeypatch: p
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_docstrings_say_what_happens(name: str) -> None:
     module = importlib.import_module(f"fusion_attention.{name}")
-    found = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 @pytest.mark.parametrize("page", [name for name, text in pages().items() if name[:4] == "docs" and blocks(text)])

@@ -44,15 +44,15 @@ def name_of(requirement: str) -> str:
 @cache
 def brought(package: str) -> frozenset[str]:
     """A package and all that it needs, as far as this environment knows."""
-    found = {package} | BRINGS.get(package, set())
+    result = {package} | BRINGS.get(package, set())
     try:
         requires = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
-        return frozenset(found)
+        return frozenset(result)
     for requirement in map(Requirement, requires):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found |= brought(name_of(str(requirement)))
-    return frozenset(found)
+            result |= brought(name_of(str(requirement)))
+    return frozenset(result)
 
 
 def installed(commands: str) -> set[str]:
@@ -84,17 +84,17 @@ def ours(name: str) -> bool:
 @cache
 def imports(path: Path) -> frozenset[str]:
     """What a file imports at once, and modules of this library that it names."""
-    found: set[str] = set()
+    results: set[str] = set()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            results |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            results |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found |= set(re.findall(r"^fusion_attention(?:\.\w+)+$", node.value))
-    return frozenset(found)
+            results |= set(re.findall(r"^fusion_attention(?:\.\w+)+$", node.value))
+    return frozenset(results)
 
 
 def needed(files: list[Path]) -> set[str]:

@@ -55,12 +55,12 @@ def allocations(tree: ast.AST) -> Iterator[tuple[str, int]]:
 @cache
 def allocating() -> dict[str, list[int]]:
     """Of every module that computes: "module::function" -> lines."""
-    found: dict[str, list[int]] = {}
+    results: dict[str, list[int]] = {}
     for module, path in modules().items():
         if module.split(".")[0] not in COMPUTES_NOTHING:
             for function, line in allocations(ast.parse(path.read_text(encoding="utf-8"))):
-                found.setdefault(f"{module}::{function}", []).append(line)
-    return found
+                results.setdefault(f"{module}::{function}", []).append(line)
+    return results
 
 
 def test_results_and_scratch_come_from_one_place() -> None:

@@ -47,8 +47,10 @@ def test_no_link_is_dead() -> None:
     for name, text in pages().items():
         for target in links(text):
             file, _, anchor = target.partition("#")
-            found = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
-            if not (found in made or (ROOT / found).exists()) or (anchor and anchor not in known.get(found, {anchor})):
+            result = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
+            if not (result in made or (ROOT / result).exists()) or (
+                anchor and anchor not in known.get(result, {anchor})
+            ):
                 dead.append(f"{name}: {target}")
     assert not dead
 
@@ -60,8 +62,8 @@ def test_the_names_of_headings(text: str, name: str) -> None:
 
 def commands() -> list[tuple[str, str]]:
     """(page, command line) of every shell block, without its comment."""
-    found = [(name, b) for name, text in pages().items() for kind in ("bash", "sh") for b in blocks(text, kind)]
-    lines = [(name, line.partition(" #")[0].strip()) for name, block in found for line in block.splitlines()]
+    results = [(name, b) for name, text in pages().items() for kind in ("bash", "sh") for b in blocks(text, kind)]
+    lines = [(name, line.partition(" #")[0].strip()) for name, block in results for line in block.splitlines()]
     return [(page, line) for page, line in lines if line]
 
 

@@ -76,9 +76,9 @@ def test_nothing_comes_from_the_network(site: Path) -> None:
 
 
 def test_the_words_that_people_search_for_are_indexed(site: Path) -> None:
-    found = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    result = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     for word, (page, heading) in WORDS.items():
-        sections = [entry for entry in found if entry["location"].startswith(page) and heading in entry["title"]]
+        sections = [entry for entry in result if entry["location"].startswith(page) and heading in entry["title"]]
         assert any(word.lower() in f"{entry['title']} {entry['text']}".lower() for entry in sections), word
 
 
@@ -98,8 +98,8 @@ def address(site: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        yield found
+    with Browser() as result:
+        yield result
 
 
 # Formulas there are, those that are set, and those that KaTeX does not understand.
@@ -130,12 +130,12 @@ def test_no_page_is_wider_than_its_window_and_every_formula_is_set(
 def test_a_word_finds_its_page_first(word: str, address: str, browser: Browser) -> None:
     browser.open(f"{address}/index.html?{urlencode({'q': word})}")
     first = "document.querySelector('a.md-search-result__link')?.getAttribute('href')"
-    found = browser.run(
+    result = browser.run(
         "new Promise((done) => { let turns = 0; const look = () => { "
         f"const found = {first}; found || ++turns > 100 ? done(found) : setTimeout(look, 50) }}; look() }})"
     )
-    assert found, word
-    assert f"/{WORDS[word][0]}" in found
+    assert result, word
+    assert f"/{WORDS[word][0]}" in result
 
 
 @needs_browser

@@ -224,13 +224,13 @@ def test_no_cann_word_below_the_ir() -> None:
     files = [path for pattern in BELOW_THE_IR for path in SOURCE.glob(pattern)]
     core = ROOT / "csrc"  # of which capi is another interface, and no part of the core
     files += [path for path in core.rglob("*") if path.suffix in (".cpp", ".h") and core / "capi" not in path.parents]
-    found = [
+    results = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
         for path in files
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         for match in CANN_WORDS.finditer(line)
     ]
-    assert not found, "words of CANN below problem.py (law 1):\n" + "\n".join(found)
+    assert not results, "words of CANN below problem.py (law 1):\n" + "\n".join(results)
 
 
 @pytest.mark.parametrize(
@@ -276,18 +276,18 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def too_long() -> dict[str, str]:
-    found = {}
+    results = {}
     for path in package_files():
         name = path.relative_to(ROOT).as_posix()
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) >= FILE_LINES:
-            found[name] = f"{lines} lines"
+            results[name] = f"{lines} lines"
         for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = KERNEL_LINES if is_kernel(node) else FUNCTION_LINES
                 if length(node) >= limit:
-                    found[f"{name}::{node.name}"] = f"{length(node)} lines, line {node.lineno}"
-    return found
+                    results[f"{name}::{node.name}"] = f"{length(node)} lines, line {node.lineno}"
+    return results
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -337,22 +337,26 @@ def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for value in given:
                 # A literal anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
                 parts = [
-                    found for part in ast.walk(value) if (found := number(part) if isinstance(part, ast.expr) else None)
+                    result
+                    for part in ast.walk(value)
+                    if (result := number(part) if isinstance(part, ast.expr) else None)
                 ]
-                if any(EXACT < found < 1 for found in parts):
+                if any(EXACT < result < 1 for result in parts):
                     yield node.lineno, f"{name} within {ast.unparse(value)}"
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE):
-            found = number(node.comparators[-1])
-            if found is not None and EXACT < found < 0.1:
-                yield node.lineno, f"within {found:g}"
+            result = number(node.comparators[-1])
+            if result is not None and EXACT < result < 0.1:
+                yield node.lineno, f"within {result:g}"
 
 
 def hand_set() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for line, why in by_hand(ast.parse(path.read_text(encoding="utf-8"))):
-            found.setdefault(path.relative_to(ROOT / "tests").as_posix(), []).append(f"tests/{path.name}:{line}: {why}")
-    return found
+            results.setdefault(path.relative_to(ROOT / "tests").as_posix(), []).append(
+                f"tests/{path.name}:{line}: {why}"
+            )
+    return results
 
 
 def test_no_tolerance_is_set_by_hand() -> None:

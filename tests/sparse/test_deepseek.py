@@ -51,11 +51,11 @@ def model() -> Any:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # which float64 goes through too
     torch.manual_seed(0)
-    found = deepseek.DeepseekV32Model(config).eval()
-    for name, parameter in found.named_parameters():
+    result = deepseek.DeepseekV32Model(config).eval()
+    for name, parameter in result.named_parameters():
         if "self_attn" in name and parameter.dim() == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # scores that differ, sharp attention
-    return found
+    return result
 
 
 class Ours(nn.Module):
@@ -123,8 +123,8 @@ def chosen_by(attention: Any, inputs: dict[str, Any]) -> Tensor:
     """What their indexer chooses, with all that it is given."""
     hidden, where, mask = (inputs[name] for name in ("hidden_states", "position_embeddings", "attention_mask"))
     latent = attention.q_a_layernorm(attention.q_a_proj(hidden))
-    found: Tensor = attention.indexer(hidden, latent, where, mask[:, 0], None)
-    return found
+    result: Tensor = attention.indexer(hidden, latent, where, mask[:, 0], None)
+    return result
 
 
 def test_selection_and_attention(model: Any, golden: Callable[..., Any]) -> None:

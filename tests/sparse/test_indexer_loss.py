@@ -130,8 +130,8 @@ def test_statistics(case: LossCase) -> None:
     exact = statistics(case, args, kept=torch.float64)
     wanted = {name: exact[f"{name}_index"].nan_to_num(0.0) for name in ("softmax_max", "softmax_sum")}
     close(run(in_float64(call), "golden"), wanted)
-    found = ["golden", *([] if cpu.reasons_against(call.problem, torch.device("cpu")) else ["cpu"])]
-    check_index(call, {backend: run(call, backend) for backend in found})
+    results = ["golden", *([] if cpu.reasons_against(call.problem, torch.device("cpu")) else ["cpu"])]
+    check_index(call, {backend: run(call, backend) for backend in results})
 
 
 # ---------------------------------------------------------------------------------------------------------- identities
@@ -216,15 +216,15 @@ def test_one_visible_key_teaches_nothing(count: int) -> None:
 def test_all_keys_selected_are_all_keys() -> None:
     """The two forms, which differ in the factor before the logarithms alone: max(p, 1e-8) and p."""
     case = LossCase(count=9, lists="all", heads_kv=2, dim_rope=4, sink=True)
-    whole, args = replace(case, count=0), operands(case)
+    full, args = replace(case, count=0), operands(case)
     dense = {**args, "sparse_indices": None}
-    one, other = exactly(case, args), exactly(whole, dense)
-    losses = [found.pop("loss") for found in (one, other)]
+    one, other = exactly(case, args), exactly(full, dense)
+    losses = [result.pop("loss") for result in (one, other)]
     close(one, other)
     rows, terms = sum(case.q_len), max(case.kv_len) * LEAST * abs(math.log(LEAST))
     assert abs(losses[0] - losses[1]) <= rows * terms + torch.finfo(torch.float32).eps * losses[1]
     judge(case, args)
-    judge(whole, dense)
+    judge(full, dense)
 
 
 def test_the_order_of_a_list_does_not_matter() -> None:
@@ -300,7 +300,7 @@ def test_from_attention_to_the_loss() -> None:
     weights = torch.rand(2, 12, 2)
     for sparse in (False, True):
         leaves = [t.clone().requires_grad_() for t in (index_q, index_k, weights)]
-        found = []
+        results = []
         for _ in range(12):
             indices = fa.lightning_indexer(*(t.detach() for t in leaves), 5)[0] if sparse else None
             if indices is None:
@@ -308,12 +308,12 @@ def test_from_attention_to_the_loss() -> None:
             else:
                 _, lse = fa.sparse_attention(q, k, None, indices, return_lse=True)
             loss = fa.indexer_loss(q, k, lse, *leaves, indices) / 24
-            found.append(loss.item())
+            results.append(loss.item())
             grads = torch.autograd.grad(loss, leaves)
             with torch.no_grad():
                 for leaf, gradient in zip(leaves, grads, strict=True):
                     leaf -= gradient
-        assert found[-1] < 0.9 * found[0], found
+        assert results[-1] < 0.9 * results[0], results
 
 
 def test_an_empty_query() -> None:

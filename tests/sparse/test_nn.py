@@ -64,8 +64,8 @@ Results = dict[str, Tensor]
 
 def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     """What plain() gives of a batch in float64: rows one behind the other, and the loss meant over them."""
-    found = [plain(layer, x.double()) for x in sequences]
-    return torch.cat([out for out, _ in found]), torch.stack([loss for _, loss in found]).sum() / sum(
+    results = [plain(layer, x.double()) for x in sequences]
+    return torch.cat([out for out, _ in results]), torch.stack([loss for _, loss in results]).sum() / sum(
         map(len, sequences)
     )
 
@@ -110,10 +110,10 @@ def drawn() -> list[Tensor]:
 @cache
 def expected(form: str, stage: str, names: tuple[str, ...]) -> dict[str, Expected]:
     """What a layer should give of drawn(), padded or packed, by name."""
-    found: dict[str, Expected] = expected_of(
+    result: dict[str, Expected] = expected_of(
         program(make(form, stage), drawn()), dict.fromkeys(names, torch.empty(0)), DRAWS
     )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,11 +157,11 @@ def test_recomputed_layers_have_the_same_gradients(stage: str, reentrant: bool) 
 
 def test_integers_of_quantised_layers_stay_out_of_stages() -> None:
     model = nn.ModuleList([make("heads")])
-    whole = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    model.register_parameter("stored", whole)
+    full = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    model.register_parameter("stored", full)
     for stage in dsa.STAGES:
         dsa.set_stage(model, stage)
-        assert not whole.requires_grad
+        assert not full.requires_grad
 
 
 def test_the_indexer_learns() -> None:
@@ -243,12 +243,12 @@ def test_bfloat16(stage: str) -> None:
     results.append([run(layer, x[None].bfloat16()) for x in batch])
     layer.indexer.weights_proj.float()
     results.append([run(layer, x[None].bfloat16()) for x in batch])
-    ours = [torch.stack([t.squeeze(0) for t in each]) for found in results for each in zip(*found, strict=True)]
+    ours = [torch.stack([t.squeeze(0) for t in each]) for result in results for each in zip(*result, strict=True)]
     assert {t.dtype for t in ours[::2]} == {torch.bfloat16}
 
     def written_plainly() -> list[Tensor]:
-        found = [plain(wide, x.bfloat16().double()) for x in batch]
-        return 3 * [torch.stack([out for out, _ in found]), torch.stack([loss for _, loss in found]) / 16]
+        result = [plain(wide, x.bfloat16().double()) for x in batch]
+        return 3 * [torch.stack([out for out, _ in result]), torch.stack([loss for _, loss in result]) / 16]
 
     compare_with(stage, ours, written_plainly, dtype=torch.bfloat16, draws=DRAWS)
 

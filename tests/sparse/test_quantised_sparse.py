@@ -43,8 +43,8 @@ def best(b: int, row: int, count: int, mode: int) -> list[int]:
     products = QUERY[b, row].double() @ key.T * QUERY_SCALE[b, row].double()[:, None] * scale
     scores = (WEIGHTS[b, row].double()[:, None] * products.clamp(min=0)).sum(0)
     seen = KEYS[b] - ROWS[b] + row + 1 if mode == 3 else KEYS[b]
-    found = scores[:seen].sort(descending=True, stable=True)[1][:count].tolist()
-    return [*found, *[-1] * (count - len(found))]
+    result = scores[:seen].sort(descending=True, stable=True)[1][:count].tolist()
+    return [*result, *[-1] * (count - len(result))]
 
 
 @pytest.mark.parametrize("mode", [0, 3])

@@ -115,10 +115,10 @@ def witness(case: SparseCase, args: Args) -> dict[str, torch.Tensor]:
                     part(case, out, "q", b)[row, head] = result.detach()
                     total = total + (result * dy[row, head]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
-    found = {
+    results = {
         f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
     }
-    return {"out": out, **found}
+    return {"out": out, **results}
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,10 @@ def test_statistics_may_span_more_than_the_list() -> None:
     case = SparseCase(lists="all", count=8, mode=0, kv_len=(8, 8), heads_kv=2, dtype="float32")
     args = operands(case)
     call, dy = in_float64(lowered(args)), args["dy"].double()
-    whole = run(call, "golden")
-    want = run(SparseBackward(call, dy, *whole.values()), "golden")
+    full = run(call, "golden")
+    want = run(SparseBackward(call, dy, *full.values()), "golden")
     halves = [in_float64(lowered({**args, "sparse_indices": half})) for half in args["sparse_indices"].chunk(2, -1)]
-    first, second = (run(SparseBackward(half, dy, *whole.values()), "golden") for half in halves)
+    first, second = (run(SparseBackward(half, dy, *full.values()), "golden") for half in halves)
     close({name: first[name] + second[name] for name in want}, want)
 
 
@@ -388,9 +388,9 @@ def test_packed_lists(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     packed = fa.pack_lists(lists)
     assert (packed.dtype, packed.shape) == (dtype, lists.shape)
     width = max(shape[-1], 1)
-    for found, given in zip(packed.reshape(-1, width).tolist(), lists.reshape(-1, width).tolist(), strict=True):
+    for result, given in zip(packed.reshape(-1, width).tolist(), lists.reshape(-1, width).tolist(), strict=True):
         kept = [n for n in given if n >= 0]
-        assert found == kept + [-1] * (len(given) - len(kept))
+        assert result == kept + [-1] * (len(given) - len(kept))
     assert torch.equal(lists, before)
 
 

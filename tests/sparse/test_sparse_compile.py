@@ -100,8 +100,8 @@ def test_functional_gradient(function: Callable[..., Any]) -> None:
     functional = torch.func.grad(lambda *t: function(*t).square().sum(), argnums=places)
     fast, _ = compiled(functional)
     plain = [t.detach() for t in leaves]
-    for found in (functional(*plain), fast(*plain)):
-        same_bits(found, want)
+    for result in (functional(*plain), fast(*plain)):
+        same_bits(result, want)
 
 
 @pytest.mark.parametrize("function", [shared, apart, choose, choose_npu, teach], ids=lambda f: f.__name__)

@@ -46,17 +46,17 @@ def kill(folder: Path, step: int) -> int:
 @pytest.mark.slow
 def test_a_killed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """kill -9 in the dense and in the sparse stage: the losses and weights of a run that nobody disturbed."""
-    whole = train(tmp_path / "whole")
+    full = train(tmp_path / "whole")
     folder = tmp_path / "killed"
     first, second = kill(folder, 1), kill(folder, 7)
-    assert 1 <= first < STEPS < second < whole["step"] == 8
+    assert 1 <= first < STEPS < second < full["step"] == 8
     capsys.readouterr()
     resumed = train(folder)
     assert f"goes on after step {second}" in " ".join(capsys.readouterr().out.split())
-    assert resumed["losses"] == whole["losses"]
-    assert resumed["recalls"] == whole["recalls"]
+    assert resumed["losses"] == full["losses"]
+    assert resumed["recalls"] == full["recalls"]
     for name in ("learner", "baseline"):
-        for key, value in whole[name]["model"].items():
+        for key, value in full[name]["model"].items():
             assert torch.equal(resumed[name]["model"][key], value), (name, key)
 
 

@@ -44,9 +44,9 @@ def test_gradients_of_keys(dtype: torch.dtype) -> None:
     args = {"query": rows(4, 24), "key": rows(1, 24), "query_rope": rows(4, 8), "key_rope": rows(1, 8)}
     for value in (None, rows(1, 16)):
         attention = sparse_call(bind(sparse_record.RECORD, {**args, "value": value, "sparse_indices": lists})).whole()
-        found = run(attention, "cpu")
-        dout = torch.randn(found["attention_out"].shape).to(dtype)
-        rounded(SparseBackward(attention, dout, *(found[name] for name in RESULTS)))
+        result = run(attention, "cpu")
+        dout = torch.randn(result["attention_out"].shape).to(dtype)
+        rounded(SparseBackward(attention, dout, *(result[name] for name in RESULTS)))
     lse = torch.randn(B, 4, S) + 5
     index = {"query_index": index["query"], "key_index": index["key"], "weights": index["weights"]}
     for selected in (lists, None):

@@ -28,18 +28,18 @@ TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | poin
 
 def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
     """Types of the arguments that a problem has."""
-    found = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *WIDE)
-    found |= pointers(problem.weights_dtype, "weights", "dweights")
+    result = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *WIDE)
+    result |= pointers(problem.weights_dtype, "weights", "dweights")
     if problem.dtype == "float16":
-        found |= pointers("i32", "largest")
+        result |= pointers("i32", "largest")
     if isinstance(problem, IndexerLossProblem):
         low = "float32" if problem.dtype != "bfloat16" and problem.select_count else problem.dtype
-        found |= pointers(low, "rows")
-        found |= pointers("i32", "keys") if problem.select_count else {}
-        found |= pointers("float32", "sink") if problem.has_sink else {}
+        result |= pointers(low, "rows")
+        result |= pointers("i32", "keys") if problem.select_count else {}
+        result |= pointers("float32", "sink") if problem.has_sink else {}
         if not problem.dim_rope:
-            del found["q_rope"], found["k_rope"]
-    return found
+            del result["q_rope"], result["k_rope"]
+    return result
 
 
 def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 0) -> Config:
@@ -129,7 +129,7 @@ FLOAT16 = {"dtype": "float16", "weights_dtype": "float16"}
 
 def configs() -> dict[str, Config]:
     """Every kernel with every row of its table."""
-    found: dict[str, Config] = {}
+    results: dict[str, Config] = {}
     for kernel in (
         dense_kl_loss.warm_target,
         dense_kl_loss.warm_difference,
@@ -137,35 +137,35 @@ def configs() -> dict[str, Config]:
         dense_kl_loss.warm_key,
     ):
         name = kernel.__name__
-        found[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is dense_kl_loss.warm_difference else 2)
-        found[f"{name} wide"] = warm(kernel, problem(dim=512, heads_kv=1, index=256))
-        found[f"{name} float32"] = warm(kernel, problem(**FLOAT32))
-        found[f"{name} float16"] = warm(kernel, problem(**FLOAT16, has_sink=True))
-    found["warm_target odd strides"] = warm(dense_kl_loss.warm_target, problem(dim=72, dim_rope=0), align=1)
-    found["warm_query odd strides"] = warm(dense_kl_loss.warm_query, problem(index=72), align=1)
-    found["warm_lse"] = lse(indexer(), ahead=1)
-    found["warm_lse wide"] = lse(indexer(256, "float16"))
-    found["warm_lse float32"] = lse(indexer(dtype="float32"))
+        results[f"{name}"] = warm(kernel, problem(), ahead=1 if kernel is dense_kl_loss.warm_difference else 2)
+        results[f"{name} wide"] = warm(kernel, problem(dim=512, heads_kv=1, index=256))
+        results[f"{name} float32"] = warm(kernel, problem(**FLOAT32))
+        results[f"{name} float16"] = warm(kernel, problem(**FLOAT16, has_sink=True))
+    results["warm_target odd strides"] = warm(dense_kl_loss.warm_target, problem(dim=72, dim_rope=0), align=1)
+    results["warm_query odd strides"] = warm(dense_kl_loss.warm_query, problem(index=72), align=1)
+    results["warm_lse"] = lse(indexer(), ahead=1)
+    results["warm_lse wide"] = lse(indexer(256, "float16"))
+    results["warm_lse float32"] = lse(indexer(dtype="float32"))
     for kernel in (selected_loss.target, selected_loss.score):
         name = f"selected_{kernel.__name__}"
-        found[f"{name}"] = selected(kernel, problem(**LATENT), ahead=1 if kernel is selected_loss.score else 2)
-        found[f"{name} 128 heads"] = selected(kernel, problem(**LATENT, heads=128))
-        found[f"{name} wide"] = selected(kernel, problem(**LATENT, heads=128, index=256))
-        found[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))
-        found[f"{name} float16"] = selected(kernel, problem(**LATENT, **FLOAT16, has_sink=True))
-    found["selected_gradients"] = gradient(problem(**LATENT))
-    found["selected_gradients 128 heads"] = gradient(problem(**LATENT, heads=128))
-    found["selected_gradients wide"] = gradient(problem(**LATENT, heads=128, index=256))
-    found["selected_gradients float32"] = gradient(problem(**LATENT, **FLOAT32))
-    found["selected_gradients float16"] = gradient(problem(**LATENT, **FLOAT16, has_sink=True))
-    found["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
-    found["selected_target 200 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 200}), ahead=2)
-    found["warm_target 200 heads"] = warm(dense_kl_loss.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
-    found["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
-    found["clean_keys"] = warm(loss_parts.clean_keys, problem())
-    found["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))
-    found["compare"] = selected(selected_loss.compare, problem(**LATENT))
-    return found
+        results[f"{name}"] = selected(kernel, problem(**LATENT), ahead=1 if kernel is selected_loss.score else 2)
+        results[f"{name} 128 heads"] = selected(kernel, problem(**LATENT, heads=128))
+        results[f"{name} wide"] = selected(kernel, problem(**LATENT, heads=128, index=256))
+        results[f"{name} float32"] = selected(kernel, problem(**LATENT, **FLOAT32))
+        results[f"{name} float16"] = selected(kernel, problem(**LATENT, **FLOAT16, has_sink=True))
+    results["selected_gradients"] = gradient(problem(**LATENT))
+    results["selected_gradients 128 heads"] = gradient(problem(**LATENT, heads=128))
+    results["selected_gradients wide"] = gradient(problem(**LATENT, heads=128, index=256))
+    results["selected_gradients float32"] = gradient(problem(**LATENT, **FLOAT32))
+    results["selected_gradients float16"] = gradient(problem(**LATENT, **FLOAT16, has_sink=True))
+    results["selected_target 8 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 8}))
+    results["selected_target 200 heads"] = selected(selected_loss.target, problem(**LATENT | {"heads_q": 200}), ahead=2)
+    results["warm_target 200 heads"] = warm(dense_kl_loss.warm_target, problem(**LATENT | {"heads_q": 200}), ahead=2)
+    results["note"] = warm(loss_parts.note, problem(**FLOAT16, has_sink=True))
+    results["clean_keys"] = warm(loss_parts.clean_keys, problem())
+    results["finish_keys"] = warm(loss_parts.finish_keys, problem(**FLOAT16))
+    results["compare"] = selected(selected_loss.compare, problem(**LATENT))
+    return results
 
 
 CONFIGS: dict[str, Config] = configs()

@@ -33,14 +33,14 @@ APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
 
 def types_of(p: Problem, atomic: bool) -> dict[str, str]:
     """Of the kernels' arguments."""
-    found = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"part": "*fp32"}
+    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"part": "*fp32"}
     if p.dtype == "float16":
-        found["large"] = "*i32"
+        result["large"] = "*i32"
     if atomic or launched.rows_dtype(p, wide=False).itemsize == 4:
-        found["rows"] = "*fp32"
+        result["rows"] = "*fp32"
     absent = {"q_rope", "k_rope"} if not p.dim_rope else set()
     absent |= {"v"} if p.shares_kv else set()
-    return {name: kind for name, kind in found.items() if name not in absent}
+    return {name: kind for name, kind in result.items() if name not in absent}
 
 
 def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: bool = False, ahead: int = 0) -> Config:
@@ -90,34 +90,34 @@ def noted(p: Problem) -> Config:
 
 def configs() -> dict[str, Config]:
     """Every tile of the tables, features off and on."""
-    found: dict[str, Config] = {}
+    results: dict[str, Config] = {}
     three = (("weights", kernels.weigh_slots), ("rows", kernels.backward_rows), ("slots", kernels.backward_slots))
     for what, kernel in three:
         for heads in (128, 64, 32, 16):
             # A loop of one turn, of 16 heads that are summed, loads nothing ahead.
             ahead = 0 if heads == 16 and what == "slots" else 2
-            found[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
-        found[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
-        found[f"sparse {what} 200"] = step(kernel, problem(200), ahead=2)
-        found[f"sparse {what} 128 float16"] = step(kernel, problem(128, dtype="float16"), ahead=2)
-        found[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
-        found[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
-        found[f"sparse {what} 40 grouped"] = step(kernel, problem(80, heads_kv=2, select_block=16, **APART), ahead=2)
-    found["sparse weights 576"] = step(kernels.weigh_slots, problem(128, dim=576, dim_rope=0), ahead=2)
-    found["sparse slots 576"] = step(kernels.backward_slots, problem(128, dim=576, dim_rope=0), 1, ahead=2)
-    found["sparse rows 128 rope"] = step(kernels.backward_rows, problem(128), -1, ahead=2)
-    found["sparse slots 128 rope"] = step(kernels.backward_slots, problem(128), -1, ahead=2)
-    found["sparse slots 128 values"] = step(kernels.backward_slots, problem(128, **APART), -1, ahead=2)
-    found["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
-    found["sparse lists"] = step(read_lists, problem(128))
+            results[f"sparse {what} {heads}"] = step(kernel, problem(heads), ahead=ahead)
+        results[f"sparse {what} 128 apart"] = step(kernel, problem(128, **APART), ahead=2)
+        results[f"sparse {what} 200"] = step(kernel, problem(200), ahead=2)
+        results[f"sparse {what} 128 float16"] = step(kernel, problem(128, dtype="float16"), ahead=2)
+        results[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
+        results[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
+        results[f"sparse {what} 40 grouped"] = step(kernel, problem(80, heads_kv=2, select_block=16, **APART), ahead=2)
+    results["sparse weights 576"] = step(kernels.weigh_slots, problem(128, dim=576, dim_rope=0), ahead=2)
+    results["sparse slots 576"] = step(kernels.backward_slots, problem(128, dim=576, dim_rope=0), 1, ahead=2)
+    results["sparse rows 128 rope"] = step(kernels.backward_rows, problem(128), -1, ahead=2)
+    results["sparse slots 128 rope"] = step(kernels.backward_slots, problem(128), -1, ahead=2)
+    results["sparse slots 128 values"] = step(kernels.backward_slots, problem(128, **APART), -1, ahead=2)
+    results["sparse slots 128 atomic"] = step(kernels.backward_slots, problem(128), atomic=True, ahead=2)
+    results["sparse lists"] = step(read_lists, problem(128))
     for name in ("bfloat16", "float16"):
-        found[f"sparse recompute rows {name}"] = step(recompute_rows, problem(128, dtype=name))
-        found[f"sparse recompute slots {name}"] = step(recompute_slots, problem(128, dtype=name))
-    found["sparse prepare 512"] = noted(problem(128, has_sink=True))
-    found |= {"sum rows": of_rows(key_sum.add_rows), "sum rows float32": of_rows(key_sum.add_rows, "float32")}
-    found |= {"sum blocks": of_rows(key_sum.add_blocks), "sum blocks float32": of_rows(key_sum.add_blocks, "float32")}
-    found |= {"sum hot": of_rows(key_sum.find_hot), "sum marked": of_rows(key_sum.mark), "sum written": written()}
-    return found
+        results[f"sparse recompute rows {name}"] = step(recompute_rows, problem(128, dtype=name))
+        results[f"sparse recompute slots {name}"] = step(recompute_slots, problem(128, dtype=name))
+    results["sparse prepare 512"] = noted(problem(128, has_sink=True))
+    results |= {"sum rows": of_rows(key_sum.add_rows), "sum rows float32": of_rows(key_sum.add_rows, "float32")}
+    results |= {"sum blocks": of_rows(key_sum.add_blocks), "sum blocks float32": of_rows(key_sum.add_blocks, "float32")}
+    results |= {"sum hot": of_rows(key_sum.find_hot), "sum marked": of_rows(key_sum.mark), "sum written": written()}
+    return results
 
 
 CONFIGS: dict[str, Config] = configs()

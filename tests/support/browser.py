@@ -77,11 +77,11 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self.to, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self.number:
-                if "error" in found:
-                    raise PageError(f"{method}: {found['error']}")
-                return found["result"]
+            result = self._next()
+            if result.get("id") == self.number:
+                if "error" in result:
+                    raise PageError(f"{method}: {result['error']}")
+                return result["result"]
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self.buffer:
@@ -90,18 +90,18 @@ class Browser:
                 raise PageError("the browser ended")
             self.buffer += data
         text, _, self.buffer = self.buffer.partition(b"\0")
-        found = json.loads(text)
-        if found.get("method") == "Runtime.exceptionThrown":
-            details = found["params"]["exceptionDetails"]
+        result = json.loads(text)
+        if result.get("method") == "Runtime.exceptionThrown":
+            details = result["params"]["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        return found
+        return result
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; promises are awaited."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise PageError(found["exceptionDetails"].get("exception", {}).get("description", "an error"))
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise PageError(result["exceptionDetails"].get("exception", {}).get("description", "an error"))
+        return result["result"].get("value")
 
     def open(self, address: str, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
         """Loads a page in a window of some size, and waits until it has drawn."""
@@ -126,8 +126,8 @@ class Browser:
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """Writes the window, or the whole page, as PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        result = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(result["data"]))
 
     def key(self, name: str, text: str = "") -> None:
         """Presses a key."""
@@ -149,9 +149,9 @@ class Browser:
 
     def middle(self, selector: str) -> tuple[float, float]:
         """Where the middle of an element is, once it is in view."""
-        found = self.run(
+        result = self.run(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
             "e.scrollIntoView({block: 'center', inline: 'center'}); "
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        return found[0], found[1]
+        return result[0], result[1]

@@ -25,13 +25,13 @@ KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "bool": ctypes.c_
 @cache
 def prototypes() -> dict[str, tuple[str, ...]]:
     """The C types of every operator's parameters, without where it writes."""
-    found = {}
+    results = {}
     for header in (INCLUDE / "aclnnop").glob("*.h"):
         text = re.sub(r"/\*.*?\*/", "", header.read_text(encoding="utf-8"), flags=re.DOTALL)
         for name, parameters in re.findall(r"aclnnStatus (\w+)GetWorkspaceSize\(([^)]*)\)", text):
             kinds = [re.sub(r"\w+$", "", parameter.strip()).replace(" ", "") for parameter in parameters.split(",")]
-            found[name] = tuple(kind.removeprefix("const") for kind in kinds[:-2])
-    return found
+            results[name] = tuple(kind.removeprefix("const") for kind in kinds[:-2])
+    return results
 
 
 class Inexpressible(Exception):

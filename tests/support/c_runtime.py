@@ -76,13 +76,13 @@ def _parameter(text: str) -> Parameter:
 @cache
 def functions() -> dict[str, Function]:
     """Every function that the runtime's headers declare."""
-    found = {}
+    results = {}
     for header in HEADERS:
         text = re.sub(r"/\*.*?\*/", "", (INCLUDE / header).read_text(encoding="utf-8"), flags=re.DOTALL)
         for returns, name, parameters in DECLARED.findall(text):
             taken = [] if parameters.strip() in ("", "void") else parameters.split(",")
-            found[name] = Function(name, returns.strip(), tuple(map(_parameter, taken)))
-    return found
+            results[name] = Function(name, returns.strip(), tuple(map(_parameter, taken)))
+    return results
 
 
 def sources(library: str) -> list[Path]:

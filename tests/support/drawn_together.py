@@ -23,7 +23,7 @@ def expected_together(program: Callable[[int], Mapping[str, Tensor]], dtype: tor
         program: of a number of copies: results [copies, ..] by name, each of which shares no operation with another.
         dtype: in which the results of operations are rounded.
     """
-    found = {}
+    results = {}
     with sdpa_kernel(SDPBackend.MATH):
         values = program(1)
         with Roundings(dtype, torch.Generator().manual_seed(0)):
@@ -33,8 +33,8 @@ def expected_together(program: Callable[[int], Mapping[str, Tensor]], dtype: tor
         value = value.detach().double()[0]
         drawn = (moved[name].detach().double() - value).masked_fill(~value.isfinite(), 0).square().mean(0)
         stored = (torch.finfo(dtype).eps / 2 * value.masked_fill(~value.isfinite(), 0)).square() / 3
-        found[name] = Expected(value, (drawn + stored + quantum(dtype) ** 2 / 12).sqrt(), DRAWS)
-    return found
+        results[name] = Expected(value, (drawn + stored + quantum(dtype) ** 2 / 12).sqrt(), DRAWS)
+    return results
 
 
 def check(ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:

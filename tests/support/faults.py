@@ -68,8 +68,8 @@ def planted(long: Long, rng: random.Random) -> Planted:
 def _effect(long: Long, o: Output, unit: Unit, change: Tensor, variance: Tensor) -> float:
     """Of the worst tile, also of 16 of its columns."""
     errors = Errors([long.length(o, unit.b)], of_heads(long.setting, unit).stop, change.shape[-1])
-    found = ratios(change, torch.zeros_like(change), variance.sqrt())
-    errors.add(0, of_heads(long.setting, unit), unit.rows, found)
+    result = ratios(change, torch.zeros_like(change), variance.sqrt())
+    errors.add(0, of_heads(long.setting, unit), unit.rows, result)
     return max((2 * look.z / look.limit for _, look in errors.worst() if look.kind in ("tile", "columns")), default=0.0)
 
 

@@ -67,8 +67,8 @@ def of_sequence(how: dict[str, Any], b: int) -> dict[str, Any]:
 def packed_call(how: dict[str, Any], lengths: tuple[list[int], list[int]]) -> Any:
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         parts = [t.split(n) for t, n in zip((q, k, v), (lengths[0], lengths[1], lengths[1]), strict=True)]
-        found = [formula(*three, **of_sequence(how, b)) for b, three in enumerate(zip(*parts, strict=True))]
-        return torch.cat([o for o, _ in found]), torch.cat([x for _, x in found], 1)
+        results = [formula(*three, **of_sequence(how, b)) for b, three in enumerate(zip(*parts, strict=True))]
+        return torch.cat([o for o, _ in results]), torch.cat([x for _, x in results], 1)
 
     return call
 

@@ -196,17 +196,17 @@ def rows_of(case: FusedCase, items: list[Tensor], layout: str, tokens: int, firs
     """Rows of items [heads, tokens, elements] in a layout; all others are poison."""
     heads, _, dim = items[0].shape
     if len(AXES[layout]) == 3:
-        whole = poisoned((heads, tokens, dim), items[0].dtype)
+        full = poisoned((heads, tokens, dim), items[0].dtype)
         start = 0
         for rows in items:
-            whole[:, start : start + rows.shape[1]] = rows
+            full[:, start : start + rows.shape[1]] = rows
             start += rows.shape[1]
-        return _shaped(case, whole, layout)
-    whole = poisoned((len(items), heads, tokens, dim), items[0].dtype)
+        return _shaped(case, full, layout)
+    full = poisoned((len(items), heads, tokens, dim), items[0].dtype)
     for b, rows in enumerate(items):
         if first[b] >= 0:
-            whole[b, :, first[b] : first[b] + rows.shape[1]] = rows
-    return _shaped(case, whole, layout)
+            full[b, :, first[b] : first[b] + rows.shape[1]] = rows
+    return _shaped(case, full, layout)
 
 
 def table_of(case: FusedCase) -> Tensor | None:
@@ -255,8 +255,8 @@ def _scale_tensor(case: FusedCase, kind: str, items: list[Tensor]) -> Tensor:
         pages = cache_of(replace(case, store="heads"), items)[..., 0]
         return pages if kind == "pages_head" else pages[:, 0]
     width = max(case.kv_len) + 3
-    whole = rows_of(case, items, "BNSD", width, (0,) * len(items))[..., 0]
-    return whole if kind == "token_head" else whole[:, 0]
+    full = rows_of(case, items, "BNSD", width, (0,) * len(items))[..., 0]
+    return full if kind == "token_head" else full[:, 0]
 
 
 def arguments(case: FusedCase) -> Args:
@@ -446,19 +446,19 @@ def _narrow(case: FusedCase, n: Args, out: Tensor) -> Tensor:
         return t.double().view(case.heads_q, 1, -1) if case.out == "channel" else t.double()
 
     value = out * channels(n["out_scale"]) + channels(n["out_offset"])
-    whole = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
-    return whole.clamp(-128, 127)
+    full = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
+    return full.clamp(-128, 127)
 
 
 def answer(case: FusedCase) -> tuple[Tensor, Tensor]:
     """(attention_out, softmax_lse) in their layouts; rows of no item are 0 and +inf."""
-    found = [item(case, b) for b in range(len(case.q_len))]
+    results = [item(case, b) for b in range(len(case.q_len))]
     packed = len(AXES[case.outside]) == 3
-    lead = (case.heads_q,) if packed else (len(found), case.heads_q)
+    lead = (case.heads_q,) if packed else (len(results), case.heads_q)
     out = torch.zeros(*lead, case.row_slots, case.dim_v, dtype=torch.float64)
     lse = torch.full((*lead, case.row_slots), math.inf, dtype=torch.float64)
     start = 0
-    for b, (rows, logarithm) in enumerate(found):
+    for b, (rows, logarithm) in enumerate(results):
         first = start if packed else case.q_first[b]
         where = slice(first, first + rows.shape[1])
         start += rows.shape[1]

@@ -56,9 +56,9 @@ def made(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, A
     inputs = {n: v for n, v in inputs.items() if n not in ("seed", "offset")}
     call = recorded(operator, inputs, {"none yet": torch.zeros(1)})
     results = call.lowered().results()
-    found = call.computed(backend, results)
-    assert not isinstance(found, str), found
-    call = replace(call, outputs={n: t for n, t in found.items() if t.numel()}, kept={})
+    result = call.computed(backend, results)
+    assert not isinstance(result, str), result
+    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, kept={})
     return Long(call, *setting_of(call.lowered(), call.judgeable(call.lowered())))
 
 
@@ -105,8 +105,8 @@ def sparse(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **field
 def sparse_gradient(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
     """Its backward, from what that back end saved."""
     args = sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields))
-    found = made("npu_sparse_flash_attention", args, backend).call.outputs
-    saved = {"attention_in" if n == "attention_out" else n: t for n, t in found.items()}
+    result = made("npu_sparse_flash_attention", args, backend).call.outputs
+    saved = {"attention_in" if n == "attention_out" else n: t for n, t in result.items()}
     return made("npu_sparse_flash_attention_grad", args, backend, saved)
 
 
@@ -134,7 +134,7 @@ def pieces(long: Long, seed: int, drawn: int = 4) -> Iterator[Unit]:
 
 def failing(long: Long, units: Sequence[Unit], grade: Grade = KERNEL) -> dict[str, Any]:
     """The looks that are too large in these pieces, by output; limits are those of the whole call."""
-    found: dict[str, Errors] = {}
+    results: dict[str, Errors] = {}
     p, e = long.setting.problem, long.setting.extents
     for unit in units:
         wanted = computed(long.setting, unit, long.outputs, grade, exact=False)
@@ -142,9 +142,9 @@ def failing(long: Long, units: Sequence[Unit], grade: Grade = KERNEL) -> dict[st
         for o in long.outputs:
             if o.name not in wanted or o.by_keys != unit.by_keys or o.view is None:
                 continue
-            if o.name not in found:
+            if o.name not in results:
                 lengths, count = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
-                found[o.name] = Errors([int(n) for n in lengths], count, o.view.dim)
+                results[o.name] = Errors([int(n) for n in lengths], count, o.view.dim)
             ours, right = o.rows(long.setting, unit.b, heads, unit.rows), wanted[o.name]
-            found[o.name].add(unit.b, heads, unit.rows, ratios(ours, right.value, right.variance.sqrt()))
-    return {name: look for name, errors in found.items() if (look := errors.fails(0))}
+            results[o.name].add(unit.b, heads, unit.rows, ratios(ours, right.value, right.variance.sqrt()))
+    return {name: look for name, errors in results.items() if (look := errors.fails(0))}

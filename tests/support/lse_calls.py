@@ -32,8 +32,8 @@ def results(call: Call, given: Given, dtype: torch.dtype | None, parts: str) -> 
     dout, dlse = torch.randn(out.shape).to(next(iter(given.values())).dtype), torch.randn(lse.shape) * 3
     # Rows without keys have lse -inf, whatever their logits are.
     wanted = [(lse, dlse.to(lse.dtype))] + ([(out, dout.to(out.dtype))] if parts == "both" else [])
-    found, above = zip(*wanted, strict=True)
-    grads = torch.autograd.grad(found, [*leaves.values()], above, allow_unused=True)
+    result, above = zip(*wanted, strict=True)
+    grads = torch.autograd.grad(result, [*leaves.values()], above, allow_unused=True)
     pairs = zip(leaves.items(), grads, strict=True)
     named = {f"d{n}": torch.zeros_like(leaf) if g is None else g for (n, leaf), g in pairs}  # lse has none for v
     return {"lse": lse.masked_fill(lse == -torch.inf, 0), **named}
@@ -47,8 +47,8 @@ def judge(
     got = {b: results(partial(call, b), given, None, parts) for b in backends}
 
     def both() -> Any:
-        found = results(program, given, torch.float64, parts)
-        return dict.fromkeys(got, found)
+        result = results(program, given, torch.float64, parts)
+        return dict.fromkeys(got, result)
 
     compare_with(name, got, both, draws=16)
 

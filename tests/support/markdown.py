@@ -19,8 +19,8 @@ def pages() -> dict[str, str]:
     """The text of every page of the site, generated ones and tables included, and of others in the tree, by path."""
     others = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md")]
     written = [*others, *sorted((ROOT / "docs").rglob("*.md"))]
-    found = {path.relative_to(ROOT).as_posix(): with_tables(path.read_text(encoding="utf-8")) for path in written}
-    return found | {f"docs/{name}": text for name, text in generated().items() if name.endswith(".md")}
+    results = {path.relative_to(ROOT).as_posix(): with_tables(path.read_text(encoding="utf-8")) for path in written}
+    return results | {f"docs/{name}": text for name, text in generated().items() if name.endswith(".md")}
 
 
 def fenced(page: str) -> Iterator[tuple[str, str]]:
@@ -31,7 +31,7 @@ def fenced(page: str) -> Iterator[tuple[str, str]]:
 
 def blocks(page: str, language: str = "python") -> list[str]:
     """The blocks of a language."""
-    return [text for found, text in fenced(page) if found == language]
+    return [text for result, text in fenced(page) if result == language]
 
 
 def links(page: str) -> list[str]:
@@ -43,12 +43,12 @@ def links(page: str) -> list[str]:
 def anchors(page: str) -> set[str]:
     """The names of a page's headings, as the site's builder makes them."""
     text = _FENCE.sub("", page)
-    found: set[str] = set()
+    results: set[str] = set()
     for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("\\", "")
         name = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", shown).strip().lower())
         number = 1
-        while name in found:
+        while name in results:
             name, number = f"{name.rsplit('_', 1)[0] if number > 1 else name}_{number}", number + 1
-        found.add(name)
-    return found
+        results.add(name)
+    return results

@@ -112,9 +112,9 @@ def native(call: Call, variant: str | None = None, packed: bool = True, threads:
 def judge(call: Call, got: Results, want: Results, at: Any) -> None:
     """Empty rows exactly; all other rows by the errors that roundings make there."""
     operands = load(call, call.problem.torch_dtype, torch.float32)
-    found = sizes(call.problem, call.extents, operands)
+    result = sizes(call.problem, call.extents, operands)
     views = {"out": operands.out, "max": operands.stats.max, "sum": operands.stats.sum}
-    size = {name: read(views[name].over(found[name]), call.q) for name in got}
+    size = {name: read(views[name].over(result[name]), call.q) for name in got}
     for b in range(len(call.extents)):
         if call.extents.q_len[b] == 0 or call.extents.kv_len[b] == 0:
             for name in got:
@@ -165,19 +165,19 @@ def wanted(call: Call, saved: Results) -> Results:
 
 def gradient_sizes(call: Call, saved: Results) -> Results:
     """The expected sizes of the errors of gradients(); a bias's were added to ones."""
-    p, e, found = call.problem, call.extents, Results()
+    p, e, result = call.problem, call.extents, Results()
 
     def compute(operands: Operands, grads: Grads) -> None:
         size = sizes(p, e, operands, grads)
         for name in INPUTS:
             if like := getattr(call, name):
-                found[f"d{name}"] = read(getattr(grads, f"d{name}").over(size[f"d{name}"]), like)
+                result[f"d{name}"] = read(getattr(grads, f"d{name}").over(size[f"d{name}"]), like)
         if (view := grads.dbias) is not None:
             terms = int(e.q_len @ e.kv_len) * p.heads_q // max(sum(t.numel() for t in call.bias), 1)
             added = (size["dpse"].square() + FLOAT32 * max(terms, 1)).sqrt()
-            found["dbias"] = [replace(view, keep=added).sequence(b, *t.shape) for b, t in enumerate(call.bias)]
+            result["dbias"] = [replace(view, keep=added).sequence(b, *t.shape) for b, t in enumerate(call.bias)]
         if grads.dsink is not None:
-            found["dsink"] = [size["dsink"]]
+            result["dsink"] = [size["dsink"]]
 
     backward(call, saved, compute)
-    return found
+    return result

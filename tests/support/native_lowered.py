@@ -37,17 +37,17 @@ def run(call: Lowered, variant: str | None = None, threads: int = 2, apart: bool
 
 def prepared_apart(operands: Any, extents: Extents) -> Any:
     """The same operands; rows of inputs in a buffer of NaN for each sequence, with gaps between heads and tokens."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in ("q", "k", "v", "q_rope", "k_rope", "weights"):
         view, lengths = getattr(operands, name, None), extents.kv_len if name[0] in "kv" else extents.q_len
         if isinstance(view, RowView) and not (name == "v" and view.keep[0] is operands.k.keep[0]):
             heads = view.keep[0].shape[-2]
-            found[name] = rows([view.sequence(b, heads, int(n)) for b, n in enumerate(lengths)], packed=False)
+            results[name] = rows([view.sequence(b, heads, int(n)) for b, n in enumerate(lengths)], packed=False)
         elif isinstance(view, RowView):
-            found[name] = replace(found["k"], dim=view.dim)  # values that are a part of the keys' rows
+            results[name] = replace(results["k"], dim=view.dim)  # values that are a part of the keys' rows
     if hasattr(operands, "index"):
-        found["index"] = prepared_apart(operands.index, extents)
-    return replace(operands, **found)
+        results["index"] = prepared_apart(operands.index, extents)
+    return replace(operands, **results)
 
 
 def hostile(case: Rows, args: Args, weighed: Callable[[int, int, int], list[int]], heads: int) -> Args:

@@ -28,5 +28,5 @@ def on_gpu(case: Case, args: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Results and gradients of a case, computed on the GPU."""
     dy = copied(args["dy"])
     assert dy is not None
-    found = run(moved(lowered(case, args)), dy, "auto")
-    return {name: tensor.cpu() for name, tensor in found.items()}
+    result = run(moved(lowered(case, args)), dy, "auto")
+    return {name: tensor.cpu() for name, tensor in result.items()}

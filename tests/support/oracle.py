@@ -168,11 +168,11 @@ def backward(
     dsink = None if call.sink is None else torch.full_like(call.sink, torch.nan)
     dout = rows([t.to(dtype) for t in call.dout], packed=not packed)
     compute(operands, Grads(dout, dbias=dbias, dsink=dsink, owns_dbias=owned, **views))
-    found = {f"d{n}": [t.clone() for t in read(views[f"d{n}"], like)] for n, like in inputs.items()}
+    result = {f"d{n}": [t.clone() for t in read(views[f"d{n}"], like)] for n, like in inputs.items()}
     if dbias is not None:
         each = [dbias.sequence(b, *t.shape) - (0 if owned else 1) for b, t in enumerate(call.bias)]
-        found["dbias"] = [dbias.keep] if shared else each
-    return found if dsink is None else found | {"dsink": [dsink]}
+        result["dbias"] = [dbias.keep] if shared else each
+    return result if dsink is None else result | {"dsink": [dsink]}
 
 
 def run(call: Call, saved: Results | None = None) -> Results:

@@ -115,8 +115,8 @@ def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
     out, max_, sum_ = dense_eager.attention(lowered, backend)
     dout = call.dout.double() if golden else call.dout
     gradients = dense_eager.attention_backward(lowered, dout, out, (max_, sum_), dbias=True, backend=backend)
-    found = {"out": out, "max": max_, "sum": sum_, **dict(zip(GRADIENTS, gradients, strict=True))}
-    return {name: t for name, t in found.items() if t.numel()}
+    results = {"out": out, "max": max_, "sum": sum_, **dict(zip(GRADIENTS, gradients, strict=True))}
+    return {name: t for name, t in results.items() if t.numel()}
 
 
 def expected(call: Call) -> dict[str, Expected]:
@@ -125,9 +125,9 @@ def expected(call: Call) -> dict[str, Expected]:
     lse = golden["max"] + golden["sum"].log()
     lanes = dict(zip(("max", "sum"), to_lanes(lowered, golden["max"], golden["sum"]), strict=True))
     given = {"dpse" if name == "dbias" else name: t for name, t in golden.items()}
-    found = dense(lowered, given | lanes | {"lse": lse}, call.dout)
-    found |= {name: Expected(golden[name], found[name].size[..., 0]) for name in lanes}
-    return {"dbias" if name == "dpse" else name: e for name, e in found.items()}
+    result = dense(lowered, given | lanes | {"lse": lse}, call.dout)
+    result |= {name: Expected(golden[name], result[name].size[..., 0]) for name in lanes}
+    return {"dbias" if name == "dpse" else name: e for name, e in result.items()}
 
 
 def draw(seed: int) -> Call:

@@ -69,8 +69,8 @@ def bias_of(case: Case, args: dict[str, Any], b: int, wrong: str) -> tuple[Tenso
         return 0.0, False
     if case.pse_type in (0, 1):
         before = (case.pse_type == 1) != (wrong == "pse-order")
-        whole = pse[b if pse.shape[0] > 1 else 0].float()
-        return whole[:, :rows, :keys].expand(-1, rows, -1), before
+        full = pse[b if pse.shape[0] > 1 else 0].float()
+        return full[:, :rows, :keys].expand(-1, rows, -1), before
     slope = pse.float() if pse.dim() == 1 else pse[b if pse.shape[0] > 1 else 0].float()
     away = (torch.arange(rows)[:, None] - torch.arange(keys)).abs().float()
     away = away.sqrt() if (case.pse_type == 3) != (wrong == "alibi-distance:root") else away
@@ -110,8 +110,8 @@ def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Round
     group, dtype = case.heads_q // case.heads_kv, getattr(torch, case.dtype)
 
     def keys_of(name: str) -> Tensor:
-        found = part(case, args[name], "kv", case.heads_kv, b).float()
-        return found.repeat(group, 1, 1) if wrong == "gqa-order" else found.repeat_interleave(group, 0)
+        result = part(case, args[name], "kv", case.heads_kv, b).float()
+        return result.repeat(group, 1, 1) if wrong == "gqa-order" else result.repeat_interleave(group, 0)
 
     q, k, v = part(case, args["query"], "q", case.heads_q, b).float(), keys_of("key"), keys_of("value")
     if wrong == "kv-confused":
@@ -164,8 +164,8 @@ def forward(case: Case, args: dict[str, Any], wrong: str = "", rough: Rounding =
         stored = replace(case, softmax_layout="" if case.softmax_layout else "TND")
     source = mixed(case, args) if wrong == "sequences-mixed" else None
     for b in range(len(case.q_len)):
-        found = row_block(case, args, b, wrong, rough) if source is None else source[b]
-        rows, m, l, scores = found
+        result = row_block(case, args, b, wrong, rough) if source is None else source[b]
+        rows, m, l, scores = result
         if wrong == "lse-unscaled":
             bare = scores / case.scale
             m = bare.amax(-1, keepdim=True)
@@ -206,7 +206,9 @@ def mixed(case: Case, args: dict[str, Any]) -> list[tuple[Tensor, ...]]:
 def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: str = "") -> dict[str, Tensor]:
     """dq, dk, dv as npu_fusion_attention_grad returns them, from what the forward returned."""
     dtype, group = getattr(torch, case.dtype), case.heads_q // case.heads_kv
-    found = {n: torch.zeros(args[of].shape, dtype=dtype) for n, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))}
+    results = {
+        n: torch.zeros(args[of].shape, dtype=dtype) for n, of in (("dq", "query"), ("dk", "key"), ("dv", "value"))
+    }
     for b in range(len(case.q_len)):
         q = part(case, args["query"], "q", case.heads_q, b).float()
         k, v = (part(case, args[n], "kv", case.heads_kv, b).float().repeat_interleave(group, 0)
@@ -221,13 +223,13 @@ def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: 
         low = dtype == torch.bfloat16
         ds, p = (t.to(dtype).float() if low else t for t in (ds, p))
         scale = 1.0 if wrong == "gradient-scale" else case.scale
-        whole = {"dk": scale * ds.mT @ q, "dv": p.mT @ dy}
-        part(case, found["dq"], "q", case.heads_q, b).copy_(scale * ds @ k)
-        for name, by_head in whole.items():
+        full = {"dk": scale * ds.mT @ q, "dv": p.mT @ dy}
+        part(case, results["dq"], "q", case.heads_q, b).copy_(scale * ds @ k)
+        for name, by_head in full.items():
             by_group = by_head.unflatten(0, (case.heads_kv, group))
             total = by_group[:, 0] if wrong == "group-sum" else by_group.sum(1)
-            part(case, found[name], "kv", case.heads_kv, b).copy_(total)
-    return found
+            part(case, results[name], "kv", case.heads_kv, b).copy_(total)
+    return results
 
 
 # -------------------------------------------------------------------------------------------------------------- calls
@@ -290,8 +292,8 @@ UNNAMED = {
 
 def made_unnamed(case: Case, what: str) -> Capture:
     """A capture with a mistake that nobody has named."""
-    found = made(case, "", "npu_fusion_attention_v2")
-    found.outputs["attention_out"] = UNNAMED[what](found.outputs["attention_out"].float()).to(
-        found.outputs["attention_out"].dtype
+    result = made(case, "", "npu_fusion_attention_v2")
+    result.outputs["attention_out"] = UNNAMED[what](result.outputs["attention_out"].float()).to(
+        result.outputs["attention_out"].dtype
     )
-    return found
+    return result

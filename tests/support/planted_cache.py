@@ -51,12 +51,12 @@ def paged(wrong: str, dtype: torch.dtype, operator: str, seed: int) -> Capture:
         group = HEADS // HEADS_KV
         k, v = ((t.repeat(group, 1, 1) if wrong == "gqa-order" else t.repeat_interleave(group, 0)) for t in (k, v))
         scale = 1.0 if wrong == "scale-missing" else SCALE
-        found, log = softmax_rows(q[b].float(), k, v, scale, dtype)
+        result, log = softmax_rows(q[b].float(), k, v, scale, dtype)
         if wrong == "lse-base":
             log = log / math.log(2)
         if wrong == "lse-unscaled":
             log = (q[b].float() @ k.mT).logsumexp(-1, keepdim=True)
-        out[b], lse[b] = found.to(dtype), log
+        out[b], lse[b] = result.to(dtype), log
     names = {"query": q, "key": [pool_k], "value": [pool_v], "block_table": table, "num_heads": HEADS,
              "scale_value": SCALE, "input_layout": "BNSD", "num_key_value_heads": HEADS_KV,
              "block_size": PAGE}  # fmt: skip
@@ -87,8 +87,8 @@ def stored(wrong: str, dtype: torch.dtype, offsets: bool, seed: int) -> Capture:
             if wrong == "dequantisation:first":
                 factor = factor[:1].expand(HEADS_KV, -1)
             x, add = stack[b, :length].float(), offset[side].float() if offsets else torch.zeros(HEADS_KV, DIM)
-            whole = x * factor + add if wrong == "dequantisation:outside" else (x + add) * factor
-            meant.append(whole.transpose(0, 1).repeat_interleave(group, 0))
+            full = x * factor + add if wrong == "dequantisation:outside" else (x + add) * factor
+            meant.append(full.transpose(0, 1).repeat_interleave(group, 0))
         out[b] = softmax_rows(q[b].float(), *meant, SCALE, dtype)[0].to(dtype)
     flat = (t.transpose(1, 2).contiguous() for t in (k8, v8))
     names = dict(zip(("key", "value"), ([t] for t in flat), strict=True)) | {
@@ -117,8 +117,8 @@ def topk(wrong: str, dtype: torch.dtype, count: int, seed: int) -> Capture:
         for i in range(rows):
             sign = -1 if wrong == "topk-ties" else 1
             order = sorted((j for j in range(keys) if seen[i, j]), key=lambda j: (-float(scores[b, i, j]), sign * j))
-            found = order[:count]
-            chosen[b, i, 0, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            result = order[:count]
+            chosen[b, i, 0, : len(result)] = torch.tensor(result, dtype=torch.int32)
     at = chosen.clamp(min=0).long()[:, :, 0]
     values = scores.gather(-1, at).masked_fill(chosen[:, :, 0] < 0, -math.inf)[:, :, None].to(dtype)
     names = {"query": q, "key": k, "weights": w, "layout_query": "BSND", "layout_key": "BSND",

@@ -122,5 +122,5 @@ def noisy() -> Iterator[tuple[str, Make]]:
     for i, case in enumerate(calls):
         for dtype, low in (("float32", torch.float16), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
             if i < 6 or dtype != "bfloat16":
-                found = replace(case, dtype=dtype)
-                yield f"noisy-{i}-{dtype}", partial(made, found, "", rough=Rounding(low))
+                result = replace(case, dtype=dtype)
+                yield f"noisy-{i}-{dtype}", partial(made, result, "", rough=Rounding(low))

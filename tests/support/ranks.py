@@ -98,23 +98,23 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
     }
     tokens = None if batch is None else (s1, s2)
     out, lse = attention(**local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True)
-    whole = unshard(out.detach(), group, schedule, *cut["q"])
-    out.backward(shard(upstream(whole.shape, case["dtype"]), group, schedule, *cut["q"]))
-    found = {"out": whole, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
+    full = unshard(out.detach(), group, schedule, *cut["q"])
+    out.backward(shard(upstream(full.shape, case["dtype"]), group, schedule, *cut["q"]))
+    results = {"out": full, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
     for name in GRADIENTS:
         if name in local:
             grad = local[name].grad
             assert grad is not None
-            found["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else summed(grad, line)
-    return found
+            results["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else summed(grad, line)
+    return results
 
 
 def all_of(group: Any, schedule: str, names: list[Any], options: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """What rank 0 finds of several cases, and whether every rank finds the same bits as before in the first of them."""
-    found = {name: of_ranks(group, schedule, named(name), options) for name in names}
+    results = {name: of_ranks(group, schedule, named(name), options) for name in names}
     again = of_ranks(group, schedule, named(names[0]), options)
-    assert all(same(found[names[0]][n], t) for n, t in again.items()), "other bits in another run"
-    return found if group_of(group).rank == 0 else {}
+    assert all(same(results[names[0]][n], t) for n, t in again.items()), "other bits in another run"
+    return results if group_of(group).rank == 0 else {}
 
 
 def case(dtype: torch.dtype = torch.float32, words: Any = None, **sizes: Any) -> dict[str, Any]:

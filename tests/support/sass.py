@@ -34,12 +34,12 @@ class Loop:
 
 def instructions(code: str) -> list[Instruction]:
     """What cuobjdump -sass printed of one kernel."""
-    found = []
+    results = []
     for address, predicate, name, rest in _INSTRUCTION.findall(code):
         target = _TARGET.findall(rest) if name.split(".")[0] == "BRA" else []
         always = not predicate and ".DIV" not in name and not re.search(r"\bU?P\d", rest)
-        found.append(Instruction(int(address, 16), name, always, int(target[-1], 16) if target else 0))
-    return found
+        results.append(Instruction(int(address, 16), name, always, int(target[-1], 16) if target else 0))
+    return results
 
 
 def _is(instruction: Instruction, *kinds: str) -> bool:

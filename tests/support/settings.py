@@ -36,18 +36,18 @@ def random_setting(rng: random.Random, longest: int = 12, modes: tuple[int, ...]
 
 def by_python(s: Setting) -> dict[str, Any]:
     """Everything that is said of a setting at every interface."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for interface in INTERFACES:
         p = visible.picture(s, interface)
         cells = draw.cells_of(s, interface)
-        found[interface] = {
+        results[interface] = {
             "picture": p,
             "cells": "" if cells is None else "".join(map(str, cells.ravel().tolist())),
             "remarks": violations.remarks_on(s, interface),
             "call": calls.call(s, interface),
             "formulas": [words.formula(p, b) for b in range(len(s.q_len))] if p else [],
         }
-    return found
+    return results
 
 
 # The same by the page's own functions; what it gives is JSON.

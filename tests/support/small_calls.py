@@ -27,9 +27,9 @@ def computed(operator: str, inputs: dict[str, Any], backend: str = "cpu") -> Cal
     names = RECORDS[operator].by_name
     inputs = {n: v for n, v in inputs.items() if n in names and v is not None and n not in ("seed", "offset")}
     call = recorded(operator, inputs, {"none yet": torch.zeros(1)})
-    found = call.computed(backend, call.lowered().results())
-    assert not isinstance(found, str), found
-    return operator, inputs, {n: t.clone() for n, t in found.items() if t.numel()}
+    result = call.computed(backend, call.lowered().results())
+    assert not isinstance(result, str), result
+    return operator, inputs, {n: t.clone() for n, t in result.items() if t.numel()}
 
 
 def gradient_of(args: dict[str, Any], backend: str = "cpu") -> Call:
@@ -42,8 +42,8 @@ def gradient_of(args: dict[str, Any], backend: str = "cpu") -> Call:
 
 def sparse_gradient(case: sparse.SparseCase) -> Call:
     args = sparse.arguments(case)
-    found = computed("npu_sparse_flash_attention", args)[2]
-    return computed("npu_sparse_flash_attention_grad", args | {"attention_in": found.pop("attention_out")} | found)
+    result = computed("npu_sparse_flash_attention", args)[2]
+    return computed("npu_sparse_flash_attention_grad", args | {"attention_in": result.pop("attention_out")} | result)
 
 
 def statistics(case: indexer_loss.LossCase) -> Call:

@@ -39,9 +39,9 @@ SPILLED = {run: reason for module in AREAS.values() for run, reason in module.SP
 def compiled(run: str) -> Compiled:
     """An entry of RUNS."""
     area, name, chip = RUNS[run]
-    found = AREAS[area].CONFIGS[name](chip)
-    assert found is not None
-    return found
+    result = AREAS[area].CONFIGS[name](chip)
+    assert result is not None
+    return result
 
 
 def figures(run: str) -> Figures:
@@ -58,8 +58,8 @@ def resources(area: str) -> Path:
 def recorded(area: str) -> dict[str, Figures]:
     """What was recorded of an area."""
     path = resources(area)
-    found: dict[str, Figures] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found
+    result: dict[str, Figures] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return result
 
 
 def main() -> None:

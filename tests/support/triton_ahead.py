@@ -130,8 +130,8 @@ def of_types(function: Any, constants: launching.Constants, typed: Callable[[str
 
 def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
     """What the kernel takes on a chip (80 for sm_80), and with which instructions it multiplies."""
-    found = taken(source(kernel, problem, known(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
-    return found | {way: issued(kernel, tile, int(found[way])) for way in ("cut", "whole")}
+    result = taken(source(kernel, problem, known(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
+    return result | {way: issued(kernel, tile, int(result[way])) for way in ("cut", "whole")}
 
 
 def taken(given: ASTSource, tile: Tile, chip: int, counted: bool) -> Figures:
@@ -238,74 +238,76 @@ INT8 = {"kv_dtype": "int8", "dequant_k": "channel", "dequant_v": "token"}
 
 def configs() -> dict[str, Config]:
     """Every kernel with every row of its table, features off and on."""
-    found: dict[str, Config] = {}
+    results: dict[str, Config] = {}
     for kernel in ("forward", "query", "key"):
         for name, size in SIZES.items():
-            found[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
-            found[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ, **MEAN))
-        found[f"{kernel} 128 plain"] = Config(kernel, problem(128))
-        found[f"{kernel} 128 capped"] = Config(kernel, problem(128, softcap=50.0))
-        found[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
-        found[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
-        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ, **MEAN_IN_BAND))
-        found[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), align=1)
-        found[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
-        found[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
-        found[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
+            results[f"{kernel} {name}"] = Config(kernel, problem(**size, **LIGHT))
+            results[f"{kernel} {name} read"] = Config(kernel, problem(**size, **READ, **MEAN))
+        results[f"{kernel} 128 plain"] = Config(kernel, problem(128))
+        results[f"{kernel} 128 capped"] = Config(kernel, problem(128, softcap=50.0))
+        results[f"{kernel} 128 drawn"] = Config(kernel, problem(128, dtype="float16", **DRAWN))
+        results[f"{kernel} 768"] = Config(kernel, problem(768, **LIGHT))
+        results[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ, **MEAN_IN_BAND))
+        results[f"{kernel} 128 odd strides"] = Config(kernel, problem(128, **LIGHT), align=1)
+        results[f"{kernel} 128 even strides"] = Config(kernel, problem(128, **LIGHT), align=2)
+        results[f"{kernel} float32"] = Config(kernel, problem(128, **FLOAT32, **LIGHT))
+        results[f"{kernel} float32 read"] = Config(kernel, problem(128, **FLOAT32, **READ, **MEAN))
     for name in ("64", "128", "192", "256"):  # one thing is read for every pair of row and key
-        found[f"forward {name} blocked"] = Config("forward", problem(**SIZES[name], has_blocked=True))
+        results[f"forward {name} blocked"] = Config("forward", problem(**SIZES[name], has_blocked=True))
     # A score that is a product and nothing else: tiles of their own.
-    found["forward 64 plain"] = Config("forward", problem(64))
-    found["query 64 plain"] = Config("query", problem(64))
-    found["query 192 plain"] = Config("query", problem(128, dim_rope=64))
+    results["forward 64 plain"] = Config("forward", problem(64))
+    results["query 64 plain"] = Config("query", problem(64))
+    results["query 192 plain"] = Config("query", problem(128, dim_rope=64))
     for name in ("64", "192", "256"):
-        found[f"key {name} plain"] = Config("key", problem(**SIZES[name]))
-    found["key 128 float16"] = Config("key", problem(128, dtype="float16"))
-    found["key 128 mean"] = Config("key", problem(128, **MEAN))
-    found["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
+        results[f"key {name} plain"] = Config("key", problem(**SIZES[name]))
+    results["key 128 float16"] = Config("key", problem(128, dtype="float16"))
+    results["key 128 mean"] = Config("key", problem(128, **MEAN))
+    results["forward 128 mean"] = Config("forward", problem(128, **LIGHT, **MEAN_IN_BAND))
     # What meets in one call and in no entry above: no group, a cap or means at the largest tiles.
-    found["key 128 ungrouped"] = Config("key", problem(128, heads_kv=16))
-    found["key 192 mean"] = Config("key", problem(**SIZES["192"], **LIGHT, **MEAN))
-    found["forward 192 capped"] = Config("forward", problem(**SIZES["192"], softcap=50.0))
-    found["forward 256 mean"] = Config("forward", problem(256, **LIGHT, **MEAN_IN_BAND))
-    found["forward 96"] = Config("forward", problem(96, dtype="float16"))
-    found["prepare 128"] = Config("prepare", problem(128, has_sink=True))
-    found |= of_caches()
+    results["key 128 ungrouped"] = Config("key", problem(128, heads_kv=16))
+    results["key 192 mean"] = Config("key", problem(**SIZES["192"], **LIGHT, **MEAN))
+    results["forward 192 capped"] = Config("forward", problem(**SIZES["192"], softcap=50.0))
+    results["forward 256 mean"] = Config("forward", problem(256, **LIGHT, **MEAN_IN_BAND))
+    results["forward 96"] = Config("forward", problem(96, dtype="float16"))
+    results["prepare 128"] = Config("prepare", problem(128, has_sink=True))
+    results |= of_caches()
     for kernel in shapes.RECOMPUTE:
-        found[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
-        found[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
-        found[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
-    found["recompute_out 576 int8"] = Config("recompute_out", problem(512, dim_rope=64, **PAGES, **INT8))
-    found["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
-    return found
+        results[f"{kernel} 128"] = Config(kernel, problem(128, softcap=50.0, **LIGHT))
+        results[f"{kernel} 768 read"] = Config(kernel, problem(768, **READ))
+        results[f"{kernel} 576 drawn"] = Config(kernel, problem(512, dim_rope=64, dtype="float16", **DRAWN))
+    results["recompute_out 576 int8"] = Config("recompute_out", problem(512, dim_rope=64, **PAGES, **INT8))
+    results["join 128"] = Config("join", problem(128, **PAGES, has_sink=True))
+    return results
 
 
 def of_caches() -> dict[str, Config]:
     """Decode, prefill and latents."""
-    found: dict[str, Config] = {}
-    found["decode 128"] = Config("decode", problem(128, **PAGES))
-    found["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
-    found["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
-    found["decode 128 capped"] = Config("decode", problem(128, **PAGES, softcap=50.0))
-    found["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
-    found["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
-    found["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
-    found["decode 256"] = Config("decode", problem(256, **PAGES))
+    results: dict[str, Config] = {}
+    results["decode 128"] = Config("decode", problem(128, **PAGES))
+    results["decode 128 16 rows"] = Config("decode", problem(128, **PAGES), rows=16)
+    results["decode 128 16 rows int8"] = Config("decode", problem(128, **PAGES, **INT8), rows=16)
+    results["decode 128 capped"] = Config("decode", problem(128, **PAGES, softcap=50.0))
+    results["decode 128 slopes"] = Config("decode", problem(128, **PAGES, **LIGHT))
+    results["decode 128 int8"] = Config("decode", problem(128, **PAGES, **INT8))
+    results["decode 128 read"] = Config("decode", problem(128, **PAGES, bias="matrix", has_blocked=True))
+    results["decode 256"] = Config("decode", problem(256, **PAGES))
     for name, size in (("64", {"dim": 64}), ("128", {"dim": 128}), ("192", SIZES["192"]), ("256", {"dim": 256})):
-        found[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
-        found[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
-    found["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
-    found["prefill 128 int8 read"] = Config("decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8")
-    found["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
-    found["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
-    found["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
-    found["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
-    found["decode 768"] = Config("decode", problem(768, **PAGES))
-    found["decode 768 int8"] = Config("decode", problem(768, **PAGES, **INT8))
-    found["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
-    found["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
-    found["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
-    return found
+        results[f"prefill {name}"] = Config("decode", problem(**size, **PAGES, **LIGHT), table="prefill")
+        results[f"prefill {name} read"] = Config("decode", problem(**size, **PAGES, **PAGED_READ), table="prefill")
+    results["prefill 128 int8"] = Config("decode", problem(128, **PAGES, **INT8), table="prefill int8")
+    results["prefill 128 int8 read"] = Config(
+        "decode", problem(128, **PAGES, **INT8, **PAGED_READ), table="prefill int8"
+    )
+    results["latent"] = Config("decode", problem(512, **PAGES, **LATENT), table="latent")
+    results["latent read"] = Config("decode", problem(512, **PAGES, **LATENT, **PAGED_READ), table="latent")
+    results["decode 576"] = Config("decode", problem(512, dim_rope=64, **PAGES))
+    results["decode 576 int8"] = Config("decode", problem(512, dim_rope=64, **PAGES, **INT8))
+    results["decode 768"] = Config("decode", problem(768, **PAGES))
+    results["decode 768 int8"] = Config("decode", problem(768, **PAGES, **INT8))
+    results["decode 576 read"] = Config("decode", problem(512, dim_rope=64, **PAGES, bias="matrix", has_blocked=True))
+    results["decode 768 read"] = Config("decode", problem(768, **PAGES, bias="matrix", has_blocked=True))
+    results["decode float32"] = Config("decode", problem(128, **FLOAT32, **PAGES, bias="matrix", has_blocked=True))
+    return results
 
 
 CONFIGS = configs()

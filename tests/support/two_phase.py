@@ -37,7 +37,7 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
 def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
     """Poisoned memory for the outputs of a call, those that it brings left as they are."""
     sizes = axes_of(op, args)
-    found: dict[str, torch.Tensor | None] = {}
+    results: dict[str, torch.Tensor | None] = {}
     for p in op.tensors(output=True):
         words = p.words(op.layout_of(p, args))
         shape = [size_of(word, sizes) for word in words]
@@ -50,15 +50,15 @@ def outputs_of(op: Op, args: Args) -> dict[str, torch.Tensor | None]:
         dtype = torch.float32 if p.name == "softmax_lse" else dtype
         if p.name == "dpse":
             pse = args["pse"]
-            found[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
+            results[p.name] = None if not isinstance(pse, torch.Tensor) else torch.empty_like(pse)
         elif args.get(p.name) is not None or not words or None in shape or (p.name == "dsink" and args["sink"] is None):
-            found[p.name] = None
+            results[p.name] = None
         else:
-            found[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
-    for tensor in found.values():
+            results[p.name] = torch.empty(shape, dtype=dtype)  # type: ignore[arg-type]
+    for tensor in results.values():
         if tensor is not None and tensor.numel():
             tensor.view(-1).view(torch.uint8).fill_(0xA5)
-    return found
+    return results
 
 
 def handle(value: Any, tensors: bool = False) -> Any:

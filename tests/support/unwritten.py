@@ -52,22 +52,22 @@ def forgets(patch: pytest.MonkeyPatch, backend: str, op_kind: str, run: Callable
         How many results there were.
     """
     module = importlib.import_module(f"fusion_attention.backends.{backend}")
-    real, right, found, at = getattr(module, op_kind), run(), 1, 0
+    real, right, result, at = getattr(module, op_kind), run(), 1, 0
 
     def forgetful(*given: Any) -> None:
-        nonlocal found
+        nonlocal result
         changed = written(real, *given)
         tensor, old = changed[at]
-        found = len(changed)
+        result = len(changed)
         assert is_poison(old), f"{op_kind}: result {at} held other values than poison before"
         tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel() // 2).copy_(old.flatten()[:1])
 
     judge(run(), right)
-    while at < found:
+    while at < result:
         with patch.context() as poisoned:
             poisoned.setattr(module, op_kind, forgetful)
             ours = run()
         with pytest.raises(AssertionError):
             judge(ours, right)
         at += 1
-    return found
+    return result

@@ -49,7 +49,7 @@ class Worlds:
         kill: ranks that are expected to die; None stands for what they return. The pool is then begun anew.
         """
         results = self.outcomes(world, case, *args, kill=kill)
-        failed = [f"rank {rank}:\n{found}" for rank, found in enumerate(results) if isinstance(found, Failed)]
+        failed = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if isinstance(result, Failed)]
         if failed:
             self.end()  # Nobody knows what still waits there.
             raise Failed("\n".join(failed))

@@ -276,8 +276,8 @@ def test_no_keep_prob_keeps_all(traced: bool) -> None:
         scaled = npu.npu_fusion_attention(q, k, v, 4, "BSND", scale=0.25, keep_prob=None)[0]  # type: ignore[arg-type]
         return scaled, fa.attention(q, k, v, keep_prob=None)
 
-    found = (torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer)(q, k, v)
-    assert all(torch.equal(out, fa.attention(q, k, v)) for out in found)
+    result = (torch.compile(layer, fullgraph=True, backend="aot_eager") if traced else layer)(q, k, v)
+    assert all(torch.equal(out, fa.attention(q, k, v)) for out in result)
 
 
 def test_a_trace_refuses_what_a_call_refuses() -> None:

@@ -36,17 +36,17 @@ def test_every_word_of_a_library_is_ours_or_known(library: str) -> None:
 @pytest.mark.parametrize("word", [word for word in _WORDS if word not in ("query", "key", "value")])
 def test_a_foreign_word_is_an_error_that_gives_ours(word: str) -> None:
     assert word not in OURS
-    with pytest.raises(TypeError, match=f"^attention: {word}: another library's word; here: ") as found:
+    with pytest.raises(TypeError, match=f"^attention: {word}: another library's word; here: ") as result:
         fa.attention(rows, rows, rows, **{word: None})
-    said = set(re.findall(r"(\w+)=", str(found.value)))
+    said = set(re.findall(r"(\w+)=", str(result.value)))
     assert said <= OURS | {"align", "softcap"}, "it names no parameter of attention()"
-    assert said or "leave it out: " in str(found.value) or "decode_attention()" in str(found.value)
+    assert said or "leave it out: " in str(result.value) or "decode_attention()" in str(result.value)
 
 
 def test_every_foreign_word_of_a_call_has_a_line() -> None:
-    with pytest.raises(TypeError) as found:
+    with pytest.raises(TypeError) as result:
         fa.attention(rows, rows, rows, is_causal=True, dropout_p=0.1)  # type: ignore[call-overload]
-    first, second = str(found.value).splitlines()
+    first, second = str(result.value).splitlines()
     assert first.startswith("attention: is_causal: ")
     assert 'Band.causal(align="start")' in first
     assert second.startswith("attention: dropout_p: ")

@@ -314,12 +314,12 @@ def test_a_module_is_changed_when_it_is_loaded(tmp_path: Path, monkeypatch: pyte
         changes.when_loaded(name, lambda module: changes.set(module, "value", 2))
     later = importlib.import_module("one_later")
     assert (now.value, later.value) == (2, 2)
-    found = importlib.util.find_spec("one_never")
+    result = importlib.util.find_spec("one_never")
     changes.end()
     assert (now.value, later.value) == (1, 1)
     assert sys.meta_path == before
-    never = importlib.util.module_from_spec(found)  # type: ignore[arg-type]
-    found.loader.exec_module(never)  # type: ignore[union-attr]
+    never = importlib.util.module_from_spec(result)  # type: ignore[arg-type]
+    result.loader.exec_module(never)  # type: ignore[union-attr]
     assert never.value == 1
     for module in (now, later):
         del sys.modules[module.__name__]

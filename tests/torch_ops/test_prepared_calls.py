@@ -37,13 +37,13 @@ def rows(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def same_bits_of(call: Callable[[], Any]) -> Any:
     """The results of the third call, which are those of the first, in memory of their own."""
-    found = [call() for _ in range(3)]
-    flat = [[t] if isinstance(t, torch.Tensor) else list(t) for t in found]
+    result = [call() for _ in range(3)]
+    flat = [[t] if isinstance(t, torch.Tensor) else list(t) for t in result]
     places = [t.data_ptr() for results in flat for t in results if t.numel()]
     assert len(set(places)) == len(places), "two results share memory"
     for results in flat[1:]:
         same_bits(results, flat[0])
-    return found[-1]
+    return result[-1]
 
 
 def forgotten(call: Callable[[], Any]) -> Any:
@@ -115,8 +115,8 @@ def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
     q, k = rows(1, 4, 2, 16), rows(1, 4, 2, 16, seed=1)
     for tokens in (4, 1):
         given: dict[str, Any] = {"band": fa.Band(hi=-2), "empty_rows": "mean", "return_lse": True}
-        found = same_bits_of(lambda given=given, n=tokens: fa.attention(q[:, :n], k, k, **given))  # type: ignore[misc]
-        assert found[0][:, 0].any(), "a row that sees no key is a mean"
+        result = same_bits_of(lambda given=given, n=tokens: fa.attention(q[:, :n], k, k, **given))  # type: ignore[misc]
+        assert result[0][:, 0].any(), "a row that sees no key is a mean"
     assert len(prepared) == 4
 
 
@@ -129,9 +129,9 @@ def test_lengths_that_change_in_place(make: Callable[[Any], Any]) -> None:
     lengths = make([4, 9])
     same_bits_of(lambda: fa.decode_attention(q, (k, k), kv_len=lengths))
     lengths[0] = 7
-    found = fa.decode_attention(q, (k, k), kv_len=lengths)
-    assert same(found, fa.decode_attention(q, (k, k), kv_len=(7, 9)))
-    assert not same(found, fa.decode_attention(q, (k, k), kv_len=(4, 9)))
+    result = fa.decode_attention(q, (k, k), kv_len=lengths)
+    assert same(result, fa.decode_attention(q, (k, k), kv_len=(7, 9)))
+    assert not same(result, fa.decode_attention(q, (k, k), kv_len=(4, 9)))
     lengths[1] = 10
     with pytest.raises(ContractError, match=r"kv_len: expected 0 <= length"):
         fa.decode_attention(q, (k, k), kv_len=lengths)
@@ -178,8 +178,8 @@ def test_aliases_and_other_addresses() -> None:
     row = rows(1, 1, 2, 16)
     same_bits_of(lambda: fa.decode_attention(row, (cache, cache)))
     other = rows(1, 9, 2, 16, seed=5)
-    found = fa.decode_attention(row, (cache, other))
-    assert same(found, forgotten(lambda: fa.decode_attention(row, (cache, other))))
+    result = fa.decode_attention(row, (cache, other))
+    assert same(result, forgotten(lambda: fa.decode_attention(row, (cache, other))))
 
 
 # ------------------------------------------------------------------------------------------- who else has to be asked
@@ -203,9 +203,9 @@ def test_autocast_after_calls_without() -> None:
     q = rows(1, 5, 2, 16)
     same_bits_of(lambda: fa.attention(q, q, q))
     with torch.autocast("cpu", torch.bfloat16):
-        found = same_bits_of(lambda: fa.attention(q, q, q))
+        result = same_bits_of(lambda: fa.attention(q, q, q))
     half = q.bfloat16()
-    assert same(found, fa.attention(half, half, half))
+    assert same(result, fa.attention(half, half, half))
 
 
 class Seen(TorchDispatchMode):

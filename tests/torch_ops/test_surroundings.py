@@ -75,12 +75,12 @@ def test_a_plan_that_another_thread_pushes_out(monkeypatch: pytest.MonkeyPatch) 
 
     class Watched(OrderedDict[Any, plans.Plan]):
         def get(self, key: Any, default: Any = None) -> Any:
-            found = super().get(key, default)
-            if found is not None and not others:
+            result = super().get(key, default)
+            if result is not None and not others:
                 others.append(threading.Thread(target=ask, args=(short,)))
                 others[0].start()
                 others[0].join(0.5)  # longer only if it has to wait for us
-            return found
+            return result
 
     def ask(extents: Extents) -> plans.Plan:
         return plans.plan(problem, extents, torch.device("cpu"), "golden")

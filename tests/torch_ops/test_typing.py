@@ -23,13 +23,13 @@ OVERLOADED = {"attention": attention, "sparse_attention": sparse, "decode_attent
 
 def parameters(function: ast.FunctionDef) -> list[tuple[str, str, str]]:
     """(name, annotation, default) as written; "*" stands where the parameters that need their name begin."""
-    found = function.args
-    assert not found.posonlyargs
-    assert found.vararg is None
-    assert found.kwarg is None or function.name == "attention"  # what it refuses there: test_foreign_words.py
+    result = function.args
+    assert not result.posonlyargs
+    assert result.vararg is None
+    assert result.kwarg is None or function.name == "attention"  # what it refuses there: test_foreign_words.py
     rows: list[tuple[str, str, str]] = []
-    missing: list[ast.expr | None] = [None] * (len(found.args) - len(found.defaults))
-    for names, defaults in ((found.args, missing + list(found.defaults)), (found.kwonlyargs, found.kw_defaults)):
+    missing: list[ast.expr | None] = [None] * (len(result.args) - len(result.defaults))
+    for names, defaults in ((result.args, missing + list(result.defaults)), (result.kwonlyargs, result.kw_defaults)):
         for p, default in zip(names, defaults, strict=True):
             kind = ast.unparse(p.annotation) if p.annotation else ""
             rows.append((p.arg, kind, ast.unparse(default) if default else "needed"))
@@ -43,7 +43,7 @@ def test_overloads_are_the_implementation(name: str) -> None:
     *overloads, real = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
     assert [[ast.unparse(d) for d in f.decorator_list] for f in overloads] == [["overload"]] * 3
     assert [ast.unparse(d) for d in real.decorator_list] in ([], ["aliased"])  # which changes no type
-    whole = parameters(real)
+    full = parameters(real)
     asked = ("return_lse", "bool", "False")
     answers = {
         ("return_lse", "Literal[False]", "False"): "Tensor",
@@ -52,7 +52,7 @@ def test_overloads_are_the_implementation(name: str) -> None:
     }
     for overload, (said, answer) in zip(overloads, answers.items(), strict=True):
         assert overload.args.kwarg is None  # Checkers are told of no word that is refused.
-        assert parameters(overload) == [said if row == asked else row for row in whole]
+        assert parameters(overload) == [said if row == asked else row for row in full]
         assert ast.unparse(overload.returns or ast.Constant(None)) == answer
     assert ast.unparse(real.returns or ast.Constant(None)) == answer
 

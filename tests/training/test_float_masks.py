@@ -57,8 +57,8 @@ def largest(scores: list[float]) -> float:
 def by_loops(call: Call) -> Results:
     """Everything that witness.run() returns, by loops over single numbers that pass over each score of -inf."""
     p, factor = call.problem, 1 / call.problem.keep_prob
-    found = {name: zeros(call.q, 1) for name in ("max", "sum")} | {"out": zeros(call.q, p.dim_v)}
-    found |= {f"d{name}": zeros(getattr(call, name)) for name in ("q", "k", "v", "bias")}
+    result = {name: zeros(call.q, 1) for name in ("max", "sum")} | {"out": zeros(call.q, p.dim_v)}
+    result |= {f"d{name}": zeros(getattr(call, name)) for name in ("q", "k", "v", "bias")}
     for b, h in itertools.product(range(len(call.q)), range(p.heads_q)):
         own = h // p.group
         q, dout = call.q[b][h].tolist(), call.dout[b][h].tolist()
@@ -66,24 +66,24 @@ def by_loops(call: Call) -> Results:
         seen, keep = seen_by(call, b)[h].tolist(), kept(call, b)[h].tolist()
         added = torch.as_tensor(full_bias(call, b, call.bias[b])).expand(p.heads_q, len(q), len(k))[h]
         added = (added * p.scale if p.bias_scaled else added).tolist()
-        dk, dv = found["dk"][b][own], found["dv"][b][own]
+        dk, dv = result["dk"][b][own], result["dv"][b][own]
         sizes = call.bias[b].shape
         for i in range(len(q)):
             scores = {j: p.scale * dot(q[i], k[j]) + added[i][j] for j in range(len(k)) if seen[i][j]}
             scores = {j: s for j, s in scores.items() if s != -INF}
             peak, sink = largest(list(scores.values())), -INF if call.sink is None else call.sink[h].item()
             peak = largest([peak, sink])
-            out, dq = found["out"][b][h][i], found["dq"][b][h][i]
+            out, dq = result["out"][b][h][i], result["dq"][b][h][i]
             if peak == -INF:  # an empty row
                 mean = p.empty_rows == "mean"
-                found["max"][b][h][i], found["sum"][b][h][i] = [peak], [float(len(k) * mean)]
+                result["max"][b][h][i], result["sum"][b][h][i] = [peak], [float(len(k) * mean)]
                 for j in range(len(k)):
                     if mean and keep[i][j]:
                         add(out, factor / len(k), v[j])
                         add(dv[j], factor / len(k), dout[i])
                 continue
             total = math.exp(sink - peak) + sum(math.exp(s - peak) for s in scores.values())
-            found["max"][b][h][i], found["sum"][b][h][i] = [peak], [total]
+            result["max"][b][h][i], result["sum"][b][h][i] = [peak], [total]
             weights = {j: math.exp(s - peak) / total for j, s in scores.items()}
             for j, weight in weights.items():
                 if keep[i][j]:
@@ -96,8 +96,8 @@ def by_loops(call: Call) -> Results:
                 add(dq, p.scale * ds, k[j])
                 add(dk[j], p.scale * ds, q[i])
                 at = [n % size for n, size in zip((h, i, j), sizes, strict=True)]  # a size of 1 is shared
-                found["dbias"][b][at[0]][at[1]][at[2]] += ds * (p.scale if p.bias_scaled else 1.0)
-    return {name: [torch.tensor(t, dtype=torch.float64) for t in tensors] for name, tensors in found.items()}
+                result["dbias"][b][at[0]][at[1]][at[2]] += ds * (p.scale if p.bias_scaled else 1.0)
+    return {name: [torch.tensor(t, dtype=torch.float64) for t in tensors] for name, tensors in result.items()}
 
 
 def agree(got: Results, want: Results) -> None:
@@ -185,11 +185,11 @@ def test_what_a_float_mask_hides_might_as_well_be_zeros(size: str, fields: str, 
         same_bits(got, want)
         assert any(t.any() for t in got["out"])
         for owned in (False, True)[: 1 if size == "odd" else 2]:
-            found = [gradients(*saved, variant, owned=owned) for saved in ((wild, got), (tame, want))]
-            for each in found:
+            results = [gradients(*saved, variant, owned=owned) for saved in ((wild, got), (tame, want))]
+            for each in results:
                 # 0 times what is hidden: the sign of that zero is what was multiplied, its value is what counts.
                 each["dbias"] = [tensor + 0.0 for tensor in each["dbias"]]
-            same_bits(*found)
+            same_bits(*results)
 
 
 def biased(seed: int) -> Call:
@@ -292,6 +292,6 @@ def test_pse_hides_values_from_every_interface(case: Case, fill: float) -> None:
     if given is not None:
         leaves = {name: given[name].detach().requires_grad_() for name in ("q", "k", "v", "bias")}
         out = fa.attention(**{**given, **leaves})
-        found = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), wild["dy"])]
-        for name, tensor in zip(("out", "dq", "dk", "dv", "dpse"), found, strict=True):
+        results = [out.detach(), *torch.autograd.grad(out, list(leaves.values()), wild["dy"])]
+        for name, tensor in zip(("out", "dq", "dk", "dv", "dpse"), results, strict=True):
             torch.testing.assert_close(tensor, got[name], rtol=0, atol=0)

@@ -216,12 +216,12 @@ def test_seen_infinity_follows_the_formula(value: float) -> None:
 
 def test_statistics_may_span_more_keys_than_the_call() -> None:
     """Two halves of the keys, each differentiated with the whole's statistics and out, give the whole's gradients."""
-    whole = make(replace(PLAIN, has_sink=True), (5, 3), (8, 6))
-    saved, want = forward(whole), run(whole)
+    full = make(replace(PLAIN, has_sink=True), (5, 3), (8, 6))
+    saved, want = forward(full), run(full)
     halves = []
     for part in range(2):
-        call = copy.deepcopy(whole)
-        call.k, call.v = ([t.chunk(2, 1)[part] for t in side] for side in (whole.k, whole.v))
+        call = copy.deepcopy(full)
+        call.k, call.v = ([t.chunk(2, 1)[part] for t in side] for side in (full.k, full.v))
         call.extents = make(call.problem, (5, 3), (4, 3)).extents
         halves.append(run(call, saved))
     first, second = halves

@@ -175,18 +175,18 @@ def test_drawn_bits_by_definition(seed: int, offset: int, keep_prob: float) -> N
 
 
 def test_drawn_bits_slice_and_share() -> None:
-    whole = dropout.keep_from_philox(11, 3, 0.8, 0, 4, slice(0, 120), slice(0, 333))
-    assert abs(whole.double().mean().item() - 0.8) < 5 * (0.16 / whole.numel()) ** 0.5
+    full = dropout.keep_from_philox(11, 3, 0.8, 0, 4, slice(0, 120), slice(0, 333))
+    assert abs(full.double().mean().item() - 0.8) < 5 * (0.16 / full.numel()) ** 0.5
     rng = np.random.default_rng(0)
     for _ in range(20):
         (i0, i1), (j0, j1), (h0, h1) = (np.sort(rng.integers(0, n + 1, 2)).tolist() for n in (120, 333, 4))
         part = dropout.keep_from_philox(11, 3, 0.8, h0, h1 - h0, slice(i0, i1), slice(j0, j1))
-        assert torch.equal(part, whole[h0:h1, i0:i1, j0:j1])
+        assert torch.equal(part, full[h0:h1, i0:i1, j0:j1])
     for other in ({"seed": 12}, {"offset": 4}, {"first_stream": 4}):
         given = {"seed": 11, "offset": 3, "keep_prob": 0.8, "first_stream": 0} | other
         moved = dropout.keep_from_philox(**given, heads=4, rows=slice(0, 120), keys=slice(0, 333))
         equal = 0.8**2 + 0.2**2  # independent
-        assert abs((moved == whole).double().mean().item() - equal) < 5 * (equal * (1 - equal) / whole.numel()) ** 0.5
+        assert abs((moved == full).double().mean().item() - equal) < 5 * (equal * (1 - equal) / full.numel()) ** 0.5
 
 
 def test_packed_bits_against_numpy() -> None:

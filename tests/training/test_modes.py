@@ -124,7 +124,7 @@ def probe(layout: str, items: Lengths, mask: torch.Tensor | None, **words: objec
     out, top, total, *_ = npu_fusion_attention(q, k, v, HEADS, layout, atten_mask=mask, **words)
     saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out}
     dv = npu_fusion_attention_grad(q, k, v, dy, HEADS, layout, atten_mask=mask, **saved, **words)[2]
-    found = []
+    results = []
     starts = np.cumsum([(0, 0), *items], 0)
     for b, (n_rows, n_keys) in enumerate(items):
         i, j = starts[b]
@@ -134,8 +134,8 @@ def probe(layout: str, items: Lengths, mask: torch.Tensor | None, **words: objec
         forward = (weights[..., :n_keys].transpose(0, 1) > 0) & ~empty[..., None]
         backward = (seen_by[..., :n_rows].permute(1, 2, 0) > 0) & ~empty[..., None]
         assert torch.equal(forward, backward)
-        found.append(forward)
-    return found
+        results.append(forward)
+    return results
 
 
 def check(layout: str, items: Lengths, mode: int, mask: torch.Tensor | None, **words: object) -> None:
@@ -216,6 +216,6 @@ def test_the_cut_batches_of_the_page() -> None:
     whole_2 = literal(2, UNLIMITED, UNLIMITED, None, [(3, 3), (5, 4), (5, 5), (4, 4)])
     front_2 = probe("TND", [(3, 3), (2, 4)], TRIANGLE, sparse_mode=2)
     rear_8 = probe("TND", [(3, 4), (5, 5), (4, 4)], TRIANGLE, sparse_mode=8, pre_tockens=4, next_tockens=1)
-    for whole, front, rear in ((whole_3, front_7, rear_3), (whole_2, front_2, rear_8)):
+    for full, front, rear in ((whole_3, front_7, rear_3), (whole_2, front_2, rear_8)):
         joined = [front[0][0], np.concatenate((front[1][0], rear[0][0])), rear[1][0], rear[2][0]]
-        assert all(np.array_equal(got, want) for got, want in zip(joined, whole, strict=True))
+        assert all(np.array_equal(got, want) for got, want in zip(joined, full, strict=True))

@@ -30,8 +30,8 @@ def dense(sink: torch.Tensor) -> torch.Tensor:
 
 
 def selected(sink: torch.Tensor) -> torch.Tensor:
-    found: Any = fa.sparse_attention(Q, K, None, EVERYTHING, sink=sink)
-    return found
+    result: Any = fa.sparse_attention(Q, K, None, EVERYTHING, sink=sink)
+    return result
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32, torch.float64])
@@ -101,8 +101,8 @@ POOL = torch.randn(8, 16, 2, 16)
 
 
 def own(table: torch.Tensor) -> torch.Tensor:
-    found: Any = fa.decode_attention(torch.ones(2, 1, HEADS, 16), (POOL, POOL), kv_len=[20, 32], block_table=table)
-    return found
+    result: Any = fa.decode_attention(torch.ones(2, 1, HEADS, 16), (POOL, POOL), kv_len=[20, 32], block_table=table)
+    return result
 
 
 def incre(table: torch.Tensor) -> torch.Tensor:
@@ -115,8 +115,8 @@ def incre(table: torch.Tensor) -> torch.Tensor:
 
 def sparse(table: torch.Tensor) -> torch.Tensor:
     q, lists = torch.ones(2, 3, HEADS, 16), torch.arange(20).expand(2, 3, 2, 20)
-    found: Any = fa.sparse_attention(q, POOL, POOL, lists, kv_len=[20, 32], page_table=table)
-    return found
+    result: Any = fa.sparse_attention(q, POOL, POOL, lists, kv_len=[20, 32], page_table=table)
+    return result
 
 
 @pytest.mark.parametrize("interface", [own, incre, sparse])

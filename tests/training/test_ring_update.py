@@ -99,13 +99,13 @@ def test_two_steps_are_the_whole(layout: str, order: str, causal: bool, dtype: t
         assert ours.dtype == (dtype if name == "attention_out" else torch.float32)
         compare(name, ours, wanted[name])
     for saved in (merged, lse_alone(*merged)):
-        found = [ring.backward(step, *saved) for step in (0, 1)]
+        results = [ring.backward(step, *saved) for step in (0, 1)]
         ours = [
-            (found[0][0].float() + found[1][0].float()).to(dtype),
+            (results[0][0].float() + results[1][0].float()).to(dtype),
             torch.zeros_like(ring.k),
             torch.zeros_like(ring.v),
         ]
-        for keys, (_, *of_keys) in zip(ring.steps, found, strict=True):
+        for keys, (_, *of_keys) in zip(ring.steps, results, strict=True):
             ours[1][keys], ours[2][keys] = of_keys
         for name, got in zip(("dq", "dk", "dv"), ours, strict=True):
             compare(name, got, wanted[name])
@@ -118,21 +118,23 @@ def of_two_steps(ring: Ring) -> dict[str, Expected]:
         args |= {"q_len": Q_LEN, "kv_len": KV_LEN}
     else:
         args |= {"heads": HEADS, "blocked": ring.mask(None).get("atten_mask")}
-    found = expected(Call(args, ring.dy))
+    result = expected(Call(args, ring.dy))
     by_token = Ring(ring.layout, "TND", ring.q.dtype, ring.causal)
-    variances = {name: found[name].size.square() for name in ("out", "dq")}
+    variances = {name: result[name].size.square() for name in ("out", "dq")}
     merged = by_token.merged()
     for step in (0, 1):
         out, max_, sum_ = by_token.forward(step)
-        share = (max_[..., 0] + sum_[..., 0].log()).double() - found["lse"].value
+        share = (max_[..., 0] + sum_[..., 0].log()).double() - result["lse"].value
         share = (share if ring.layout == "TND" else share.movedim(-1, 0)).exp().repeat_interleave(DIM, -1)
         variances["out"] += share.view(out.shape).square() * stored(out, out.dtype)
         dq = by_token.backward(step, *merged)[0]
         variances["dq"] += stored(dq, dq.dtype)
     for name, variance in variances.items():
-        found[name] = Expected(found[name].value, variance.sqrt())
-    lanes = {name: found[name].map(lambda t: ring.ordered(t)[..., None].expand(*t.shape, 8)) for name in ("max", "sum")}
-    return found | {"attention_out": found["out"]} | {f"softmax_{name}": e for name, e in lanes.items()}
+        result[name] = Expected(result[name].value, variance.sqrt())
+    lanes = {
+        name: result[name].map(lambda t: ring.ordered(t)[..., None].expand(*t.shape, 8)) for name in ("max", "sum")
+    }
+    return result | {"attention_out": result["out"]} | {f"softmax_{name}": e for name, e in lanes.items()}
 
 
 def lse_alone(out: Tensor, max_: Tensor, sum_: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -175,10 +175,10 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
     args, (out, top, total, *_) = interface(case)
     grads = run(lowered(case, args), args["dy"], "cpu")
     mean = 0 < expected[1] < FLT_MAX
-    found = 0
+    result = 0
     for b in range(len(case.q_len)):
         empty = ~seen(case, args, b).any(-1)
-        found += int(empty.sum())
+        result += int(empty.sum())
         assert (stats_part(case, top, b)[empty] == torch.tensor(expected[0])).all()
         assert (stats_part(case, total, b)[empty] == torch.tensor(expected[1])).all()
         rows = part(case, out, "q", case.heads_q, b)[empty]
@@ -189,7 +189,7 @@ def test_rows_without_keys(case: Case, expected: tuple[float, float]) -> None:
         else:
             assert not rows.any()
         assert not part(case, grads["dq"], "q", case.heads_q, b)[empty].any()
-    assert found > 0
+    assert result > 0
 
 
 def test_a_sink_leaves_no_row_empty() -> None:

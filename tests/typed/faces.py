@@ -71,12 +71,12 @@ def torch_npu(q: Tensor) -> None:
 
 
 def two_phase(q: acl.Tensor, stream: acl.Stream) -> None:
-    found = aclnn.aclnnLightningIndexerGetWorkspaceSize(
+    result = aclnn.aclnnLightningIndexerGetWorkspaceSize(
         q, q, q, None, [1, 2], None, "BSND", "BSND", 8, 3, 9, 9, True, q, q, strict=False
     )
-    assert_type(found, tuple[int, int, acl.Executor | None])
-    assert_type(aclnn.aclnnLightningIndexer(None, found[1], found[2], stream), int)
-    aclnn.aclnnLightningIndexer(None, found[1], found[2], stream, foo=1)  # type: ignore[call-arg]
+    assert_type(result, tuple[int, int, acl.Executor | None])
+    assert_type(aclnn.aclnnLightningIndexer(None, result[1], result[2], stream), int)
+    aclnn.aclnnLightningIndexer(None, result[1], result[2], stream, foo=1)  # type: ignore[call-arg]
     aclnn.aclnnLightningIndexerGetWorkspaceSize(q)  # type: ignore[call-arg]
     print(aclnn.aclnnFlashAttentionScoreV9)  # type: ignore[attr-defined]
 

@@ -1,7 +1,4 @@
-"""aclOpExecutor: a planned call between its two phases; used once, unless made repeatable and then destroyed.
-
-Knows which tensors it holds and what became of it. Refuses to know what it computes: aclnn.py gives it that.
-"""
+"""aclOpExecutor: a planned call between its two phases; used once, unless made repeatable and then destroyed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A two-phase call between its phases: what its signature decides, and the memory where its tensors lie.
 
-Checks outputs and workspace, which only this interface has, and runs. Refuses to know any operator or family of them.
+Checks outputs and workspace, which only this interface has, and runs.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def may_lack(op: Op) -> tuple[int, ...]:
     """The positions of outputs that not every call has: reserved ones, and gradients of optional inputs."""
     required = {word for p in op.tensors() if not p.optional for name in op.layouts for word in p.words(name)}
     shown = {axis for word in required for axis in word.split("*")}
-    found = []
+    results = []
     for i in op.positions[Tensor]:
         p = op.params[i]
         assert isinstance(p, Tensor)
         axes = {axis for name in op.layouts for word in p.words(name) for axis in word.split("*")}
         if p.output and (not axes or _source(op, p) or not axes <= shown | {"8"}):
-            found.append(i)
-    return tuple(found)
+            results.append(i)
+    return tuple(results)
 
 
 def _source(op: Op, p: Tensor) -> str:
@@ -135,19 +135,19 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
     given = tuple((i, name) for i, name in enumerate(op.by_name) if isinstance(args[name], (torch.Tensor, tuple)))
     written = _written(bound, args, options.strict)
     outputs = {name: args[name] for name in written}
-    found = None
+    result = None
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.device, options.backend, call.op_kind)
+        result = plan(call.problem, call.extents, call.device, options.backend, call.op_kind)
     filled = call.fill(outputs)
     own = [t for _, name in given for t in members(args[name]) or ()]
-    bytes_, copies = workspace(filled, own, found)
+    bytes_, copies = workspace(filled, own, result)
     idle = all(t.numel() == 0 for t in outputs.values())
     within = scope(bound.names, op.functions)
     reading = [r for r in op.asked if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
     return Layout(
         given=given,
         written=written,
-        plan=found,
+        plan=result,
         workspace=0 if idle else bytes_,
         keeps=not idle and not copies,
         reads=any(not r.when or evaluate(r.when, within) for r in reading),

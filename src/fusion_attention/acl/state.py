@@ -1,7 +1,7 @@
 """What a process has of the two-phase interface: device, memory, streams, the last error's text; and how calls fail.
 
 STATE is the module state that this interface cannot do without (its C original is a process-wide runtime too);
-importing changes nothing, acl.init() does. Refuses to know operators.
+importing changes nothing, acl.init() does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What operators take: tensors over device memory, int arrays, tensor lists, and CANN's numbers for dtypes and formats.
 
-A handle lives until it is destroyed or nobody holds it any more. Its strides and offset count elements.
+A handle lives until it is destroyed or no longer referenced. Its strides and offset count elements.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class TensorList:
 
 
 def _memory_of(storage: torch.UntypedStorage) -> Memory:
-    """A torch storage as an allocation that nobody frees under its handles."""
+    """A torch storage as an allocation that stays while handles refer to it."""
     return Memory(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), host=False)
 
 

@@ -1,7 +1,4 @@
-"""PagedKVCache: keys and values of many sequences in pages of one pool.
-
-Knows pages, their sharing and their scales. Refuses to know how attention is computed.
-"""
+"""PagedKVCache: keys and values of many sequences in pages of one pool."""
 
 from __future__ import annotations
 
@@ -152,7 +149,7 @@ class PagedKVCache:
         return new
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence; pages that nobody else holds are free again."""
+        """Ends a sequence; pages that no other sequence shares are free again."""
         pages, _ = self._of(sequence)
         del self._sequences[sequence]
         self._tables.clear()
@@ -193,14 +190,14 @@ class PagedKVCache:
         the tokens of this rank's pages."""
         (pages,), (held,) = self._own((sequence,)), self._held((sequence,))
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
-        found = []
+        results = []
         for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
             taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
             if scales is not None:
                 scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
                 taken = _widen(taken, self.stored, dim) * scale[..., None]
-            found.append(taken.to(self.dtype))
-        return found[0], found[0][..., : self.dim_v] if self.shares_kv else found[1]
+            results.append(taken.to(self.dtype))
+        return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
 
     def lengths(self, sequences: Sequence[int] | None = None) -> list[int]:
         """Tokens of sequences, by default of all."""
@@ -290,10 +287,10 @@ class PagedKVCache:
     def _of(self, sequence: int) -> tuple[list[int], int]:
         """The pages and tokens of a sequence."""
         is_number = type(sequence) is int or isinstance(sequence, np.integer)
-        found = self._sequences.get(sequence) if is_number else None
-        if found is None:
+        result = self._sequences.get(sequence) if is_number else None
+        if result is None:
             raise ValueError(f"PagedKVCache: sequence: expected a living one, got {show(sequence)}")
-        return found
+        return result
 
     def _named(self, sequences: Sequence[int]) -> tuple[int, ...]:
         """The sequences that a caller names."""
@@ -304,8 +301,8 @@ class PagedKVCache:
 
     def _count(self, count: int) -> int:
         """A number of tokens or pages that a caller names."""
-        whole = type(count) is int or isinstance(count, np.integer)
-        if not whole or count < 0:
+        full = type(count) is int or isinstance(count, np.integer)
+        if not full or count < 0:
             raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
         return int(count)
 
@@ -333,10 +330,10 @@ class PagedKVCache:
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
         mine = [page % self._ranks == self._rank for page, _, _ in runs]
         rows = [np.arange(end - run[2], end) for end, run, own in zip(ends, runs, mine, strict=True) if own]
-        found = [
+        results = [
             (page // self._ranks, first, count) for (page, first, count), own in zip(runs, mine, strict=True) if own
         ]
-        return found, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
+        return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
     def _extend(self, sequences: Sequence[int], count: int) -> list[_Slots]:
         """Where the new tokens go; takes new pages, and copies a shared one that is written."""

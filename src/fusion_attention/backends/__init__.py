@@ -65,7 +65,7 @@ class Backend(Protocol):
         """attention_forward() for many calls whose views differ in memory alone; None where there is nothing to gain.
 
         The function takes (q, k, v, table, out, max, sum): the table None of a cache without pages, the last two None
-        where nobody reads them. It is false where its results are not complete: then attention_forward() has to run.
+        where they are not read. It is false where its results are not complete: then attention_forward() has to run.
         """
         ...
 
@@ -110,24 +110,24 @@ class IndexerBackend(Backend, Protocol):
 
 def load(name: str) -> Backend:
     """A back end; only what is chosen is imported: a machine without one's needs loads everything else."""
-    found: IndexerBackend
+    result: IndexerBackend
     if name == "triton":
         from fusion_attention.backends import triton
 
-        found = triton
+        result = triton
     elif name == "cpu":
         from fusion_attention.backends import cpu
 
-        found = cpu
+        result = cpu
     elif name == SHAPES:
         from fusion_attention.backends import meta
 
-        found = meta
+        result = meta
     else:
         from fusion_attention.backends import golden
 
-        found = golden
-    return found
+        result = golden
+    return result
 
 
 def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str = "") -> str:

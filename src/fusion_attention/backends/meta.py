@@ -12,7 +12,7 @@ NAME = "meta"
 
 
 def reasons_against(problem: AnyProblem, device: torch.device, op_kind: str = "") -> list[str]:
-    """Why this back end cannot compute the problem: where there is memory, somebody wants values in it."""
+    """Why this back end cannot compute the problem: tensors with memory need values."""
     return [] if device.type == NAME else [f"the meta back end computes device meta, not {device.type}."]
 
 

@@ -1,7 +1,6 @@
 """What changed between two runs: their JSON files, row by row.
 
-A row's peer is timed beside it in both runs, in turns: what changes both, the machine did. Refuses to know how rows are
-timed.
+A row's peer is timed beside it in both runs, in turns: what changes both, the machine did.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ def figures(path: Path) -> dict[tuple[str, str, str], Row]:
     try:
         if path.stat().st_size > LARGEST:
             raise FiguresError(f"{path} has more than {LARGEST} bytes: not what `fusion-attention bench` writes")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FiguresError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise FiguresError(f"{path} is no JSON: {error}"[:300]) from None
-    rows = found.get("rows") if isinstance(found, dict) else None
+    rows = result.get("rows") if isinstance(result, dict) else None
     if not isinstance(rows, list) or not rows:
         raise FiguresError(f"{path} has no rows: it is not what `fusion-attention bench --output` writes")
     return dict(_row(path, number, row) for number, row in enumerate(rows))

@@ -69,8 +69,8 @@ class Timing:
     def reached(self) -> bool | None:
         """Whether what has a goal reaches it; None without a goal."""
         wanted = [(self.ratio, self.goal), (self.share_of_peak, self.share_goal)]
-        found = [value >= REACHED * goal for value, goal in wanted if goal]
-        return all(found) if found else None
+        results = [value >= REACHED * goal for value, goal in wanted if goal]
+        return all(results) if results else None
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:

@@ -1,6 +1,6 @@
 """The rows of `fusion-attention bench`: what most programs compute, beside the peers that are found on this machine.
 
-Few and short on purpose; the repository's `benchmarks` have the rest. Refuses to know how a pair is timed.
+Few and short on purpose; the repository's `benchmarks` have the rest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Call = Callable[[], object]
 
 def peers(device: torch.device) -> dict[str, str]:
     """What computes attention on this machine besides: its release, or why it does not."""
-    found = {"torch SDPA": str(torch.__version__)}
-    found["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
+    results = {"torch SDPA": str(torch.__version__)}
+    results["FlashAttention (flash_attn)"] = _flash_attn(device) or _why_no_flash(device)
     if device.type == "cpu":
         why = "" if hasattr(torch, "compile") else "torch without torch.compile"
-        found["FlexAttention"] = why or f"{torch.__version__}, compiled: in the repository's benchmarks"
-    return found
+        results["FlexAttention"] = why or f"{torch.__version__}, compiled: in the repository's benchmarks"
+    return results
 
 
 def _flash_attn(device: torch.device) -> str:
@@ -148,12 +148,12 @@ def _step(attend: Callable[..., Any], inputs: tuple[torch.Tensor, ...], dout: to
 def _dense_peers(
     device: torch.device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> dict[str, Call]:
-    found = {"torch SDPA": _without_grad(sdpa, q, k, v, is_causal=causal)}
+    results = {"torch SDPA": _without_grad(sdpa, q, k, v, is_causal=causal)}
     if _flash_attn(device) and q.dtype != torch.float32:
         flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
         by_token = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
-        found["flash_attn"] = _without_grad(flash_attn_func, *by_token, causal=causal)
-    return found
+        results["flash_attn"] = _without_grad(flash_attn_func, *by_token, causal=causal)
+    return results
 
 
 def _pair(
@@ -168,8 +168,8 @@ def _pair(
 
 def _finished(call: Call) -> Call:
     def timed() -> object:
-        found = call()
+        result = call()
         torch.cuda.synchronize()
-        return found
+        return result
 
     return timed

@@ -2,7 +2,7 @@
 
 Arguments come as plain objects, one for each parameter: None, an int, a float, a bool, a str; a DLPack capsule for a
 tensor, or (capsule or None, data type, format) for an unusual one; a list of these for a list; bytes for int64 values.
-Whether handles live, memory is there and an executor may run, the library has checked. Refuses to know any operator.
+Whether handles live, memory is there and an executor may run, the library has checked.
 """
 
 from __future__ import annotations

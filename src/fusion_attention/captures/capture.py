@@ -1,7 +1,6 @@
 """Calls recorded to files: capture() around any code; replay.py computes them again, on any machine.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
-Refuses to know what an operator computes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["CaptureError", "Replay", "capture", "replay"]
 
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
-# recorder: as long as nobody records, a call is not slower, and those of a real torch_npu can only be replaced.
+# recorder: without a recording a call is not slower, and those of a real torch_npu can only be replaced.
 PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
 
 
@@ -50,7 +49,7 @@ class capture(Counted):
 
     Args:
         path: the folder; made if absent. Files are named 0000-npu_fusion_attention.safetensors and so on, behind those
-            that are there; behind 9999 come 10000, 10001, ... A file that is there is never written over, whoever
+            that are there; behind 9999 come 10000, 10001, ... An existing file is never overwritten, whichever process
             else writes to the folder.
 
     Attributes:
@@ -86,7 +85,7 @@ class capture(Counted):
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
         """Writes one call, unless its tensors hold nothing: it is traced, or on the meta device.
 
-        A wrapper that somebody has wrapped again outlives the recording, and records nothing.
+        A wrapper that was wrapped again outlives the recording, and records nothing.
         """
         if self not in _recorders or dispatch.is_traced(args.values()):
             return
@@ -124,7 +123,7 @@ class capture(Counted):
         tensors = {name: value for name, value in tensors.items() if name not in arrays}
         several = [p.name for p in op.params if isinstance(p, Tensors) and isinstance(given.get(p.name), (list, tuple))]
         lists: dict[str, Any] = {name: given[name] for name in several}
-        tensors |= {f"{name}[{i}]": value for name, found in lists.items() for i, value in enumerate(found)}
+        tensors |= {f"{name}[{i}]": value for name, result in lists.items() for i, value in enumerate(result)}
         results = {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor) and value.numel()}
         metadata = {
             "format": FORMAT,

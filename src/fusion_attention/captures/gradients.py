@@ -1,7 +1,7 @@
 """The backward of a recorded call: seen when autograd runs it, and formed again from what its file holds.
 
 A backward's file is its forward's call, with the forward's results (`saved.`), the gradient that came from above
-(`upstream.`), and the gradients of its inputs as outputs. Refuses to know files.
+(`upstream.`), and the gradients of its inputs as outputs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: See
     def hook(of_inputs: Any, of_results: Any) -> None:
         upstream = {places[i]: g for i, g in enumerate(of_results) if g is not None and i in places}
         left = [(function, place, g) for (function, place), g in zip(node_of.next_functions, of_inputs, strict=False)]
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for name, edge in edges.items():
             at = next((i for i, (f, n, _) in enumerate(left) if f is edge.node and n == edge.output_nr), None)
             if at is not None:
                 gradient = left.pop(at)[2]  # one tensor may be several inputs: each takes its own
                 if gradient is not None:
-                    found[gradient_name(op, name)] = gradient
-        if upstream and found:
-            seen(upstream, found)
+                    result[gradient_name(op, name)] = gradient
+        if upstream and result:
+            seen(upstream, result)
 
     node_of = node
     node.register_hook(hook)

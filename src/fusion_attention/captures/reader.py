@@ -1,7 +1,4 @@
-"""The files that capture.py writes, read again: every part is looked at before it counts.
-
-Refuses to know what an operator computes.
-"""
+"""The files that capture.py writes, read again: every part is looked at before it counts."""
 
 from __future__ import annotations
 
@@ -169,22 +166,22 @@ _KINDS = {
 
 def _parameter(op: Op, field: str, name: str, kind: type[Param], args: Mapping[str, Any] | None = None) -> Param:
     """The parameter of a name, of a kind, that has no value yet."""
-    found = op.by_name.get(name)
-    if found is None or not isinstance(found, kind):
+    result = op.by_name.get(name)
+    if result is None or not isinstance(result, kind):
         raise _Fault(field, f"names of parameters{_KINDS[kind]}", name)
     if args and name in args:
         raise _Fault(field, "names that have no value yet", name)
-    return found
+    return result
 
 
 def _lists(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     """Lists of tensors from members called name[0], name[1], ..."""
     lists: dict[str, list[torch.Tensor]] = {}
     for name in sorted(tensors, key=lambda name: (len(name), name)):
-        found = lists.setdefault(name.split("[")[0], [])
-        if name != f"{name.split('[')[0]}[{len(found)}]":
+        result = lists.setdefault(name.split("[")[0], [])
+        if name != f"{name.split('[')[0]}[{len(result)}]":
             raise _Fault("tensors", "a list's members by numbers from 0 on, none left out", name)
-        found.append(tensors[name])
+        result.append(tensors[name])
     return lists
 
 

@@ -1,7 +1,4 @@
-"""Recorded calls, computed again; printed, a verdict by the error bound.
-
-Refuses to know what an operator computes; replay() goes the way that the interfaces go.
-"""
+"""Recorded calls, computed again; printed, a verdict by the error bound."""
 
 from __future__ import annotations
 
@@ -101,10 +98,10 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
     place = torch.device(device)
     if place.type == "meta":
         raise BackendError("replay: device: expected one with memory: on meta there are no values to compare")
-    found = read(Path(path), place)
-    op, args, recorded = found.op, found.args, found.outputs
+    result = read(Path(path), place)
+    op, args, recorded = result.op, result.args, result.outputs
     try:
-        recomputed = _compute(found, backend)
+        recomputed = _compute(result, backend)
     except ContractError as error:
         raise CaptureError(f"{path}: the recorded call is not one of {op.name}: {error}") from None
     missing = recorded.keys() - recomputed.keys()
@@ -112,7 +109,7 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
         raise CaptureError(f"{path}: {op.name} has no output {', '.join(sorted(missing))} for the recorded call")
     recomputed = {name: recomputed[name].cpu() for name in recorded}
     differences = {name: _difference(value, recomputed[name]) for name, value in recorded.items()}
-    return Replay(op.name, args, recorded, recomputed, differences, found)
+    return Replay(op.name, args, recorded, recomputed, differences, result)
 
 
 def _compute(found: Recording, backend: str) -> dict[str, torch.Tensor]:

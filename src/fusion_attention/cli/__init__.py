@@ -1,4 +1,4 @@
-"""The command `fusion-attention`: its subcommands by name. Knows nothing of what they do.
+"""The command `fusion-attention`: its subcommands by name.
 
 A command's module loads torch, and what needs it, when the command runs.
 """

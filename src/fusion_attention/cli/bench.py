@@ -1,7 +1,4 @@
-"""`fusion-attention bench`: how fast this library is here, beside the peers that are found; and what changed since.
-
-Knows options, files and tables. Refuses to know what is timed (bench/rows.py), and how (bench/pair.py).
-"""
+"""`fusion-attention bench`: how fast this library is here, beside the peers that are found; and what changed since."""
 
 from __future__ import annotations
 
@@ -86,11 +83,11 @@ def _time(
     if output is not None and not output.absolute().parent.is_dir():
         raise ValueError(f"--output: there is no folder {output.absolute().parent}")
     place = device_of(device)
-    found = machine(place)
+    result = machine(place)
     if not as_json:
-        _machine_lines(console, found)
+        _machine_lines(console, result)
     timings = _timings(GROUPS if only == ALL else {only: GROUPS[only]}, place, quick, turns, console, as_json)
-    figures = {**found, "quick": quick, "peers": peers(place), "rows": [asdict(t) for t in timings]}
+    figures = {**result, "quick": quick, "peers": peers(place), "rows": [asdict(t) for t in timings]}
     if output is not None:
         _write(output, figures, timings)
     if as_json:
@@ -104,20 +101,20 @@ def _timings(
     from fusion_attention.bench.report import Report
 
     report = None if silent else Report(console, TITLE, COLUMNS)
-    found: list[Timing] = []
+    results: list[Timing] = []
     total = sum(count for _, count in groups.values())
     with progress("timing", total, None if silent else console, calm=True) as advance:
         for name, (rows, _) in groups.items():
-            advance(len(found), name)
+            advance(len(results), name)
             for pair in rows(device, quick):
-                advance(len(found), f"{name}: {pair.name}")
+                advance(len(results), f"{name}: {pair.name}")
                 t = measure(pair, min(turns, 3) if quick else turns)
-                found.append(t)
+                results.append(t)
                 if report:
                     share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
                     cells = (f"{t.ours_ms:.3f}", f"{t.peer_ms:.3f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
                     report.add(t.name, t.peer_name, *cells, section=t.group)
-    return found
+    return results
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -198,12 +195,12 @@ def _repository(only: str, quick: bool, turns: int, device: str, output: Path | 
         raise ValueError("--repository: times the CPU alone and prints a table: --output writes its JSON")
     sys.path.insert(0, str(REPOSITORY))
     try:
-        found = importlib.import_module("benchmarks.__main__")
+        result = importlib.import_module("benchmarks.__main__")
     except ImportError as error:
         raise ValueError(f"--repository: {error} (`make bench` installs what its peers need)") from None
-    if only not in (ALL, *found.NAMES):
-        raise ValueError(f"--only: expected {ALL} or one of {', '.join(found.NAMES)}, got {only!r}")
-    found.main(quick=quick, turns=turns, only=only, output=output)
+    if only not in (ALL, *result.NAMES):
+        raise ValueError(f"--only: expected {ALL} or one of {', '.join(result.NAMES)}, got {only!r}")
+    result.main(quick=quick, turns=turns, only=only, output=output)
 
 
 __all__ = ["bench"]

@@ -29,7 +29,7 @@ def capi(
     if libs and places.missing():
         lacks = ", ".join(path.name for path in places.missing())
         refuse("capi", f"{lacks}: not in {places.LIBRARY}; wheels for Linux have them: pip install fusion-attention")
-    found = {
+    results = {
         "prefix": str(places.ROOT),
         "include_dir": str(places.INCLUDE),
         "lib_dir": str(places.LIBRARY),
@@ -38,10 +38,10 @@ def capi(
     }
     if as_json:
         flags = {"cflags": places.cflags(), "libs": places.libs(), "missing": places.missing()}
-        show_json({**found, **flags})
+        show_json({**results, **flags})
         return
     wanted = (prefix, include_dir, lib_dir, cmake_dir, pkg_config_dir)
-    lines = [line for line, one in zip(found.values(), wanted, strict=True) if one]
+    lines = [line for line, one in zip(results.values(), wanted, strict=True) if one]
     flags_line = " ".join([places.cflags()] * cflags + [places.libs()] * libs)
     lines += [flags_line] * bool(flags_line)
     if not lines:

@@ -1,8 +1,4 @@
-"""What `fusion-attention demo` compares: a sentence encoder, packed through our attention, beside the padded one.
-
-Knows where real text lies on every machine, what is compared and how it is shown. Refuses to know how an encoder
-computes (encoder.py) and how attention does.
-"""
+"""What `fusion-attention demo` compares: a sentence encoder, packed through our attention, beside the padded one."""
 
 from __future__ import annotations
 
@@ -262,22 +258,22 @@ def run(
     """
     tokens = encoder.tokenize(sentences)
     lengths = [len(ids) for ids in tokens]
-    found = compare(encoder, tokens, attention, settings, progress)
+    result = compare(encoder, tokens, attention, settings, progress)
     progress.stop()  # A bar that still draws would cut through the tables.
-    padded, packed = cosines(found.padded), cosines(found.packed)
+    padded, packed = cosines(result.padded), cosines(result.packed)
     agree = rankings_agree(padded, packed)
-    agreeing, largest = int(agree.sum()), float(found.differences.max())
+    agreeing, largest = int(agree.sum()), float(result.differences.max())
     failures = []
     if not largest <= TOLERANCE:
         failures.append(f"embeddings differ by {largest:.2g}, more than {TOLERANCE:g}")
     if agreeing < len(sentences):
         failures.append(f"nearest neighbours differ for {len(sentences) - agreeing} of {len(sentences)} sentences")
     if as_json:
-        figures = {"seconds_padded": found.seconds_padded, "seconds_packed": found.seconds_packed, "backend": backend}
+        figures = {"seconds_padded": result.seconds_padded, "seconds_packed": result.seconds_packed, "backend": backend}
         counts = {"sentences": len(sentences), "tokens": sum(lengths), "agreeing": agreeing}
         show_json({**counts, "largest_difference": largest, **figures, "failures": failures})
         return 1 if failures else 0
-    console.print(summary_table(encoder, sentences, lengths, found, settings, agreeing, backend), "")
+    console.print(summary_table(encoder, sentences, lengths, result, settings, agreeing, backend), "")
     console.print(neighbour_table(sentences, padded, packed, agree, settings.seed))
     console.print(Text(f"FAILED: {'; '.join(failures)}." if failures else "Both encoders agree.", "bold"))
     return 1 if failures else 0

@@ -1,7 +1,4 @@
-"""The main job on real input: a sentence encoder, packed through our attention, beside transformers' padded one.
-
-Knows the command's options and what it prints before it has something to compare. Refuses to know how (comparison.py).
-"""
+"""The main job on real input: a sentence encoder, packed through our attention, beside transformers' padded one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Docstrings and signatures as Markdown: for the operators' pages, and for the reference of the site.
-
-Knows how docstrings of this package are written (Args, Returns, Raises, Example). Refuses to know any object.
-"""
+"""Docstrings and signatures as Markdown: for the operators' pages, and for the reference of the site."""
 
 from __future__ import annotations
 
@@ -22,17 +19,17 @@ _ANNOTATED = re.compile(r"Annotated\[(\w+(?:\[\w+\])?), [^]]*\]")  # what a sche
 def signature(function: Callable[..., Any], name: str) -> str:
     """A call as a type checker reads it, its parameters on lines as full as they may be."""
     try:
-        found = inspect.signature(function)
+        result = inspect.signature(function)
     except (TypeError, ValueError):
         return f"{name}(...)"
-    shown = [p for key, p in found.parameters.items() if key != "self"]
+    shown = [p for key, p in result.parameters.items() if key != "self"]
     given, kinds = [str(p) for p in shown], [p.kind for p in shown]
     keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
         given.insert(keyword[0], "*")
     given = [_ANNOTATED.sub(r"\1", text) for text in given if not text.startswith("**foreign")]
     given = [re.sub(r""": (?:ForwardRef\()?(['"])([^'"]*)\1\)?""", r": \2", text) for text in given]
-    back = inspect.Signature.empty if inspect.isclass(function) else found.return_annotation
+    back = inspect.Signature.empty if inspect.isclass(function) else result.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
     end = _ANNOTATED.sub(r"\1", end)
     if len(name) + len(", ".join(given)) + len(end) < WIDTH:
@@ -52,15 +49,15 @@ def _name(annotation: Any) -> str:
 
 def sections(text: str) -> dict[str, str]:
     """A docstring's parts by their headings; "" is what stands before the first."""
-    found, current = {"": ""}, ""
+    result, current = {"": ""}, ""
     for line in inspect.cleandoc(text).splitlines():
         heading = _SECTION.match(line)
         if heading:
             current = heading[1]
-            found[current] = heading[2] and heading[2] + "\n"
+            result[current] = heading[2] and heading[2] + "\n"
         else:
-            found[current] += line + "\n"
-    return {name: body.strip("\n") if not name else textwrap.dedent(body).strip("\n") for name, body in found.items()}
+            result[current] += line + "\n"
+    return {name: body.strip("\n") if not name else textwrap.dedent(body).strip("\n") for name, body in result.items()}
 
 
 def prose(text: str, root: str) -> str:
@@ -130,15 +127,15 @@ def parameters(function: Any) -> list[str]:
 def body(function: Any, root: str) -> list[str]:
     """Everything that a docstring says, as lines of Markdown."""
     text, names = inspect.getdoc(function) or "", parameters(function)
-    found = sections(text)
-    lines = [prose(found[""], root), ""] if found[""] else []
+    result = sections(text)
+    lines = [prose(result[""], root), ""] if result[""] else []
     for name, title in (("Args", "Arguments"), ("Attributes", "Attributes"), ("Raises", "Raises")):
-        if name in found:
-            lines += [f"**{title}**", "", *arguments(found[name], root, names), ""]
+        if name in result:
+            lines += [f"**{title}**", "", *arguments(result[name], root, names), ""]
         if name == "Attributes":
             for back in ("Returns", "Yields"):
-                if found.get(back):
-                    lines += [f"**{back}** {prose(found[back], root)}", ""]
-    if found.get("Example"):
-        lines += ["```pycon", found["Example"], "```", ""]
+                if result.get(back):
+                    lines += [f"**{back}** {prose(result[back], root)}", ""]
+    if result.get("Example"):
+        lines += ["```pycon", result["Example"], "```", ""]
     return lines

@@ -1,7 +1,4 @@
-"""What the library finds of the machine it runs on, what computes there, and whether it computes right.
-
-Knows words. Refuses to know how facts are found (machine.py), and how results are judged (selftest.py).
-"""
+"""What the library finds of the machine it runs on, what computes there, and whether it computes right."""
 
 from __future__ import annotations
 
@@ -49,14 +46,14 @@ def doctor(
     """
     from rich.console import Console
 
-    found = facts()
+    result = facts()
     if not quick:
-        _measured(found, seconds)
+        _measured(result, seconds)
     if as_json:
-        show_json(found)
+        show_json(result)
     else:
-        _show(found, Console())
-    raise typer.Exit(1 if found["problems"] else 0)
+        _show(result, Console())
+    raise typer.Exit(1 if result["problems"] else 0)
 
 
 def facts() -> dict[str, Any]:
@@ -78,11 +75,11 @@ def facts() -> dict[str, Any]:
     except ImportError as error:
         problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
-    told = notes(native["features"])
-    told += [RUNTIMES_NOTE] * (len(runtimes) > 1)
+    messages = notes(native["features"])
+    messages += [RUNTIMES_NOTE] * (len(runtimes) > 1)
     allowed = int(cores["quota"] or cores["usable"] or 1) or 1
-    told += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))
-    told += [f"{r.name} {r.installed} is newer than the tested {r.tested}." for r in releases if "newer" in r.says]
+    messages += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))
+    messages += [f"{r.name} {r.installed} is newer than the tested {r.tested}." for r in releases if "newer" in r.says]
     return {
         "library": __version__,
         "processor": processor(),
@@ -95,7 +92,7 @@ def facts() -> dict[str, Any]:
         "gpus": machine.gpus(),
         "npu": machine.npu(),
         "back_ends": back_ends,
-        "notes": told,
+        "notes": messages,
         "problems": problems,
     }
 
@@ -116,9 +113,9 @@ def _measured(found: dict[str, Any], seconds: float) -> None:
         "seconds": round(sum(outcome.seconds for outcome in outcomes), 2),
         "wrong": [asdict(outcome) for outcome in wrong],
     }
-    told = [f"self test: {one.name} ({one.backend}): {one.fault}" for one in wrong]
-    found["problems"] += told[:SHOWN] + [f"{len(told) - SHOWN} more steps of the self test are wrong"] * (
-        len(told) > SHOWN
+    messages = [f"self test: {one.name} ({one.backend}): {one.fault}" for one in wrong]
+    found["problems"] += messages[:SHOWN] + [f"{len(messages) - SHOWN} more steps of the self test are wrong"] * (
+        len(messages) > SHOWN
     )
 
 

@@ -1,7 +1,6 @@
 """One BERT sentence encoder, run two ways over the very same weights: padded by transformers, packed by us.
 
-Knows token ids, batches, pooling and where the packaged model lies. Refuses to know where attention is computed: the
-packed way is handed an attention function with the signature of `npu_fusion_attention`. Never touches the network.
+Never touches the network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Why a call is refused, here or on the chip: `fusion-attention explain`.
-
-Knows where the text comes from and how the answer is shown. Refuses to know what a call breaks: calls/ says.
-"""
+"""Why a call is refused, here or on the chip: `fusion-attention explain`."""
 
 from __future__ import annotations
 
@@ -60,16 +57,16 @@ def explain(
     try:
         path = _file(text)
         if path is not None and path.suffix == ".safetensors":
-            found = _captured(path, log)
+            result = _captured(path, log)
         else:
-            found = explained(_words(text), log=_words(log))
+            result = explained(_words(text), log=_words(log))
     except (ValueError, OSError) as error:
         refuse(COMMAND, error)
     if as_json:
-        show_json(found.as_dict())
+        show_json(result.as_dict())
     else:
-        _show(found, Console())
-    raise typer.Exit(1 if found.broken else 0)
+        _show(result, Console())
+    raise typer.Exit(1 if result.broken else 0)
 
 
 def _file(text: str) -> Path | None:

@@ -65,8 +65,8 @@ def settings() -> dict[str, str]:
 
 def openmp_runtimes(maps: str = "/proc/self/maps") -> list[str]:
     """The files of all OpenMP runtimes that this process has loaded."""
-    found = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
-    return sorted(dict.fromkeys(found))
+    result = (match[1] for line in _lines(maps) if (match := _RUNTIME.search(line)))
+    return sorted(dict.fromkeys(result))
 
 
 def releases() -> list[Release]:
@@ -92,19 +92,19 @@ def gpus() -> dict[str, Any]:
     """The GPUs, and why they do not compute, where they do not."""
     import torch
 
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     try:
         if torch.cuda.is_available():
             for number in range(torch.cuda.device_count()):
                 properties = torch.cuda.get_device_properties(number)
                 memory = round(properties.total_memory / 2**30, 1)
                 capability = f"{properties.major}.{properties.minor}"
-                found.append({"name": properties.name, "capability": capability, "memory_gib": memory})
+                results.append({"name": properties.name, "capability": capability, "memory_gib": memory})
     except (RuntimeError, AssertionError) as error:  # a driver that does not fit
         return {"devices": [], "computes": False, "why_not": (str(error) or type(error).__name__).splitlines()[0]}
     why = back_ends()["triton"]
-    reasons = [] if why == "yes" else [*_why_no_gpu(found), why]
-    return {"devices": found, "computes": not reasons, "why_not": "; ".join(reasons)}
+    reasons = [] if why == "yes" else [*_why_no_gpu(results), why]
+    return {"devices": results, "computes": not reasons, "why_not": "; ".join(reasons)}
 
 
 def _why_no_gpu(found: list[dict[str, Any]]) -> list[str]:
@@ -126,10 +126,10 @@ def npu() -> str:
     if vars(sys.modules.get("torch_npu", object)).get("__fusion_attention__"):
         return "fusion_attention stands in for torch_npu in this process"
     try:
-        found = importlib.util.find_spec("torch_npu")
+        result = importlib.util.find_spec("torch_npu")
     except (ValueError, ImportError):
-        found = None
-    return "torch_npu is installed" if found else "no torch_npu: fusion_attention.npu has its functions"
+        result = None
+    return "torch_npu is installed" if result else "no torch_npu: fusion_attention.npu has its functions"
 
 
 def back_ends() -> dict[str, str]:
@@ -140,11 +140,11 @@ def back_ends() -> dict[str, str]:
     from fusion_attention.ir.problem import Problem
 
     problem = Problem(heads_q=1, heads_kv=1, dim_qk=64, dim_v=64, scale=0.125)
-    found = {}
+    results = {}
     for name in BACKENDS:
         reasons = reasons_of(name, problem, torch.device("cuda" if name == "triton" else "cpu"))
-        found[name] = " ".join(reasons) or "yes"
-    return found
+        results[name] = " ".join(reasons) or "yes"
+    return results
 
 
 def peaks(threads: int) -> dict[str, float]:

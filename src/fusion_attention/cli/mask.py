@@ -1,7 +1,4 @@
-"""Masks to look at: what a sparse mode or a Band lets each row see, as text, JSON, SVG, PNG, or a page to play with.
-
-Knows options, files and the screen. Refuses to know which keys are seen: `explorer` asks the lowering and the records.
-"""
+"""Masks to look at: what a sparse mode or a Band lets each row see, as text, JSON, SVG, PNG, or a page to play with."""
 
 from __future__ import annotations
 
@@ -98,14 +95,14 @@ def mask(
 
 def _numbers(text: str, option: str, most: int = LONGEST) -> tuple[int, ...]:
     try:
-        found = tuple(int(word) for word in text.split(","))
+        results = tuple(int(word) for word in text.split(","))
     except ValueError:
         raise typer.BadParameter(
             f"expected whole numbers with commas between, got {text!r}", param_hint=option
         ) from None
-    if not 1 <= len(found) <= 64 or not all(0 <= n <= most for n in found):
+    if not 1 <= len(results) <= 64 or not all(0 <= n <= most for n in results):
         raise typer.BadParameter(f"expected 1 to 64 numbers from 0 to {most}, got {text[:60]}", param_hint=option)
-    return found
+    return results
 
 
 def _setting(given: dict[str, Any]) -> Setting:
@@ -173,10 +170,10 @@ def _read_mask(path: Path) -> list[list[int]]:
 
     try:
         if path.suffix == ".npy":
-            found = np.load(path, allow_pickle=False, mmap_mode="r")
-            if found.ndim != 2 or found.size > LONGEST * 16 or found.dtype.kind not in "biu":
-                raise ValueError(f"{found.dtype} {list(found.shape)}")
-            return (np.asarray(found) != 0).astype(int).tolist()
+            result = np.load(path, allow_pickle=False, mmap_mode="r")
+            if result.ndim != 2 or result.size > LONGEST * 16 or result.dtype.kind not in "biu":
+                raise ValueError(f"{result.dtype} {list(result.shape)}")
+            return (np.asarray(result) != 0).astype(int).tolist()
         with path.open("rb") as file:
             text = file.read(LONGEST * 16 + 1).decode("ascii")
         rows = ["".join(line.replace(",", " ").split()) for line in text.splitlines()]
@@ -284,7 +281,7 @@ def _report(s: Setting, interface: str) -> dict[str, Any]:
             item["rows"] = [edges_of(p, b, i) for i in range(s.q_len[b])]
         items.append(item)
     calls = {name: call(s, name) for name in INTERFACE_NAMES}
-    found = {name: remarks_on(s, name) for name in INTERFACE_NAMES}
+    results = {name: remarks_on(s, name) for name in INTERFACE_NAMES}
     report: dict[str, Any] = {
         "mode": None if s.mode < 0 else s.mode,
         "title": _title(s),
@@ -297,8 +294,8 @@ def _report(s: Setting, interface: str) -> dict[str, Any]:
     interfaces = {
         name: {
             "operator": INTERFACE_NAMES[name],
-            "verdict": "none" if text is None else verdict(found[name]),
-            "remarks": found[name],
+            "verdict": "none" if text is None else verdict(results[name]),
+            "remarks": results[name],
             **({"before": None, "call": None} if text is None else text),
         }
         for name, text in calls.items()

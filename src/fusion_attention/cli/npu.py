@@ -1,7 +1,4 @@
-"""What of torch_npu is here, and what a tree of sources written for the chip needs of it.
-
-Knows options and tables. Refuses to know how sources are read (npu/coverage.py).
-"""
+"""What of torch_npu is here, and what a tree of sources written for the chip needs of it."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ def npu(
     if coverage is None:
         if missing:
             refuse("npu", "--missing goes with --coverage PATH")
-        found = _here()
+        result = _here()
         if as_json:
-            show_json(found)
+            show_json(result)
         else:
-            _show_names(found, Console())
+            _show_names(result, Console())
         return
     try:
         facts = _facts(coverage)
@@ -82,9 +79,9 @@ def _facts(path: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for use in sorted(reading.uses.values(), key=lambda use: (-use.calls, -use.others, use.name)):
         here = present(use.name, modules)
-        told = None if here else instead(use.name)
+        notes = None if here else instead(use.name)
         row = {"name": use.name, "function": use.function, "calls": use.calls, "other_uses": use.others}
-        rows.append({**row, "files": sorted(use.files), "here": here, "instead": told})
+        rows.append({**row, "files": sorted(use.files), "here": here, "instead": notes})
     calls = [row for row in rows if row["function"]]
     wanted, answered = sum(row["calls"] for row in calls), sum(row["calls"] for row in calls if row["here"])
     return {
@@ -142,8 +139,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for column in table.columns[1:4]:
         column.justify = "right"
     for row in rows:
-        told = f"no: {row['instead']}" if row["instead"] else "no"
-        here = Text("yes", "green") if row["here"] else Text(told, "red")
+        notes = f"no: {row['instead']}" if row["instead"] else "no"
+        here = Text("yes", "green") if row["here"] else Text(notes, "red")
         numbers = (str(row[name] or "") for name in ("calls", "other_uses"))
         table.add_row(Text(row["name"]), *numbers, str(len(row["files"])), here)
     return table

@@ -1,7 +1,4 @@
-"""A program for every operator, as its page shows it: made from its record and the values of its family.
-
-Knows what a sensible call of a family looks like. Refuses to know how calls are computed: the tests run every program.
-"""
+"""A program for every operator, as its page shows it: made from its record and the values of its family."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The page of an operator as docs/ops has it: its record, and the call, the docstring, a program and what computes it.
-
-Knows where the function of a record is. Refuses to know any of them.
-"""
+"""The page of an operator: record, call, docstring, example, support of the back ends."""
 
 from __future__ import annotations
 
@@ -43,10 +40,10 @@ GROUPS = {
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
     """Operators by family, in the order of the pages' index; those of no family come last."""
-    found: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
+    results: dict[str, list[str]] = {title: [] for title in (*GROUPS, OTHERS)}
     for name in names:
-        found[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
-    return {title: listed for title, listed in found.items() if listed}
+        results[next((title for title, form in GROUPS.items() if re.fullmatch(form, name)), OTHERS)].append(name)
+    return {title: listed for title, listed in results.items() if listed}
 
 
 def index(records: Mapping[str, Op]) -> str:
@@ -107,7 +104,7 @@ def _auxiliary(op: Op) -> str:
 
 def another(name: str) -> str:
     """The function that computes an auxiliary operator; "" of one that torch computes."""
-    return next((found for form, found in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
+    return next((result for form, result in BY_ANOTHER.items() if re.fullmatch(form, name)), "")
 
 
 def function(op: Op) -> Any:
@@ -131,17 +128,17 @@ _FLAGS = ("strict=True", "check_content=False")
 
 def _text(called: Any) -> str:
     """The docstring, its arguments folded away: the table of parameters is their place."""
-    found = docstrings.sections(inspect.getdoc(called) or "")
-    paragraphs = found[""].split("\n\n")[1:]  # the first is the summary
+    result = docstrings.sections(inspect.getdoc(called) or "")
+    paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
     kept = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
     lines = [docstrings.prose("\n\n".join(kept), ROOT), ""] if kept else []
-    if found.get("Args"):
+    if result.get("Args"):
         lines += ['<details markdown="1"><summary>Arguments, as the docstring says them</summary>', ""]
-        lines += [*docstrings.arguments(found["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
+        lines += [*docstrings.arguments(result["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
-        if found.get(name):
+        if result.get(name):
             said = (
-                docstrings.arguments(found[name], ROOT) if name == "Raises" else [docstrings.prose(found[name], ROOT)]
+                docstrings.arguments(result[name], ROOT) if name == "Raises" else [docstrings.prose(result[name], ROOT)]
             )
             lines += [f"**{name}**", "", *said, ""]
     return "\n".join(lines).rstrip()
@@ -149,8 +146,8 @@ def _text(called: Any) -> str:
 
 def _example(called: Any) -> str:
     """The docstring's example as a program."""
-    found = docstrings.sections(inspect.getdoc(called) or "").get("Example", "")
-    code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", found, re.M))
+    result = docstrings.sections(inspect.getdoc(called) or "").get("Example", "")
+    code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", result, re.M))
     used = ", ".join(sorted({called.__name__, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
     return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 

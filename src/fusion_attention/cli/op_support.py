@@ -1,7 +1,4 @@
-"""What of an operator each back end computes: its record's sample calls, lowered, and the back ends asked.
-
-Refuses to know any operator: all that is said comes from records and from reasons_against().
-"""
+"""What of an operator each back end computes: its record's sample calls, lowered, and the back ends asked."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ def refusals(problem: Any, name: str) -> list[str]:
     from fusion_attention.backends import load, triton
 
     device = torch.device("cuda" if name == "triton" else "cpu")
-    found = load(name).reasons_against(problem, device)
+    result = load(name).reasons_against(problem, device)
     absent = triton.against_device(device) if name == "triton" else []
-    return [reason for reason in found if reason not in absent]
+    return [reason for reason in result if reason not in absent]
 
 
 def lowered(op: Op, settings: dict[str, Any], *, strict: bool = False) -> Any | None:
@@ -47,7 +44,7 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
     first: Tensor = op.tensors()[0]
     rows = []
     for dtype in first.dtypes.split():
-        found: dict[str, list[str]] = {name: [] for name in (*COLUMNS, CHIP)}
+        results: dict[str, list[str]] = {name: [] for name in (*COLUMNS, CHIP)}
         for layout in op.layouts:
             settings: dict[str, Any] = {op.layout_attr: layout}
             for p in op.tensors():
@@ -57,9 +54,9 @@ def matrix(op: Op) -> list[tuple[str, dict[str, str]]]:
             if call is None:
                 continue
             for name in COLUMNS:
-                found[name] += [layout] if not refusals(call.problem, name) else []
-            found[CHIP] += [layout] if lowered(op, settings, strict=True) is not None else []
-        rows.append((dtype, {name: _layouts(op, layouts) for name, layouts in found.items()}))
+                results[name] += [layout] if not refusals(call.problem, name) else []
+            results[CHIP] += [layout] if lowered(op, settings, strict=True) is not None else []
+        rows.append((dtype, {name: _layouts(op, layouts) for name, layouts in results.items()}))
     return [row for row in rows if any(row[1].values())]
 
 
@@ -71,17 +68,17 @@ def _layouts(op: Op, computed: list[str]) -> str:
 
 def gaps(op: Op) -> dict[str, list[str]]:
     """Back end -> what it refuses among calls that the record's rules are asked of, beside the plain one."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for settings in _settings(op):
         call = lowered(op, settings)
         if call is not None:
             for name in ("cpu", "triton"):
                 for reason in refusals(call.problem, name):
                     text = reason.removeprefix(f"the {name} back end ").rstrip(".")
-                    known = found.setdefault(name, [])
+                    known = results.setdefault(name, [])
                     if text not in known:
                         known.append(text)
-    return found
+    return results
 
 
 def _settings(op: Op) -> Iterator[dict[str, Any]]:

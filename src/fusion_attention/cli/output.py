@@ -1,7 +1,4 @@
-"""How commands speak and are spoken to: JSON, a sentence where input is wrong, a progress bar on a terminal, devices.
-
-Knows no command.
-"""
+"""Output and input of commands: JSON, errors in a sentence, progress bars, devices."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def progress(
 
     Args:
         what: is done.
-        total: of it; None where nobody knows.
+        total: of it; None if unknown.
         console: that lines are printed to meanwhile: where it is a terminal the bar stands below them, else on stderr.
             Nothing is drawn where there is no terminal.
         calm: nothing is drawn between calls of the function, so that no thread draws while something is timed.

@@ -1,7 +1,4 @@
-"""A captured session, computed again call by call: timed, and judged against what was recorded.
-
-Knows files and tables. Refuses to know how a call is computed and when it is right: Replay does.
-"""
+"""A captured session, computed again call by call: timed, and judged against what was recorded."""
 
 from __future__ import annotations
 
@@ -81,20 +78,20 @@ def replay(
         place, files = device_of(device), session(paths)
     except (ValueError, OSError, RuntimeError) as error:
         refuse(COMMAND, error)
-    found: list[Call] = []
+    results: list[Call] = []
     console = Console()
     if not as_json:
         _head(console, len(files), backend.value)
     with progress("replaying", len(files), None if as_json else console, calm=True) as advance:
         for call in calls(files, backend.value, place, runs, advance):
-            found.append(call)
+            results.append(call)
             if not as_json:
                 _line(console, call)
     if as_json:
-        show_json({"backend": backend.value, **summary(found), "calls": [asdict(call) for call in found]})
+        show_json({"backend": backend.value, **summary(results), "calls": [asdict(call) for call in results]})
     else:
-        _foot(console, summary(found))
-    verdicts = {call.verdict for call in found}
+        _foot(console, summary(results))
+    verdicts = {call.verdict for call in results}
     raise typer.Exit(BAD_INPUT if {UNREADABLE, UNJUDGED} & verdicts else 1 if WRONG in verdicts else 0)
 
 
@@ -144,12 +141,12 @@ def summary(found: list[Call]) -> dict[str, Any]:
 def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     from fusion_attention.captures import replay as captures
 
-    found = captures.replay(file, backend=backend, device=device)
-    verdict, reason = _verdict(found)
-    first = next(iter(found.recorded.values()), None)
+    result = captures.replay(file, backend=backend, device=device)
+    verdict, reason = _verdict(result)
+    first = next(iter(result.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
-    taken = _milliseconds(found, backend, runs) if runs else 0.0
-    return Call(str(file), found.operator, sizes, verdict, reason, found.worst, taken)
+    taken = _milliseconds(result, backend, runs) if runs else 0.0
+    return Call(str(file), result.operator, sizes, verdict, reason, result.worst, taken)
 
 
 def _milliseconds(found: Replay, backend: str, runs: int) -> float:
@@ -185,8 +182,8 @@ def _verdict(found: Replay) -> tuple[str, str]:
         judgement = found.judgement
     except JudgeError as error:
         return UNJUDGED, _sentence(error)
-    told = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
-    return judgement.verdict, "" if judgement.passes else "; ".join(reversed(told))
+    notes = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]
+    return judgement.verdict, "" if judgement.passes else "; ".join(reversed(notes))
 
 
 def _order(file: Path) -> tuple[int, str]:
@@ -214,15 +211,15 @@ def _head(console: Console, count: int, backend: str) -> None:
 
 def _line(console: Console, call: Call) -> None:
     name = Path(call.file).name
-    told = "" if call.verdict == UNREADABLE else f"{call.milliseconds:9.3f}  {call.worst:13.3g}"
-    _print(console, f"{call.verdict:<10}  {told:>24}  {name}  {call.sizes}", _STYLES.get(call.verdict, ""))
+    notes = "" if call.verdict == UNREADABLE else f"{call.milliseconds:9.3f}  {call.worst:13.3g}"
+    _print(console, f"{call.verdict:<10}  {notes:>24}  {name}  {call.sizes}", _STYLES.get(call.verdict, ""))
     if call.reason and call.verdict != RIGHT:
         _print(console, f"            {call.reason}")
 
 
 def _foot(console: Console, counts: dict[str, Any]) -> None:
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
-    _print(console, f"{told or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")
+    notes = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _STYLES if counts[verdict])
+    _print(console, f"{notes or 'nothing'}; {counts['milliseconds']:.3f} ms in all", "bold")
 
 
 __all__ = ["replay"]

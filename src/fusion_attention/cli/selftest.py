@@ -1,7 +1,7 @@
 """Whether what is installed computes what it should: small calls of every family, beside the model in float64.
 
 Judged as this library's own tests judge (testing.compare): errors are as large as roundings make them, with no
-tolerance. Refuses to know any kernel.
+tolerance.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _judge_dense(case: Case, backend: str) -> None:
         tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v")}
         extras = tuple(one if one is None else one.cuda() for one in call.extras)
         call, dy = dataclasses.replace(call, **tensors, extras=extras), dy.cuda()
-    found = {name: tensor.cpu() for name, tensor in run(call, dy, backend).items()}
-    check(case.id, found, expected(case, args))
+    results = {name: tensor.cpu() for name, tensor in run(call, dy, backend).items()}
+    check(case.id, results, expected(case, args))
 
 
 def _judge_decoding(backend: str) -> None:
@@ -165,9 +165,9 @@ def _judge_decoding(backend: str) -> None:
     for case in (decode.DecodeCase(store="pages", dim=64, kv_len=(40, 9)), decode.DecodeCase(integers="channel")):
         assert op.lower is not None
         call = op.lower(bind(op, decode.arguments(case)))
-        found = call.results()
-        compute(call, found, backend)
-        check(case.id, found, expected_of(call, {"attention_out": decode.query_of(case, decode.answer(case))}))
+        result = call.results()
+        compute(call, result, backend)
+        check(case.id, result, expected_of(call, {"attention_out": decode.query_of(case, decode.answer(case))}))
 
 
 def _judge_sparse(backend: str) -> None:

@@ -57,18 +57,18 @@ def verify(
 
     try:
         how = Reading(op, _names(names), _values(values), seed, unsafe_pickle, pick, dtype)
-        found = _judged(files, how, search=search, backends=backends, standard=standard, bar=not as_json)
+        result = _judged(files, how, search=search, backends=backends, standard=standard, bar=not as_json)
     except JudgeError as error:
         refuse(COMMAND, error)
     if page is not None:
         from fusion_attention.judging.report import page as written
 
         try:
-            page.write_text(written(found), encoding="utf-8")
+            page.write_text(written(result), encoding="utf-8")
         except OSError as error:
             refuse(COMMAND, f"{page}: {error.strerror}")
-    _print(found, standard, as_json=as_json)
-    wrong = [j for j in found if not j.passes and not (allow_noisy and j.verdict == "noisy")]
+    _print(result, standard, as_json=as_json)
+    wrong = [j for j in result if not j.passes and not (allow_noisy and j.verdict == "noisy")]
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -82,21 +82,21 @@ def _judged(
     from fusion_attention.judging.judge import judged
     from fusion_attention.judging.loaders import read_calls
 
-    found = []
+    results = []
     with Progress(console=Console(stderr=True), transient=True, disable=not bar) as progress:
         task = progress.add_task("verifying", total=None)
         for file in files:
             for call in read_calls(file, how):
                 progress.update(task, description=f"verifying {call.source}")
                 try:
-                    found.append(judged(call, search=search, backends=backends, standard=standard))
+                    results.append(judged(call, search=search, backends=backends, standard=standard))
                 except JudgeError as error:
                     raise JudgeError(f"{call.source}: {error}") from None
                 except (ArithmeticError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as error:
                     # Files say anything: what no rule has caught is still one sentence.
                     why = " ".join(str(error).split())[:160]
                     raise JudgeError(f"{call.source}: cannot be judged ({type(error).__name__}: {why})") from None
-    return found
+    return results
 
 
 def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
@@ -117,11 +117,11 @@ def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
 def _names(given: list[str]) -> dict[str, str]:
     from fusion_attention.judging.calls import JudgeError
 
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for text in given:
         if "=" in text:
             name, _, source = text.partition("=")
-            found[name] = source
+            results[name] = source
             continue
         try:
             pairs = json.loads(Path(text).read_text(encoding="utf-8"))
@@ -129,21 +129,21 @@ def _names(given: list[str]) -> dict[str, str]:
             raise JudgeError(f"--map {text}: neither NAME=NAME nor a readable JSON file ({error})") from None
         if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
             raise JudgeError(f"--map {text}: expected an object of names")
-        found |= pairs
-    return found
+        results |= pairs
+    return results
 
 
 def _values(given: list[str]) -> dict[str, Any]:
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.loaders import values_from
 
-    found = {}
+    results = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
             raise JudgeError(f"--set {text}: expected PARAMETER=VALUE")
-        found[name] = values_from(value)
-    return found
+        results[name] = values_from(value)
+    return results
 
 
 __all__ = ["verify"]

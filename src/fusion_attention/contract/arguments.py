@@ -1,7 +1,5 @@
 """Arguments as rules see them: host integers as int64 arrays, lists of tensors as tuples, blanks as nothing; what kind
 of value each is, what came instead, and whether its memory is there.
-
-Refuses to know what any operator computes.
 """
 
 from __future__ import annotations
@@ -128,7 +126,7 @@ def lost(tensor: torch.Tensor) -> bool:
     try:
         need, offset = tensor.nbytes if tensor.is_contiguous() else span(tensor), tensor.storage_offset()
         return need > 0 and tensor.untyped_storage().nbytes() < (need + offset * tensor.itemsize if offset else need)
-    except Exception:  # Sparse, nested: there is no such storage to ask, and whoever wants a dense tensor says so.
+    except Exception:  # Sparse, nested: they have no such storage; rules that need a dense tensor say so.
         return False
 
 

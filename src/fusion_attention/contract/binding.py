@@ -1,6 +1,6 @@
 """Checking a call against its record: stage by stage, with every failure of the first stage that has one.
 
-A signature that was found legal is remembered. Refuses to know what any operator computes.
+A signature that was found legal is remembered.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Bound:
     def names(self) -> dict[str, Any]:
         """Axes, attributes, arrays (int64 numpy), tensors (None where absent), and what the record derives.
 
-        Put together by whoever asks first: a call that is known to the end asks for none.
+        Made on first use: a fully prepared call needs none.
         """
         if self._names is None:
             self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self._tensors)}
@@ -143,7 +143,7 @@ def bind(
 
     Args:
         op: the record.
-        args: values by canonical name; a missing name is as None. They are the call's: nobody changes them later.
+        args: values by canonical name; a missing name is as None. They are not changed later.
         strict: limits and doubts are errors too; None: as settings say.
         check_content: rules that read tensor data on request are asked too; None: as settings say.
         reads: so are those that always do; False where the data may not be there yet.
@@ -183,9 +183,9 @@ def _tell(notes: Iterable[Failure | str]) -> None:
 
 def _with_reader(op: Op) -> Reader:
     """The reader of an operator that has none yet: its records may be read where no core is loaded."""
-    found = reader(op)
-    object.__setattr__(op, "reader", found)
-    return found
+    result = reader(op)
+    object.__setattr__(op, "reader", result)
+    return result
 
 
 def _anew(
@@ -278,9 +278,9 @@ def _settle(
     ask(op, [r for r in known.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
-    told = ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
-    _tell(n for n in told if n.rule is not None and n.rule.reads)  # of this call alone
-    notes = known.notes + [n for n in told if n.rule is None or not n.rule.reads]
+    messages = ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
+    _tell(n for n in messages if n.rule is not None and n.rule.reads)  # of this call alone
+    notes = known.notes + [n for n in messages if n.rule is None or not n.rule.reads]
     if known.settled is None:
         lasting = [r for r in known.rules if not (r.reads and r.level in WARNED)]
         known.rules = _changing(op, lasting, {*arrays, *derived} if arrays else set(), names)
@@ -288,8 +288,8 @@ def _settle(
         known.notes = [n for n in notes if n.rule not in known.rules]
     kept = {name: value for name, value in names.items() if not is_memory(value)}
     # Another thread may have settled the signature meanwhile, with other arrays: this call keeps its own.
-    found = known.settled = _Settled(content, kept, list(map(str, notes)))
-    return found
+    result = known.settled = _Settled(content, kept, list(map(str, notes)))
+    return result
 
 
 def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, Any]) -> list[Rule]:

@@ -1,7 +1,4 @@
-"""The page of a record: what an operator computes, its parameters, their shapes, its rules by level, its sources.
-
-Knows records and Markdown tables. Refuses to know what any operator computes.
-"""
+"""The page of a record: what an operator computes, its parameters, their shapes, its rules by level, its sources."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ _DTYPE = re.compile(r"\b(b?float16|float32|u?int8|dtype)\b")
 
 @dataclass(frozen=True)
 class Shown:
-    """What a page says besides its record: Markdown that somebody made who knows the function.
+    """What a page says besides its record: Markdown made from the function.
 
     Args:
         call: its signature; text: what its docstring says.
@@ -76,12 +73,12 @@ class Shown:
     def lines(self) -> list[str]:
         """Under a heading each."""
         code = {"Call": "pyi", "Example": "python"}
-        found = []
+        results = []
         for title, text in (("Call", self.call), ("", self.text), ("Example", self.example), ("Support", self.support)):
             if text:
-                found += [f"## {title}", ""] if title else []
-                found += [f"```{code[title]}", text, "```", ""] if title in code else [text, ""]
-        return found
+                results += [f"## {title}", ""] if title else []
+                results += [f"```{code[title]}", text, "```", ""] if title in code else [text, ""]
+        return results
 
 
 def render(op: Op, shown: Shown | None = None, *, tex: bool = False) -> str:
@@ -112,9 +109,9 @@ def versions(records: Iterable[Op]) -> str:
     for op in records:
         named.setdefault(_VERSION.sub("", op.name), []).append(op)
     lines = ["# Versions", "", "What each version of an operator takes; generated from the contract records."]
-    for base, found in sorted(named.items()):
-        if len(found) > 1:
-            lines += ["", f"## {base}", "", *_versions(found)]
+    for base, result in sorted(named.items()):
+        if len(result) > 1:
+            lines += ["", f"## {base}", "", *_versions(result)]
     return "\n".join([*lines, ""])
 
 
@@ -122,7 +119,7 @@ def _versions(ops: list[Op]) -> list[str]:
     """A line for each parameter and layout of some version, the newest version's order first."""
     parameters = dict.fromkeys(name for op in (ops[-1], *ops) for name in op.names)
     layouts = dict.fromkeys(name for op in ops for name in op.layouts)
-    numbers = [found[1] if (found := _VERSION.search(op.name)) else "1" for op in ops]
+    numbers = [result[1] if (result := _VERSION.search(op.name)) else "1" for op in ops]
     lines = _table("", *(f"[V{number}]({op.name}.md)" for number, op in zip(numbers, ops, strict=True)))
     for name in parameters:
         spelled = [f"`{op.by_name[name].shown}`" if name in op.by_name else "" for op in ops]
@@ -207,7 +204,7 @@ def _shapes(op: Op) -> list[str]:
         if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
             for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the record's order
                 own.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
-    lines += [line for layout, found in own.items() for line in ("", f"In layout {layout}: {', '.join(found)}.")]
+    lines += [line for layout, result in own.items() for line in ("", f"In layout {layout}: {', '.join(result)}.")]
     return lines
 
 

@@ -1,6 +1,6 @@
 """The small language of the records: axis words ("B S1 N1*D"), and expressions over the names that a call binds.
 
-An expression is what is checked and what an error shows. Refuses to know any operator.
+An expression is what is checked and what an error shows.
 """
 
 from __future__ import annotations

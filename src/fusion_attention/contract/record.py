@@ -202,8 +202,8 @@ class Rule:
         """The wording after "expected"."""
         if self.text:
             return self.text
-        found = re.fullmatch(r"fits\(\w+, '([^']*)'\)", self.check)
-        return f"shape {shape_text(found[1])}" if found else self.check
+        result = re.fullmatch(r"fits\(\w+, '([^']*)'\)", self.check)
+        return f"shape {shape_text(result[1])}" if result else self.check
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class Op:
     ) -> Op:
         """This record of another operator: with parameters inserted after others, and further fields changed."""
         if after is not None:
-            changes["params"] = tuple(found for p in self.params for found in (p, *after.get(p.name, ())))
+            changes["params"] = tuple(result for p in self.params for result in (p, *after.get(p.name, ())))
         return replace(self, name=name, summary=summary, **changes)
 
     def failure(

@@ -1,7 +1,4 @@
-"""Calls made from records: legal ones, and for every rule one that breaks just that rule.
-
-Knows what a record says and nothing about any operator; tests and fuzzers of every interface start here.
-"""
+"""Calls made from records: legal ones, and for every rule one that breaks just that rule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What makes two calls one signature: shapes, strides, dtypes, devices, attributes; and the bytes of their lengths.
 
 The native core reads them, without a Python frame for each. Where it cannot be loaded, Python does: slower, and alike.
-Refuses to know what any operator computes.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def python_reader(op: Op) -> Reader:
                     waits = grad and i in op.watched and t.requires_grad
                     key += [(type(t), t.shape, t.dtype, t.stride(), t.device, lazy(t), waits)]
                 given += tensors
-            found = tuple(key)
-            hash(found)
+            results = tuple(key)
+            hash(results)
         except Exception:  # No tensor, no strides (sparse, nested), no hash (symbols of a trace have none).
             return None, None, True
-        return found, None if None in content else tuple(content), not any(map(lost, given))
+        return results, None if None in content else tuple(content), not any(map(lost, given))
 
     return read

@@ -1,7 +1,4 @@
-"""The stages that a call is checked in, with their failures: presence, dtypes, layout, ranks, axes, domains, rules.
-
-Refuses to know what any operator computes.
-"""
+"""The stages that a call is checked in, with their failures: presence, dtypes, layout, ranks, axes, domains, rules."""
 
 from __future__ import annotations
 
@@ -107,7 +104,7 @@ def _dtypes(op: Op, names: dict[str, Any]) -> list[Failure]:
         if p.dtypes.startswith("="):
             other = p.dtypes[1:]
             allowed, source = [dtype_text(members(names[other])[0])], f" as {op.by_name[other].shown}"
-        wrong = [found for t in members(names[p.name]) if (found := dtype_text(t)) not in allowed]
+        wrong = [result for t in members(names[p.name]) if (result := dtype_text(t)) not in allowed]
         if wrong:
             got = wrong[0]
             failures.append(op.failure(p.shown, " or ".join(allowed) + source, got, p.cast))

@@ -8,7 +8,7 @@ give the bits of the whole call:
 * dk and dv, where each piece of keys meets all rows of its sequence in one pair.
 
 Pairs that share rows, or keys, leave partial results in float32: those of rows are merged (ir/merge.py), gradients
-added, in ascending order of what they meet. Refuses to know processes: whose pieces these are, and who sent them.
+added, in ascending order of what they meet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Decoding over a cache whose pages lie on several ranks: each attends its own, and what they find is merged.
-
-Knows which tokens a rank has, and what of a band, a mask or a bias is theirs. Refuses to know how pages are given out.
-"""
+"""Decoding over a cache whose pages lie on several ranks: each attends its own, and what they find is merged."""
 
 from __future__ import annotations
 
@@ -93,10 +90,10 @@ def attend(
     """decode_attention(), of arguments by the record's names."""
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
-        found = dispatch.results(
+        result = dispatch.results(
             record.RECORD, {**args, **cache.arguments(sequences)}, backend, whole=return_lse, reads=False
         )
-        return (found["out"], found["max"] + found["sum"].log()) if return_lse else found["out"]
+        return (result["out"], result["max"] + result["sum"].log()) if return_lse else result["out"]
     of_cache, lengths = cache.arguments(sequences), cache.lengths(sequences)
     _check(args, cache, sequences, ranks if own_heads else 1)
     said = {"q": (tuple(q.shape), q.dtype), "cache": repr(cache).split(", ")[0], "own_heads": own_heads}
@@ -110,8 +107,8 @@ def attend(
         q = torch.cat([part[: q.nbytes].view(q.dtype).view(q.shape) for part in queries], at_head)
     pages = cache.own_pages(sequences)
     local = _local({**args, **of_cache, "q": q}, pages, lengths, cache.page_size)
-    found = dispatch.results(record.RECORD, local, backend, whole=True, reads=False)
-    own = [found["max"].transpose(1, 2), found["sum"].transpose(1, 2), _heads_last(found["out"], layout)]
+    result = dispatch.results(record.RECORD, local, backend, whole=True, reads=False)
+    own = [result["max"].transpose(1, 2), result["sum"].transpose(1, 2), _heads_last(result["out"], layout)]
     if own_heads:
         shares = zip(*(t.chunk(ranks, 2) for t in own), strict=True)
         own, sends = [t.chunk(ranks, 2)[0] for t in own], [torch.cat((*map(_bytes, t), mark)) for t in shares]
@@ -154,12 +151,12 @@ def _check(args: Mapping[str, Any], cache: Any, sequences: Sequence[int] | None,
     if failures:
         raise ContractError(failures)
     pages = max((-(-n // cache.page_size) for n in lengths), default=0)
-    whole = {**args, **cache.arguments(sequences), "kv_len": lengths}
-    whole["block_table"] = whole["block_table"].new_zeros(len(lengths), pages)
+    full = {**args, **cache.arguments(sequences), "kv_len": lengths}
+    full["block_table"] = full["block_table"].new_zeros(len(lengths), pages)
     if isinstance(q, Tensor) and q.dim() == 4:
-        whole["q"] = torch.cat([q.to("meta")] * heads, -2 if args["layout"] == "BSND" else -3)
-    tensors = {name: t.to("meta") for name, t in whole.items() if isinstance(t, Tensor) and name not in ("q", "q_len")}
-    bind(record.RECORD, whole | tensors, reads=False)
+        full["q"] = torch.cat([q.to("meta")] * heads, -2 if args["layout"] == "BSND" else -3)
+    tensors = {name: t.to("meta") for name, t in full.items() if isinstance(t, Tensor) and name not in ("q", "q_len")}
+    bind(record.RECORD, full | tensors, reads=False)
 
 
 # ------------------------------------------------------------------------------------------------------ a rank's tokens
@@ -207,13 +204,13 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
     """How many of this rank's tokens stand before tokens [sequences, rows] of their sequences."""
-    found = np.zeros_like(token)
+    result = np.zeros_like(token)
     for b, own in enumerate(pages):
         page = token[b] // size
         before = np.searchsorted(own, page)
         inside = np.isin(page, own)
-        found[b] = before * size + np.where(inside, token[b] % size, 0)
-    return found
+        result[b] = before * size + np.where(inside, token[b] % size, 0)
+    return result
 
 
 def _table(table: Tensor, gone: np.ndarray) -> Tensor:
@@ -227,21 +224,21 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 
 def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
     """int64 [sequences, slots]: which of a sequence's slots lies in each of this rank's."""
-    found = np.zeros((len(pages), slots // size), np.int64)
-    for row, own in zip(found, pages, strict=True):
+    result = np.zeros((len(pages), slots // size), np.int64)
+    for row, own in zip(result, pages, strict=True):
         row[: len(own)] = own
-    return torch.from_numpy((found[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
+    return torch.from_numpy((result[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
 
 
 def _columns(tensor: Tensor, place: Tensor) -> Tensor:
     """The columns of a mask or bias that are this rank's keys."""
     if tensor.shape[-1] == 1:
         return tensor
-    whole = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-    whole = whole.expand(len(place), *whole.shape[1:])
+    full = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    full = full.expand(len(place), *full.shape[1:])
     # Behind a sequence's tokens nothing is read, whatever stands there.
-    at = place.clamp(max=tensor.shape[-1] - 1)[:, None, None].expand(*whole.shape[:-1], -1)
-    return whole.gather(-1, at)
+    at = place.clamp(max=tensor.shape[-1] - 1)[:, None, None].expand(*full.shape[:-1], -1)
+    return full.gather(-1, at)
 
 
 # ------------------------------------------------------------------------------------------------------- what is passed

@@ -1,7 +1,7 @@
 """attention(): attention over sequences that lie on several ranks; every rank makes the call, with its own share.
 
 The whole call is checked and lowered as one of fusion_attention.attention, on every rank, without memory; its record's
-rules, messages and defaults are therefore these. Refuses to know how ranks meet (schedules.py).
+rules, messages and defaults are therefore these.
 """
 
 from __future__ import annotations
@@ -179,9 +179,9 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             (args["seed"], args["offset"]),
             _UNEVEN if options.tokens is None and not sides[0].packed else "",
         )
-        whole = _lowered_whole(args, lowered, call)
+        full = _lowered_whole(args, lowered, call)
         dbias = args["bias"] is not None and args["bias"].requires_grad
-        m = Meeting(whole, call, *sides, backend, options.deterministic, dbias)
+        m = Meeting(full, call, *sides, backend, options.deterministic, dbias)
         return _Shared.apply(m, options, lowered.form.layout, *(args[name] for name in _TENSORS))
 
 
@@ -195,14 +195,14 @@ def _whole(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, A
         return args
     batch, token, _ = LAYOUTS[layout]
     rows, keys = _tokens(args, options, ranks, token, packed=batch is None)
-    found = dict(args)
-    for names, whole in ((_ROWS, rows), (_KEYS, keys)):
-        found |= {name: _blank(args[name], token, whole) for name in names}
+    results = dict(args)
+    for names, full in ((_ROWS, rows), (_KEYS, keys)):
+        results |= {name: _blank(args[name], token, full) for name in names}
     for name in _MATRICES:
         t = args[name]
         one = not isinstance(t, Tensor) or t.dim() < 2 or t.shape[-2] == 1
-        found[name] = _blank(t, 0, None) if one else _blank(t, t.dim() - 2, rows)
-    return found | {name: _blank(args[name], 0, None) for name in ("alibi_slopes", "sink")}
+        results[name] = _blank(t, 0, None) if one else _blank(t, t.dim() - 2, rows)
+    return results | {name: _blank(args[name], 0, None) for name in ("alibi_slopes", "sink")}
 
 
 def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *, packed: bool) -> tuple[Any, Any]:
@@ -354,8 +354,8 @@ class _Shared(torch.autograd.Function):
             rows, keys = _canonical(again, layout, tensors)
             upstream = _rows_of(dout, layout, m.whole.problem.heads_q)
             g, dsink = _computed(again, options, rows, keys, Saved(upstream, out, max_, sum_))
-            found = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
-            given = [_as_given(t, layout, like) for t, like in zip(found, tensors[:5], strict=True)]
+            results = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
+            given = [_as_given(t, layout, like) for t, like in zip(results, tensors[:5], strict=True)]
             bias, sink = tensors[5], tensors[8]
             dbias = None if g.dbias is None else g.dbias.reshape(bias.shape).to(bias.dtype)
             return (*given, dbias, None, None, None if sink is None or dsink is None else dsink.to(sink.dtype))

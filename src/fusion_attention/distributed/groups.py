@@ -1,7 +1,7 @@
 """Ranks that compute one call together: what passes between them, in which order, and what is said when it fails.
 
 All that passes goes from one rank to another, as bytes, under a tag that names the call, so that two calls never take
-each other's data. Sums are made here, in the order of ranks. Refuses to know what is computed.
+each other's data. Sums are made here, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Group:
 
     @property
     def _data(self) -> dist.ProcessGroup:
-        found = self._weak()
-        if found is None:
+        result = self._weak()
+        if result is None:
             raise _destroyed()
-        return found
+        return result
 
     def crossed(self, other: Group, ranks: tuple[int, ...]) -> Group:
         """The mesh that has this group along its first axis, and another along its second."""
@@ -170,7 +170,7 @@ class Group:
         """The back end of torch.distributed that serves a device; empty: none does."""
         try:
             said = dist.get_backend_config(self._data)
-        except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that somebody kept
+        except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that a caller kept
             raise _destroyed() from error
         served = dict(part.split(":") for part in said.split(",") if ":" in part)
         return served.get(device.type, "" if served else said)
@@ -186,7 +186,7 @@ class Group:
 
 
 class Call:
-    """One call of a group, and all that passes in it. Steps are named by whoever takes them, for errors.
+    """One call of a group, and all that passes in it. The caller names each step, for errors.
 
     Attributes:
         call_cache: what all calls that say the same may share.
@@ -259,9 +259,9 @@ class Call:
                     f"rank 0 calls with {first}, rank {rank} with {other}",
                     advice or "every rank makes the same calls, in the same order",
                 )
-        for rank, (_, _, found) in enumerate(heard):
-            if found:
-                raise self.error(_COMPARING, f"on rank {rank} {found}", "all ranks stop")
+        for rank, (_, _, result) in enumerate(heard):
+            if result:
+                raise self.error(_COMPARING, f"on rank {rank} {result}", "all ranks stop")
 
     def try_out(self) -> None:
         """Every rank sends every other a number: what a back end lacks shows now, not in mid-training, and one that
@@ -303,13 +303,13 @@ class Call:
     ) -> list[list[Tensor]]:
         """to_each() of several tensors in one step."""
         own, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
-        found = [
+        results = [
             [sends[own] if rank == own else empty(sends[own], tuple(shape)) for rank, shape in enumerate(shapes)]
             for sends, shapes in passing
         ]
         out = [(rank, sends[rank]) for sends, _ in passing for rank in others]
-        self.exchange(step, out, [(rank, parts[rank]) for parts in found for rank in others]).wait()
-        return found
+        self.exchange(step, out, [(rank, parts[rank]) for parts in results for rank in others]).wait()
+        return results
 
     def all_gather(self, step: str, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """The tensors of all ranks, in their order; sizes: of the first axis of each."""
@@ -347,9 +347,9 @@ def group_of(group: AnyGroup) -> Group:
     if isinstance(group, DeviceMesh):
         return _of_mesh(group)
     named: Any = dist.group.WORLD if group is None else group
-    found = _GROUPS.get(named) if isinstance(named, dist.ProcessGroup) else None
-    if found is not None:
-        return found
+    result = _GROUPS.get(named) if isinstance(named, dist.ProcessGroup) else None
+    if result is not None:
+        return result
     if named == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(named, dist.ProcessGroup) and dist.get_rank(named) < 0
     ):
@@ -407,8 +407,8 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a group waits."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
-        if (found := getattr(options, "_timeout", None)) is not None:
-            return timedelta(seconds=found.total_seconds())
+        if (result := getattr(options, "_timeout", None)) is not None:
+            return timedelta(seconds=result.total_seconds())
     return default_pg_timeout
 
 

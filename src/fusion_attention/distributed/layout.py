@@ -1,6 +1,6 @@
 """Which tokens lie on which rank, in which order: a pure function of schedule, lengths and the shape of the world.
 
-Cuts lie on multiples of CUT tokens, counted from each sequence's start. Refuses to know tensors and groups.
+Cuts lie on multiples of CUT tokens, counted from each sequence's start.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class _Shares:
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Pieces in order, those of no token left out; neighbours are one."""
-    found: list[Piece] = []
+    results: list[Piece] = []
     for piece in sorted(piece for piece in pieces if piece.end > piece.first):
-        if found and found[-1].sequence == piece.sequence and found[-1].end == piece.first:
-            found[-1] = found[-1]._replace(end=piece.end)
+        if results and results[-1].sequence == piece.sequence and results[-1].end == piece.first:
+            results[-1] = results[-1]._replace(end=piece.end)
         else:
-            found.append(piece)
-    return tuple(found)
+            results.append(piece)
+    return tuple(results)
 
 
 def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:

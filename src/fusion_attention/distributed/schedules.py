@@ -1,7 +1,7 @@
 """How rows and keys that lie on several ranks meet: gathered keys, keys that go round, or heads that change places.
 
 Each schedule is a forward and a backward over tensors [batch, tokens, heads, dim] of this rank; chunk_pairs.py
-computes. Refuses to know layouts, and how a call was checked.
+computes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Side:
 
     def all(self) -> Pieces:
         """All sequences, each in one piece, as they lie in gathered tensors."""
-        whole = tuple(Piece(b, 0, n) for b, n in enumerate(self.placement.lengths))
-        return _pieces(whole, self.lengths, self.packed, empty=True)
+        full = tuple(Piece(b, 0, n) for b, n in enumerate(self.placement.lengths))
+        return _pieces(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
@@ -89,10 +89,10 @@ class Meeting:
 
     def pairs(self, name: Any, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
         """The pairs of two sets of pieces, which all calls of a signature share under a name."""
-        found: Pairs | None = self.call.call_cache.get(name)
-        if found is None:
-            found = self.call.call_cache[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
-        return found
+        result: Pairs | None = self.call.call_cache.get(name)
+        if result is None:
+            result = self.call.call_cache[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
+        return result
 
 
 # ------------------------------------------------------------------------------------------------------ gathered keys
@@ -112,8 +112,8 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
     g = chunk_pairs.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
     names = ("dk", "dv", "dk_rope")
     if not m.deterministic:
-        found = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
-        return replace(g, **dict(zip(names, found, strict=True))), _sink(m, rows, saved)
+        result = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
+        return replace(g, **dict(zip(names, result, strict=True))), _sink(m, rows, saved)
     g = replace(g, dk=None, dv=None, dk_rope=None)
     own = _owned(m, *_gather_rows(m, rows, saved), keys)
     return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), _sink(m, rows, saved)
@@ -164,20 +164,20 @@ def _gather(call: Call, step: str, placement: Layout, tensors: Sequence[Tensor |
     parts = call.all_to_each(
         step, [([t] * call.world, [(t.shape[0], n, *t.shape[2:]) for n in placement.sizes]) for t in given]
     )
-    found = iter([_placed(placement, shares) for shares in parts])
-    return [None if t is None else next(found) for t in tensors]
+    result = iter([_placed(placement, shares) for shares in parts])
+    return [None if t is None else next(result) for t in tensors]
 
 
 def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
     """Shares [batch, tokens, ...] of all ranks as whole tokens."""
     like = shares[0]
-    whole = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
+    full = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
     starts = np.cumsum((0, *placement.lengths)).tolist()
     for held, share in zip(placement.ranks, shares, strict=True):
         at = 0
         for b, first, end in held:
-            whole[:, starts[b] + first : starts[b] + end] = share[:, at : (at := at + end - first)]
-    return whole
+            full[:, starts[b] + first : starts[b] + end] = share[:, at : (at := at + end - first)]
+    return full
 
 
 def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -192,8 +192,8 @@ def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Te
     given = [t for t in tensors if t is not None]
     sends = [[share(t, rank) for rank in range(call.world)] for t in given]
     passing = [(parts, [parts[call.rank].shape] * call.world) for parts in sends]
-    found = iter(_added(parts) for parts in call.all_to_each(step, passing))
-    return [None if t is None else next(found) for t in tensors]
+    result = iter(_added(parts) for parts in call.all_to_each(step, passing))
+    return [None if t is None else next(result) for t in tensors]
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

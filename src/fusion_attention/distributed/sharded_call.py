@@ -85,14 +85,14 @@ class Side:
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
         """The segments, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
-        found: list[list[Segment]] = []
+        results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
         for own in self.segments:
-            if met[own.sequence] == len(found):
-                found.append([])
-            found[met[own.sequence]].append(own)
+            if met[own.sequence] == len(results):
+                results.append([])
+            results[met[own.sequence]].append(own)
             met[own.sequence] += 1
-        return found or [[]]
+        return results or [[]]
 
     def flat(self, tensor: Tensor) -> Tensor:
         """Tokens of this rank, or of the whole, on one axis."""
@@ -191,8 +191,8 @@ class Cut:
         widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
         packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
         split = packed.split(widths, 1)
-        found = {name: part.unflatten(1, t.shape[1:]) for (name, t), part in zip(given.items(), split, strict=True)}
-        return {name: found.get(name) for name in names}
+        results = {name: part.unflatten(1, t.shape[1:]) for (name, t), part in zip(given.items(), split, strict=True)}
+        return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
         """Rows of all ranks by name, flat."""
@@ -272,16 +272,16 @@ def cut_of(
     ranks = group_of(group)
     shape, padded = shape_of(function, ranks, schedule), args["layout"] != PACKED
     counts = _counts(args, (rows[0], keys[0]), tokens, ranks.world)
-    whole, sides, fault, broken = None, [], "", None
+    full, sides, fault, broken = None, [], "", None
     try:
         assert op.lower is not None
-        whole = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)))))
+        full = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)))))
     except ContractError as error:
         fault, broken = str(error), error
     for name, count, lengths in ((rows[0], counts[0], "q_len"), (keys[0], counts[1], "kv_len")):
-        if whole is None:
+        if full is None:
             break
-        used = getattr(whole.extents, lengths)
+        used = getattr(full.extents, lengths)
         placement = layout_of(schedule, (count,) if padded else tuple(used.tolist()), shape)
         sides.append(Side(placement, used, padded, ranks.rank))
         have, want = args[name].shape[int(padded)], placement.sizes[ranks.rank]
@@ -296,7 +296,7 @@ def cut_of(
     finally:
         if broken is not None:
             raise broken
-    return Cut(whole, call, sides[0], sides[1], backend)
+    return Cut(full, call, sides[0], sides[1], backend)
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
@@ -304,15 +304,15 @@ def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks
     sizes = tokens if isinstance(tokens, tuple) else (tokens, tokens)
     if len(sizes) != 2 or not all(size is None or (type(size) is int and 0 <= size < INFINITE) for size in sizes):
         raise ValueError(f"fusion_attention: distributed: tokens: expected S, (S1, S2) or None, got {tokens!r}")
-    found = []
+    results = []
     for name, size, lengths in zip(names, sizes, ("actual_seq_qlen", "actual_seq_kvlen"), strict=True):
         if args["layout"] == PACKED:
-            found.append(_total(args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
+            results.append(_total(args["actual_seq_qlen"] if args[lengths] is None else args[lengths]))
         else:
             tensor = args[name]
             local = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
-            found.append(ranks * local if size is None else size)
-    return found
+            results.append(ranks * local if size is None else size)
+    return results
 
 
 def _total(lengths: Any) -> int:
@@ -325,16 +325,16 @@ def _total(lengths: Any) -> int:
 
 def _words(args: Mapping[str, Any], along: Sequence[str]) -> dict[str, Any]:
     """What a call says, without what lies in tensors and how many tokens a rank has."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, value in args.items():
         if isinstance(value, torch.Tensor) and name.startswith("actual_seq"):
-            found[name] = value.tolist()
+            results[name] = value.tolist()
         elif isinstance(value, torch.Tensor):
             axis = _axis(name, args["layout"]) if name in along else value.dim()
-            found[name] = (*value.shape[:axis], *value.shape[axis + 1 :], value.dtype)
+            results[name] = (*value.shape[:axis], *value.shape[axis + 1 :], value.dtype)
         else:
-            found[name] = list(value) if isinstance(value, np.ndarray) else value
-    return found
+            results[name] = list(value) if isinstance(value, np.ndarray) else value
+    return results
 
 
 def _axis(name: str, layout: str) -> int:
@@ -344,15 +344,15 @@ def _axis(name: str, layout: str) -> int:
 
 def _whole(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
     """The arguments of the whole call, whose tensors have no memory."""
-    found = dict(args)
+    results = dict(args)
     for names, count in counts.items():
         for name in names:
             tensor = args.get(name)
             if isinstance(tensor, torch.Tensor):
                 axis = _axis(name, args["layout"])
                 sizes = (*tensor.shape[:axis], count, *tensor.shape[axis + 1 :])
-                found[name] = torch.zeros(sizes, dtype=tensor.dtype, device="meta")
-    for name, value in found.items():
+                results[name] = torch.zeros(sizes, dtype=tensor.dtype, device="meta")
+    for name, value in results.items():
         if isinstance(value, torch.Tensor) and not value.is_meta and not name.startswith("actual_seq"):
-            found[name] = torch.zeros(value.shape, dtype=value.dtype, device="meta")
-    return found
+            results[name] = torch.zeros(value.shape, dtype=value.dtype, device="meta")
+    return results

@@ -1,7 +1,4 @@
-"""shard(), unshard(), positions(): the only way from whole sequences to the share of a rank, and back.
-
-Refuses to know what is computed on them.
-"""
+"""shard(), unshard(), positions(): the only way from whole sequences to the share of a rank, and back."""
 
 from __future__ import annotations
 
@@ -99,11 +96,11 @@ def shape_of(function: str, ranks: Group, schedule: str) -> tuple[int, ...]:
 
 def _whole_lengths(function: str, lengths: Lengths) -> tuple[int, ...]:
     given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-    found = (given,) if isinstance(given, int) else given
+    result = (given,) if isinstance(given, int) else given
     try:
-        whole = tuple(int(n) for n in found)
-        if all(n >= 0 and n == m for n, m in zip(whole, found, strict=True)):
-            return whole
+        full = tuple(int(n) for n in result)
+        if all(n >= 0 and n == m for n, m in zip(full, result, strict=True)):
+            return full
     except (TypeError, ValueError):
         pass
     raise ValueError(
@@ -148,10 +145,10 @@ def _gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
         parts = call.along(0).all_gather("gathering tokens", torch.cat(parts), sizes)
     else:
         parts = call.all_gather("gathering tokens", rows, placement.sizes)
-    whole = empty(x, (sum(placement.sizes), *rows.shape[1:]))
+    full = empty(x, (sum(placement.sizes), *rows.shape[1:]))
     places = torch.cat([torch.from_numpy(placement.whole(rank)) for rank in range(len(placement.ranks))]).to(x.device)
-    whole[places] = torch.cat(parts)
-    return whole.movedim(0, dim).contiguous()
+    full[places] = torch.cat(parts)
+    return full.movedim(0, dim).contiguous()
 
 
 class _Shard(torch.autograd.Function):
@@ -163,9 +160,9 @@ class _Shard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         placement, rank, dim = ctx.said
-        whole = upstream.new_zeros([*upstream.shape[:dim], sum(placement.lengths), *upstream.shape[dim + 1 :]])
+        full = upstream.new_zeros([*upstream.shape[:dim], sum(placement.lengths), *upstream.shape[dim + 1 :]])
         places = torch.from_numpy(placement.whole(rank)).to(upstream.device)
-        return whole.index_copy_(dim, places, upstream), None, None, None
+        return full.index_copy_(dim, places, upstream), None, None, None
 
 
 class _Unshard(torch.autograd.Function):

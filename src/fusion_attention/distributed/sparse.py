@@ -1,7 +1,5 @@
 """Sparse attention, its indexer and the indexer's loss where sequences lie on several ranks: rows stay, keys are
 gathered.
-
-Refuses to know how calls are cut (cut.py), and what passes between ranks.
 """
 
 from __future__ import annotations
@@ -96,8 +94,8 @@ def lightning_indexer(
             "whose ranks pass along one at a time (leave it out, or take a group of one dimension)"
         )
     if group_of(group).world == 1:
-        found = dispatch.results(indexer_record.RECORD, args, backend)
-        return found["sparse_indices_out"], found["sparse_values_out"]
+        result = dispatch.results(indexer_record.RECORD, args, backend)
+        return result["sparse_indices_out"], result["sparse_values_out"]
     cut = cut_of(
         "lightning_indexer", indexer_record.RECORD, args, _INDEX_Q, _INDEX_KV, group=group, schedule=schedule,
         tokens=tokens, backend=backend,
@@ -161,9 +159,9 @@ def sparse_attention(
     _eager("sparse_attention", args)
     dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
     if group_of(group).world == 1:
-        found = dispatch.results(sparse_record.RECORD, args, backend, whole=return_lse)
-        out = found["attention_out"]
-        return (out, _lse(found["softmax_max"], found["softmax_sum"], layout)) if return_lse else out
+        result = dispatch.results(sparse_record.RECORD, args, backend, whole=return_lse)
+        out = result["attention_out"]
+        return (out, _lse(result["softmax_max"], result["softmax_sum"], layout)) if return_lse else out
     cut = cut_of(
         "sparse_attention", sparse_record.RECORD, args, _Q, _KV, group=group, schedule=schedule, tokens=tokens,
         backend=backend, said=_said(args, deterministic, sparse.DIFFERENTIABLE),
@@ -265,10 +263,10 @@ def _said(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) 
 
 
 def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]) -> dict[str, Tensor | None]:
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     for side, names in ((cut.q, rows), (cut.kv, keys)):
-        found |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
-    return found
+        results |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
+    return results
 
 
 def _check_lists(function: str, cut: Cut, flat: Mapping[str, Tensor | None], block: int) -> None:
@@ -288,8 +286,8 @@ def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
 def _returned(ctx: Any, made: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
     """Gradients in the order of a Function's arguments, those that are wanted."""
     wanted = ctx.needs_input_grad[before:]
-    found = (made.get(name) if need else None for name, need in zip(names, wanted, strict=True))
-    return (*(None,) * before, *found)
+    result = (made.get(name) if need else None for name, need in zip(names, wanted, strict=True))
+    return (*(None,) * before, *result)
 
 
 # ---------------------------------------------------------------------------------------------------------- the indexer
@@ -301,8 +299,8 @@ class _Indexer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = _of_indexer(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.segments))
-        indices, values = (found[name] for name in indexer.RESULTS)
+        result = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.segments))
+        indices, values = (result[name] for name in indexer.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(indices, *tensors)
         ctx.mark_non_differentiable(indices)
@@ -327,16 +325,16 @@ def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 def _indexer_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
 ) -> dict[str, Tensor]:
-    whole, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"), dvalues.dtype)
+    full, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"), dvalues.dtype)
     for own in cut.q.rounds:
-        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(whole, own), dvalues, indices), ("dkey",)))
-    found = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
+        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(full, own), dvalues, indices), ("dkey",)))
+    results = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
     if not deterministic:
-        return found | {"key": sums.keys()["dkey"]}
+        return results | {"key": sums.keys()["dkey"]}
     rows = cut.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
     lists, grads = owned(cut, cut.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
-    made = cut.run(indexer.IndexerBackward(cut.everything(whole | rows), grads, lists))
-    return found | {"key": cut.kv.own(made["dkey"])}
+    made = cut.run(indexer.IndexerBackward(cut.everything(full | rows), grads, lists))
+    return results | {"key": cut.kv.own(made["dkey"])}
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -348,8 +346,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = _of_attention(tensors)
-        found = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).whole())
-        results = tuple(found[name] for name in sparse.RESULTS)
+        result = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).whole())
+        results = tuple(result[name] for name in sparse.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)
@@ -377,14 +375,14 @@ def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
 def _attention_gradients(
     cut: Cut, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    whole, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"), dout.dtype)
+    full, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"), dout.dtype)
     dsinks: Tensor | None = None
     for own in cut.q.rounds:
-        found = cut.run(sparse.SparseBackward(cut.rows(whole, own), dout, *saved), ("dkey", "dvalue", "dkey_rope"))
-        more = found.pop("dsinks", None)
+        result = cut.run(sparse.SparseBackward(cut.rows(full, own), dout, *saved), ("dkey", "dvalue", "dkey_rope"))
+        more = result.pop("dsinks", None)
         dsinks = more if dsinks is None or more is None else dsinks + more
-        sums.add(own, found)
-    made = sums.rows | (_from_all_rows(cut, given, whole, dout, saved) if deterministic else sums.keys())
+        sums.add(own, result)
+    made = sums.rows | (_from_all_rows(cut, given, full, dout, saved) if deterministic else sums.keys())
     if dsinks is not None:
         made["dsinks"] = dsinks
     return {name: made[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in made}
@@ -401,8 +399,8 @@ def _from_all_rows(
     dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
     lists, _ = owned(cut, cut.kv.segments, rows["sparse_indices"], cut.whole.problem.select_block)
     call = cut.everything(whole | rows | {"sparse_indices": lists})
-    found = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
-    return {name: cut.kv.own(found[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in found}
+    result = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
+    return {name: cut.kv.own(result[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in result}
 
 
 # ----------------------------------------------------------------------------------------------------------------- loss
@@ -416,20 +414,20 @@ class _Loss(torch.autograd.Function):
         ctx: Any, cut: Cut, deterministic: bool, constant: dict[str, Tensor | None], *tensors: Tensor
     ) -> Tensor:
         given = {**dict.fromkeys(loss.INPUTS), **constant, **dict(zip(loss.DIFFERENTIABLE, tensors, strict=True))}
-        whole = given | cut.keys(given, _LOSS_KV)
+        full = given | cut.keys(given, _LOSS_KV)
         ctx.cut, ctx.sums, ctx.made = cut, None, None
         if deterministic:
             rows = cut.all_rows({name: given[name] for name in _LOSS_Q})
-            found = cut.run(cut.everything(whole | rows))
+            result = cut.run(cut.everything(full | rows))
             sides = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
-            ctx.made = {name: side.own(found[name]) for name, side in sides.items()}
-            return found["loss"]
+            ctx.made = {name: side.own(result[name]) for name, side in sides.items()}
+            return result["loss"]
         ctx.sums = Sums(cut, ("dquery_index", "dweights"), tensors[1].dtype)
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
         for own in cut.q.rounds:
-            found = cut.run(cut.rows(whole, own), ("dkey_index",))
-            total += found.pop("loss")
-            ctx.sums.add(own, found)
+            result = cut.run(cut.rows(full, own), ("dkey_index",))
+            total += result.pop("loss")
+            ctx.sums.add(own, result)
         return cut.call.sum_to_all("summing the loss", total)
 
     @staticmethod

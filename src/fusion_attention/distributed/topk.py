@@ -1,7 +1,4 @@
-"""The indexer where keys stay on their ranks: each chooses among its own for all rows, and the choices are merged.
-
-Refuses to know how scores come about: they are compared as numbers, in float32.
-"""
+"""The indexer where keys stay on their ranks: each chooses among its own for all rows, and the choices are merged."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def _chosen(cut: Cut, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor
     q, problem = tensors["query"], replace(cut.whole.problem, has_values=True, wide_values=True)
     assert q is not None
     count, wide = problem.top_k, torch.promote_types(q.dtype, torch.float32)
-    found = []
+    results = []
     for own in cut.kv.rounds:
         indices, values = empty(q, (len(q), 1, count), torch.int32), empty(q, (len(q), 1, count), wide)
         call = replace(cut.keys_of(tensors, own), problem=problem)
@@ -79,10 +76,10 @@ def _chosen(cut: Cut, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor
             start = int(cut.q.starts[one.sequence])
             rows = indices[start : start + int(cut.q.lengths[one.sequence])]
             rows += one.first * (rows >= 0)
-        found.append((indices, values))
-    if len(found) == 1:
-        return found[0]
-    return _best_of([part[0] for part in found], [part[1] for part in found], count)
+        results.append((indices, values))
+    if len(results) == 1:
+        return results[0]
+    return _best_of([part[0] for part in results], [part[1] for part in results], count)
 
 
 def _best_of(indices: Sequence[Tensor], values: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
@@ -98,9 +95,9 @@ def _exchanged(cut: Cut, indices: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     """The best of what all ranks offer this rank's rows, from what this one offers all rows."""
     side, count = cut.q, indices.shape[-1]
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
-    whole = side.lying(offers)
+    full = side.lying(offers)
     sends = [
-        share(whole, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
+        share(full, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
     ]
     shape = sends[cut.call.rank].shape
     parts = [side.flat(t) for t in cut.call.to_each("exchanging the best keys", sends, [shape] * len(sends))]
@@ -118,13 +115,13 @@ def _gradients(cut: Cut, given: dict[str, Tensor | None], indices: Tensor, dvalu
     shapes: list[torch.Size] = []
     for own in cut.kv.rounds:
         some, more = owned(cut, own, lists, 1, grads, own_count=True)
-        found = cut.run(indexer.IndexerBackward(cut.keys_of(everything, own), more, some))
+        result = cut.run(indexer.IndexerBackward(cut.keys_of(everything, own), more, some))
         if dkey is None:
-            dkey = found["dkey"]
+            dkey = result["dkey"]
         for one in own:
             at = slice(one.at, one.at + one.tokens)
-            dkey[at] = found["dkey"][at]
-        parts = [found[f"d{name}"] for name in _ROWS]
+            dkey[at] = result["dkey"][at]
+        parts = [result[f"d{name}"] for name in _ROWS]
         shapes = [part.shape[1:] for part in parts]
         wide = torch.cat([part.flatten(1).to(torch.promote_types(part.dtype, torch.float32)) for part in parts], 1)
         sums = wide if sums is None else sums + wide

@@ -2,7 +2,7 @@
 results back.
 
 Key heads that several ranks need go to each of them; their gradients are added in the order of ranks. What happens to
-tokens and heads in between another schedule decides. Refuses to know which.
+tokens and heads in between another schedule decides.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Heads:
         at = m.call.rank // ranks * ranks
         rows, keys = (side.placement.sizes[at : at + ranks] for side in (m.rows, m.keys))
         slopes, sink = m.whole.slopes, m.whole.sink
-        whole = replace(
+        full = replace(
             m.whole,
             problem=replace(p, heads_q=n, heads_kv=end_kv - first_kv),
             first_head=first,
             slopes=None if slopes is None else slopes[:, first:end].contiguous(),
             sink=None if sink is None else sink[first:end].contiguous(),
         )
-        inner = replace(m, whole=whole, call=rest, rows=m.rows.joined(ranks), keys=m.keys.joined(ranks))
+        inner = replace(m, whole=full, call=rest, rows=m.rows.joined(ranks), keys=m.keys.joined(ranks))
         return cls(line, of_q, of_kv, rows, keys, inner)
 
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
@@ -116,8 +116,8 @@ class Heads:
         if t.shape[-2] == 1 != rows:  # a row for all
             return t if t.shape[1] == 1 else t[:, first:end]
         (taken,) = self._taken("handing a matrix round", [t.movedim(2, 1)], self._heads_of(t), self.rows)
-        found: Tensor = taken.movedim(1, 2)
-        return found
+        result: Tensor = taken.movedim(1, 2)
+        return result
 
     def _heads_of(self, matrix: Tensor) -> Ranges:
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
@@ -128,8 +128,8 @@ class Heads:
             return own if like.shape[1] == 1 else self._among_all(own, 1)
         heads = self._heads_of(like)
         (parts,) = self._returned("handing gradients back", [own.movedim(2, 1)], heads, self.rows)
-        found: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
-        return found.movedim(1, 2)
+        result: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
+        return result.movedim(1, 2)
 
     def _taken(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
         """[batch, own tokens, all heads, dim] -> [batch, all tokens, own heads, dim]."""
@@ -142,8 +142,8 @@ class Heads:
             for t in tensors
             if t is not None
         ]
-        found = iter(self.call.all_to_each(step, passing))
-        return [None if t is None else torch.cat(next(found), 1) for t in tensors]
+        result = iter(self.call.all_to_each(step, passing))
+        return [None if t is None else torch.cat(next(result), 1) for t in tensors]
 
     def _back(self, step: str, tensors: Some) -> list[Any]:
         """_taken() of rows, the other way."""
@@ -152,16 +152,16 @@ class Heads:
 
     def _back_keys(self, step: str, tensors: Some) -> list[Any]:
         """_taken() of keys, the other way; what several ranks give a head is added in their order."""
-        found: list[Any] = []
+        results: list[Any] = []
         for parts in self._returned(step, tensors, self.of_kv, self.keys):
             if parts is None:
-                found.append(None)
+                results.append(None)
                 continue
             heads: dict[tuple[int, int], Tensor] = {}
             for place, part in zip(self.of_kv, parts, strict=True):
                 heads[place] = heads[place] + part if place in heads else part
-            found.append(torch.cat(list(heads.values()), 2))
-        return found
+            results.append(torch.cat(list(heads.values()), 2))
+        return results
 
     def _returned(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
         own = sizes[self.call.rank]
@@ -173,8 +173,8 @@ class Heads:
             for t in tensors
             if t is not None
         ]
-        found = iter(self.call.all_to_each(step, passing))
-        return [None if t is None else next(found) for t in tensors]
+        result = iter(self.call.all_to_each(step, passing))
+        return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, own: Tensor, axis: int) -> Tensor:
         """What this rank has for its heads, and zeros for all others."""

@@ -1,6 +1,6 @@
 """The exact call of a setting at each interface, as text that runs: what comes before it, and the call itself.
 
-Refuses to know which keys it sees. Written in the Python that translate.py knows.
+Written in the Python that translate.py knows.
 """
 
 from __future__ import annotations

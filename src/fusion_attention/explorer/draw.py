@@ -1,7 +1,4 @@
-"""Pictures of a setting: rows of characters, SVG, PNG, and the gallery of all modes.
-
-Knows matrices of three kinds of cells. Refuses to know why a key is seen: `seen` says it.
-"""
+"""Pictures of a setting: rows of characters, SVG, PNG, and the gallery of all modes."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ MOST_CELLS = 4096 * 4096
 
 
 class TooLarge(ValueError):
-    """A picture of more cells than anybody can look at."""
+    """A picture with too many cells to look at."""
 
 
 def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Which keys each row sees in a setting of the explorer, at each interface: what the lowering makes of it.
 
-Knows settings, and the few names that the lowering and the rules read of a call. Refuses to know rules, words and
-pictures. Written in the Python that translate.py knows: the page runs the same functions.
+Written in the Python that translate.py knows: the page runs the same functions.
 """
 
 from __future__ import annotations

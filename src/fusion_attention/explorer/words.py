@@ -1,6 +1,6 @@
 """What the sparse modes are called, their rules in words, and the rule of a sequence with its numbers.
 
-Refuses to know which keys are seen: that is asked of the lowering. Written in the Python that translate.py knows.
+Written in the Python that translate.py knows.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class patched(Counted):
     For code that asks torch.nn.functional for it when it calls, in every thread: torch.nn.MultiheadAttention,
     transformers' "sdpa", diffusers, timm. A name that was imported earlier (from torch.nn.functional import
     scaled_dot_product_attention) stays torch's, as does what is compiled already, and torch's fused encoder layers,
-    which ask nobody.
+    which do not ask.
 
     Example:
         >>> layer, x = torch.nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(1, 5, 16)
@@ -136,10 +136,10 @@ def _ours(
         return None if mask is not None else _jagged(query, key, value, grouped, how)
     if not _computed(query, key, value):
         return None
-    found = _batched(query, key, value, grouped)
-    if found is None:
+    result = _batched(query, key, value, grouped)
+    if result is None:
         return None
-    q, k, v, lead = found
+    q, k, v, lead = result
     if mask is not None:
         # torch's own kernel on a CPU would read it all the same.
         if isinstance(mask, Tensor) and mask.device != q.device:
@@ -232,7 +232,7 @@ def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
         type(mask) in _PLAIN
         and mask.dtype in (torch.bool, q.dtype)
         and 2 <= mask.dim() <= len(shape)
-        and all(own in (1, whole) for own, whole in zip(reversed(mask.shape), reversed(shape), strict=False))
+        and all(own in (1, full) for own, full in zip(reversed(mask.shape), reversed(shape), strict=False))
     )
 
 

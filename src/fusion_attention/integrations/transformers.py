@@ -108,8 +108,8 @@ def _code(configuration: str) -> _Code:
     if torch.compiler.is_compiling():
         from fusion_attention.torch_ops import trace_constants
 
-        found: _Code = trace_constants.constant(_read_code, configuration)
-        return found
+        result: _Code = trace_constants.constant(_read_code, configuration)
+        return result
     return _code_of(configuration)
 
 
@@ -173,7 +173,7 @@ def mask(
 
 
 def _made(mask: Tensor | None) -> Tensor | None:
-    """A mask of our own, which nobody else writes to: it may be kept where no version says so."""
+    """A mask of our own, which no other code writes: it may be kept without a version."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
     return mask
@@ -241,7 +241,7 @@ def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
     """What read(tensor) says, kept on the tensor until it changes: a forward hands one mask to all its layers."""
     kept = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and kept is None:
-        return read(tensor)  # which does not say when it changes; what mask() made nobody else writes to
+        return read(tensor)  # which has no version; only mask() writes it
     kept = {} if kept is None else kept
     version = 0 if tensor.is_inference() else tensor._version
     if name not in kept or kept[name][0] != version:

@@ -273,8 +273,8 @@ class PagedLayer(CacheLayerMixin):
         made = [like.new_zeros(batch, pages.heads, self._tokens, dim) for dim in (pages.dim, pages.dim_v)]
         for b, part in enumerate(parts):
             where = there[b].nonzero()[:, 0]
-            for whole, mine in zip(made, part, strict=True):
-                whole[b, :, where[len(where) - len(mine) :]] = mine.transpose(0, 1)
+            for full, mine in zip(made, part, strict=True):
+                full[b, :, where[len(where) - len(mine) :]] = mine.transpose(0, 1)
         return made[0], made[1]
 
     @property
@@ -364,7 +364,7 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StoredRows(Tensor):
-    """All keys or values of a layer, [B, heads, tokens, dim], which nobody has copied yet: any operation does."""
+    """All keys or values of a layer, [B, heads, tokens, dim], not copied yet: any operation copies."""
 
     layer: PagedLayer
     _side: int

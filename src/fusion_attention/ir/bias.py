@@ -1,7 +1,7 @@
 """The values added to the scores of one sequence, and where their gradient goes.
 
 Three sources: a matrix in memory, a table of the last TABLE_ROWS rows from which earlier rows are rebuilt, and
-distances computed from slopes. Refuses to know how the score is scaled.
+distances computed from slopes.
 """
 
 from __future__ import annotations

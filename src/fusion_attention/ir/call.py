@@ -1,7 +1,7 @@
 """A lowered call of any family: what to plan, and how its results come to lie in given memory.
 
-Interfaces run every operator through this alone; a family brings its own Lowered. Refuses to know any of them. Whoever
-runs a call climbs back into its family four times, in this order (plan.compute, acl/jobs.py):
+Interfaces run every operator through this alone; a family brings its own Lowered. The runner calls back into
+its family four times, in this order (plan.compute, acl/jobs.py):
 
     call.results()                  memory for what is returned, unless the caller has some
     filled = call.fill(results)     views of inputs and results, and scratch; nothing is written yet

@@ -92,15 +92,15 @@ def drawn_bits(
     if not count * keys:
         return torch.zeros(0, dtype=torch.uint8, device=device)
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-    found = []
+    results = []
     # Eight rows end with a whole byte; as many of them at a time as keep the words of their draws small.
     step = max(8, (1 << 20) // keys // 8 * 8)
     for first in range(0, count, step):
         place = torch.arange(first, min(first + step, count), device=device)[:, None]
         kept = _kept(seed, offset, keep_prob, place // rows, place % rows, slice(0, keys)).flatten()
         bits = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.numel() % 8)).unflatten(0, (-1, 8))
-        found.append((bits * weights).sum(-1, dtype=torch.uint8))
-    return torch.cat(found)
+        results.append((bits * weights).sum(-1, dtype=torch.uint8))
+    return torch.cat(results)
 
 
 def signed(seed: int) -> int:

@@ -1,7 +1,6 @@
 """Where rows and matrices lie in memory: one address per sequence, and strides.
 
-Every layout becomes a RowView or a MatrixView without a copy; what computes knows no other layout. Refuses to know
-what the rows mean.
+Every layout becomes a RowView or a MatrixView without a copy; what computes knows no other layout.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class PagedView:
 
     Args:
         pool: the tensor that holds all pages.
-        table: int32 [sequences, pages], neighbouring elements in a row; checked by whoever built the view.
+        table: int32 [sequences, pages], neighbouring elements in a row; checked when the view is built.
         page_size: tokens of a page.
         stride_page, stride_token, stride_head: elements.
         dim: elements of a row.
@@ -88,10 +87,10 @@ class PagedView:
         count = int(pages.max()) + 1 if len(pages) else 0
         piece = self.piece or self.dim
         strides = self.stride_page, self.stride_head, self.stride_token, self.stride_piece, 1
-        whole = self.pool.as_strided(
+        full = self.pool.as_strided(
             (count, heads, size, -(-self.dim // piece), piece), strides, self.pool.storage_offset()
         )
-        rows = whole[pages].flatten(-2)[..., : self.dim]
+        rows = full[pages].flatten(-2)[..., : self.dim]
         return rows.transpose(0, 1).reshape(heads, len(pages) * size, self.dim)[:, :length]
 
 

@@ -1,7 +1,4 @@
-"""Which keys a row sees: one interval of keys per row, plus (elsewhere) an explicit `blocked` matrix, or tiles of one.
-
-Knows intervals, their two alignments and prefixes, and what tiles block. Refuses to know what any interface calls them.
-"""
+"""Visible keys of a row: one interval per row (Band), and tiles of a `blocked` matrix."""
 
 from __future__ import annotations
 
@@ -151,11 +148,11 @@ def blocked_by_tiles(
 ) -> torch.Tensor:
     """[heads, rows, keys] bool: the pairs of sequence b that tiles remove."""
     numbers = tiles.sequence(b, heads, -(-rows // TILE), -(-keys // TILE)).long()
-    whole = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
-    whole[ALL_BLOCKED] = True
+    full = torch.zeros(2, TILE, TILE, dtype=torch.bool, device=numbers.device)
+    full[ALL_BLOCKED] = True
     if bits is not None:
         place = torch.arange(8, dtype=torch.uint8, device=bits.device)
-        whole = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), whole))
+        full = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), full))
     # Counted from the end, the numbers of the two whole tiles are where they lie.
-    known = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(whole) - 2), ALL_BLOCKED)
-    return whole[known].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]
+    known = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(full) - 2), ALL_BLOCKED)
+    return full[known].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]

@@ -5,7 +5,6 @@
 
 In float32, into the first of the two. A row that saw no key (max = -inf) weighs nothing beside one that saw some; of
 two such rows each weighs its sum: nothing in zero form, its number of keys in mean form: their mean is that of all.
-Refuses to know where partial results come from, and in which order they are merged: callers say that.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Problem(_Typed):
             block that its band leaves, once for every time that the block is listed.
         softcap: what the scaled product comes near to and never exceeds, whatever its size; 0: none. A product of -inf
             becomes -softcap, so its key is seen.
-        wide_results: what a run writes in rows of dtype (out; the gradients of rows and keys) is float32: somebody adds
+        wide_results: what a run writes in rows of dtype (out; the gradients of rows and keys) is float32, to be added
             up partial results. The saved out that a backward reads is rows of dtype all the same.
     """
 
@@ -185,8 +185,8 @@ class Extents:
     @functools.cached_property
     def keyless(self) -> list[int]:
         """The sequences that have rows but no keys."""
-        found: list[int] = np.flatnonzero((self.kv_len == 0) & (self.q_len > 0)).tolist()
-        return found
+        result: list[int] = np.flatnonzero((self.kv_len == 0) & (self.q_len > 0)).tolist()
+        return result
 
     @functools.cached_property
     def scores(self) -> int:
@@ -285,7 +285,7 @@ class Grads:
     the memory, with zeros where a row does not see the key.
 
     Of a selection, an indexer and its loss, gradients of keys (dk, dk_rope and dv, all of them) may be float32 beside
-    rows of another dtype: somebody adds up partial results.
+    rows of another dtype, to add up partial results.
     """
 
     dout: RowView

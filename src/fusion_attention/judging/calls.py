@@ -1,7 +1,4 @@
-"""A recorded call of any operator, from its names to what is judged: bound, lowered, computed by every back end here.
-
-Refuses to know files.
-"""
+"""A recorded call of any operator: bound, lowered, and computed by every back end."""
 
 from __future__ import annotations
 
@@ -88,18 +85,18 @@ class Recorded:
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
             raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(known)})")
-        found = {n: t for n, t in self.outputs.items() if n in known and (t.numel() or known[n].numel())}
-        if not found:
+        results = {n: t for n, t in self.outputs.items() if n in known and (t.numel() or known[n].numel())}
+        if not results:
             raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(known)})")
-        for name, t in found.items():
+        for name, t in results.items():
             want = known[name]
             if t.shape != want.shape or _kind(t) != _kind(want):
                 expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
                 got = got if t.numel() else f"nothing ({got})"
                 raise JudgeError(f"{self.op.name}: output {name}: expected {expected}, got {got}")
             if t.is_floating_point():
-                found[name] = t.to(want.dtype)
-        return found
+                results[name] = t.to(want.dtype)
+        return results
 
     def unjudged(self, names: Collection[str]) -> dict[str, str]:
         """Why outputs beside these are not judged, by name."""
@@ -168,13 +165,13 @@ def recorded(
         )
     args = {shown[name]: _value(op, shown[name], value) for name, value in inputs.items() if value is not None}
     results = {name: torch.empty(0) if t is None else t for name, t in outputs.items()}
-    found = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
-    if not any(t.numel() for t in found.values()):
+    result = {name: _in_memory(f"{operator}: output {name}", t).contiguous() for name, t in results.items()}
+    if not any(t.numel() for t in result.values()):
         raise JudgeError(f"{operator}: no output to judge")
     missing = [p.shown for p in op.params if not p.optional and p.name not in args and _needed(p)]
     if missing:
         raise JudgeError(f"{operator}: the call lacks {', '.join(missing)}")
-    return Recorded(op, args, found, seed, source)
+    return Recorded(op, args, result, seed, source)
 
 
 def _needed(p: Any) -> bool:

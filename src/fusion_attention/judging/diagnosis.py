@@ -1,7 +1,4 @@
-"""Which mistake explains the outputs of a call: all are tried on drawn pieces, those that fit on the whole call.
-
-Knows how to choose among mistakes, and none of them.
-"""
+"""Which mistake explains the outputs of a call: all are tried on drawn pieces, those that fit on the whole call."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Found(m, way, found) for m, way, found in _tried(case, pieces, sample)]
+    tried = [Found(m, way, result) for m, way, result in _tried(case, pieces, sample)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
@@ -59,7 +56,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
 
 def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mistake, Try, Result]]:
     """Every way of every mistake that gives anything on the pieces."""
-    found = []
+    results = []
     quick = [p for p in pieces if not p.by_keys][:1] + [p for p in pieces if p.by_keys][:1]
     for mistake in MISTAKES:
         for way in mistake.tries(case):
@@ -69,10 +66,10 @@ def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mis
                 best = min((t.z for t in first.tallies.values() if t.count), default=0.0)
                 if best > HOPELESS and first.z > HOPELESS:
                     continue
-                found.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
+                results.append((mistake, way, measured(way.setting, outputs, pieces, grade=PROGRAM)))
             except _IMPOSSIBLE:
-                continue  # Memory that is not there: nobody has made this mistake here.
-    return found
+                continue  # No such memory: the mistake is impossible here.
+    return results
 
 
 def _left(found: Result, sample: Result, names: Sequence[str]) -> float:

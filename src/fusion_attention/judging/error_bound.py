@@ -4,8 +4,7 @@
 
 Every element, row, tile of rows, tile of rows and columns, head and the whole is looked at. A look fails where z
 exceeds its limit; with limits from the chi-square distribution, divided by the number of looks, a result whose errors
-are roundings fails once in a million verdicts, be it one number or ten million. Knows numbers, and nothing of what
-computed them.
+are roundings fails once in a million verdicts, be it one number or ten million.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
             *(torch.tensor(x, dtype=torch.float64) for x in (freedom / 2, freedom * middle / 2))
         )
         low, high = (middle, high) if float(tail) > share else (low, middle)
-    found = math.sqrt(high)
+    result = math.sqrt(high)
     if draws:
         one = limit(1, looks)
-        found *= math.sqrt((draws - 1) * math.expm1(one * one / (draws - 1))) / one
-    return max(LEAST, found)
+        result *= math.sqrt((draws - 1) * math.expm1(one * one / (draws - 1))) / one
+    return max(LEAST, result)
 
 
 @dataclass(frozen=True)
@@ -111,11 +110,11 @@ def ratios(ours: Tensor, value: Tensor, size: Tensor) -> Tensor:
         if bool((value.abs() >= largest).any()):
             beyond = (value.abs() >= largest) & ((mine == value.sign() * math.inf) | (mine == value.sign() * largest))
             error = error.masked_fill(beyond, 0)
-    found = (error / size.double()).square()
-    if bool(found.isfinite().all()):
-        return found
+    result = (error / size.double()).square()
+    if bool(result.isfinite().all()):
+        return result
     same = (mine == value) | (mine.isnan() & value.isnan()) | (error == 0)
-    return found.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
+    return result.nan_to_num(nan=math.inf, posinf=math.inf).masked_fill(same, 0)
 
 
 class Errors:
@@ -139,9 +138,9 @@ class Errors:
         if not found.numel():
             return
         found = found.clamp(max=1e30)
-        whole = self.columns // COLUMNS * COLUMNS
-        parts = [found[..., :whole].unflatten(-1, (-1, COLUMNS)).mean(-1)] if whole else []
-        parts += [found[..., whole:].mean(-1, keepdim=True)] if whole < self.columns else []
+        full = self.columns // COLUMNS * COLUMNS
+        parts = [found[..., :full].unflatten(-1, (-1, COLUMNS)).mean(-1)] if full else []
+        parts += [found[..., full:].mean(-1, keepdim=True)] if full < self.columns else []
         self.cells[b][heads, rows] = torch.cat(parts, -1).float()
         self.peaks[b][heads, rows] = found.amax(-1).float()
 
@@ -201,12 +200,12 @@ class Errors:
 
     def fails(self, draws: int = 0) -> list[tuple[int, Look]]:
         """The worst look of each kind and sequence that fails, worst first."""
-        found = [(b, look) for b, look in self.worst(draws) if look.fails]
-        return sorted(found, key=lambda f: -f[1].z / f[1].limit)
+        results = [(b, look) for b, look in self.worst(draws) if look.fails]
+        return sorted(results, key=lambda f: -f[1].z / f[1].limit)
 
     def wrong(self, draws: int = 0) -> list[Tensor]:
         """[heads, rows] bool per sequence: rows that fail, by an element, by themselves or with their tile."""
-        looks, found = self.looks, []
+        looks, result = self.looks, []
         for peaks, cells, rows in zip(self.peaks, self.cells, self.of_rows, strict=True):
             one = limit(1, looks, draws) ** 2
             bad = (peaks > one) | (rows > one)
@@ -217,8 +216,8 @@ class Errors:
                 # Of a tile that fails, the rows that are above what the whole tile may be.
                 above = tiles.repeat_interleave(TILE, 1)[:, : rows.shape[1]] & (cells.double().amax(-1) > most)
                 bad = bad | above
-            found.append(bad)
-        return found
+            result.append(bad)
+        return result
 
 
 def _tiles(rows: Tensor) -> Tensor:
@@ -226,9 +225,9 @@ def _tiles(rows: Tensor) -> Tensor:
     length = rows.shape[-1]
     if length <= TILE:
         return rows.mean(-1, keepdim=True)
-    whole = length // TILE * TILE
-    found = rows[..., :whole].unflatten(-1, (-1, TILE)).mean(-1)
-    return found if whole == length else torch.cat((found, rows[..., -TILE:].mean(-1, keepdim=True)), -1)
+    full = length // TILE * TILE
+    result = rows[..., :full].unflatten(-1, (-1, TILE)).mean(-1)
+    return result if full == length else torch.cat((result, rows[..., -TILE:].mean(-1, keepdim=True)), -1)
 
 
 def _look(kind: str, found: Tensor, limit: float, step: int) -> Look:

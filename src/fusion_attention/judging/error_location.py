@@ -1,7 +1,4 @@
-"""Where a result is wrong: which sequence, heads, rows or keys, and whether they lie in a pattern.
-
-Knows which places are wrong, not why.
-"""
+"""Where a result is wrong: which sequence, heads, rows or keys, and whether they lie in a pattern."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ class Map:
         self.word, self.worst = word, tally.worst
         self.off: list[Tensor] = []
         for rows, wrong in zip(tally.errors.of_rows, tally.errors.wrong(), strict=True):
-            found = (rows.sqrt() / LEAST).float()
-            self.off.append(torch.where(wrong, found.clamp(min=1.0001), found.clamp(max=1.0)))
+            result = (rows.sqrt() / LEAST).float()
+            self.off.append(torch.where(wrong, result.clamp(min=1.0001), result.clamp(max=1.0)))
 
     @property
     def wrong(self) -> list[Tensor]:
@@ -50,18 +47,18 @@ class Map:
         bad = [b for b, w in enumerate(wrong) if w.any()]
         if not bad:
             return []
-        found = []
+        results = []
         if len(wrong) > 1:
             every = len(bad) == len(wrong)
-            found.append("every sequence" if every else f"sequence {_ranges(bad)} of {len(wrong)}")
+            results.append("every sequence" if every else f"sequence {_ranges(bad)} of {len(wrong)}")
         heads = torch.stack([wrong[b].any(1) for b in bad]).any(0)
-        found.append(_which(heads, "head"))
+        results.append(_which(heads, "head"))
         rows = [wrong[b].any(0) for b in bad]
         longest = max(rows, key=len)
-        found.append(_which(longest, self.word.removesuffix("s")) + _pattern(longest))
+        results.append(_which(longest, self.word.removesuffix("s")) + _pattern(longest))
         if all(len(r) > 1 for r in rows) and all(bool(r[-1]) and int(r.sum()) == 1 for r in rows):
-            found[-1] = f"the last {self.word.removesuffix('s')} alone"
-        return found
+            results[-1] = f"the last {self.word.removesuffix('s')} alone"
+        return results
 
     def picture(self, b: int) -> Tensor:
         """off of a sequence, at most 96 heads by 96 rows, each the largest of those it stands for."""
@@ -94,9 +91,9 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
             )
             said.append(f"{who} {one if count == 1 else many}")
     for b, (bad, marks) in enumerate(zip(wrong, tally.marks, strict=True)):
-        found = _copied(rows(b), bad, marks.golden) if rows is not None and bad.any() else None
-        if found is not None:
-            head, row, other, of = found
+        result = _copied(rows(b), bad, marks.golden) if rows is not None and bad.any() else None
+        if result is not None:
+            head, row, other, of = result
             return [*said, f"{word} {row} of head {head}, sequence {b}, is a copy of {word} {of} of head {other}"]
     return said
 
@@ -159,9 +156,9 @@ def _pattern(bad: Tensor) -> str:
         return f"; {first} is an edge of tiles of {edge}"
     for tile in reversed(TILES):
         if len(bad) >= 2 * tile and 0 < len(numbers) < len(bad):
-            whole = bad[: len(bad) // tile * tile].view(-1, tile)
-            if bool((whole == whole[0]).all()) and 0 < int(whole[0].sum()) < tile:
-                return f"; the same rows ({_ranges(whole[0].nonzero().flatten().tolist())}) of every tile of {tile}"
-            if bool((whole == whole[:, :1]).all()):
-                return f"; whole tiles of {tile}: {_ranges(whole[:, 0].nonzero().flatten().tolist())}"
+            full = bad[: len(bad) // tile * tile].view(-1, tile)
+            if bool((full == full[0]).all()) and 0 < int(full[0].sum()) < tile:
+                return f"; the same rows ({_ranges(full[0].nonzero().flatten().tolist())}) of every tile of {tile}"
+            if bool((full == full[:, :1]).all()):
+                return f"; whole tiles of {tile}: {_ranges(full[:, 0].nonzero().flatten().tolist())}"
     return ""

@@ -1,7 +1,4 @@
-"""Judges a call by the formulas: every output of the whole call, or of pieces drawn from it, under any setting.
-
-Knows nothing of mistakes: a setting that has one is a setting like another.
-"""
+"""Judges a call by the formulas: every output of the whole call, or of pieces drawn from it, under any setting."""
 
 from __future__ import annotations
 
@@ -106,7 +103,7 @@ def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
     """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure too."""
-    found: set[tuple[int, int, int, int, int, bool]] = set()
+    results: set[tuple[int, int, int, int, int, bool]] = set()
     for o in outputs:
         if o.name not in maps:
             continue
@@ -117,8 +114,8 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
             ]
             order = torch.randperm(len(places), generator=generator).tolist()
             chosen = [places[0], places[-1], *(places[i] for i in order[: count - 2])] if places else []
-            found |= {_piece(setting, o, place) for place in chosen}
-    return [Unit(b, slice(h, z), slice(first, end), by) for b, h, z, first, end, by in sorted(found)]
+            results |= {_piece(setting, o, place) for place in chosen}
+    return [Unit(b, slice(h, z), slice(first, end), by) for b, h, z, first, end, by in sorted(results)]
 
 
 def _some(places: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:

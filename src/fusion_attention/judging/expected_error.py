@@ -8,8 +8,6 @@ docs/accuracy.md states the model and its formulas. All functions give variances
             a * n * ((sum t)^2 / 3 + sum t^2), whatever the order of its terms
     e       relative variance of a weight exp(s - max), from the error of its score
     w       relative variance of a weight by its own rounding to the dtype
-
-Knows one block at a time, and no interface's words.
 """
 
 from __future__ import annotations
@@ -157,12 +155,12 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     own = shown if s.product is None else s.product.to(wide).nan_to_num(0.0, 0.0, 0.0)
     left = (shown - top).square_()
     own, shown = own.square(), shown.square()
-    found = (a * n / 3 + 3 * a + 3 * r) * own + (2 * a + 2 * r) * shown + (a + r) * left
+    result = (a * n / 3 + 3 * a + 3 * r) * own + (2 * a + 2 * r) * shown + (a + r) * left
     squares = products_of_squares(x.q, x.k, wide)
     if x.q_rope is not None and x.k_rope is not None:
         squares = squares + products_of_squares(x.q_rope, x.k_rope, wide)
-    found += (a * n + r + stores) * by.square() * squares
-    return found + (2 * a * top.square() + 8 * a + 4 * r)
+    result += (a * n + r + stores) * by.square() * squares
+    return result + (2 * a * top.square() + 8 * a + 4 * r)
 
 
 def _terms(x: Block, s: Softmax, wide: torch.dtype) -> Tensor:
@@ -247,16 +245,16 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
         least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
         variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
-    whole = divisor.to(wide).clamp(max=1.0) if grade.low else divisor.to(wide)  # divided before or after it is summed
-    variance = variance + underflow(n) * (x.keep_factor / whole).square()
-    found = {"out": variance.double()}
+    full = divisor.to(wide).clamp(max=1.0) if grade.low else divisor.to(wide)  # divided before or after it is summed
+    variance = variance + underflow(n) * (x.keep_factor / full).square()
+    results = {"out": variance.double()}
     if x.out_scale is not None:
         scale = x.out_scale[0]
-        found["out"] = (found["out"] + 3 * (FLOAT32 + grade.step(dtype)) * out.square()) * scale.square()
-        found["out"] = found["out"] + 4 * FLOAT32 * (out * scale).square()
+        results["out"] = (results["out"] + 3 * (FLOAT32 + grade.step(dtype)) * out.square()) * scale.square()
+        results["out"] = results["out"] + 4 * FLOAT32 * (out * scale).square()
         if x.out_scale[1] is not None:
-            found["out"] = found["out"] + 2 * FLOAT32 * x.out_scale[1].square()
-    return found | (_statistics(x, s, soft, grade) if statistics else {})
+            results["out"] = results["out"] + 2 * FLOAT32 * x.out_scale[1].square()
+    return results | (_statistics(x, s, soft, grade) if statistics else {})
 
 
 def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str, Tensor]:
@@ -397,8 +395,8 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
     least = quantum(dtype)
     dout = _squares(x.saved[0], wide)
-    found = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
-    found["dv"] += underflow(s.live.to(wide).sum(-2)[..., None]) * factor**2
+    results = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
+    results["dv"] += underflow(s.live.to(wide).sum(-2)[..., None]) * factor**2
     pairs = s.softmax.to(wide).sum(-1, keepdim=True), s.softmax.to(wide).sum(-2)[..., None]
     of_dq, of_dk = (underflow(n) * scale.square().amax() for n in pairs)
     for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
@@ -407,16 +405,16 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
         wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
         shared = (soft @ wild).square() * of_delta.to(wide) + (dscores @ wild).square() * divisor
         dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(wide) @ wild.square()))
-        found[f"dq{name}"] = dq + of_dq
+        results[f"dq{name}"] = dq + of_dq
         squares = _squares(q, wide)
         dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
-        found[f"dk{name}"] = dk + of_dk
+        results[f"dk{name}"] = dk + of_dk
     if x.sink is not None:
         share = at_sink(x, s)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
         own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
-        found["dsink"] = (share.square() * (of_delta + g.delta.square() * own) + quantum(torch.float32)).sum((1, 2))
-    return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in found.items()}
+        results["dsink"] = (share.square() * (of_delta + g.delta.square() * own) + quantum(torch.float32)).sum((1, 2))
+    return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in results.items()}
 
 
 __all__ = [

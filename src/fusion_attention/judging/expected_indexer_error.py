@@ -3,7 +3,7 @@
     S_h = q_h . k,  I = sum_h w_h max(0, S_h)      products and scores, n terms each
     y = exp(I - max) / sum,  p = mean of heads' probabilities,  dI = y - p
 
-u, r, a, w are expected_error's. All functions give variances: squares of expected sizes. Knows no interface's words.
+u, r, a, w are expected_error's. All functions give variances: squares of expected sizes.
 """
 
 from __future__ import annotations
@@ -123,16 +123,16 @@ class Spread:
         of_y = self.of_y
         if self.shares is not None:
             of_y = of_y * (1 - 2 * self.shares) + (self.shares.square() * of_y).sum(-1, keepdim=True)
-        found = by_y.square() * (of_y.clamp(min=0) + self.y_row)
-        return found + by_p.square() * (self.of_p + self.p.square() * self.p_row)
+        result = by_y.square() * (of_y.clamp(min=0) + self.y_row)
+        return result + by_p.square() * (self.of_p + self.p.square() * self.p_row)
 
     def of_sums(self, by_y: Tensor, by_p: Tensor) -> Tensor:
         """[.., rows]: of sum_j by_y * log y + by_p * p, [.., rows, keys]."""
-        whole = by_y.sum(-1, keepdim=True)
-        each = by_y if self.shares is None else by_y - self.shares * whole
-        found = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
-        rows = whole.square() * self.y_row + (by_p * self.p).sum(-1, keepdim=True).square() * self.p_row
-        return found + rows[..., 0]
+        full = by_y.sum(-1, keepdim=True)
+        each = by_y if self.shares is None else by_y - self.shares * full
+        result = (each.square() * self.of_y + by_p.square() * self.of_p).sum(-1)
+        rows = full.square() * self.y_row + (by_p * self.p).sum(-1, keepdim=True).square() * self.p_row
+        return result + rows[..., 0]
 
 
 def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Spread:
@@ -231,14 +231,14 @@ def of_gradients(
     each += (squares * kept.square()) * (a * keys + 2 * a + 2 * r)
     dweights, dk = each.sum(-1), dk.sum(0)
     if slopes is not None:
-        found, by_y, by_p = slopes[0], *(_clean(t.to(wide)) for t in slopes[1:])
-        pairs = found.of_pairs(by_y, by_p)
-        dweights = dweights + found.of_sums(by_y * kept, by_p * kept)
+        result, by_y, by_p = slopes[0], *(_clean(t.to(wide)) for t in slopes[1:])
+        pairs = result.of_pairs(by_y, by_p)
+        dweights = dweights + result.of_sums(by_y * kept, by_p * kept)
         if _little(pairs, squares, w):
             each = (weights.square() * pairs).masked_fill_(~live, 0)
             dq, dk = dq + each @ k.square(), dk + (each.mT @ q.square()).sum(0)
         else:
-            dq = dq + weights.square() * _of_rows(found, by_y, by_p, live.to(wide), k)
+            dq = dq + weights.square() * _of_rows(result, by_y, by_p, live.to(wide), k)
             dk = dk + _of_keys(pairs, live * weights, q)
     return {"dq": dq.double(), "dk": dk.double()[None], "dweights": dweights.double().T[None]}
 
@@ -250,26 +250,26 @@ def _little(pairs: Tensor, squares: Tensor, w: float) -> bool:
 
 def _of_rows(x: Spread, by_y: Tensor, by_p: Tensor, live: Tensor, k: Tensor) -> Tensor:
     """[heads, rows, dim]: of sum_j (by_y log y + by_p p) k over live pairs: Spread.of_sums(), for every element."""
-    found = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
-    whole = (live * by_y) @ k
+    result = (live * (by_y.square() * x.of_y + by_p.square() * x.of_p)) @ k.square()
+    full = (live * by_y) @ k
     if x.shares is not None:
         lost = x.shares * x.of_y
-        found = (
-            found - 2 * whole * ((live * (by_y * lost)) @ k) + whole.square() * (x.shares * lost).sum(-1, keepdim=True)
+        result = (
+            result - 2 * full * ((live * (by_y * lost)) @ k) + full.square() * (x.shares * lost).sum(-1, keepdim=True)
         )
-        found = found.clamp(min=0)
-    return found + whole.square() * x.y_row + ((live * (by_p * x.p)) @ k).square() * x.p_row
+        result = result.clamp(min=0)
+    return result + full.square() * x.y_row + ((live * (by_p * x.p)) @ k).square() * x.p_row
 
 
 def _of_keys(pairs: Tensor, weights: Tensor, q: Tensor) -> Tensor:
     """[keys, dim]: sum_i var(dI) (sum_h w_h q)^2; weights [heads, rows, keys], 0 where a pair is not live."""
-    found = q.new_zeros(pairs.shape[1], q.shape[-1])
-    step = max(1, _BUFFER // max(found.numel(), 1))
+    result = q.new_zeros(pairs.shape[1], q.shape[-1])
+    step = max(1, _BUFFER // max(result.numel(), 1))
     for i in range(0, len(pairs), step):
         here = slice(i, i + step)
         sums = weights[:, here].permute(1, 2, 0) @ q[:, here].movedim(0, 1)
-        found += (sums.square() * pairs[here].unsqueeze(-1)).sum(0)
-    return found
+        result += (sums.square() * pairs[here].unsqueeze(-1)).sum(0)
+    return result
 
 
 # ------------------------------------------------------------------------------------------------- every operation kind
@@ -295,8 +295,8 @@ def wanted(
         scores, values, indices = chosen(x, s, seen)
         variance = uncertain(s, x.problem.torch_dtype, grade).scores.double()
         of_values = at_keys(variance, indices)[None]
-        found = {"values": Wanted(values[None], of_values), "indices": Wanted(indices[None], of_values)}
-        done = found | {"scores": Wanted(scores[None], variance[None])}
+        results = {"values": Wanted(values[None], of_values), "indices": Wanted(indices[None], of_values)}
+        done = results | {"scores": Wanted(scores[None], variance[None])}
         kinds: tuple[str, ...] = ("values",)
     elif x.op_kind == "indexer_lse":
         done, kinds = statistics(x, b, rows, grade), ("max", "sum")

@@ -1,7 +1,7 @@
 """The formulas of attention on one block: golden's in float64, a plain program's in float32, and expected errors.
 
 A plain program computes in float32 and rounds weights and results to the call's dtype; one of CANN's standards counts
-errors in its. Equality with the golden back end is tested. Knows one block at a time.
+errors in its. Equality with the golden back end is tested.
 """
 
 from __future__ import annotations
@@ -86,20 +86,20 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
 def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """(scores [heads, rows, keys], -inf where a key is not seen; products before cap and bias; slope of the cap)."""
-    found = x.q @ x.k.mT
+    result = x.q @ x.k.mT
     if x.q_rope is not None and x.k_rope is not None:
-        found = found + x.q_rope @ x.k_rope.mT
-    found = found * x.scores_by
-    product = found if x.bias is not None or x.softcap else None
+        result = result + x.q_rope @ x.k_rope.mT
+    result = result * x.scores_by
+    product = result if x.bias is not None or x.softcap else None
     slope: Tensor | float = 1.0
     if x.bias is not None and x.bias_capped:
-        found = found + x.bias
+        result = result + x.bias
     if x.softcap:
-        part = (found / x.softcap).tanh()
-        found, slope = x.softcap * part, 1 - part * part
+        part = (result / x.softcap).tanh()
+        result, slope = x.softcap * part, 1 - part * part
     if x.bias is not None and not x.bias_capped:
-        found = found + x.bias
-    return found.masked_fill(~x.seen, -_INF), product, slope
+        result = result + x.bias
+    return result.masked_fill(~x.seen, -_INF), product, slope
 
 
 def softmax(x: Block) -> Softmax:
@@ -132,9 +132,9 @@ def saved_softmax(x: Block) -> Softmax:
     weights = (scores - top.masked_fill(empty, 0)).exp()
     if x.times is not None:
         weights = weights * x.times
-    found = _with_means(x, Softmax(scores, product, slope, top, total, empty, weights, live, live, empty))
-    weights = found.weights / total.where(total != 0, 1.0)
-    return replace(found, weights=weights.masked_fill(~found.live, 0))
+    result = _with_means(x, Softmax(scores, product, slope, top, total, empty, weights, live, live, empty))
+    weights = result.weights / total.where(total != 0, 1.0)
+    return replace(result, weights=weights.masked_fill(~result.live, 0))
 
 
 def _with_means(x: Block, s: Softmax) -> Softmax:
@@ -157,8 +157,8 @@ def forward(x: Block, p: Precision = GOLDEN, s: Softmax | None = None) -> dict[s
     if x.keep is not None:
         weights, live = weights * x.keep_factor, live & x.keep
     out = _summed(weights, live, x.v) / s.total.where(s.total != 0, 1.0)
-    found = {"out": _returned(x, out, p), "max": s.top, "sum": s.total}
-    return found if x.out_scale is None else found | {"unscaled": out}
+    results = {"out": _returned(x, out, p), "max": s.top, "sum": s.total}
+    return results if x.out_scale is None else results | {"unscaled": out}
 
 
 def _summed(weights: Tensor, live: Tensor, values: Tensor) -> Tensor:
@@ -214,16 +214,16 @@ def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[
     g = scored(x, p) if g is None else g
     dout = x.saved[0]
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
-    found = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.kept).mT @ dout}
+    results = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.kept).mT @ dout}
     if x.q_rope is not None and x.k_rope is not None:
-        found |= {"dq_rope": scale * (g.dx @ x.k_rope), "dk_rope": (scale * g.dx).mT @ x.q_rope}
+        results |= {"dq_rope": scale * (g.dx @ x.k_rope), "dk_rope": (scale * g.dx).mT @ x.q_rope}
     if x.sink is not None:
-        found["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
-    return found
+        results["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
+    return results
 
 
 def at_sink(x: Block, s: Softmax) -> Tensor:
     """[heads, rows, 1]: the sink's probability."""
     assert x.sink is not None
-    found = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
-    return found.masked_fill(s.keyless, 0)
+    result = (x.sink[:, None, None] - s.top.masked_fill(s.keyless, 0)).exp() / s.total.where(s.total != 0, 1.0)
+    return result.masked_fill(s.keyless, 0)

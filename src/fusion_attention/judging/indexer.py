@@ -52,29 +52,29 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
     plain = standard == "cann-double"
     base = measured(x, lowered, captured, plain=plain, beside=others)
     grades = dict.fromkeys(base.tallies, KERNEL)
-    found = base
+    result = base
     if not base.passes:
         failing = {n: captured[n] for n in base.failing}
         again = measured(x, lowered, failing, PROGRAM, plain=plain)
         grades |= dict.fromkeys(again.tallies, PROGRAM)
-        found = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+        result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
-    if search and not found.passes:
-        mistakes = _explained(x, lowered, captured, found)
+    if search and not result.passes:
+        mistakes = _explained(x, lowered, captured, result)
         noisy = not mistakes and measured(x, lowered, captured, POOR).passes
     views = views_of(lowered, captured)
     opinions = {
         n: opinion(
-            n, tally, grades[n], standard, found.maps.get(n), [] if tally.passes else _looks(x, KINDS[n], tally, views)
+            n, tally, grades[n], standard, result.maps.get(n), [] if tally.passes else _looks(x, KINDS[n], tally, views)
         )
-        for n, tally in found.tallies.items()
+        for n, tally in result.tallies.items()
     }
     right = all(o.passes for o in opinions.values())
     return Judgement(
         call.op.name,
         call.source,
-        RIGHT if right else NOISY if noisy and not found.passes else WRONG,
+        RIGHT if right else NOISY if noisy and not result.passes else WRONG,
         opinions,
         call.unjudged(captured),
         theirs | {who: {n: t.z for n, t in tallies.items()} for who, tallies in base.beside.items()},
@@ -146,14 +146,14 @@ def pieces(
         keys: list[Wanted] = []
         for first in range(0, q_len, step):
             rows = slice(first, min(first + step, q_len))
-            found = wanted(x, b, rows, grade, dtypes)
+            result = wanted(x, b, rows, grade, dtypes)
             if plain:
-                found = _with_plain(x, b, rows, found)
+                result = _with_plain(x, b, rows, result)
             for kind in kinds:
                 if kind in TOTALS:
-                    (losses if kind == "loss" else keys).append(found[kind])
+                    (losses if kind == "loss" else keys).append(result[kind])
                 else:
-                    yield Piece(kind, b, rows, found[kind], found.get("scores"))
+                    yield Piece(kind, b, rows, result[kind], result.get("scores"))
         if keys:
             yield Piece("dk", b, slice(0, kv_len), completed(x, b, "dk", _sum(keys), grade, dtypes.get("dk")))
     if losses:
@@ -205,10 +205,10 @@ def measured(
         name = kinds[piece.kind]
         for who, t in given_.items():
             if piece.kind == "loss":
-                ours, found = t[name].reshape(1, 1, 1), piece.wanted
+                ours, result = t[name].reshape(1, 1, 1), piece.wanted
             else:
-                ours, found = judgeable(x, views[who][piece.kind], piece)
-            tallies[who][name].add((piece.b, slice(0, ours.shape[0]), piece.rows), ours, found)
+                ours, result = judgeable(x, views[who][piece.kind], piece)
+            tallies[who][name].add((piece.b, slice(0, ours.shape[0]), piece.rows), ours, result)
     own = tallies.pop("")
     maps = {n: Map(own[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
     return Result(own, maps, tallies)
@@ -246,23 +246,23 @@ def judgeable(x: Index, view: Any, piece: Piece) -> tuple[Tensor, Wanted]:
     ours: Tensor = view.sequence(piece.b, heads, int(lengths[piece.b]))[:, piece.rows]
     if piece.scores is None or piece.kind != "indices":
         return ours, piece.wanted
-    scores, variance, found = piece.scores.value[0], piece.scores.variance[0], piece.wanted
-    value, plain = _listed(scores, found.value[0])[None], None
-    if found.plain is not None:
-        plain = _listed(scores, found.plain[0])[None]
+    scores, variance, result = piece.scores.value[0], piece.scores.variance[0], piece.wanted
+    value, plain = _listed(scores, result.value[0])[None], None
+    if result.plain is not None:
+        plain = _listed(scores, result.plain[0])[None]
     mine = _listed(scores, ours[0])
     wrong = _misplaced(scores, mine, ours[0].long(), x)
     # What is no right entry whatever is listed there: not a number where golden has one, and the other way round.
     mine = torch.where(wrong, torch.where(value[0].isnan(), torch.inf, torch.nan), mine)
-    return mine[None], Wanted(value, found.variance + at_keys(variance, ours[0])[None], plain)
+    return mine[None], Wanted(value, result.variance + at_keys(variance, ours[0])[None], plain)
 
 
 def _listed(scores: Tensor, indices: Tensor) -> Tensor:
     """What the keys of a list score; -inf of an entry without a key."""
     listed = indices.long()
     inside = (listed >= 0) & (listed < scores.shape[-1])
-    found = scores.gather(-1, listed.where(inside, 0)) if scores.shape[-1] else torch.zeros(listed.shape).double()
-    return found.masked_fill(~inside, -torch.inf)
+    result = scores.gather(-1, listed.where(inside, 0)) if scores.shape[-1] else torch.zeros(listed.shape).double()
+    return result.masked_fill(~inside, -torch.inf)
 
 
 def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor:
@@ -284,7 +284,7 @@ def _misplaced(scores: Tensor, mine: Tensor, listed: Tensor, x: Index) -> Tensor
 
 
 def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Result) -> tuple[Explanation, ...]:
-    found = []
+    results = []
     failing: Sequence[str] = base.failing
     for m in INDEX_MISTAKES:
         for detail, other in m.tries(x):
@@ -296,8 +296,8 @@ def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Res
             ]
             if result.passes and all(share <= _LEFT for share in left):
                 error = max(result.tallies[n].z for n in failing)
-                found.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))
+                results.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))
     kept: dict[str, Explanation] = {}
-    for e in sorted(found, key=lambda e: e.error):
+    for e in sorted(results, key=lambda e: e.error):
         kept.setdefault(e.name, e)
     return tuple(kept.values())

@@ -1,6 +1,6 @@
 """The formulas of the indexer and of its loss on some rows, in any precision, with what a mistake may change of them.
 
-Equality with the golden back end is tested. Refuses to know any interface's words.
+Equality with the golden back end is tested.
 """
 
 from __future__ import annotations
@@ -117,15 +117,15 @@ def chosen(x: Index, s: Scored, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     else:
         order = ranked.sort(dim=-1, descending=True, stable=True).indices
     count = x.problem.top_k
-    found = min(count, scores.shape[-1])
-    order = order[:, :found]
+    result = min(count, scores.shape[-1])
+    order = order[:, :result]
     if x.by_key:
         held = scores.gather(-1, order) == -math.inf
         order = order.masked_fill(held, scores.shape[-1]).sort(-1).values.clamp(max=scores.shape[-1] - 1)
     values = scores.new_full((len(scores), count), -math.inf)
     indices = torch.full((len(scores), count), -1)
-    values[:, :found] = scores.gather(-1, order)
-    indices[:, :found] = order.where(values[:, :found] != -math.inf, -1)
+    values[:, :result] = scores.gather(-1, order)
+    indices[:, :result] = order.where(values[:, :result] != -math.inf, -1)
     return scores, values, indices
 
 
@@ -210,10 +210,10 @@ def compared(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype 
             by_y, by_p = dscores + times * y, part
     dscores = dscores * x.sign
     dscores = dscores.to(low).to(wide) if low == torch.bfloat16 else dscores
-    found = (losses, dscores, by_y, by_p, of_y, of_p)
-    found = tuple(t.masked_fill(~seen, 0) for t in found)  # type: ignore[assignment]
+    results = (losses, dscores, by_y, by_p, of_y, of_p)
+    results = tuple(t.masked_fill(~seen, 0) for t in results)  # type: ignore[assignment]
     own = own or x.own
-    return Compared(s, a, times / share, top, total, own, y, target, (log_p, log_y), *found)
+    return Compared(s, a, times / share, top, total, own, y, target, (log_p, log_y), *results)
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
@@ -258,12 +258,12 @@ def _attended(x: Index, b: int, rows: slice, wide: torch.dtype) -> Attended:
     q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
 
     def query(view: Any) -> Tensor:
-        found: Tensor = view.sequence(b, p.heads_q, q_len)[:, rows].to(wide)
-        return found
+        result: Tensor = view.sequence(b, p.heads_q, q_len)[:, rows].to(wide)
+        return result
 
     def key(view: Any) -> Tensor:
-        found: Tensor = view.sequence(b, p.heads_kv, kv_len).to(wide).repeat_interleave(p.heads_q // p.heads_kv, 0)
-        return found
+        result: Tensor = view.sequence(b, p.heads_kv, kv_len).to(wide).repeat_interleave(p.heads_q // p.heads_kv, 0)
+        return result
 
     pairs = [(query(o.q), key(o.k))] + ([(query(o.q_rope), key(o.k_rope))] if p.dim_rope else [])
     scale = p.scale if x.scaled else 1.0

@@ -93,29 +93,29 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     plain = standard == "cann-double"
     base = measured(setting, outputs, units(setting, outputs), whole=True, plain=plain, beside=theirs)
     grades = dict.fromkeys(base.tallies, KERNEL)
-    found = base
+    result = base
     if not base.passes:
         failing = [o for o in outputs if o.name in base.failing]
         again = measured(setting, failing, units(setting, failing), grade=PROGRAM, whole=True, plain=plain)
         grades |= dict.fromkeys(again.tallies, PROGRAM)
-        found = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
+        result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
     opinions = {}
     for o in outputs:
-        tally, map_ = found.tallies[o.name], found.maps.get(o.name)
+        tally, map_ = result.tallies[o.name], result.maps.get(o.name)
         like = [] if tally.passes else _looks(setting, o, tally)
         opinions[o.name] = opinion(o.name, tally, grades[o.name], standard, map_, like)
     mistakes: tuple[Explanation, ...] = ()
     noisy = False
-    if search and not found.passes:
-        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], found)
+    if search and not result.passes:
+        mistakes, noisy = _searched(call, lowered, setting, [o for o in outputs if o.view is not None], result)
     right = all(o.passes for o in opinions.values())
     return Judgement(
         call.op.name,
         call.source,
-        RIGHT if right else NOISY if noisy and not found.passes else WRONG,
+        RIGHT if right else NOISY if noisy and not result.passes else WRONG,
         opinions,
         unjudged,
-        reasons | {who: {n: t.z for n, t in tallies.items()} for who, tallies in found.beside.items()},
+        reasons | {who: {n: t.z for n, t in tallies.items()} for who, tallies in result.beside.items()},
         mistakes,
         search,
         (*call.notes, *call.doubts()),
@@ -129,11 +129,11 @@ def _beside(
     """What this machine's back ends give, and why others give nothing."""
     results, reasons = {}, {}
     for backend in BACKENDS:
-        found = call.computed(backend, captured)
-        if isinstance(found, str):
-            reasons[backend] = found
+        result = call.computed(backend, captured)
+        if isinstance(result, str):
+            reasons[backend] = result
         else:
-            results[backend] = setting_of(lowered, found)[1]
+            results[backend] = setting_of(lowered, result)[1]
     return results, reasons
 
 

@@ -70,7 +70,7 @@ def read_calls(path: Path, how: Reading = Reading()) -> Iterator[Recorded]:
 
 
 def _folder(path: Path, how: Reading) -> Iterator[Recorded]:
-    dumps = sorted(found for depth in ("dump.json", "*/dump.json", "*/*/dump.json") for found in path.glob(depth))
+    dumps = sorted(result for depth in ("dump.json", "*/dump.json", "*/*/dump.json") for result in path.glob(depth))
     captures = sorted(path.glob("*.safetensors"))
     if dumps:
         calls = [call for dump in dumps for call in calls_of(dump, how.pick)]
@@ -99,8 +99,8 @@ def _file(path: Path, how: Reading) -> Recorded:
     _sized(path, path.stat().st_size)
     tensors = _plain_safetensors(path)
     if tensors is None:
-        found = read(path, torch.device("cpu"))
-        return from_recording(found, path.name)
+        result = read(path, torch.device("cpu"))
+        return from_recording(result, path.name)
     return _named(path, tensors, how)
 
 
@@ -138,20 +138,20 @@ def tensor_of(path: Path, folder: Path, how: Reading) -> Tensor:
     _sized(path, path.stat().st_size)
     try:
         if path.suffix == ".npy":
-            found = torch.from_numpy(np.load(path, allow_pickle=False))
+            result = torch.from_numpy(np.load(path, allow_pickle=False))
         else:
             if zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as archive:
                     _sized(path, sum(entry.file_size for entry in archive.infolist()))
-            found = torch.load(path, map_location="cpu", weights_only=not how.unsafe_pickle)
+            result = torch.load(path, map_location="cpu", weights_only=not how.unsafe_pickle)
     except JudgeError:
         raise
     except Exception as error:
         hint = "" if path.suffix == ".npy" or how.unsafe_pickle else "; --unsafe-pickle reads what may run code"
         raise JudgeError(f"{path}: not a readable {path.suffix} file ({_short(error)}){hint}") from None
-    if not isinstance(found, Tensor):
-        raise JudgeError(f"{path}: expected one tensor, got {type(found).__name__}")
-    return found.detach()
+    if not isinstance(result, Tensor):
+        raise JudgeError(f"{path}: expected one tensor, got {type(result).__name__}")
+    return result.detach()
 
 
 def _sized(path: Path, size: int) -> None:
@@ -225,7 +225,7 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
     inputs = {n: loaded(v) for n, v in (*zip(shown, call.args, strict=False), *call.kwargs.items())}
     results = _results(op)
     outputs = {n: loaded(v) for n, v in zip(results, call.outputs, strict=False) if isinstance(v, Path)}
-    outputs = {n: t for n, t in outputs.items() if t.numel()}  # torch_npu's results that nobody asked for are empty
+    outputs = {n: t for n, t in outputs.items() if t.numel()}  # torch_npu's results that were not requested are empty
     return _made(op, {**inputs, **how.values}, outputs, how, call.name)
 
 
@@ -238,13 +238,13 @@ def _made(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Readi
             raise JudgeError(f"--dtype: expected one of {', '.join(_LOW)}, got {how.dtype!r}")
         inputs = {**inputs, **{n: _narrowed(v, how.dtype) for n, v in free.items()}}
         outputs = {n: _narrowed(t, how.dtype) for n, t in outputs.items()}
-    found = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
+    result = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
     wide = [t for t in free.values() if t.dtype == torch.float32]
     low = next((d for d in _LOW if wide and all(_narrowed(t, d).dtype != torch.float32 for t in wide)), "")
     if low and not how.dtype:
         note = f"every float32 value of the inputs is a {low} number: was it a call in {low}? Then say --dtype {low}"
-        return replace(found, notes=(note,))
-    return found
+        return replace(result, notes=(note,))
+    return result
 
 
 _LOW = ("bfloat16", "float16")

@@ -1,7 +1,4 @@
-"""Folders that msprobe (mindstudio-probe) wrote: dump.json, and a file for each tensor beside it.
-
-Knows that format, and reads words alone: tensors are named, not loaded.
-"""
+"""Folders that msprobe (mindstudio-probe) wrote: dump.json, and a file for each tensor beside it."""
 
 from __future__ import annotations
 
@@ -55,12 +52,12 @@ def calls_of(file: Path, pick: str = "") -> list[DumpedCall]:
         raise JudgeError(
             f"{file}: a dump of task {content['task']!r}, which holds no tensors (dump with task 'tensor')"
         )
-    found = []
+    results = []
     for name, entry in data.items():
         operator = _operator(name)
         if operator and pick in name and isinstance(entry, dict):
-            found.append(_call(file, name, operator, entry))
-    return found
+            results.append(_call(file, name, operator, entry))
+    return results
 
 
 def _operator(name: str) -> str:
@@ -89,15 +86,15 @@ def _call(file: Path, name: str, operator: str, entry: dict[str, Any]) -> Dumped
     if not (isinstance(args, list) and isinstance(kwargs, dict) and isinstance(outputs, list)):
         raise JudgeError(f"{file}: {name}: expected lists input_args and output, and an object input_kwargs")
     named = {key: value(each) for key, each in kwargs.items()}
-    positional, found = tuple(map(value, args)), tuple(map(value, outputs))
-    return DumpedCall(name, operator, folder, positional, named, found)
+    positional, result = tuple(map(value, args)), tuple(map(value, outputs))
+    return DumpedCall(name, operator, folder, positional, named, result)
 
 
 def _path(file: Path, call: str, name: Any) -> Path:
     folder = file.parent
     if not isinstance(name, str) or not name or "\0" in name:
         raise JudgeError(f"{file}: {call}: data_name: expected a file's name, got {name!r:.60}")
-    found = folder / _TENSORS / name  # whoever opens it looks whether it leaves the folder
-    if found.suffix not in (".pt", ".npy"):
+    result = folder / _TENSORS / name  # the reader checks that it stays in the folder
+    if result.suffix not in (".pt", ".npy"):
         raise JudgeError(f"{file}: {call}: data_name {name!r:.80}: expected a .pt or .npy file")
-    return found
+    return result

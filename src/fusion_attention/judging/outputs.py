@@ -1,6 +1,6 @@
 """The outputs of a call, whatever its layout, as rows of a sequence and head; and what the formulas say they are.
 
-Knows how each family returns statistics. Refuses to judge.
+Refuses to judge.
 """
 
 from __future__ import annotations
@@ -159,11 +159,11 @@ def computed(
         grade: of the programs whose errors are expected. plain: a plain program's results too. exact: of gradients of
             keys, what the saved output lost is taken from all keys of the rows that they meet.
     """
-    found = _values(setting, unit, outputs, grade, exact=exact)
+    result = _values(setting, unit, outputs, grade, exact=exact)
     if not plain:
-        return found
+        return result
     measure = _values(setting, unit, outputs, None, precision=formulas.plain(setting.problem.torch_dtype))
-    return {name: replace(wanted, plain=measure[name].value) for name, wanted in found.items()}
+    return {name: replace(wanted, plain=measure[name].value) for name, wanted in result.items()}
 
 
 def _values(
@@ -207,19 +207,19 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
     if o.kind == "out":
         return raw["out"]
     top, total = raw["max"], raw["sum"]
-    found = top if o.kind == "max" else total
+    result = top if o.kind == "max" else total
     if o.kind == "lse":
         lowest = torch.finfo(torch.float32).min
-        found = (top + total.log()).masked_fill(top == -math.inf, lowest).masked_fill(total == 0, math.inf)
+        result = (top + total.log()).masked_fill(top == -math.inf, lowest).masked_fill(total == 0, math.inf)
         if block.sink is not None:
-            found = found.masked_fill(~block.seen.any(-1, keepdim=True), math.inf)
+            result = result.masked_fill(~block.seen.any(-1, keepdim=True), math.inf)
     elif o.form == "training":
-        found = top.clamp_min(-FLT_MAX) if o.kind == "max" else total.masked_fill((top == -math.inf) & (total == 0),
+        result = top.clamp_min(-FLT_MAX) if o.kind == "max" else total.masked_fill((top == -math.inf) & (total == 0),
                                                                                  FLT_MAX)  # fmt: skip
-        found = torch.zeros_like(found) if keyless else found
+        result = torch.zeros_like(result) if keyless else result
     elif o.form == "sparse":
-        found = found.masked_fill((top == -math.inf) | torch.tensor(keyless), 0)
-    return found if p.low is None else found.float()
+        result = result.masked_fill((top == -math.inf) | torch.tensor(keyless), 0)
+    return result if p.low is None else result.float()
 
 
 def _gradient(
@@ -235,10 +235,10 @@ def _gradient(
         step = max(1, PAIRS // max((unit.rows.stop - unit.rows.start) * (unit.heads.stop - unit.heads.start), 1))
         for first in range(0, length, step):
             rows = slice(first, min(first + step, length))
-            for total, found in zip(
+            for total, result in zip(
                 (values, variances), _of_block(setting, unit, rows, unit.rows, grade, p, exact=exact), strict=True
             ):
-                for name, value in found.items():
+                for name, value in result.items():
                     if name in _KEYS:
                         total[name] = total[name] + value if name in total else value
         if problem.shares_kv and values:
@@ -291,9 +291,9 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
             variance = _placed(variance, unit.heads, expected_error.gradients(block, scored, of_delta, grade)["dsink"])
             continue
         by = p.scale if p.bias_scaled else 1.0
-        found = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
+        results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
         assert grads.dbias is not None
-        for total, part in zip((value, variance), found, strict=True):
+        for total, part in zip((value, variance), results, strict=True):
             _add_to_bias(setting, replace(grads.dbias, keep=total), unit, block.keys, part)
         terms = max(terms, value.numel() and int(e.q_len @ e.kv_len) * p.heads_q // value.numel())
     variance = variance + expected_error.summed(value, terms, p.torch_dtype, grade)

@@ -1,7 +1,7 @@
 """A call in the intermediate representation as the judge changes and cuts it: any rows, heads and keys of a sequence,
 materialised.
 
-Reads the views that back ends read. Refuses to know any interface's words, and what is wrong with a result.
+Reads the views that back ends read.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Setting:
         if o.row_scale is not None:
             by = by * _rows(o.row_scale, b, p.heads_q, int(e.q_len[b]), heads, rows)
         k, v = self._keys_of(b, "k", kv, keys), self._keys_of(b, "v", kv, keys)
-        found = Block(
+        result = Block(
             p,
             b,
             heads,
@@ -174,8 +174,8 @@ class Setting:
             q_len=int(e.q_len[b]),
         )
         for edit in self.edits:
-            found = edit(found)
-        return found
+            result = edit(result)
+        return result
 
     def _kv_heads(self) -> np.ndarray:
         return np.arange(self.problem.heads_q) // self.group if self.kv_heads is None else self.kv_heads
@@ -194,15 +194,15 @@ class Setting:
         stored = self._stored(b, name)
         one = np.unique(kv)
         picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
-        found = picked.to(WIDE)
+        result = picked.to(WIDE)
         dequant = {"k": self.operands.dequant_k, "v": self.operands.dequant_v}.get(name)
         if dequant is None:
-            return found
+            return result
         which = one if len(one) == 1 else kv
         scale, offset = (self._scales(part, b, which, keys) for part in (dequant.scale, dequant.offset))
         if self.offset_outside and offset is not None:
-            return found * scale + offset
-        return (found if offset is None else found + offset) * scale
+            return result * scale + offset
+        return (result if offset is None else result + offset) * scale
 
     def _scales(self, view: RowView | PagedView | None, b: int, heads: np.ndarray, keys: slice) -> Any:
         if view is None:
@@ -213,8 +213,8 @@ class Setting:
     def _stored(self, b: int, name: str) -> Tensor:
         """[heads_kv, kv_len, dim] as it lies, common keys first; pages are gathered once for a sequence."""
         if (b, name) in self.kept:
-            found: Tensor = self.kept[b, name]
-            return found
+            result: Tensor = self.kept[b, name]
+            return result
         p, o, length = self.problem, self.operands, int(self.extents.kv_len[b])
         shared = min(p.common_keys, length)
         rows = self._unpacked(getattr(o, name), b, length - shared, name)
@@ -266,15 +266,15 @@ class Setting:
         if p.bias in ("slopes", "slopes_sqrt"):
             assert o.slopes is not None
             slopes, root = o.slopes[b, heads].to(WIDE), p.bias == "slopes_sqrt"
-            found = bias.from_slopes(slopes, int(e.shift[b]), rows, keys, root)
-            return p.scale * found if p.bias_scaled else found
+            result = bias.from_slopes(slopes, int(e.shift[b]), rows, keys, root)
+            return p.scale * result if p.bias_scaled else result
         assert o.bias is not None
         if p.bias == "table":
             lengths = int(e.q_len[b]), int(e.kv_len[b])
-            found = bias.from_table(o.bias, b, p.heads_q, lengths, rows, keys)[heads].to(WIDE)
+            result = bias.from_table(o.bias, b, p.heads_q, lengths, rows, keys)[heads].to(WIDE)
         else:
-            found = o.bias.sequence(b, p.heads_q, rows.stop, keys.stop)[heads, rows, keys].to(WIDE)
-        return p.scale * found if p.bias_scaled else found
+            result = o.bias.sequence(b, p.heads_q, rows.stop, keys.stop)[heads, rows, keys].to(WIDE)
+        return p.scale * result if p.bias_scaled else result
 
     def _keep(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
         p, o = self.problem, self.operands

@@ -1,7 +1,6 @@
 """By which measure an output is right: the error bound, and the measures that CANN's own tests publish.
 
-Values come piece by piece, so that no whole float64 copy of an output need be in memory. Refuses to know what was
-computed.
+Values come piece by piece, so that no whole float64 copy of an output need be in memory.
 """
 
 from __future__ import annotations
@@ -81,33 +80,33 @@ class Tally:
         if not value.numel():
             return
         size = wanted.variance.sqrt()
-        found = ratios(ours, value, size)
+        result = ratios(ours, value, size)
         if place is None:
-            self.errors.append(found)
+            self.errors.append(result)
         else:
-            self.errors.add(*place, found)
+            self.errors.add(*place, result)
             self._mark(*place, ours.double(), value)
-        largest = float(found.amax())
+        largest = float(result.amax())
         if largest > self.peak:
-            at = torch.unravel_index(found.argmax(), found.shape)
+            at = torch.unravel_index(result.argmax(), result.shape)
             head, row, element = (int(n) for n in at)
             b, first, start = (0, 0, 0) if place is None else (place[0], place[1].start or 0, place[2].start or 0)
             mine, golden, least = (float(t[head, row, element]) for t in (ours, value, size))
             self.peak, self.worst = largest, (b, head + first, row + start, element, mine, golden, least)
-        self.strange += int(found.isinf().sum()) if math.isinf(largest) else 0
+        self.strange += int(result.isinf().sum()) if math.isinf(largest) else 0
         self._magnitudes(ours.double(), value, wanted.plain)
 
     def _mark(self, b: int, heads: slice, rows: slice, mine: Tensor, value: Tensor) -> None:
         if not self.marks:
             self.marks = [Marks(*(torch.zeros(p.shape, dtype=d) for d in _MARKS)) for p in self.errors.peaks]
         far = torch.arange(value.shape[-1], dtype=torch.float64).cos()
-        found = (
+        results = (
             (mine.isnan() & ~value.isnan()).any(-1),
             (mine.isinf() & (mine != value)).any(-1),
             (mine == 0).all(-1) & (value != 0).any(-1),
             value.nan_to_num(0.0, 0.0, 0.0) @ far,
         )
-        for kept, new in zip(self.marks[b], found, strict=True):
+        for kept, new in zip(self.marks[b], results, strict=True):
             kept[heads, rows] = new
 
     def _magnitudes(self, mine: Tensor, value: Tensor, plain: Tensor | None) -> None:
@@ -130,12 +129,12 @@ class Tally:
         self.plain = [self.plain[0] + float(allowed.square().sum()), max(self.plain[1], float(size.amax()))]
         floor, tiny = (2.0**-20, 2.0**-30) if self.dtype == torch.float32 else (2.0**-10, 2.0**-16)
         normal = size >= floor
-        for at, found in ((0, error), (2, allowed)):
-            part = (found / size.clamp(min=floor)).where(normal, 0)
+        for at, result in ((0, error), (2, allowed)):
+            part = (result / size.clamp(min=floor)).where(normal, 0)
             self.relative[at] += float(part.sum())
             self.relative[at + 1] = max(self.relative[at + 1], float(part.amax()))
-        for at, found in ((0, error), (1, allowed)):
-            self.small[at] += int(((found > tiny) & ~normal).sum())
+        for at, result in ((0, error), (1, allowed)):
+            self.small[at] += int(((result > tiny) & ~normal).sum())
 
     @property
     def mean(self) -> float:
@@ -192,9 +191,9 @@ class Tally:
         # What both lose to float32 itself is no difference between them.
         floor = 2.0**-24 * math.sqrt(max(self.terms, 1))
         broken = [
-            f"{what} {found:.3g} > {times} x {base:.3g}"
-            for what, found, base, times in ratios
-            if not found <= times * max(base, floor * (self.plain[1] if what == "RMS error" else 1))
+            f"{what} {result:.3g} > {times} x {base:.3g}"
+            for what, result, base, times in ratios
+            if not result <= times * max(base, floor * (self.plain[1] if what == "RMS error" else 1))
         ]
         return self._published("cann-double", broken)
 

@@ -105,7 +105,7 @@ class Judgement:
         standard: by which.
         outputs: by name. unjudged: outputs of which nothing was said, and why.
         backends: per back end of this machine, its error by output, in expected sizes, or why it has none.
-        mistakes: what explains the outputs, best first; empty where nobody looked, or nothing does.
+        mistakes: what explains the outputs, best first; empty if not searched, or if none fits.
         searched: whether mistakes were looked for.
     """
 
@@ -132,7 +132,7 @@ class Judgement:
 
     def failing(self) -> list[str]:
         """The outputs that are not right."""
-        return [name for name, found in self.outputs.items() if not found.passes]
+        return [name for name, result in self.outputs.items() if not result.passes]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -186,8 +186,8 @@ class Judgement:
             "outputs": outputs,
             "unjudged": self.unjudged,
             "backends": {
-                n: found if isinstance(found, str) else {o: number(t) for o, t in found.items()}
-                for n, found in self.backends.items()
+                n: result if isinstance(result, str) else {o: number(t) for o, t in result.items()}
+                for n, result in self.backends.items()
             },
             "mistakes": [
                 {**{n: getattr(m, n) for n in ("name", "detail", "means", "fix", "confirmed", "noisy")},

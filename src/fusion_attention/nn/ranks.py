@@ -1,7 +1,4 @@
-"""Among which ranks the sequences of a layer are divided: where its functions are, and what they are told.
-
-Refuses to know what a layer computes.
-"""
+"""Among which ranks the sequences of a layer are divided: where its functions are, and what they are told."""
 
 from __future__ import annotations
 

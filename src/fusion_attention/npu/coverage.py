@@ -1,6 +1,6 @@
 """Which names of the chip's packages a tree of sources uses, how often, and which of them are here.
 
-Reads files with ast and executes nothing of them. Refuses to know how that is shown (cli/npu.py).
+Reads files with ast and executes nothing of them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Use:
     @property
     def function(self) -> str | None:
         """The operator that it is or belongs to; None of everything else."""
-        found = _FUNCTION.match(self.name)
-        return found and found[1]
+        result = _FUNCTION.match(self.name)
+        return result and result[1]
 
 
 @dataclass
@@ -101,19 +101,19 @@ def read(path: Path) -> Reading:
         try:
             if file.stat().st_size > LARGEST:
                 raise ValueError(f"larger than {LARGEST >> 20} MiB")
-            text, found = file.read_bytes(), Reading()
+            text, result = file.read_bytes(), Reading()
             if _MARKS.search(text):  # parsing is slow, and few files of a tree speak of the chip
-                _File(found, name).read(_tree(text))
+                _File(result, name).read(_tree(text))
         except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             reading.unread[name] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             continue
-        _add(reading, found)
+        _add(reading, result)
     return reading
 
 
 def _tree(text: bytes) -> ast.AST:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what somebody else wrote
+        warnings.simplefilter("ignore")  # of other people's code
         return ast.parse(text)
 
 

@@ -35,9 +35,9 @@ Lengths = Sequence[int] | np.ndarray | Tensor | None
 
 def _both(op: Op, given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(attention_out, softmax_lse) of a call by the names of its function."""
-    found = dispatch.results(op, fused_out.canonical(op.name, given))
-    out = found["attention_out"]
-    lse = found.get("softmax_lse")
+    result = dispatch.results(op, fused_out.canonical(op.name, given))
+    out = result["attention_out"]
+    lse = result.get("softmax_lse")
     return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

@@ -1,7 +1,7 @@
 """The other interfaces of torch_npu's fused attention: `.out`, the workspace that its callers ask for, and room for
 results.
 
-They are made from the functions and their records. Refuses to know what is computed.
+They are made from the functions and their records.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
     """Gives the function of a record its `.out`, which computes where it is told."""
 
     def decorate(function: Callable[P, Pair]) -> WithOut[P, Pair]:
-        found = cast("WithOut[P, Pair]", function)
-        found.out = _out_of(function, op)
-        return found
+        result = cast("WithOut[P, Pair]", function)
+        result.out = _out_of(function, op)
+        return result
 
     return decorate
 
@@ -111,10 +111,10 @@ def _out_of(function: Interface, op: Op) -> Interface:
         attention, lse = _pair(op, out)
         args = read(positional, named)
         asked = bool(args["softmax_lse_flag"])
-        found = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
-        attention.copy_(found["attention_out"])
+        result = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
+        attention.copy_(result["attention_out"])
         if asked:
-            lse.copy_(found["softmax_lse"])
+            lse.copy_(result["softmax_lse"])
         return attention, lse
 
     return _dressed(
@@ -132,8 +132,8 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
             if not isinstance(out, (list, tuple)) or len(out) != len(results):
                 raise ContractError([op.failure("out", f"[{', '.join(results)}]", show(out))])
             with torch.no_grad():
-                found: Any = function(*given, **named)
-                pairs = [(n, o, t) for n, o, t in zip(results, out, found, strict=True) if t.numel()]
+                result: Any = function(*given, **named)
+                pairs = [(n, o, t) for n, o, t in zip(results, out, result, strict=True) if t.numel()]
                 for name, buffer, made in pairs:
                     if (buffer.shape, buffer.dtype) != (made.shape, made.dtype):
                         raise ContractError([op.failure(name, f"out as the result, {show(made)}", show(buffer))])
@@ -141,10 +141,10 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
                     buffer.copy_(made)
             return tuple(out)
 
-        found = cast("WithOut[P, R_co]", function)
+        result = cast("WithOut[P, R_co]", function)
         rest = "Results that the call has not are left alone; nothing is differentiable."
-        found.out = _dressed(out, function, op, results, rest)
-        return found
+        result.out = _dressed(out, function, op, results, rest)
+        return result
 
     return decorate
 

@@ -82,11 +82,11 @@ def npu_ring_attention_update(
         merge(prev, cur)
         seen = prev.sum != 0  # NaN too
         mean = prev.max == -torch.inf
-        found = (
+        results = (
             torch.where(seen, torch.where(mean, _LOWEST, prev.max), kept[0]),
             torch.where(seen, prev.sum, kept[1]),
         )
-        max_, sum_ = (_in_lanes(t, stats[0], order) for t in found)
+        max_, sum_ = (_in_lanes(t, stats[0], order) for t in results)
         return prev.out.reshape(prev_attn_out.shape).to(prev_attn_out.dtype), max_, sum_
 
 
@@ -122,11 +122,11 @@ def npu_attention_update(
     lse, local_out = given["lse"], given["local_out"]
     with torch.no_grad():
         out = local_out[0]
-        found = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
+        result = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
         for peak, part in zip(lse, local_out, strict=True):
             top = torch.where(peak == torch.inf, -torch.inf, peak)
-            merge(found, Partial(part.float(), top, (top != -torch.inf).float()))
-        return found.out.to(out.dtype), found.max + found.sum.log() if update_type == 1 else None
+            merge(result, Partial(part.float(), top, (top != -torch.inf).float()))
+        return result.out.to(out.dtype), result.max + result.sum.log() if update_type == 1 else None
 
 
 # ---------------------------------------------------------------------------------------------------- from lanes, back
@@ -149,9 +149,9 @@ def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:
         return one.permute(2, 0, 1)
     if order is None:
         return one
-    found = one.flatten().clone()  # tokens of no sequence stay as they are
-    found[: len(order)] = one.flatten()[order]
-    return found.view(one.shape)
+    result = one.flatten().clone()  # tokens of no sequence stay as they are
+    result[: len(order)] = one.flatten()[order]
+    return result.view(one.shape)
 
 
 def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
@@ -159,9 +159,9 @@ def _in_lanes(one: Tensor, like: Tensor, order: Tensor | None) -> Tensor:
     if like.dim() == 4:
         one = one.permute(1, 2, 0)
     elif order is not None:
-        found = one.flatten().clone()
-        found[order] = one.flatten()[: len(order)]
-        one = found.view(one.shape)
+        result = one.flatten().clone()
+        result[order] = one.flatten()[: len(order)]
+        one = result.view(one.shape)
     return one.unsqueeze(-1).repeat_interleave(merging.LANES, -1)
 
 

@@ -1,8 +1,7 @@
 """torch.ops.npu and torch.ops.atb: every function of torch_npu that is here, as an operator of torch under its own name
 and schema.
 
-A schema is read off the function's signature, so there is one place that says what may be given. Refuses to know what
-any function computes.
+A schema is read off the function's signature, so there is one place that says what may be given.
 """
 
 from __future__ import annotations
@@ -115,13 +114,13 @@ def _whole(interface: Interface) -> Interface:
 
     @functools.wraps(interface)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = interface(*args, **kwargs)
-        if any(isinstance(value, torch.Tensor) for value in found[4:]):
+        result = interface(*args, **kwargs)
+        if any(isinstance(value, torch.Tensor) for value in result[4:]):
             raise NotImplementedError(
                 f"torch.ops.npu.{interface.__name__}: returns its seed as an int, and one that is drawn in a trace "
                 "is a tensor: give a seed, or call npu_fusion_attention_v3, whose seed is a tensor"
             )
-        return found
+        return result
 
     return run
 
@@ -131,8 +130,8 @@ def _apart(interface: Interface) -> Interface:
 
     @functools.wraps(interface)
     def run(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = interface(first, *args, **kwargs)
-        return found.clone() if found is first else found
+        result = interface(first, *args, **kwargs)
+        return result.clone() if result is first else result
 
     return run
 
@@ -184,7 +183,7 @@ def _type(annotation: Any) -> str:
         alias, size = ("", str(said)) if isinstance(said, int) else (f"({said})", "")
     if typing.get_origin(first) is not None:
         (element,) = set(typing.get_args(first)) - {...}
-        found = (f"int[{size}]" if size else "SymInt[]") if element is int else f"{_TYPES[element]}{alias}[]"
+        result = (f"int[{size}]" if size else "SymInt[]") if element is int else f"{_TYPES[element]}{alias}[]"
     else:
-        found = _TYPES[first] + alias
-    return found + "?" if NoneType in members else found
+        result = _TYPES[first] + alias
+    return result + "?" if NoneType in members else result

@@ -22,7 +22,7 @@ _UNSAY = pytest.StashKey[Callable[[], None]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Installs, unless somebody has."""
+    """Installs, unless installed."""
     npu.install()
     early_config.stash[_UNSAY] = tell(DEFAULT)  # xdist's workers, and programs that tests start
 
@@ -36,11 +36,11 @@ def pytest_report_header() -> str:
 
 def pytest_collection_finish() -> None:
     """Says where a conftest has put a mock object in its place."""
-    found: Any = sys.modules.get("torch_npu")
-    if found is None or "fusion" not in str(getattr(found, "__version__", "")):
+    result: Any = sys.modules.get("torch_npu")
+    if result is None or "fusion" not in str(getattr(result, "__version__", "")):
         warnings.warn(
             pytest.PytestWarning(
-                f"torch_npu is {found!r} and computes nothing: a conftest or test has replaced the one that "
+                f"torch_npu is {result!r} and computes nothing: a conftest or test has replaced the one that "
                 "fusion_attention installed (leave that out)"
             ),
             stacklevel=1,

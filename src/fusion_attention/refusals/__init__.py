@@ -1,2 +1,2 @@
-"""Calls as somebody wrote them down: Python text (written.py), what a chip's log says of one (logs.py), and which rules
+"""Calls as text: Python source (parser.py), a chip's log (cann_logs.py), and the rules
 of the record they break (explanation.py)."""

@@ -1,9 +1,7 @@
 """What the log of a failed call on the chip says: operator, code, and the reasons that CANN printed.
 
-    RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttentionScore failed, error code is 561103
-    EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
-
-Knows how logs are written. Refuses to know what any operator means.
+RuntimeError: npu_fusion_attention:.. NPU function error: call aclnnFlashAttentionScore failed, error code is 561103
+EZ9999[PID: 413] .. (EZ9999):  get unsupported atten_mask shape, the shape is [16, 1, 1, 1500] ..[FUNC:..][FILE:..]
 """
 
 from __future__ import annotations
@@ -123,7 +121,7 @@ def read_log(text: str) -> Log:
         )
     codes = _CODE.findall(text) or _BARE.findall(text)
     said = [name.removesuffix("GetWorkspaceSize") for name in _ACLNN.findall(text)]
-    functions = [name for found in _FUNCTION.findall(text) if (name := _record_of(found))]
+    functions = [name for result in _FUNCTION.findall(text) if (name := _record_of(result))]
     if not codes and not said and not functions:
         raise LogError("the text has neither one of CANN's codes (161002, 561002, ...) nor the name of an operator")
     known = [name for name in said if name in RECORDS]
@@ -147,7 +145,7 @@ def _record_of(name: str) -> str:
 
 
 def _reasons(text: str) -> tuple[str, ...]:
-    found = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
-    clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*|^\[PID: *\d+\] \S+ ", "", reason).strip(" .!\t") for reason in found)
+    results = [m["text"] for pattern in (_NAMED, _REASON) for m in pattern.finditer(text)]
+    clean = (re.sub(r"^.*\(E[A-Z0-9]\d{4}\):\s*|^\[PID: *\d+\] \S+ ", "", reason).strip(" .!\t") for reason in results)
     telling = [r for r in clean if r and not any(r.lower().startswith(empty) for empty in _EMPTY)]
     return tuple(dict.fromkeys(telling))[:8]

@@ -112,18 +112,18 @@ class Explanation:
         return self.log is not None or any(f.where in ("everywhere", "chip") for f in self.findings)
 
     def __str__(self) -> str:
-        told = [f"{f.where}: {f.sentence}" + (f" ({f.fix})" if f.fix else "") for f in self.findings]
+        notes = [f"{f.where}: {f.sentence}" + (f" ({f.fix})" if f.fix else "") for f in self.findings]
         fixes = [f"fix: {fix}" for fix in self.fixes]
-        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *told, *fixes])
+        return "\n".join([f"{self.operator}: {self.verdict}" if self.operator else self.verdict, *notes, *fixes])
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
-        found = asdict(self)
+        result = asdict(self)
         if self.log is not None:
-            found["log"] |= {"name": self.log.name, "meaning": self.log.meaning}
-        for one in found["findings"]:
+            result["log"] |= {"name": self.log.name, "meaning": self.log.meaning}
+        for one in result["findings"]:
             one["name"] = CODES.get(one["code"], ("", ""))[0]
-        return found
+        return result
 
 
 def explain(text: str, *, log: str = "") -> Explanation:
@@ -163,12 +163,12 @@ def explain_arguments(op: Op, args: Mapping[str, Any], log: Log | None = None) -
     """explain() of arguments by canonical name; numbers that are there are checked too."""
     tensors = [t for p in op.tensors() for t in members(args.get(p.name)) or () if isinstance(t, torch.Tensor)]
     there = bool(tensors) and not any(t.is_meta for t in tensors)
-    found = _failures(op, args, there, strict=False)
-    if any(f.where == "everywhere" for f in found):
-        return replace(_explained(op, found, log), fixes=_fixes(op, args, there, True))
+    result = _failures(op, args, there, strict=False)
+    if any(f.where == "everywhere" for f in result):
+        return replace(_explained(op, result, log), fixes=_fixes(op, args, there, True))
     of_chip = _failures(op, args, there, strict=True)
-    told = {(f.param, f.expected) for f in of_chip}
-    rest = [f for f in found if (f.param, f.expected) not in told]  # a doubt is said once
+    notes = {(f.param, f.expected) for f in of_chip}
+    rest = [f for f in result if (f.param, f.expected) not in notes]  # a doubt is said once
     told_of = _explained(op, [*of_chip, *rest], log, args=args, there=there)
     return replace(told_of, fixes=_fixes(op, args, there, False)) if told_of.broken else told_of
 
@@ -180,9 +180,9 @@ def explain_log(log: Log) -> Explanation:
         what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
         return Explanation("", "", f"{what}{log.told}: {log.meaning}", log=log)
     op = RECORDS[name]
-    found = tuple(_likely(op, log))
+    results = tuple(_likely(op, log))
     verdict = f"{log.operator or log.said or name} failed with {log.told}: {log.meaning}"
-    return Explanation(name, op.summary, verdict, found, log=log)
+    return Explanation(name, op.summary, verdict, results, log=log)
 
 
 # -------------------------------------------------------------------------------------------------------- arguments
@@ -254,11 +254,11 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
 
 def _cache_apart(values: Mapping[str, Any]) -> dict[str, Any]:
     """decode_attention()'s cache as the record's k and v."""
-    found = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
+    results = {word: value for word, value in values.items() if word not in ("cache", "sequences")}
     cache = values.get("cache")
     if isinstance(cache, tuple) and len(cache) == 2:
-        return {**found, "k": cache[0], "v": cache[1]}
-    return {**found, "k": cache}
+        return {**results, "k": cache[0], "v": cache[1]}
+    return {**results, "k": cache}
 
 
 def _as_taken(p: Any, value: Any) -> Any:
@@ -290,9 +290,9 @@ def _failures(op: Op, args: Mapping[str, Any], there: bool, *, strict: bool) -> 
         except (RuntimeError, NotImplementedError) as error:  # a rule that cannot do without numbers
             raise WrittenError(f"{op.name} cannot be checked without its tensors' numbers: {error}") from None
     where = "chip" if strict and op.source else "everywhere"
-    found = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
+    results = [Finding(_where(f.rule, where), f.param, f.expected, f.got, f.advice, f.code, f.cann) for f in failures]
     notes = [str(w.message) for w in caught if issubclass(w.category, ContractWarning)]
-    return found + [_note(op, text) for text in dict.fromkeys(notes)]
+    return results + [_note(op, text) for text in dict.fromkeys(notes)]
 
 
 def _fixes(op: Op, args: Mapping[str, Any], there: bool, grave: bool) -> tuple[str, ...]:
@@ -358,8 +358,8 @@ def _explained(
 
 
 def _likely(op: Op, log: Log) -> list[Finding]:
-    found = likely(op, log)
-    return [Finding("likely", param, expected, "", fix, code, cann) for param, cann, expected, fix, code in found]
+    result = likely(op, log)
+    return [Finding("likely", param, expected, "", fix, code, cann) for param, cann, expected, fix, code in result]
 
 
 def _beside_log(log: Log, found: list[Finding]) -> str:

@@ -1,7 +1,7 @@
 """Changes that make a refused call legal: each is tried, and named where the record then has nothing against it.
 
 Every change is a mistake that people make, undone: lengths for cumulative ends, another layout's string, a mask that
-was not expanded. Refuses to know what any operator computes.
+was not expanded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -
     """
     for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
         legal = (said for said, changes in kind(op, args) if is_legal({**args, **changes}))
-        if found := list(islice(legal, most)):
-            return found  # What people seldom get wrong is not offered beside what they often do.
+        if result := list(islice(legal, most)):
+            return result  # What people seldom get wrong is not offered beside what they often do.
     return []
 
 

@@ -1,6 +1,6 @@
 """Which rules of a record a log points at, where no call is there to be checked.
 
-CANN's texts name its own parameters, in several spellings; rules are found by them. Refuses to know any operator.
+CANN's texts name its own parameters, in several spellings; rules are found by them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _rules(op: Op, log: Log) -> list[Rule]:
 
 
 def _is_known(rule: Rule, text: str) -> bool:
-    told = f"{rule.expected} {rule.check} {rule.advice}"
+    notes = f"{rule.expected} {rule.check} {rule.advice}"
     return any(
-        re.search(pattern, text) and re.fullmatch(param, rule.param) and re.search(words, told)
+        re.search(pattern, text) and re.fullmatch(param, rule.param) and re.search(words, notes)
         for pattern, param, words in _KNOWN
     )
 

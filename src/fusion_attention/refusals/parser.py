@@ -4,7 +4,7 @@
     q = torch.randn(2, 1024, 8, 64).bfloat16()          or as torch makes one, in lines before the call
 
 What may stand in it is listed here: numbers and their arithmetic, lists, torch's ways to make and to turn a tensor,
-bands. Refuses to know what any operator means.
+bands.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Reader:
     def value(self, node: ast.expr) -> Any:
         """What an expression stands for, made of nothing but what this module lists."""
         try:
-            found = self._value(node)
+            result = self._value(node)
         except WrittenError:
             raise
         except RecursionError:
@@ -199,11 +199,11 @@ class _Reader:
         except Exception as error:  # torch refuses a shape, a number divides by zero: the text's fault, whatever it is
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise WrittenError(f"{_shown(node)}: {first}") from None
-        if isinstance(found, (list, tuple, str, bytes)) and len(found) > LONGEST:
-            raise WrittenError(f"{_shown(node)}: a list of {len(found)} elements is too long to be written")
-        if type(found) is int and abs(found) >= 1 << 70:
+        if isinstance(result, (list, tuple, str, bytes)) and len(result) > LONGEST:
+            raise WrittenError(f"{_shown(node)}: a list of {len(result)} elements is too long to be written")
+        if type(result) is int and abs(result) >= 1 << 70:
             raise WrittenError(f"{_shown(node)}: a number of more than 64 bits")
-        return found
+        return result
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):

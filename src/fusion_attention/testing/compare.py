@@ -33,15 +33,15 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
     assert torch.equal(ours[words].double(), value[words]), (
         f"{name}: expected {FLT_MAX:.6g}, or minus that, where a row has no keys"
     )
-    found = ratios(ours, value, expected.size)
-    for arranged in _arranged(found):
+    result = ratios(ours, value, expected.size)
+    for arranged in _arranged(result):
         rows = arranged.reshape(1, -1, arranged.shape[-1])
         errors = Errors([rows.shape[1]], 1, rows.shape[2])
         errors.add(0, slice(0, 1), slice(0, rows.shape[1]), rows)
         failing = errors.fails(expected.draws)
         if failing:
             look = failing[0][1]
-            at = tuple(int(n) for n in np.unravel_index(int(found.argmax()), tuple(found.shape)))
+            at = tuple(int(n) for n in np.unravel_index(int(result.argmax()), tuple(result.shape)))
             raise AssertionError(
                 f"{name}: the error of a {look.kind} is {look.z:.3g} of its expected size, more than {look.limit:.3g}; "
                 f"most at {list(at)}: ours {float(ours[at]):.9g}, golden {float(value[at]):.9g}, expected error "

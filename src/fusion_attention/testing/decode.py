@@ -81,29 +81,29 @@ def logical(case: DecodeCase) -> dict[str, Any]:
         return draw(*shape)
 
     batch = len(case.kv_len)
-    found: dict[str, Any] = {}
-    found["q"] = draw(batch, case.heads_q, case.rows, case.dim)
-    found["k"], found["v"] = ([stored(n) for n in case.kv_len] for _ in "kv")
+    results: dict[str, Any] = {}
+    results["q"] = draw(batch, case.heads_q, case.rows, case.dim)
+    results["k"], results["v"] = ([stored(n) for n in case.kv_len] for _ in "kv")
     channels = (2, case.heads_kv, case.dim) if case.integers == "channel" else (2,)
-    found["scale"] = (draw(*channels).abs() / 64 + 0.01).to(dtype)
-    found["offset"] = draw(*channels) * 8 if case.offsets else None
-    found["mask"] = torch.rand(batch, case.columns, generator=generator) < 0.3
+    results["scale"] = (draw(*channels).abs() / 64 + 0.01).to(dtype)
+    results["offset"] = draw(*channels) * 8 if case.offsets else None
+    results["mask"] = torch.rand(batch, case.columns, generator=generator) < 0.3
     for item, first in enumerate(case.first):
-        found["mask"][item, first] = False
+        results["mask"][item, first] = False
     if case.blank:
-        found["mask"][0] = True
-    found["pse"] = draw(batch if case.pse == "batch" else 1, case.heads_q, 1, case.columns)
+        results["mask"][0] = True
+    results["pse"] = draw(batch if case.pse == "batch" else 1, case.heads_q, 1, case.columns)
     count = case.heads_q * case.dim if case.out == "channel" else 1
-    found["out_scale"] = torch.rand(count, generator=generator) * 20 + 20
-    found["out_offset"] = torch.rand(count, generator=generator) * 4 if case.offsets else None
-    return found
+    results["out_scale"] = torch.rand(count, generator=generator) * 20 + 20
+    results["out_offset"] = torch.rand(count, generator=generator) * 4 if case.offsets else None
+    return results
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A view with an offset in memory of NaN, or of 99."""
     fill: float = math.nan if dtype.is_floating_point else 99
-    whole = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
-    return whole[16 : 16 + math.prod(shape)].view(shape)
+    full = torch.full((math.prod(shape) + 24,), fill, dtype=dtype)
+    return full[16 : 16 + math.prod(shape)].view(shape)
 
 
 def place(case: DecodeCase, stored: list[Tensor], table: Tensor | None) -> Any:
@@ -223,5 +223,5 @@ def _narrow(case: DecodeCase, n: Args, out: Tensor) -> Tensor:
         scale = scale.view(case.heads_q, 1, case.dim)
         offset = offset.view(case.heads_q, 1, case.dim) if case.offsets else offset
     value = out * scale + offset
-    whole = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
-    return whole.clamp(-128, 127)
+    full = value.round() if case.out == "tensor" else value.sign() * (value.abs() + 0.5).floor()
+    return full.clamp(-128, 127)

@@ -80,19 +80,19 @@ def expected_of(
         An Expected for every result.
     """
     stored = {name: t.dtype for name, t in _leaves(ours)}
-    found: dict[torch.dtype, dict[str, Expected]] = {}
+    results: dict[torch.dtype, dict[str, Expected]] = {}
     result: Structure = ours
     for own in stored.values():
-        if (dtype or own) not in found:
+        if (dtype or own) not in results:
             result = drawn(program, dtype or own, draws, seed)
-            found[dtype or own] = dict(_leaves(result))
+            results[dtype or own] = dict(_leaves(result))
     wanted = {}
     for name, own in stored.items():
-        one = found[dtype or own][name]
+        one = results[dtype or own][name]
         unit, least = torch.finfo(own).eps / 2, quantum(own)
         size = one.size.square() + (unit * one.value).square() / 3 + least**2 / 12
         wanted[name] = Expected(one.value, size.sqrt().masked_fill(~one.value.isfinite(), 0), one.draws)
-    assert all(found_.keys() == stored.keys() for found_ in found.values()), f"{[*stored]}"
+    assert all(found_.keys() == stored.keys() for found_ in results.values()), f"{[*stored]}"
     return _rebuilt(ours, wanted)
 
 
@@ -134,8 +134,8 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
         v: [.., S2, D].
         again: computes the scores, as kernels do that keep none of them.
     """
-    found: Tensor = _Attend.apply(scores, v, again)
-    return found
+    result: Tensor = _Attend.apply(scores, v, again)
+    return result
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,11 +40,11 @@ def sizes(
     """
     op_kind = "attention_forward" if grads is None else "attention_backward"
     setting = Setting(op_kind, problem, extents, operands, grads)
-    outputs, found = _outputs(operands, grads), {}
+    outputs, result = _outputs(operands, grads), {}
     for o in outputs:
         assert o.view is not None
-        found[o.name] = torch.zeros(o.view.keep[0].shape, dtype=torch.float64)
-    views = {o.name: o.view.over(found[o.name]) for o in outputs if o.view is not None}
+        result[o.name] = torch.zeros(o.view.keep[0].shape, dtype=torch.float64)
+    views = {o.name: o.view.over(result[o.name]) for o in outputs if o.view is not None}
     for unit in units(setting, outputs):
         wanted = computed(setting, unit, outputs, grade)
         heads = of_heads(setting, unit)
@@ -57,8 +57,8 @@ def sizes(
         for kind, tensor in (("dsink", grads.dsink), ("dpse", None if grads.dbias is None else grads.dbias.keep)):
             if tensor is not None:
                 tensor = tensor.to(problem.torch_dtype) if kind == "dpse" else tensor  # sums are stored as the bias is
-                found[kind] = totals(setting, Output(kind, kind, tensor, None), grade).variance.sqrt()
-    return found
+                result[kind] = totals(setting, Output(kind, kind, tensor, None), grade).variance.sqrt()
+    return result
 
 
 def _outputs(operands: Operands, grads: Grads | None) -> list[Output]:
@@ -88,8 +88,8 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     places = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
     setting, outputs = setting_of(call, {name: t.expand(known[name].shape) for name, t in places.items()})
     outputs = [replace(o, tensor=known[o.name]) for o in outputs]
-    found = {o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs}
-    values = {o.name: torch.full_like(found[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
+    results = {o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs}
+    values = {o.name: torch.full_like(results[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
         here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
         wanted = computed(setting, unit, here, grade)
@@ -98,15 +98,15 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
                 continue
             at = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows).long()
             values[o.name][at] = wanted[o.name].value
-            found[o.name][at] = wanted[o.name].variance.sqrt()
+            results[o.name][at] = wanted[o.name].variance.sqrt()
     for o in outputs:
         if o.kind in TOTALS:
             total = totals(setting, o, grade)
-            values[o.name], found[o.name] = total.value.reshape(-1), total.variance.sqrt().reshape(-1)
+            values[o.name], results[o.name] = total.value.reshape(-1), total.variance.sqrt().reshape(-1)
     if golden is not None:
         given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
         values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
-    value, size = ({n: t.view(shapes[n]).expand(known[n].shape) for n, t in kind.items()} for kind in (values, found))
+    value, size = ({n: t.view(shapes[n]).expand(known[n].shape) for n, t in kind.items()} for kind in (values, results))
     judged = {o.name: Expected(value[o.name], size[o.name]) for o in outputs}
     empty = {name: Expected(t.double(), t.double()) for name, t in known.items() if not t.numel()}
     return {name: (judged | empty)[name] for name in known if name in judged or name in empty}
@@ -119,18 +119,18 @@ def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = No
         call: as it is computed, in its own dtype. results: golden's, in float64, "lse" where it is wanted. dy: the
             gradient of out; None: a forward alone.
     """
-    found = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
-    lanes = {name: found[name].unsqueeze(-1).expand(*found[name].shape, LANES) for name in ("max", "sum")}
-    found |= lanes
+    result = sizes(call.problem, call.extents, operands_of(call, *fresh(call)))
+    lanes = {name: result[name].unsqueeze(-1).expand(*result[name].shape, LANES) for name in ("max", "sum")}
+    result |= lanes
     if dy is not None:
         q_rope, k_rope, bias, _, _, _, sink, *_ = call.extras
         given = (call.q, call.k, call.v, q_rope, k_rope, bias if "dpse" in results else None, sink)
         empty = call.q.new_empty(0)
         grads, _ = grads_of(call, dy, tuple(empty if t is None else t.new_zeros(t.shape) for t in given))
         saved = results["out"], *from_lanes(call, results["max"], results["sum"])
-        found |= sizes(call.problem, call.extents, operands_of(call, *saved), grads)
+        result |= sizes(call.problem, call.extents, operands_of(call, *saved), grads)
     return {
-        name: Expected(value, found[name].reshape(value.shape) if value.numel() else value)
+        name: Expected(value, result[name].reshape(value.shape) if value.numel() else value)
         for name, value in results.items()
     }
 

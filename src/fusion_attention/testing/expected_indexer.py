@@ -31,10 +31,10 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
     Raises:
         AssertionError: naming who found it, the output, what fails, the coordinates and the values.
     """
-    lists = {who: found for who, found in results.items() if any(KINDS[name] == "indices" for name in found)}
+    lists = {who: result for who, result in results.items() if any(KINDS[name] == "indices" for name in result)}
     wanted = expected_index(call, lists)
-    for who, found in results.items():
-        judged = {name: t for name, t in found.items() if KINDS[name] != "indices"}
+    for who, result in results.items():
+        judged = {name: t for name, t in result.items() if KINDS[name] != "indices"}
         check(who, judged, wanted)
 
 
@@ -48,7 +48,7 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
     golden = {name: t for name, t in golden.items() if chosen or KINDS[name] != "indices"}
     sizes = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in golden.items()}
     views, kinds = views_of(call, sizes), [KINDS[name] for name in golden]
-    lists = {who: views_of(call, found) for who, found in chosen.items()}
+    lists = {who: views_of(call, result) for who, result in chosen.items()}
     for piece in pieces(x, kinds, KERNEL):
         if piece.kind == "indices":
             for who, shown in lists.items():

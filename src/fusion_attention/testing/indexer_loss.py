@@ -86,9 +86,9 @@ def statistics(
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             tokens = tokens_of(case, args, b, row)
-            found = (_scores(case, args, b, row, tokens, wide), _index(case, args, b, row, tokens, wide)[0][None])
+            results = (_scores(case, args, b, row, tokens, wide), _index(case, args, b, row, tokens, wide)[0][None])
             sinks = args["sinks"] if case.sink else None
-            for store, scores, sink in zip((stats, index), found, (sinks, None), strict=True):
+            for store, scores, sink in zip((stats, index), results, (sinks, None), strict=True):
                 for name, value in zip(("max", "sum"), _statistics(scores, sink), strict=True):
                     part(case, store[name], "q", b)[row] = value
     saved = {f"softmax_{name}": grouped(stats[name], case.heads_kv, case.layout) for name in stats}
@@ -172,18 +172,18 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
     """The formulas row by row, in float64: a witness of golden; the loss is rounded to float32."""
     wide = torch.float64
-    found = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in DIFFERENTIABLE}
-    found["loss"] = torch.zeros(1, dtype=wide)
+    results = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in DIFFERENTIABLE}
+    results["loss"] = torch.zeros(1, dtype=wide)
     for b, row, tokens in each_row(case, args):
         p, y = distributions(case, args, b, row, tokens, wide)
         _, dots, q, k, w = _index(case, args, b, row, tokens, wide)
         clamped = p.clamp(min=LEAST)
-        found["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
+        results["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
         ds = (y - p) * w[:, None] * (dots > 0)
-        part(case, found["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
-        part(case, found["dquery_index"], "q", b)[row] = ds @ k
-        part(case, found["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
-    return found | {"loss": found["loss"].float()}
+        part(case, results["dweights"], "q", b)[row] = ((y - p) * dots.relu()).sum(-1)
+        part(case, results["dquery_index"], "q", b)[row] = ds @ k
+        part(case, results["dkey_index"], "kv", b)[:, 0].index_add_(0, torch.tensor(tokens), ds.mT @ q)
+    return results | {"loss": results["loss"].float()}
 
 
 def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:

@@ -1,7 +1,4 @@
-"""The formulas a second time, from the case alone, by dense matrices in float64: a witness of golden.
-
-Knows neither the lowering nor any back end.
-"""
+"""The formulas a second time, from the case alone, by dense matrices in float64: a witness of golden."""
 
 from __future__ import annotations
 
@@ -95,14 +92,14 @@ def _softmax(case: Case, args: Mapping[str, Any], b: int, scores: Tensor) -> tup
         return scores[..., :0], nothing, nothing, nothing.bool()
     top = scores.amax(-1, keepdim=True)
     empty = ~visible.any(-1, keepdim=True)
-    found = (torch.finfo(torch.float32).min, FLT_MAX) if not case.sink else (0.0, 1.0)
+    result = (torch.finfo(torch.float32).min, FLT_MAX) if not case.sink else (0.0, 1.0)
     weights = (scores - top.masked_fill(top == -math.inf, 0)).exp()
     total = weights.sum(-1, keepdim=True)
     if not case.sink:
         some = [in_band(case, s).any(-1, keepdim=True) for s in range(len(case.q_len)) if case.kv_len[s]]
         zero = case.inner_precise == 2 or not case.npu or (not case.packed and not all(t.all() for t in some))
         mean = empty & in_band(case, b).any(-1, keepdim=True) & (not zero)
-        top, total = top.masked_fill(empty, found[0]), total.masked_fill(empty, found[1]).masked_fill(mean, keys)
+        top, total = top.masked_fill(empty, result[0]), total.masked_fill(empty, result[1]).masked_fill(mean, keys)
         weights = weights.masked_fill(mean, 1.0)
     return weights[..., :keys], top, total, ~empty
 

@@ -234,31 +234,31 @@ class Roundings(TorchDispatchMode):
     def _found(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """The result of an operation, with its errors."""
         if base in _ROUNDED:
-            found = func(*args, **kwargs)
-            return self._rounded(found, _exact(base, found, args))
+            result = func(*args, **kwargs)
+            return self._rounded(result, _exact(base, result, args))
         if base in _BILINEAR or base in _SUMS:
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             squares = func(
                 *_mapped(args, torch.square), **{n: x * x if _is_factor(n) else x for n, x in kwargs.items()}
             )
-            terms = _terms(func, base, args, kwargs, found)
-            several = isinstance(found, tuple)
-            three = zip(*(x if several else (x,) for x in (found, squares, terms)), strict=True)
+            terms = _terms(func, base, args, kwargs, result)
+            several = isinstance(result, tuple)
+            three = zip(*(x if several else (x,) for x in (result, squares, terms)), strict=True)
             added = tuple(self._added(total, q, n, base in _BILINEAR) for total, q, n in three)
             return added if several else added[0]
         with Roundings(self.inner, self.generator, self.noise):
             overload = getattr(func, "default", func)
             if overload == torch.ops.prims.var.default:
-                found = _variance(*args, **kwargs)
+                result = _variance(*args, **kwargs)
             elif overload in decomposition_table:
-                found = decomposition_table[overload](*args, **kwargs)
+                result = decomposition_table[overload](*args, **kwargs)
             else:
-                found = overload.decompose(*args, **kwargs)
-        if found is NotImplemented:
+                result = overload.decompose(*args, **kwargs)
+        if result is NotImplemented:
             raise NotImplementedError(f"drawn: expected operations whose roundings are known, got {func}")
         if self.inner == self.dtype:  # its last operation was rounded to it
-            return found
-        return tuple(map(self._rounded, found)) if isinstance(found, tuple | list) else self._rounded(found)
+            return result
+        return tuple(map(self._rounded, result)) if isinstance(result, tuple | list) else self._rounded(result)
 
     def _error(self, size: Tensor) -> Tensor:
         """size * uniform(-1, 1), in place."""

@@ -226,8 +226,8 @@ def lists_of(case: SparseCase, make: Maker, heads: int) -> Tensor:
         own = part(case, tensor, "q", b)
         own.fill_(-1)
         for row, head in np.ndindex(rows, heads):
-            found = _list(case, b, row, make.generator)[: case.count]
-            own[row, head, : len(found)] = found.to(dtype)
+            result = _list(case, b, row, make.generator)[: case.count]
+            own[row, head, : len(result)] = result.to(dtype)
     return tensor
 
 
@@ -283,8 +283,8 @@ def lowered(args: Mapping[str, Any]) -> Sparse:
 def compute(case: SparseCase, call: Sparse, dy: Tensor, backend: str) -> Results:
     """Every output: out, max, sum and (without pages) the gradients."""
     results = run(call, backend)
-    found = dict(zip(("out", "max", "sum"), results.values(), strict=True))
-    return found if case.page else found | run(SparseBackward(call, dy, *results.values()), backend)
+    result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
+    return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
 
 
 def in_float64(call: Call) -> Call:
@@ -308,11 +308,11 @@ def expected(call: Sparse, dy: Tensor | None = None) -> dict[str, Expected]:
     """
     wide = in_float64(call)
     results = run(wide, "golden")
-    found = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
+    result = dict(zip(("out", "max", "sum"), expected_of(call, results).values(), strict=True))
     if dy is None:
-        return found
+        return result
     gradients = run(SparseBackward(wide, dy.double(), *results.values()), "golden")
-    return found | expected_of(SparseBackward(call, dy, *results.values()), gradients)
+    return result | expected_of(SparseBackward(call, dy, *results.values()), gradients)
 
 
 def lowered_indexer(args: Mapping[str, Any]) -> Indexer:
@@ -369,28 +369,28 @@ def _each_row(case: SparseCase, args: Mapping[str, Any]) -> Iterator[tuple[int, 
 def _nothing(case: SparseCase, args: Mapping[str, Any]) -> Results:
     """Results of rows that select nothing: zeros, but for the statistics of a sink."""
     stats = (case.tokens("q"),) if case.packed else (len(case.q_len), case.tokens("q"))
-    found: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
-    found |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
+    results: Results = {"out": torch.zeros(args["dy"].shape, dtype=WIDE)}
+    results |= {name: torch.zeros(*stats, case.heads_q, dtype=WIDE) for name in ("max", "sum")}
     if not case.page:
         given = {f"d{name}": args[name] for name in DIFFERENTIABLE}
-        found |= {name: torch.zeros(t.shape, dtype=WIDE) for name, t in given.items() if t is not None}
+        results |= {name: torch.zeros(t.shape, dtype=WIDE) for name, t in given.items() if t is not None}
     if case.sink:
         for b, rows in enumerate(case.q_len):
             if case.kv_len[b] and rows:
-                part(case, found["max"], "q", b)[:] = args["sinks"].to(WIDE)
-                part(case, found["sum"], "q", b)[:] = 1
-    return found
+                part(case, results["max"], "q", b)[:] = args["sinks"].to(WIDE)
+                part(case, results["sum"], "q", b)[:] = 1
+    return results
 
 
 def plain(case: SparseCase, args: Mapping[str, Any]) -> Results:
     """The formulas row by row, with gathers, in float64: a witness of golden."""
-    found = _nothing(case, args)
+    result = _nothing(case, args)
     for place in _each_row(case, args):
-        _plain_row(case, args, place, found)
+        _plain_row(case, args, place, result)
     for name in ("max", "sum"):
-        grouped = found[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
-        found[name] = grouped.movedim(-2, 0 if case.packed else 1)
-    return found
+        grouped = result[name].unflatten(-1, (case.heads_kv, case.heads_q // case.heads_kv))
+        result[name] = grouped.movedim(-2, 0 if case.packed else 1)
+    return result
 
 
 def _plain_row(
@@ -454,7 +454,7 @@ def scores_of(case: IndexerCase, args: Mapping[str, Any], b: int, wide: torch.dt
 
 def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices: Tensor) -> Results:
     """The indexer's gradients row by row, with gathers, in float64."""
-    found = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
+    results = {f"d{name}": torch.zeros(args[name].shape, dtype=WIDE) for name in ("query", "key", "weights")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             entries = part(case, indices, "q", b)[row].flatten().tolist()
@@ -467,7 +467,7 @@ def plain_indexer_gradients(case: IndexerCase, args: Mapping[str, Any], indices:
             dy = part(case, args["dy"], "q", b)[row].flatten()[slots].to(WIDE)
             dots = q @ k.mT
             ds = dy * w[:, None] * (dots > 0)
-            part(case, found["dweights"], "q", b)[row] = (dy * dots.relu()).sum(-1)
-            part(case, found["dquery"], "q", b)[row] = ds @ k
-            part(case, found["dkey"], "kv", b)[:, 0].index_add_(0, at, ds.mT @ q)
-    return found
+            part(case, results["dweights"], "q", b)[row] = (dy * dots.relu()).sum(-1)
+            part(case, results["dquery"], "q", b)[row] = ds @ k
+            part(case, results["dkey"], "kv", b)[:, 0].index_add_(0, at, ds.mT @ q)
+    return results

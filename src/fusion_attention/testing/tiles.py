@@ -1,7 +1,4 @@
-"""A blocked matrix as tiles of 128 x 128: what fusion_attention.attention(blocked_tiles=, blocked_bits=) reads.
-
-Knows no back end.
-"""
+"""A blocked matrix as tiles of 128 x 128: what fusion_attention.attention(blocked_tiles=, blocked_bits=) reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensors on a device that has a name of its own but no kernels: functions get aliases of them on the device that
 computes, and give back tensors on theirs.
 
-The device "npu" is one (npu/device/backend.py says how to cross); below the functions nobody learns of it. Refuses to
+The device "npu" is one (npu/device/backend.py says how to cross); no code below the functions knows of it. Refuses to
 know what a function computes.
 """
 
@@ -84,8 +84,8 @@ def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
                 made = own(*given, **named)
         finally:
             dropout.generator.reset(generator)
-        found: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
-        return found
+        result: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
+        return result
 
     return call
 
@@ -96,7 +96,7 @@ def _elsewhere(
     """torch's own error for tensors on several devices, and which argument it is."""
     home, strange = crossing.tensors[0].device, crossing.strange
     named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
-    found = (
+    result = (
         name
         for name, value in named.items()
         for t in (value if isinstance(value, list | tuple) else (value,))
@@ -104,7 +104,7 @@ def _elsewhere(
     )
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {home} and {strange}! "
-        f"({function.__name__}: {next(found, 'an argument')} is on {strange}: move it to {home})"
+        f"({function.__name__}: {next(result, 'an argument')} is on {strange}: move it to {home})"
     )
 
 

@@ -1,7 +1,4 @@
-"""Which derivatives there are: one, backwards. Any other is refused where somebody asks for it, never silently zero.
-
-Refuses to know what is differentiated.
-"""
+"""Which derivatives there are: one, backwards. Any other is refused on request, never silently zero."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
     read = tuple(reads)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read):
         with enable_single_level_autograd_function():
-            found: tuple[Tensor | None, ...] = _Once.apply(compute, *read)  # type: ignore[attr-defined]
-            return found
+            result: tuple[Tensor | None, ...] = _Once.apply(compute, *read)  # type: ignore[attr-defined]
+            return result
     with torch.no_grad():
         return tuple(compute())
 
@@ -49,7 +46,7 @@ def once(compute: Callable[[], Iterable[Tensor | None]], reads: Iterable[Tensor 
 def constants(upstream: Iterable[Tensor | None]) -> None:
     """Raises where a loss went through the statistics of an attention.
 
-    One that did not may come with zeros: reentrant checkpointing makes them for outputs that nobody used. The logarithm
+    One that did not may come with zeros: reentrant checkpointing makes them for unused outputs. The logarithm
     makes NaN of them where the sum of a row without keys is 0.
     """
     for t in upstream:

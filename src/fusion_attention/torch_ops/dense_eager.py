@@ -1,7 +1,6 @@
 """Eager execution of a dense call, and its derivative: fresh results, the plan, the run.
 
-Everything that runs ends in run_forward() and run_backward(), which write into given tensors. Refuses to know how a
-call was made.
+Everything that runs ends in run_forward() and run_backward(), which write into given tensors.
 
 A second way beside eager.py: statistics stay as kernels write them from the forward to the backward, while each
 interface has a form of its own for them (lanes, finite numbers, their logarithm), so that a record's results are not
@@ -72,7 +71,7 @@ def attention_backward(
 ) -> Tensors:
     """(dq, dk, dv, dq_rope, dk_rope, dbias, dsink) of a lowered call; a gradient without a tensor is empty.
 
-    Statistics, and dlse, the gradient of max + log(sum), may come with any strides, as tensors do that somebody kept
+    Statistics, and dlse, the gradient of max + log(sum), may come with any strides, as saved tensors do
     meanwhile.
     """
     backend = chosen(backend)
@@ -108,8 +107,8 @@ def run_backward(
     grads, summed = grads_of(call, dout, gradients, dlse)
     clear_gradients(call, gradients, summed)
     if len(call.extents):
-        found = plan(call.problem, call.extents, call.q.device, backend, "attention_backward")
-        found.run(operands_of(call, *saved), grads)
+        result = plan(call.problem, call.extents, call.q.device, backend, "attention_backward")
+        result.run(operands_of(call, *saved), grads)
     if summed is not None:
         gradients[_DBIAS].copy_(summed)
 
@@ -132,8 +131,8 @@ def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
     if call.call_cache is not None and len(call.extents) and call.covers("q"):
         views = operands_of(call, *results)
         if (rows := pattern(call, views)) is not None:
-            found = plan(call.problem, call.extents, call.q.device, backend)
-            call.call_cache.prepared[backend] = Prepared(found, views, rows, results)
+            result = plan(call.problem, call.extents, call.q.device, backend)
+            call.call_cache.prepared[backend] = Prepared(result, views, rows, results)
     return results
 
 

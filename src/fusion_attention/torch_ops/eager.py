@@ -1,7 +1,7 @@
 """Eager execution of a bound call of any family, with the derivative that it says itself.
 
 The general way: selections, the indexer, its loss, decoding. Dense attention has its own (dense_eager.py, which says
-why). Refuses to know what is computed, or how a call was made.
+why).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
                 t.detach() if t is not None and t.requires_grad and name not in trained else t
                 for name, t in inputs.items()
             ]
-            found = _Run.apply(op, bare, tuple(inputs), backend, *tensors)
-            return dict(zip(op.results, found, strict=False))
-    found = run(call.whole() if whole else call, backend)
+            result = _Run.apply(op, bare, tuple(inputs), backend, *tensors)
+            return dict(zip(op.results, result, strict=False))
+    result = run(call.whole() if whole else call, backend)
     if op.again:
         _prepare(bound, call, backend)
-    return found
+    return result
 
 
 def _prepare(bound: Bound, call: Repeatable, backend: str) -> None:
@@ -73,8 +73,8 @@ def _prepare(bound: Bound, call: Repeatable, backend: str) -> None:
         again = call.again() if len(call.extents) else None
         bound.call_cache.preparable = again is not None
         if again is not None:
-            found = plan(call.problem, call.extents, call.device, backend, call.op_kind)
-            prepared[backend] = _Known(Prepared(found, *again), bound.op.again, call.names, call.further)
+            result = plan(call.problem, call.extents, call.device, backend, call.op_kind)
+            prepared[backend] = _Known(Prepared(result, *again), bound.op.again, call.names, call.further)
 
 
 class _Known:
@@ -96,14 +96,14 @@ class _Known:
         further = self._further
         if further is not None:
             return further.make(*self._prepared.run(args[q], k, v, args.get(table), stats=further.stats))
-        found = self._prepared.run(args[q], k, v, args.get(table), stats=whole)
-        return dict(zip(self._names if whole else self._names[:1], found, strict=False))
+        result = self._prepared.run(args[q], k, v, args.get(table), stats=whole)
+        return dict(zip(self._names if whole else self._names[:1], result, strict=False))
 
 
 def _one(tensors: Any) -> torch.Tensor:
     """A tensor, or the one of a list."""
-    found: torch.Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
-    return found
+    result: torch.Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
+    return result
 
 
 class _Run(torch.autograd.Function):
@@ -114,12 +114,12 @@ class _Run(torch.autograd.Function):
         ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], backend: str, *tensors: Any
     ) -> Tensors:
         call = bare.on(dict(zip(inputs, tensors, strict=True)))
-        found = run(call, backend)
-        ctx.save_for_backward(*found.values(), *tensors)
-        ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(found), backend
-        ctx.mark_non_differentiable(*(t for name, t in found.items() if name not in op.trains))
+        result = run(call, backend)
+        ctx.save_for_backward(*result.values(), *tensors)
+        ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(result), backend
+        ctx.mark_non_differentiable(*(t for name, t in result.items() if name not in op.trains))
         ctx.set_materialize_grads(False)
-        return tuple(found.values())
+        return tuple(result.values())
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:

@@ -1,7 +1,4 @@
-"""How an operator of ours is registered with torch: what runs, what a trace sees, what autograd and vmap are answered.
-
-Refuses to know what an operator computes.
-"""
+"""Registration of our operators with torch: kernels, fakes, autograd and vmap."""
 
 from __future__ import annotations
 
@@ -51,8 +48,8 @@ def _once_of(operator: str) -> Callable[..., list[torch.Tensor]]:
 
         def compute() -> list[torch.Tensor]:
             with below():
-                found: list[torch.Tensor] = getattr(torch.ops.fusion_attention, operator)(*args)
-                return found
+                result: list[torch.Tensor] = getattr(torch.ops.fusion_attention, operator)(*args)
+                return result
 
         return list(once(compute, tensors))  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """A call of any record as an operator of torch takes it: tensors, lengths as int64 tensors, numbers, one line of text.
 
 So a trace holds no length and no plan: checking, lowering and planning happen inside, when the operator runs. pack()
-makes this form of arguments, read() and unpack() make arguments of it again. Refuses to know what is computed.
+makes this form of arguments, read() and unpack() make arguments of it again.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def read(text: str) -> Text:
         attr = op.by_name[key]
         if isinstance(value, tuple) and isinstance(attr, Attr):
             values[key] = attr.type(*value)
-    whole, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
+    full, broken = (tuple(filter(None, names.split(","))) for names in (ints, floats))
     checks = strict == "1" or None, content == "1" or None
-    return Text(op, backend, *checks, whole, broken, ast.literal_eval(lists), values)
+    return Text(op, backend, *checks, full, broken, ast.literal_eval(lists), values)
 
 
 def unpack(tensors: Given, arrays: Given, ints: Any, floats: Any, text: Text) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""What a misspelt argument was meant to be: the sentence behind Python's own error.
-
-Refuses to know any function.
-"""
+"""What a misspelt argument was meant to be: the sentence behind Python's own error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The calls of eager.py as operators that torch sees in a trace, under transforms and modes.
 
-One operator runs the call of any record that names its results, another its derivative. Refuses to know any family:
-what torch must know of one beforehand its record says.
+One operator runs the call of any record that names its results, another its derivative.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
     call = _lowered(text, args)
-    found = eager.run(call.whole() if text.op.trains else call, text.backend)
-    return _listed(found, text.op.results, tensors[0])
+    result = eager.run(call.whole() if text.op.trains else call, text.backend)
+    return _listed(result, text.op.results, tensors[0])
 
 
 def _forward_fake(tensors: Any, *rest: Any) -> list[Tensor]:
@@ -68,10 +67,10 @@ def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any
     wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
     names = (*(f"gradient of {name}" for name in wanted), *known)
     intact(f"{op.name}, backward", names, (*wanted.values(), *known.values()))
-    found = call.gradients(known, wanted, lambda further: eager.run(further, text.backend))
+    result = call.gradients(known, wanted, lambda further: eager.run(further, text.backend))
     # A sink of fewer bits was widened on its way down.
-    found = {name: gradient.to(args[name].dtype) for name, gradient in found.items()}
-    return _listed(found, names_of(op.name).tensors, tensors[0])
+    result = {name: gradient.to(args[name].dtype) for name, gradient in result.items()}
+    return _listed(result, names_of(op.name).tensors, tensors[0])
 
 
 def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
@@ -91,18 +90,18 @@ class _Differentiable(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Any) -> Any:
         with below():
-            found = torch.ops.fusion_attention.lowered(list(tensors), *rest)
+            result = torch.ops.fusion_attention.lowered(list(tensors), *rest)
         arrays, *ctx.rest = rest
         op = read(rest[-1]).op
         ctx.smooth = [
-            name in op.trains and (t.dim() > 1 or t.numel() > 0) for name, t in zip(op.results, found, strict=True)
+            name in op.trains and (t.dim() > 1 or t.numel() > 0) for name, t in zip(op.results, result, strict=True)
         ]
-        ctx.save_for_backward(*found, *tensors, *arrays)
-        ctx.counts = len(found), len(tensors)
+        ctx.save_for_backward(*result, *tensors, *arrays)
+        ctx.counts = len(result), len(tensors)
         ctx.trained = [name in _trained(op) for name in names_of(op.name).tensors]
-        ctx.mark_non_differentiable(*(t for t, smooth in zip(found, ctx.smooth, strict=True) if not smooth))
+        ctx.mark_non_differentiable(*(t for t, smooth in zip(result, ctx.smooth, strict=True) if not smooth))
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -112,8 +111,8 @@ class _Differentiable(_SingleLevelFunction):
             return (None,) * (1 + len(wanted))
         results, tensors = ctx.counts
         saved = ctx.saved_tensors
-        found, inputs, arrays = saved[:results], saved[results : results + tensors], saved[results + tensors :]
-        grads = torch.ops.fusion_attention.lowered_grad(given, list(found), list(inputs), list(arrays), *ctx.rest)
+        result, inputs, arrays = saved[:results], saved[results : results + tensors], saved[results + tensors :]
+        grads = torch.ops.fusion_attention.lowered_grad(given, list(result), list(inputs), list(arrays), *ctx.rest)
         needed = zip(grads, wanted, ctx.trained, strict=True)
         return None, *(g if need and trained else None for g, need, trained in needed)
 
@@ -147,5 +146,5 @@ register(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor
 def results(op: Op, args: Mapping[str, Any], backend: str) -> dict[str, Tensor]:
     """The results of a call by canonical name; those it has not are empty."""
     tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
-    found = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
-    return dict(zip(constant(names_of, op.name).results, found, strict=True))
+    result = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
+    return dict(zip(constant(names_of, op.name).results, result, strict=True))

@@ -1,8 +1,4 @@
-"""The CPU back end: every operation kind by the native core, and what empty rows in mean form add to it.
-
-Knows which problems it can compute and which kernel computes which. Refuses to know any interface's words; validates
-nothing.
-"""
+"""The CPU back end: every operation kind by the native core, and what empty rows in mean form add to it."""
 
 from __future__ import annotations
 

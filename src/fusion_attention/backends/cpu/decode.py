@@ -1,7 +1,4 @@
-"""Few query rows over long, paged or quantised keys: views become addresses and page tables for the core's decode.
-
-Knows which sequences the decode computes and which the dense forward. Refuses to know what is computed.
-"""
+"""Few query rows over long, paged or quantised keys: views become addresses and page tables for the core's decode."""
 
 from __future__ import annotations
 

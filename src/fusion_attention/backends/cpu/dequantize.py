@@ -1,7 +1,4 @@
-"""Rows of a cache as float32 numbers, and results as they are stored, for what torch computes beside the core.
-
-Knows how integers are stored, and which rows are common to all sequences. Refuses to know what is computed.
-"""
+"""Rows of a cache as float32 numbers, and results as they are stored, for what torch computes beside the core."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tens
     x = x * operands.out_scale[:, None]
     if operands.out_offset is not None:
         x = x + operands.out_offset[:, None]
-    whole = x.round() if problem.out_quant == "tensor" else x.trunc() + ((x - x.trunc()) * 2).trunc()
-    return whole.nan_to_num(0.0).clamp(-128, 127)
+    full = x.round() if problem.out_quant == "tensor" else x.trunc() + ((x - x.trunc()) * 2).trunc()
+    return full.nan_to_num(0.0).clamp(-128, 127)
 
 
 def _rows(problem: Problem, own: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:

@@ -109,11 +109,11 @@ class _Block:
         for keys in self.keys:
             weights = (self._scores(keys) - peak.masked_fill(empty, 0.0)).exp()
             total += weights.sum(-1, keepdim=True)
-            whole = (self.weight_scale * weights).round().clamp(-128, 127)
+            full = (self.weight_scale * weights).round().clamp(-128, 127)
             values = dequantize.values(p, o, b, keys)
             if not scaled_last:
-                values, whole = dequantize.meant(values.double(), o.dequant_v, b, keys), whole.double()
-            out += whole.view(p.heads_kv, p.group * count, -1) @ values
+                values, full = dequantize.meant(values.double(), o.dequant_v, b, keys), full.double()
+            out += full.view(p.heads_kv, p.group * count, -1) @ values
         if scaled_last:
             out = dequantize.meant(out, o.dequant_v, b, slice(0, 1))
         result = out.view(p.heads_q, count, p.dim_v) / total.masked_fill(empty, 1.0)

@@ -1,7 +1,4 @@
-"""The lightning indexer by the native core: the choice of keys, its backward, and its loss with what that reads.
-
-Knows memory and the core's numbering. Refuses to know what is computed.
-"""
+"""The lightning indexer by the native core: the choice of keys, its backward, and its loss with what that reads."""
 
 from __future__ import annotations
 
@@ -96,8 +93,8 @@ def run_indexer_loss(
 
 
 def _weights_dtype(problem: IndexerProblem | IndexerLossProblem) -> torch.dtype:
-    found: torch.dtype = getattr(torch, problem.weights_dtype)
-    return found
+    result: torch.dtype = getattr(torch, problem.weights_dtype)
+    return result
 
 
 def _fields(p: IndexerProblem | IndexerLossProblem, heads: int, dim: int, count: int) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Empty rows in mean form: out = (1/n) sum_j M_j v_j over all n keys, seen or not, a sum of n, and dv_j += M_j dout/n.
 
-Added after the core, which leaves such rows as 0 with a maximum of -inf. Refuses to know why a row is empty.
+Added after the core, which leaves such rows as 0 with a maximum of -inf.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
     """Adds to every key's dv what the rows in mean form give it, all together: what is stored is rounded once more."""
     p, heads = problem, problem.heads_q
     for b, tiles in groupby(_tiles(extents), key=itemgetter(0)):
-        kv_len, whole = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
+        kv_len, full = int(extents.kv_len[b]), int(extents.chosen_by[1][b])
         first = 0 if extents.part is None else int(extents.part.first_key[b])
         given = None
         for _, _, rows in tiles:
@@ -66,7 +66,7 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
             share = torch.where(mean, dout / (total.double() * p.keep_prob), 0.0).float()
             if given is None:
                 given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
-            for tile, keys in _cut(first, kv_len, whole, _KEYS):
+            for tile, keys in _cut(first, kv_len, full, _KEYS):
                 by_head = _kept_sum(_kept(p, extents, operands, b, rows, tile).mT, share)
                 by_head = by_head[:, keys.start - tile.start : keys.stop - tile.start]
                 given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
@@ -90,10 +90,10 @@ def _cut(first: int, length: int, whole: int, size: int) -> Iterator[tuple[slice
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
     """(sequence, tile, rows): as _cut(), of all sequences with keys."""
-    whole = extents.chosen_by[0]
+    full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
-        for tile, rows in _cut(first, int(extents.q_len[b]), int(whole[b]), _ROWS):
+        for tile, rows in _cut(first, int(extents.q_len[b]), int(full[b]), _ROWS):
             yield b, tile, rows
 
 

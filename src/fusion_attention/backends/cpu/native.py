@@ -1,7 +1,4 @@
-"""The native core's two op_kinds: views become addresses, a plan holds what does not change from call to call.
-
-Knows memory and the core's numbering of kinds. Refuses to know what is computed.
-"""
+"""The native core's two op_kinds: views become addresses, a plan holds what does not change from call to call."""
 
 from __future__ import annotations
 
@@ -121,12 +118,12 @@ def told(
     """What the core is told of operands."""
     if not isinstance(o, KeptOperands):
         return tell(p, o, floats)
-    found = o.told.get(tell)
-    if found is None:
-        found = tell(p, o, floats)
+    result = o.told.get(tell)
+    if result is None:
+        result = tell(p, o, floats)
         if not floats.copied:
-            o.told[tell] = found
-    return found
+            o.told[tell] = result
+    return result
 
 
 def _operands(p: Problem, o: Operands, floats: Floats, out: torch.dtype | None = None) -> tuple[Any, ...]:

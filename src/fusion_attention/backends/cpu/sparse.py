@@ -1,7 +1,4 @@
-"""Attention to selected keys by the native core: forward and backward.
-
-Knows memory and the core's numbering. Refuses to know what is computed.
-"""
+"""Attention to selected keys by the native core: forward and backward."""
 
 from __future__ import annotations
 
@@ -54,7 +51,8 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
 
 
 def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
-    """float32 where gradients of keys are to have it beside rows of another dtype: whoever adds them up rounds once."""
+    """float32 where gradients of keys are to have it beside rows of another dtype: they are rounded once, after they
+    are added up."""
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 

@@ -41,11 +41,11 @@ def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: None, oper
         key = torch.arange(kv_len, device=dots.device)
         scores = (weights * dots.clamp(min=0)).sum(0).where((key >= first) & (key < end), -_INF)
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        found = min(problem.top_k, kv_len)
+        result = min(problem.top_k, kv_len)
         indices = order.new_full((q_len, problem.top_k), -1)
         values = scores.new_full((q_len, problem.top_k), -_INF)
-        values[:, :found] = scores[:, :found]
-        indices[:, :found] = order[:, :found].where(values[:, :found] != -_INF, -1)
+        values[:, :result] = scores[:, :result]
+        indices[:, :result] = order[:, :result].where(values[:, :result] != -_INF, -1)
         operands.indices.sequence(b, 1, q_len).copy_(indices)
         if operands.values is not None:
             operands.values.sequence(b, 1, q_len).copy_(values)

@@ -66,8 +66,8 @@ def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: None, opera
     assert operands.stats is not None
     for b in range(len(extents)):
         scores = _scores(operands, extents, b, problem.heads).total
-        found = _statistics(scores, _shown(extents, b, scores.device))
-        for view, values in zip((operands.stats.max, operands.stats.sum), found, strict=True):
+        result = _statistics(scores, _shown(extents, b, scores.device))
+        for view, values in zip((operands.stats.max, operands.stats.sum), result, strict=True):
             view.sequence(b, 1, len(scores)).copy_(values)
 
 

@@ -1,7 +1,4 @@
-"""The Triton back end: attention on NVIDIA GPUs. Imports Triton only where it computes, so that any machine may ask.
-
-Knows which problems it can compute. Refuses to know any interface's words; validates nothing.
-"""
+"""The Triton back end: attention on NVIDIA GPUs. Imports Triton only where it computes, so that any machine may ask."""
 
 from __future__ import annotations
 
@@ -43,9 +40,9 @@ def against_triton() -> list[str]:
         import triton
     except ImportError:
         return ["the triton back end needs the package triton, which is not installed."]
-    found = re.findall(r"\d+", triton.__version__)
+    result = re.findall(r"\d+", triton.__version__)
     oldest, newest = (".".join(map(str, version)) for version in TRITONS)
-    if TRITONS[0] <= tuple(map(int, found[:2])) <= TRITONS[1]:
+    if TRITONS[0] <= tuple(map(int, result[:2])) <= TRITONS[1]:
         return []
     return [f"the triton back end was compiled with triton {oldest} to {newest}, not with {triton.__version__}."]
 

@@ -153,7 +153,7 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
 @triton.jit
 def load_three(base, offset, there, CUT: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """The parts of rows; one that is not there is the first again, which nobody reads."""
+    """The parts of rows; an absent one is the first again, and is not read."""
     x0 = load_part(base, offset, there, 0, W0, DIM, CUT)
     x1, x2 = x0, x0
     if W1:

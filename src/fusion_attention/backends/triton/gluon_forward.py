@@ -23,7 +23,7 @@ from fusion_attention.backends.triton import layout_index
 from fusion_attention.backends.triton.common import PER_TILE, band_at, lengths_at, rows_at
 from fusion_attention.backends.triton.forward import finish, weigh
 
-described = tma.make_tensor_descriptor  # Triton 3.5 has none: whoever imports this module learns it here
+described = tma.make_tensor_descriptor  # Triton 3.5 has none, so the import fails here
 copy_rows = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its name until 3.7
 WARPGROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a warpgroup: what one wgmma multiplies

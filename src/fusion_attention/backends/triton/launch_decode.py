@@ -1,7 +1,4 @@
-"""Launches of the decode kernels: how many shares the keys are cut into, the cache's pages, the memory between the two.
-
-Knows caches. Refuses to know who filled them.
-"""
+"""Launches of the decode kernels: work list of key ranges, page tables, memory between the two kernels."""
 
 from __future__ import annotations
 
@@ -55,8 +52,8 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
     """The table's tile, as low as the rows allow."""
     chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
     assert chip is not None  # reasons_against() has looked
-    found = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
-    tile = next(tile for tile in found if tile is not None)
+    result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
+    tile = next(tile for tile in result if tile is not None)
     return tile._replace(BM=min(tile.BM, shapes.power(most)))
 
 
@@ -208,8 +205,8 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(p, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
-    found = schedule.once(layout_table.layout(views, given), lambda: ready(p, extents, schedule, views, given))
-    found.run(given | launch_dense.draws(o))
+    result = schedule.once(layout_table.layout(views, given), lambda: ready(p, extents, schedule, views, given))
+    result.run(given | launch_dense.draws(o))
 
 
 def ready(

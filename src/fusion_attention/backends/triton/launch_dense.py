@@ -85,11 +85,11 @@ def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.n
     begin = t.begin // size * size
     end = np.where(t.end > t.begin, t.end, begin)
     full, again = -(-t.full_begin // size) * size, t.full_end // size * size
-    whole = (again > full) & (not problem.has_blocked)
-    left = np.where(whole, full - begin, end - begin)
-    full = np.where(whole, full, begin)
-    again = np.where(whole, again, begin)
-    right = np.where(whole, end - again, 0)
+    complete = (again > full) & (not problem.has_blocked)
+    left = np.where(complete, full - begin, end - begin)
+    full = np.where(complete, full, begin)
+    again = np.where(complete, again, begin)
+    right = np.where(complete, end - again, 0)
     fields = (t.seq, t.row0, t.row1, begin, -(-left // size), full, again, -(-right // size))
     order = np.argsort(begin - end, kind="stable")
     return np.stack(fields, 1)[order].astype(np.int32)

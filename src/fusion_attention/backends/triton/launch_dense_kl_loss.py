@@ -52,9 +52,9 @@ class Roomy(Ready):
 def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
     """The tiles of the warm-up pair on a device."""
     chip = shapes.chip_of(device)
-    found = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
-    assert found is not None  # reasons_against() has looked
-    return found
+    result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
+    assert result is not None  # reasons_against() has looked
+    return result
 
 
 def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
     left = np.minimum(turns[of] - share * most, most)
     cut = t.seq[of], t.row0[of], t.row1[of], begin[of] + share * SHARE, left, share, none[of], flat[of]
     order = np.argsort(-left, kind="stable")
-    whole = t.seq, t.row0, t.row1, begin, turns, count, none, flat
-    return np.stack(cut, 1)[order].astype(np.int32), np.stack(whole, 1).astype(np.int32)
+    full = t.seq, t.row0, t.row1, begin, turns, count, none, flat
+    return np.stack(cut, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
 
 
 def most_shares(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
@@ -131,7 +131,7 @@ def ready_lse(
     places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
     of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
-    cut, whole, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    cut, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
         "places": places.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
@@ -139,9 +139,9 @@ def ready_lse(
     launches = []
     if len(cut):
         launches.append(FAMILY.launch(dense_kl_loss.warm_lse, (len(cut),), numbers | {"tiles": cut}, own, known, tile))
-    if len(whole):
+    if len(full):
         launches.append(
-            FAMILY.launch(dense_kl_loss.join_lse, (len(whole),), numbers | {"tiles": whole}, own, known_join, tile)
+            FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, own, known_join, tile)
         )
     return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
 
@@ -167,16 +167,16 @@ class Chunk(NamedTuple):
 
 def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
     """Tiles in their order, cut so that a chunk has at most so many blocks, or one tile."""
-    found: list[Chunk] = []
+    results: list[Chunk] = []
     first, block = 0, 0
     ends = np.cumsum(turns)
     while first < len(turns):
         end = max(int(np.searchsorted(ends, block + most, side="right")), first + 1)
         end = min(end, first + MOST)
         last = int(ends[end - 1])
-        found.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
+        results.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
         first, block = end, last
-    return found
+    return results
 
 
 @dataclass(eq=False)
@@ -294,7 +294,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
     wide = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
-    found = {
+    results = {
         "notes": ((p.heads_q + 1) * rows, wide, False),
         "keys": (work.padded_keys * width, p.torch_dtype, False),
         "differences": (blocks * tile.BM * tile.BN, wide, False),
@@ -303,7 +303,7 @@ def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int,
         "added": (SPLITS * work.padded_keys * width, wide, True),
         "losses": (int(work.buffer.sum()), wide, True),
     }
-    return found | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
+    return results | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 
 
 def bytes_of(buffers: Buffers) -> int:

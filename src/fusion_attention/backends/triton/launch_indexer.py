@@ -1,7 +1,7 @@
 """Launches of the lightning indexer: the choice of keys, chunk of rows by chunk of rows, and the values' gradient.
 
 A chunk's scores and candidates lie in a workspace of bounded size. A row's choice depends on its own scores alone, and
-sums per key are taken up where they were left, so the number of chunks changes no bit. Knows lists and memory.
+sums per key are taken up where they were left, so the number of chunks changes no bit.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Sorting:
         """Sorts, and launches."""
         entries, held = given["entries"][:, : self.top_k], given["held"]
         there = torch.arange(self.top_k, device=held.device) < held[:, None]
-        found = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
-        self.written.start(given | {"entries": found})
+        result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
+        self.written.start(given | {"entries": result})
 
 
 def tile_on(table: Callable[..., Tile | None], problem: Any, device: torch.device, *more: int) -> Tile:
@@ -225,8 +225,8 @@ def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> in
 def row_type(sizes: Sizes) -> torch.dtype:
     """Of the rows that tokens give to keys: float16 may not hold what their sum does, and heads in several launches add
     to them."""
-    whole = sizes.heads <= shapes_sparse.ONE_LAUNCH
-    return torch.bfloat16 if sizes.dtype == "bfloat16" and whole else torch.float32
+    full = sizes.heads <= shapes_sparse.ONE_LAUNCH
+    return torch.bfloat16 if sizes.dtype == "bfloat16" and full else torch.float32
 
 
 def bytes_of_token(sizes: Sizes) -> int:
@@ -310,8 +310,8 @@ class Gradient(launching.Ready):
             for each in launches:
                 each.start(given)
             entries = count * self.slots
-            found = given["rows"][: entries * self.dim].view(entries, self.dim)
-            total.add(found, given["ids"][:entries], self.slots)
+            result = given["rows"][: entries * self.dim].view(entries, self.dim)
+            total.add(result, given["ids"][:entries], self.slots)
         if self.where is not None:
             total.write(given["dk"], "dk", 0, self.dim, 1, self.where)
 

@@ -5,7 +5,7 @@
         total.add(rows, ids, of_token)        [entries, columns] and int32 [entries], -1 for none
     total.write(dk, "dk", 0, where)
 
-Knows no operation kind. The number of a key, its id, counts the keys of all sequences and heads: numbered().
+The number of a key, its id, counts the keys of all sequences and heads: numbered().
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class KeySum:
         keys, columns = self.total.shape
         if not keys or not len(ids):
             return
-        found, order = torch.sort(ids, stable=True)
-        starts = torch.searchsorted(found, self._every, out_int32=True)
+        result, order = torch.sort(ids, stable=True)
+        starts = torch.searchsorted(result, self._every, out_int32=True)
         w, (most, count) = panel_of(columns), parts_of(len(ids), of_token)
         known, panels = {"COLUMNS": columns, "W": w}, -(-columns // w)
         given: dict[str, Any] = {

@@ -198,6 +198,6 @@ def ready_selected(
 def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
     """The tiles of a loss over selected keys on a device."""
     chip = shapes.chip_of(device)
-    found = None if chip is None else shapes_loss.selected_tiles(problem, chip)
-    assert found is not None  # reasons_against() has looked
-    return found
+    result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
+    assert result is not None  # reasons_against() has looked
+    return result

@@ -1,7 +1,5 @@
 """Launches of attention to lists of selected keys: one program for a token and a few heads, several where such programs
 are too few for the chip.
-
-Knows lists. Refuses to know who chose what stands in them.
 """
 
 from __future__ import annotations
@@ -115,11 +113,11 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
     """[tokens * shares, 8] int32, as join() reads it: of the first share of a token (sequence, its first row and end
     among rows * group); of the n-th token, in the n-th row, its first share and how many there are."""
     listed, group = tokens(extents), problem.group
-    found = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
-    found[::shares, 0], found[::shares, 1] = listed[:, 0], listed[:, 1] * group
-    found[::shares, 2] = (listed[:, 1] + 1) * group
-    found[: len(listed), 6], found[: len(listed), 7] = np.arange(len(listed)) * shares, shares
-    return found
+    result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
+    result[::shares, 0], result[::shares, 1] = listed[:, 0], listed[:, 1] * group
+    result[::shares, 2] = (listed[:, 1] + 1) * group
+    result[: len(listed), 6], result[: len(listed), 7] = np.arange(len(listed)) * shares, shares
+    return result
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
@@ -136,10 +134,10 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
-    found = schedule.once(
+    result = schedule.once(
         layout_table.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given)
     )
-    found.run(given)
+    result.run(given)
 
 
 def ready(

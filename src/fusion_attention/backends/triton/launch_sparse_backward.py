@@ -41,11 +41,11 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
     """Where the gradients of keys begin in a row, by the views that receive them, and how long a row is."""
     p = problem
     dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
-    found, columns = {}, 0
+    result, columns = {}, 0
     for name, dim in dims.items():
-        found[name] = columns
+        result[name] = columns
         columns += -(-dim // PIECE) * PIECE
-    return found, columns
+    return result, columns
 
 
 def slots_of(problem: Problem, tiles: dict[str, Cut]) -> int:
@@ -91,15 +91,15 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
     """The views that the kernels read and write, by their names in the table of places."""
     p = problem
-    found = {
+    results = {
         "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum, "indices": o.indices,
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk,
     }  # fmt: skip
     if not p.shares_kv:
-        found |= {"v": o.v, "dv": g.dv}
+        results |= {"v": o.v, "dv": g.dv}
     if p.dim_rope:
-        found |= {"q_rope": o.q_rope, "k_rope": o.k_rope, "dq_rope": g.dq_rope, "dk_rope": g.dk_rope}
-    return found
+        results |= {"q_rope": o.q_rope, "k_rope": o.k_rope, "dq_rope": g.dq_rope, "dk_rope": g.dk_rope}
+    return results
 
 
 @dataclass(eq=False)
@@ -147,10 +147,10 @@ def prepare_layout(
 
 def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
     """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
-    p, found = problem, views_of(problem, o, g)
-    given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in found.items()}
+    p, result = problem, views_of(problem, o, g)
+    given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(
-        layout_table.layout(found, given), lambda: prepare_layout(p, extents, schedule.kept, found, given)
+        layout_table.layout(result, given), lambda: prepare_layout(p, extents, schedule.kept, result, given)
     )
     prepared.read()
     like, tokens = given["q"], schedule.rows
@@ -166,7 +166,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
             run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
     where = Where(prepared.places.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
-        sums.write(given[name], name, first, found[name].dim, p.heads_kv, where)
+        sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
 
@@ -247,7 +247,7 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
     cut = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots // cut.BN, -(-p.group // cut.BH), "own"
-    found = [
+    results = [
         Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
         Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
     ]
@@ -262,26 +262,26 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
                 "FIRST": first,
             } | known_of(own)
             grid = count, -(-p.group // cut.BH), "own"
-            found.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
-    found += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
-    return found + recomputed(found, atomic)
+            results.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
+    results += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    return results + recomputed(results, atomic)
 
 
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
     """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
     first = [one for one in steps if one.kernel in recomputes and one.known["FIRST"] == 0]
-    found = []
+    results = []
     for one in first:
         kernel, known = recomputes[one.kernel], one.known | known_of(RECOMPUTE)
         known = {name: value for name, value in known.items() if name in kernel.arg_names}
-        found.append(Step(kernel, ("own",), known, RECOMPUTE, one.renamed))
-    return found
+        results.append(Step(kernel, ("own",), known, RECOMPUTE, one.renamed))
+    return results
 
 
 def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
     """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
-    (starts, columns), found = columns_of(p), []
+    (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:
         parts.append(("dv", "dout", "weights", p.dim_v))
@@ -299,8 +299,8 @@ def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: b
             known |= {} if both else {"also": None, "weights_also": None}
             known |= {"large": None} if name == "dv" else {}
             grid = (slots // cut.BN, "own", count) if atomic else (slots // cut.BN, count, "own")
-            found.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
-    return found
+            result.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
+    return result
 
 
 def known_of(cut: Cut) -> Constants:

@@ -1,7 +1,5 @@
 """Launches: a kernel with what stays from run to run and what each run gives, and what an operation kind keeps of its
 lengths.
-
-Knows memory layouts and Triton's launcher. Refuses to know what a kernel computes.
 """
 
 from __future__ import annotations
@@ -134,15 +132,15 @@ class Schedule:
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
         """What `make` makes, the first time on a layout of memory (layout_table.layout); the last LAYOUTS are known."""
-        found = self.known.get(layout)
-        if found is None:
-            found = self.known[layout] = make()
+        result = self.known.get(layout)
+        if result is None:
+            result = self.known[layout] = make()
             while len(self.known) > LAYOUTS:
                 self.known.popitem(last=False)
         else:
             with contextlib.suppress(KeyError):  # another thread's run pushed it out
                 self.known.move_to_end(layout)
-        return found
+        return result
 
     def update(self, extents: Extents) -> None:
         """Other key lengths of the same rows."""

@@ -2,7 +2,7 @@
 
 A view takes four rows of the table, a sequence one column: first element, stride of a head, stride of a token or row,
 stride of a key. So a kernel has one argument for all strides, addresses are int64 from the first to the last, and a
-table that was copied to the device once serves every later call on the same memory layout. Knows no kernel.
+table that was copied to the device once serves every later call on the same memory layout.
 """
 
 from __future__ import annotations
@@ -87,36 +87,36 @@ def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
     """How many of q's elements, at most those of 16 bytes, divide where every row of every view starts."""
     q = views["q"]
     smallest = _WIDE if q is None else tensor_of(q).element_size()
-    found = _WIDE
+    result = _WIDE
     for name, view in views.items():
         if name in ROWS and view is not None:
             tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
             # Kernels count alignment in q's elements, of wider and narrower ones beside them too.
-            found |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(
+            result |= int(np.bitwise_or.reduce(table[at : at + FIELDS], axis=None)) * min(
                 tensor.element_size(), smallest
             )
-            found |= tensor.data_ptr()
-    return max(1, (found & -found) // smallest)
+            result |= tensor.data_ptr()
+    return max(1, (result & -result) // smallest)
 
 
 def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor | None]) -> tuple[Any, ...]:
     """All that tables, tiles and constants follow from, besides the problem and the lengths: two runs of one layout
     differ in nothing but addresses."""
-    found: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
+    results: list[Any] = [None if t is None else (t.get_device(), t.dtype) for t in tensors.values()]
     for view in views.values():
         if view is None:
-            found.append(None)
+            results.append(None)
         elif isinstance(view, RowView):
             start = view.keep[0].data_ptr()
             apart = tuple(t.data_ptr() - start for t in view.keep) if len(view.keep) > 1 else None
             strides = view.stride_token, view.stride_head.tobytes()
-            found.append((start % _WIDE, apart, view.address.tobytes(), *strides, view.dim))
+            results.append((start % _WIDE, apart, view.address.tobytes(), *strides, view.dim))
         elif isinstance(view, PagedView):
-            found.append(_layout_of_pages(view, views["k"]))
+            results.append(_layout_of_pages(view, views["k"]))
         else:
             address, head, row = view.address.tobytes(), view.stride_head.tobytes(), view.stride_row.tobytes()
-            found.append((address, head, row, view.stride_key, view.first is None))
-    return tuple(found)
+            results.append((address, head, row, view.stride_key, view.first is None))
+    return tuple(results)
 
 
 def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
@@ -142,14 +142,14 @@ def on(device: torch.device) -> Iterator[None]:
 
 def apart(views: Mapping[str, View | None]) -> bool:
     """Whether no row reaches into the next one, as rows of an expanded tensor do: a descriptor cannot say that."""
-    found = (views.get(name) for name in ROWS)
-    return all(view.stride_token >= view.dim for view in found if isinstance(view, RowView))
+    result = (views.get(name) for name in ROWS)
+    return all(view.stride_token >= view.dim for view in result if isinstance(view, RowView))
 
 
 def heads_apart(views: Mapping[str, View | None]) -> bool:
     """apart() of the heads of what one descriptor reads for a group of them."""
-    found = (views.get(name) for name in ("q", "q_rope", "dout"))
-    return all(bool((view.stride_head >= view.dim).all()) for view in found if isinstance(view, RowView))
+    result = (views.get(name) for name in ("q", "q_rope", "dout"))
+    return all(bool((view.stride_head >= view.dim).all()) for view in result if isinstance(view, RowView))
 
 
 def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
@@ -158,9 +158,9 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     Raises:
         BackendError: they lie on several.
     """
-    found = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    device = found["q"]
-    strangers = [f"{name} on {where}" for name, where in found.items() if where != device]
+    results = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    device = results["q"]
+    strangers = [f"{name} on {where}" for name, where in results.items() if where != device]
     if strangers:
         raise BackendError(
             f"fusion_attention: triton: expected all tensors on {device}, where q is, got {', '.join(strangers)}"
@@ -168,14 +168,14 @@ def one_device(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
     return device
 
 
-# What captured graphs read, by address: a graph may outlive the plan that it was captured from, and nobody is told
+# What captured graphs read, by address: a graph may outlive the plan that it was captured from, and there is no notice
 # when it goes. So these few kilobytes stay.
 _CAPTURED: dict[int, torch.Tensor] = {}
 
 
 @dataclass(eq=False)
 class Copied:
-    """A table on a device, and when the stream that wrote it last has done so; nobody ever waits on the host."""
+    """A table on a device, and when the stream that wrote it last has done so; the host never waits."""
 
     tensor: torch.Tensor
     stream: torch.cuda.Stream | None = None
@@ -233,9 +233,9 @@ class Kept:
         """What `make` makes of the lengths, on a device."""
         key = device, name
         if key not in self._lists:
-            found = self._lists[key] = make, Copied.of(make(self.capacity), device)
+            results = self._lists[key] = make, Copied.of(make(self.capacity), device)
             if self.extents is not self.capacity:
-                self._rewrite(*found)
+                self._rewrite(*results)
         return self._lists[key][1]
 
     def update(self, extents: Extents) -> None:

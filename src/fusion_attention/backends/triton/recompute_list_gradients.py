@@ -1,7 +1,7 @@
 """Gradients of attention to lists where something is not finite, computed once more from P and dS in memory.
 
 A slot whose weight is 0 still multiplies, and 0 * inf is NaN. These kernels follow those of a chunk, return at once for
-tokens that nobody noted, and select before they multiply: a weight of 0 selects nothing. P and dS are 0 exactly where a
+tokens without notes, and select before they multiply: a weight of 0 selects nothing. P and dS are 0 exactly where a
 key is not seen, wherever that makes a difference: a row or key that is not finite makes all that sees it NaN, and
 weigh_slots() rounds no weight of a row to 0 that meets an infinity.
 

@@ -2,7 +2,7 @@
 
 Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block that entry n // BLOCK
 names. A slot's key is loaded one turn ahead (key_ahead), so that its rows can be. Whatever a list holds, a key outside
-the row's band is row 0 that nobody reads.
+the row's band is row 0, which is not read.
 """
 
 # mypy: disable-error-code="no-untyped-def"

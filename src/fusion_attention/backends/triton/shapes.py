@@ -1,7 +1,7 @@
 """Tile shapes: one table per kernel, and the parts into which a row's elements are cut.
 
 Every row was found by compiling, not by timing: among the shapes whose code spills no register and whose shared memory
-fits the chip, the largest. Knows sizes. Refuses to know what a kernel computes.
+fits the chip, the largest.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def parts(dim: int) -> tuple[int, int, int]:
 
     A second part where that is narrower than one alone would be; 256 at most each. Of at most 768 elements.
     """
-    found: list[int] = []
+    results: list[int] = []
     rest = dim
     while rest > WIDEST_PART:
-        found.append(WIDEST_PART)
+        results.append(WIDEST_PART)
         rest -= WIDEST_PART
     if rest > 0:
         low = max(NARROWEST, 1 << (rest.bit_length() - 1))
-        cut = len(found) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
-        found += [low, power(rest - low)] if cut else [power(rest)]
-    first, second, third = (*found, 0, 0, 0)[:MOST_PARTS]
+        cut = len(results) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
+        results += [low, power(rest - low)] if cut else [power(rest)]
+    first, second, third = (*results, 0, 0, 0)[:MOST_PARTS]
     return first, second, third
 
 

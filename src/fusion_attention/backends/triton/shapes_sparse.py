@@ -75,12 +75,12 @@ def forward_tile(problem: Problem, chip: int, align: int = 0) -> Tile | None:
         return None
     qk, v = spans(p)
     rows = (*(LATENT[chip] if shared(p) else ()), *FORWARD[chip])
-    found = next((tiles for most, most_v, tiles in rows if qk <= most and v <= most_v), None)
-    if found is None:
+    result = next((tiles for most, most_v, tiles in rows if qk <= most and v <= most_v), None)
+    if result is None:
         return None
     if p.dtype == "float32" or 0 < align < widest(p):
         return LEAST
-    return found[0 if p.group > 32 else 1 if p.group > 16 else 2]
+    return result[0 if p.group > 32 else 1 if p.group > 16 else 2]
 
 
 # --------------------------------------------------------------------------------------- its backward, sums per key

@@ -65,22 +65,22 @@ def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> Cut:
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
     heads = shapes.power(problem.group)
-    found = next((cut for most, cut in zip(SERVED, rows, strict=False) if heads <= most), rows[-1])
+    result = next((cut for most, cut in zip(SERVED, rows, strict=False) if heads <= most), rows[-1])
     if align == shapes.widest(problem):
-        return found
+        return result
     odd = ODD[kernel]
-    return odd._replace(BH=min(odd.BH, found.BH))
+    return odd._replace(BH=min(odd.BH, result.BH))
 
 
 def panels(dim: int, most: int) -> list[tuple[int, int, int]]:
     """(first column, columns, how many) of panels that hold `dim` columns: 576 in 256 is 2 of 256 and one of 64."""
-    whole, rest = dim // most, dim % most
-    found = [(0, most, whole)] if whole else []
-    first = whole * most
+    full, rest = dim // most, dim % most
+    result = [(0, most, full)] if full else []
+    first = full * most
     while rest > 0:
         low = max(shapes.NARROWEST, 1 << (rest.bit_length() - 1))
         # One panel where what is left over would be as much again.
         width = low if rest > low and low + shapes.power(rest - low) < shapes.power(rest) else shapes.power(rest)
-        found.append((first, width, 1))
+        result.append((first, width, 1))
         first, rest = first + width, rest - width
-    return found
+    return result

@@ -59,7 +59,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, k, causal=True, window_size=(128, 0)).shape
         torch.Size([2, 5, 4, 64])
     """
-    found: Any = attention(
+    result: Any = attention(
         q,
         k,
         v,
@@ -70,7 +70,7 @@ def flash_attn_func(
         keep_prob=1 - dropout_p,
         return_lse=return_attn_probs,
     )
-    return returned(found, return_attn_probs)
+    return returned(result, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -170,7 +170,7 @@ def flash_attn_varlen_func(
             q, k, v, block_table, q_len, kv_len, scale=softmax_scale, band=band, softcap=cap, alibi_slopes=alibi_slopes
         )
         return returned(pages if return_attn_probs else pages[0], return_attn_probs, packed=True)
-    found: Any = attention(
+    result: Any = attention(
         q,
         k,
         v,
@@ -184,7 +184,7 @@ def flash_attn_varlen_func(
         keep_prob=1 - dropout_p,
         return_lse=return_attn_probs,
     )
-    return returned(found, return_attn_probs, packed=True)
+    return returned(result, return_attn_probs, packed=True)
 
 
 def flash_attn_varlen_kvpacked_func(

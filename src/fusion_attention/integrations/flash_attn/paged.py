@@ -193,10 +193,10 @@ def _before(
     batch = q.shape[0]
     if lengths is None:
         return [k_cache.shape[1] * (1 if table is None else table.shape[1])] * batch
-    found = [lengths] * batch if isinstance(lengths, int) else numbers(lengths)
-    if len(found) != batch or min(found, default=0) < 0:
-        raise ValueError(f"{name}: cache_seqlens: expected {batch} lengths of at least 0, got {found}")
-    return found
+    result = [lengths] * batch if isinstance(lengths, int) else numbers(lengths)
+    if len(result) != batch or min(result, default=0) < 0:
+        raise ValueError(f"{name}: cache_seqlens: expected {batch} lengths of at least 0, got {result}")
+    return result
 
 
 def _check_buffer(ends: Sequence[int], k_cache: Tensor, table: Tensor | None) -> None:

@@ -42,22 +42,22 @@ def numbers(tensor: Tensor) -> list[int]:
     known = _READ.get(id(tensor))
     if known is not None and known[0]() is tensor and known[1] == tensor._version:
         return known[2]
-    found: list[int] = tensor.tolist()
+    result: list[int] = tensor.tolist()
     while len(_READ) >= _KEPT:
         del _READ[next(iter(_READ))]
-    _READ[id(tensor)] = weakref.ref(tensor), tensor._version, found
-    return found
+    _READ[id(tensor)] = weakref.ref(tensor), tensor._version, result
+    return result
 
 
 def lengths_of(ends: Tensor, name: str) -> list[int] | Tensor:
     """Tokens of every sequence from cumulative ends with a leading 0; a tensor of them in a trace."""
     if is_traced((ends,)):
         return ends.diff().long()
-    found = numbers(ends)
-    if not found or found[0] != 0:
-        first = f"{found[0]} in front" if found else "none"
+    result = numbers(ends)
+    if not result or result[0] != 0:
+        first = f"{result[0]} in front" if result else "none"
         raise ValueError(f"flash_attn: {name}: expected cumulative lengths that begin with 0, got {first}")
-    return [end - begin for begin, end in itertools.pairwise(found)]
+    return [end - begin for begin, end in itertools.pairwise(result)]
 
 
 def capped(softcap: float) -> float:

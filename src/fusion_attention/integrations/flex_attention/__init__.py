@@ -362,5 +362,5 @@ def patched() -> _Patched:
     return _PATCHED
 
 
-# Global because what it changes is: whoever enters first changes it, whoever leaves last takes it back.
+# Global because what it changes is: the first entry changes it, the last exit restores it.
 _PATCHED = _Patched()

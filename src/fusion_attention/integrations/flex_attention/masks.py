@@ -1,6 +1,6 @@
 """What a FlexAttention block mask lets rows see: bands and lengths where it is that, else tiles with bits.
 
-A band is what was proven of every row of the mask, never what a function looks like. Refuses to know scores.
+A band is what was proven of every row of the mask, never what a function looks like.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Seen:
         """[B or 1, N or 1, rows, keys]: true where a key is not seen."""
         assert self.tiles is not None
         assert self.bits is not None
-        whole = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
-        bits = torch.cat([self.bits, whole])[self.tiles.long()]  # -2 and -1 are the last two
+        full = torch.stack([torch.full((TILE, TILE // 8), fill, dtype=torch.uint8) for fill in (0, 255)])
+        bits = torch.cat([self.bits, full])[self.tiles.long()]  # -2 and -1 are the last two
         pairs = np.unpackbits(bits.numpy(), axis=5, bitorder="little").astype(bool)
         pairs = pairs.transpose(0, 1, 2, 4, 3, 5)
         b, n, down, _, across, _ = pairs.shape
@@ -149,13 +149,13 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
     grid = _own_items(mod, grid, shape)
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
-    found = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
+    result = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
     known: dict[bytes, int] = {}
     kept: list[np.ndarray] = []
     open_tiles = np.argwhere((low != 2) & (high != 0))
     for at in np.array_split(open_tiles, -(-len(open_tiles) // _CHUNK)) if len(open_tiles) else ():
         seen, inside = _evaluated(mod, at, grid, block, shape)
-        _note_rows(found, at, seen)
+        _note_rows(result, at, seen)
         hidden = np.packbits(~seen, axis=2, bitorder="little")
         some_seen, all_seen = np.any(seen, (1, 2)).tolist(), np.all(seen | ~inside, (1, 2)).tolist()
         for place, bits, some, every in zip(map(tuple, at), hidden, some_seen, all_seen, strict=True):
@@ -168,10 +168,10 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
             else:
                 tiles[place] = ALL if some else NONE
     if kept:
-        found.bits = np.stack(kept)
+        result.bits = np.stack(kept)
     for name in ("first", "end", "count"):  # rows of the last tile that do not exist
-        setattr(found, name, getattr(found, name)[..., : shape.rows])
-    return found
+        setattr(result, name, getattr(result, name)[..., : shape.rows])
+    return result
 
 
 def _own_items(mod: mods.Mod, grid: np.ndarray, shape: Shape) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""Functions of positions (FlexAttention's mask_mod and score_mod): calling them as torch does, and what they captured.
-
-Knows nothing of attention: it evaluates functions of four positions, and says when an earlier answer still holds.
-"""
+"""FlexAttention's mask_mod and score_mod: calling them as torch does, and the tensors they capture."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ class Absolute(Exception):
 
 
 class Position:
-    """A row or a key whose place nobody knows, only its distance from another: differences of two are tensors.
+    """A row or a key of unknown position, with a known distance from another: differences of two are tensors.
 
     What a function says of these is what it says at every pair that is as far apart. Whatever else is asked of one
     raises: then the function is not known to be relative.
@@ -193,7 +190,7 @@ def remembered(
     found = answer()
     if not keep(found):
         return found
-    answers[question] = (state, held, found)  # held: while these live, nobody else has their ids
+    answers[question] = (state, held, found)  # held: while these live, their ids are not reused
     while len(answers) > _KEPT:
         answers.popitem(last=False)
     return found
@@ -254,15 +251,15 @@ def _atoms(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -
 def _constants(owner: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
     """Of a module or a class, what the function around it names and what is no code."""
     for name in sorted(names):
-        found = inspect.getattr_static(owner, name, None)
-        if isinstance(found, (Tensor, bool, int, float, str, tuple, list, dict, set)):
-            yield from _atoms(found, names, seen, held)
+        result = inspect.getattr_static(owner, name, None)
+        if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
+            yield from _atoms(result, names, seen, held)
 
 
 def _attributes(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
     """Of an object, what its own call reads, and what the function around it names.
 
-    What an attribute computes when it is asked nobody knows: then nothing is remembered.
+    An attribute may compute anything: then nothing is remembered.
     """
     call = inspect.getattr_static(type(value), "__call__", None)
     if isinstance(value, torch.nn.Module):
@@ -277,15 +274,15 @@ def _attributes(value: Any, names: frozenset[str], seen: set[Any], held: list[An
             continue
         seen.add((id(value), name))
         table = next((table for table in tables if name in table), None)
-        found = inspect.getattr_static(type(value), name, None) if table is None else table[name]
-        if table is None and isinstance(found, types.FunctionType):  # a method, which reads its object
-            further = _names(found.__code__) - names
-            yield from _atoms(found, names, seen, held)
+        result = inspect.getattr_static(type(value), name, None) if table is None else table[name]
+        if table is None and isinstance(result, types.FunctionType):  # a method, which reads its object
+            further = _names(result.__code__) - names
+            yield from _atoms(result, names, seen, held)
             yield from _attributes(value, further, seen, held) if further else ()
-        elif table is None and hasattr(type(found), "__get__"):
+        elif table is None and hasattr(type(result), "__get__"):
             yield object()
-        elif found is not None:
-            yield from _atoms(found, names, seen, held)
+        elif result is not None:
+            yield from _atoms(result, names, seen, held)
 
 
 def _cell(cell: types.CellType) -> Any:

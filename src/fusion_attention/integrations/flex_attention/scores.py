@@ -289,9 +289,9 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
         distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
         values = mods.by_distance(bias, _pairs(at)[:, 0], _pairs(at)[:, 1], distances)
     if values is not None:
-        found = _of_distances(values.view(at.items, at.heads, -1), at, bias, alone, past, shape.heads)
+        result = _of_distances(values.view(at.items, at.heads, -1), at, bias, alone, past, shape.heads)
     else:
-        found = _of_matrix(_matrix(bias, at), bias, alone)
+        result = _of_matrix(_matrix(bias, at), bias, alone)
     assert bias.form is not None
     factor, cap, _ = bias.form
     if cap is not None:
@@ -302,9 +302,9 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
     by_row = None if structure.by_row is None else _matrix(bias.by_row, _own(shape, structure.by_row))
     if by_row is not None and by_row.numel() == 1 and not by_row.requires_grad:
         factor, by_row = factor * float(by_row), None
-    found = replace(found, factor=factor, softcap=abs(cap or 0.0), by_row=by_row)
-    _verify(score_mod, found, bias, shape)
-    return found if found.bias is None else replace(found, bias=_lossless(found.bias, dtype))
+    result = replace(result, factor=factor, softcap=abs(cap or 0.0), by_row=by_row)
+    _verify(score_mod, result, bias, shape)
+    return result if result.bias is None else replace(result, bias=_lossless(result.bias, dtype))
 
 
 def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a mistake is: a name, a sentence, and settings that have it. Knows no mistake."""
+"""What a mistake is: a name, a sentence, and settings that have it."""
 
 from __future__ import annotations
 

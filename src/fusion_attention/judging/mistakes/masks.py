@@ -28,8 +28,8 @@ def _other(case: Case, detail: str, found: Setting) -> Iterator[Try]:
 
 
 def _distance(s: Setting) -> np.ndarray:
-    found: np.ndarray = s.extents.kv_len - s.extents.q_len
-    return found
+    result: np.ndarray = s.extents.kv_len - s.extents.q_len
+    return result
 
 
 def causal_alignment(case: Case) -> Iterator[Try]:
@@ -63,7 +63,7 @@ def mask_ignored(case: Case) -> Iterator[Try]:
 
 
 def band_uncalled(case: Case) -> Iterator[Try]:
-    """Causal, though nobody asked."""
+    """Causal, though not requested."""
     s, e = case.setting, case.setting.extents
     if not finite(e.hi).any():
         d = _distance(s)

@@ -49,8 +49,8 @@ def unscaled(case: Case) -> Iterator[Try]:
     def change(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         if kind == "out":
             return value
-        found = formulas.forward(replace(x, scores_by=1.0), p)
-        return found["max"] + found["sum"].log() if kind == "lse" else found[kind]
+        result = formulas.forward(replace(x, scores_by=1.0), p)
+        return result["max"] + result["sum"].log() if kind == "lse" else result[kind]
 
     def only_max(kind: str, value: Tensor, raw: Raw, x: Block, p: Precision) -> Tensor:
         return value / x.scores_by if kind == "max" else value

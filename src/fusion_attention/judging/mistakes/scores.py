@@ -28,7 +28,7 @@ def scale_twice(case: Case) -> Iterator[Try]:
 def scale_other(case: Case) -> Iterator[Try]:
     """A scale that the call does not say."""
     p = case.setting.problem
-    found = {
+    results = {
         "1 / sqrt(D)": 1 / math.sqrt(p.dim_qk),
         "1 / sqrt(D + Dr)": 1 / math.sqrt(p.dim_qk + p.dim_rope),
         "1 / sqrt(Dv)": 1 / math.sqrt(p.dim_v),
@@ -36,7 +36,7 @@ def scale_other(case: Case) -> Iterator[Try]:
         "1 / D": 1 / p.dim_qk,
     }
     known = {p.scale, 1.0, p.scale * p.scale}
-    for detail, scale in found.items():
+    for detail, scale in results.items():
         if not any(math.isclose(scale, other, rel_tol=1e-6) for other in known):
             known.add(scale)
             yield Try(detail, case.setting.of_problem(scale=scale))

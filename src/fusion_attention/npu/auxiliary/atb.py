@@ -441,9 +441,9 @@ def _ends(op: Op, given: Mapping[str, Any]) -> np.ndarray:
 
 def _read(op: Op, lengths: Any) -> np.ndarray:
     """Lengths, on the host."""
-    found = to_array(lengths)
-    if isinstance(found, np.ndarray):
-        return found
+    result = to_array(lengths)
+    if isinstance(result, np.ndarray):
+        return result
     raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.atb.{op.name}, one node of a graph")
 
 
@@ -490,8 +490,8 @@ def _attend(
     named = {"actual_seq_lengths_kv": "seq_len"} if table is None else in_pages
     with in_place_of(op, atten_mask="mask", actual_seq_lengths="seq_len", scale="scale_value", **named):
         numbers = {"input_layout": "TND", "scale": given["scale_value"], **lengths, **heads, **seen}
-        found, _ = npu_fused_infer_attention_score(given["query"][:rows], keys[0], keys[1], **numbers)
-    given["out"][:rows].copy_(found)
+        result, _ = npu_fused_infer_attention_score(given["query"][:rows], keys[0], keys[1], **numbers)
+    given["out"][:rows].copy_(result)
 
 
 def _pages(cache: Tensor) -> Tensor:

@@ -120,13 +120,13 @@ def npu_gather_pa_kv_cache(
         table = torch.nn.functional.pad(block_tables.long(), (0, 1), value=-1)  # behind the last column
         page = table[sequence, column.clamp(0, table.shape[1] - 1)].where(column >= 0, -1)
         there = (page >= 0) & (page < pages)
-        found = []
+        results = []
         for cache, rows in ((key_cache, key), (value_cache, value)):
             source = _slots(cache, rows)
             lines = source[page.where(there, 0), row % size].view(rows.shape) if pages else rows
-            found.append(lines.where(there[:, None, None], 0))
-        key.copy_(found[0])
-        value.copy_(found[1])
+            results.append(lines.where(there[:, None, None], 0))
+        key.copy_(results[0])
+        value.copy_(results[1])
 
 
 def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
@@ -312,8 +312,8 @@ def store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
     place = places.where(there, places[top]).clamp(min=0).long()
     ready = []
     for slots, rows in caches_and_rows:
-        found = rows.reshape(rows.shape[0], *slots.shape[2:])[last.where(there, last[top])]
-        ready.append((slots, found.where(places[top] >= 0, slots[0, 0])))
+        result = rows.reshape(rows.shape[0], *slots.shape[2:])[last.where(there, last[top])]
+        ready.append((slots, result.where(places[top] >= 0, slots[0, 0])))
     for slots, rows in ready:
         slots[place // slots.shape[1], place % slots.shape[1]] = rows
 

@@ -18,8 +18,8 @@ from fusion_attention.torch_ops.dispatch import is_traced
 def checked(op: Op, args: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a call that its record allows, defaults in place of None.
 
-    Within torch.compile nobody asks: torch's own operators say what is wrong. Other traces are asked where their sizes
-    are numbers and no tensor holds lengths; what would read memory is not.
+    Within torch.compile nothing is checked: torch's own operators say what is wrong. Other traces are asked where their
+    sizes are numbers and no tensor holds lengths; what would read memory is not.
 
     Raises:
         ContractError: with every failure of the first stage that found one.
@@ -40,7 +40,7 @@ def in_place_of(op: Op, **names: str) -> Iterator[None]:
         op: the record of the auxiliary operator, under whose name errors go out.
         names: from the other function's parameters to those of the auxiliary operator, where they differ.
     """
-    # Where torch compiles nobody asks how strict to be, and torch traces no settings.
+    # torch.compile traces no settings, so strictness is not asked.
     try:
         with nullcontext() if torch.compiler.is_compiling() else settings.override(strict=False):
             yield

@@ -205,9 +205,9 @@ def _of_permuted(dy: Tensor, places: Tensor, probs: Tensor | None, count: int) -
     """The gradient of the permuted rows, of which there are so many."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
     there = (places >= 0) & (places < count)
-    found = dy.new_zeros(count + 1, dy.shape[1])  # one for lost rows
-    with as_given(found):
-        return found.index_add_(0, torch.where(there, places, count), weighed)[:-1]
+    result = dy.new_zeros(count + 1, dy.shape[1])  # one for lost rows
+    with as_given(result):
+        return result.index_add_(0, torch.where(there, places, count), weighed)[:-1]
 
 
 def _of_probs(dy: Tensor, places: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def keeping(
         inputs: all tensors that may want a gradient.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs) and not is_traced(inputs):
-        found: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)
-        return found
+        result: tuple[Tensor, ...] = _Keeping.apply(compute, gradient, *inputs)
+        return result
     return compute(*inputs)[0]
 
 

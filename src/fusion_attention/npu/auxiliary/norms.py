@@ -131,8 +131,8 @@ def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
     def compute(x: Tensor, gamma: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         rstd = _rstd(x, gamma, epsilon)
-        found = (x.float() * rstd * gamma).to(x.dtype), rstd.detach()
-        return found, (x, gamma, found[1])
+        results = (x.float() * rstd * gamma).to(x.dtype), rstd.detach()
+        return results, (x, gamma, results[1])
 
     def gradient(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Some:
         again = torch.is_grad_enabled()  # for a derivative of the gradient, which goes through rstd too

@@ -116,8 +116,8 @@ def _products(given: dict[str, Any]) -> list[Tensor]:
         return product.of_sums(x[0], weight[0])
     if len(x) > 1 or given["group_type"] == -1:
         starts = [0, *torch.tensor([t.shape[0] for t in x]).cumsum(0).tolist()]
-        found = [product(t, i, starts[i]) for i, t in enumerate(x)]
-        return [torch.cat(found)] if one else found
+        results = [product(t, i, starts[i]) for i, t in enumerate(x)]
+        return [torch.cat(results)] if one else results
     return product.of_rows(x[0], one)
 
 
@@ -199,20 +199,20 @@ class _Product:
                 y = torch.where(inside[i].unsqueeze(1), self(x, i, 0), y)
             return [y]
         ends, order = self._ends(), products.groups_of(to_array(self.group_list), self.kind)
-        found = [self(x[a:b], i, a) for i, a, b in zip(order, [0, *ends], ends, strict=False)]
+        results = [self(x[a:b], i, a) for i, a, b in zip(order, [0, *ends], ends, strict=False)]
         if not one:
-            return found
-        return [torch.cat((*found, x.new_zeros(x.shape[0] - ends[-1], found[0].shape[1], dtype=self.dtype)))]
+            return results
+        return [torch.cat((*results, x.new_zeros(x.shape[0] - ends[-1], results[0].shape[1], dtype=self.dtype)))]
 
     def of_sums(self, x: Tensor, weight: Tensor) -> list[Tensor]:
         """Groups of what is summed: columns of x, rows of weight."""
         if self.lazy:
             inside = self._inside(x.shape[1])
-            found = [torch.where(part, x, 0) @ torch.where(part.unsqueeze(1), weight, 0) for part in inside]
+            results = [torch.where(part, x, 0) @ torch.where(part.unsqueeze(1), weight, 0) for part in inside]
         else:
             ends = self._ends()
-            found = [x[:, a:b] @ weight[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-        return [self.act(torch.stack(found)).to(self.dtype)]
+            results = [x[:, a:b] @ weight[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return [self.act(torch.stack(results)).to(self.dtype)]
 
     def _ends(self) -> list[int]:
         """Where groups end, on the host."""

@@ -81,8 +81,8 @@ def npu_mla_prolog(
         >>> list(query.shape), list(query_rope.shape), int(latent.any(-1).sum())
         ([3, 2, 16], [3, 2, 4], 2)
     """
-    found = _prolog(prolog.V1, dict(locals()))
-    return found[0], found[1], kv_cache, kr_cache
+    result = _prolog(prolog.V1, dict(locals()))
+    return result[0], result[1], kv_cache, kr_cache
 
 
 def npu_mla_prolog_v2(
@@ -136,8 +136,8 @@ def npu_mla_prolog_v2(
         >>> list(query.shape), scale.numel()
         ([3, 2, 16], 0)
     """
-    found = _prolog(prolog.V2, dict(locals()))
-    return found[0], found[1], kv_cache, kr_cache, _nothing(token_x)
+    result = _prolog(prolog.V2, dict(locals()))
+    return result[0], result[1], kv_cache, kr_cache, _nothing(token_x)
 
 
 def npu_mla_prolog_v3(

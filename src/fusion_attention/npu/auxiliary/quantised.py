@@ -135,10 +135,10 @@ def npu_quantize(
     of = quantised.axis_of(given["axis"], given["div_mode"])
     shape = [-1 if i == of % input.dim() else 1 for i in range(input.dim())]
     factors = scales.float().reshape(shape)
-    found = input.float() / factors if given["div_mode"] else input.float() * factors
-    found = found if zero_points is None else found + zero_points.float().reshape(shape)
+    result = input.float() / factors if given["div_mode"] else input.float() * factors
+    result = result if zero_points is None else result + zero_points.float().reshape(shape)
     low, high, kind = _RANGES.get(quantised.DTYPES[given["dtype"]], (-(2**31), 2**31 - 1, torch.int32))
-    y = found.double().nan_to_num(0.0, high, low).round().clamp(low, high).to(kind)
+    y = result.double().nan_to_num(0.0, high, low).round().clamp(low, high).to(kind)
     return _packed(y) if number == quantised.NUMBERS[torch.quint4x2] else y
 
 
@@ -218,8 +218,8 @@ def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mod
     word = bits & 0xFFFFE000 | 1 << 46
     if offset is None:
         return word
-    whole = offset.nan_to_num(0.0).round().clamp(-256, 255).to(torch.int64)
-    return word | (whole & 0x1FF) << 37
+    full = offset.nan_to_num(0.0).round().clamp(-256, 255).to(torch.int64)
+    return word | (full & 0x1FF) << 37
 
 
 def read_scale(scale: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -296,22 +296,22 @@ def npu_quant_matmul(
     x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
     factors, own = read_scale(scale)
     if by_block and pertoken_scale is not None:
-        found = block_sums(x1.double() - 8, x2, factors)
-        return ((found if offset is None else found + offset) * pertoken_scale).to(dtype)
-    whole = bias is not None and not bias.dtype.is_floating_point
-    product = exact(x1, x2) if bias is None or not whole else exact(x1, x2) + bias
+        result = block_sums(x1.double() - 8, x2, factors)
+        return ((result if offset is None else result + offset) * pertoken_scale).to(dtype)
+    full = bias is not None and not bias.dtype.is_floating_point
+    product = exact(x1, x2) if bias is None or not full else exact(x1, x2) + bias
     if dtype == torch.int32:
         return product.to(dtype)
     if own is not None:
         offset = own if dtype == torch.int8 else None
-    found = product.float() * factors
+    result = product.float() * factors
     if pertoken_scale is not None:
-        found = found * pertoken_scale.unsqueeze(-1)
-    if bias is not None and not whole:
-        found = found + bias
+        result = result * pertoken_scale.unsqueeze(-1)
+    if bias is not None and not full:
+        result = result + bias
     if offset is not None:
-        found = found + offset
-    return rounded(found, 127) if dtype == torch.int8 else found.to(dtype)
+        result = result + offset
+    return rounded(result, 127) if dtype == torch.int8 else result.to(dtype)
 
 
 def block_sums(x1: Tensor, x2: Tensor, factors: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def npu_quant_lightning_indexer(
     args = {p.name: given.get(p.name) for p in indexer.TORCH.params if not p.name.endswith("_out")} | wide
     args["return_values"] = False
     with in_place_of(quantised_sparse.INDEXER):
-        found: Tensor = dispatch.results(indexer.TORCH, args)["sparse_indices_out"]
-    return found
+        result: Tensor = dispatch.results(indexer.TORCH, args)["sparse_indices_out"]
+    return result
 
 
 @aliased
@@ -200,5 +200,5 @@ def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple
     used = table[there].unique()
     if not used.numel():
         return caches, table
-    found = torch.searchsorted(used, table.clamp(0, pages - 1)).to(table.dtype).where(there, table)
-    return tuple(cache.index_select(0, used.to(cache.device)) for cache in caches), found
+    result = torch.searchsorted(used, table.clamp(0, pages - 1)).to(table.dtype).where(there, table)
+    return tuple(cache.index_select(0, used.to(cache.device)) for cache in caches), result

@@ -209,8 +209,8 @@ def npu_mrope(
 
     def turned(rows: Tensor) -> Tensor:
         heads = rows.reshape(len(rows), rows.shape[1:].numel() // head_size, head_size)
-        found = _rotated(heads[..., :width], cos[:, None], sin[:, None], mode)
-        return torch.cat((found, heads[..., width:]), -1).reshape(rows.shape)
+        result = _rotated(heads[..., :width], cos[:, None], sin[:, None], mode)
+        return torch.cat((result, heads[..., width:]), -1).reshape(rows.shape)
 
     with as_given(query):
         return turned(query), turned(key)

@@ -190,27 +190,29 @@ def npu_moe_init_routing_v2(
     rows = order.numel() if given["active_num"] <= 0 else min(given["active_num"], order.numel())
     first = order[:rows]
     token = first // max(expert_idx.shape[1], 1)
-    found, scales = _expanded(x[token], active[first], scale, offset, given["quant_mode"], token, expert[first] - start)
+    result, scales = _expanded(
+        x[token], active[first], scale, offset, given["quant_mode"], token, expert[first] - start
+    )
     choices = order if given["row_idx_type"] else torch.where(active, order.argsort(), -1)
     counts = _counts(expert, (start, end), given) if given["expert_tokens_num_flag"] else expert.new_zeros(0)
-    return found, choices.to(torch.int32), counts, scales
+    return result, choices.to(torch.int32), counts, scales
 
 
 def _expanded(
     rows: Tensor, there: Tensor, scale: Tensor | None, offset: Tensor | None, mode: int, token: Tensor, expert: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(rows, perhaps as int8, and their scales); what is not there is 0."""
-    found = rows.masked_fill(~there.unsqueeze(1), 0)
+    result = rows.masked_fill(~there.unsqueeze(1), 0)
     scales = rows.new_zeros(len(rows), dtype=torch.float32)
     if mode == 0 and scale is not None and offset is not None:
-        return rounded((found.float() * scale + offset).masked_fill(~there.unsqueeze(1), 0), 127), scales
+        return rounded((result.float() * scale + offset).masked_fill(~there.unsqueeze(1), 0), 127), scales
     if mode == 1:
-        wide = found.float()
+        wide = result.float()
         if scale is not None:
             wide = wide * scale[expert.clamp(max=scale.shape[0] - 1)]
         scales = row_scales(wide, 127, (-1,))
         return rounded(wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1), 127), scales
-    return found, scales if scale is None else scale[token].masked_fill(~there, 0)
+    return result, scales if scale is None else scale[token].masked_fill(~there, 0)
 
 
 def _counts(expert: Tensor, bounds: tuple[int, ...], given: Mapping[str, Any]) -> Tensor:

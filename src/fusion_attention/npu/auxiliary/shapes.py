@@ -57,8 +57,8 @@ def npu_confusion_transpose(input: Tensor, perm: Sequence[int], shape: Sequence[
         shapes.CONFUSION_TRANSPOSE, {"input": input, "perm": perm, "shape": shape, "transpose_first": transpose_first}
     )
     order, sizes = _ints(perm), _ints(shape)
-    found = input.permute(order).reshape(sizes) if transpose_first else input.reshape(sizes).permute(order)
-    return found.clone(memory_format=torch.contiguous_format)
+    result = input.permute(order).reshape(sizes) if transpose_first else input.reshape(sizes).permute(order)
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 def npu_confusion_transpose_backward(
@@ -91,10 +91,10 @@ def npu_confusion_transpose_backward(
     order, sizes = _ints(perm), _ints(shape)
     back = sorted(range(len(order)), key=order.__getitem__)
     if transpose_first:
-        found = grad.permute(back).reshape(sizes)
+        result = grad.permute(back).reshape(sizes)
     else:
-        found = grad.reshape([sizes[axis] for axis in order]).permute(back)
-    return found.clone(memory_format=torch.contiguous_format)
+        result = grad.reshape([sizes[axis] for axis in order]).permute(back)
+    return result.clone(memory_format=torch.contiguous_format)
 
 
 def npu_format_cast(
@@ -125,10 +125,10 @@ def npu_format_cast(
     wanted = _wanted(shapes.FORMAT_CAST, dict(locals()))
     if wanted == get_npu_format(input):
         return input
-    found = input.clone()
+    result = input.clone()
     if wanted != _own(input):
-        found._npu_format = wanted  # type: ignore[attr-defined]
-    return found
+        result._npu_format = wanted  # type: ignore[attr-defined]
+    return result
 
 
 def npu_format_cast_(
@@ -241,11 +241,11 @@ def npu_transpose_batchmatmul(
             factors, offset = read_scale(scale)
             rows = torch.bmm(first.float(), second.float()).transpose(0, 1).flatten(1)
             return rounded(rows * factors if offset is None else rows * factors + offset, 127).unsqueeze(1)
-        found = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
+        result = torch.bmm(first, second).permute((1, 0, 2) if perm_y is None else _ints(perm_y))
     if parts > 1:
-        rows = found.reshape(found.shape[0], parts, found.shape[1] * found.shape[2] // parts)
-        found = rows.transpose(0, 1)
-    return found.contiguous()
+        rows = result.reshape(result.shape[0], parts, result.shape[1] * result.shape[2] // parts)
+        result = rows.transpose(0, 1)
+    return result.contiguous()
 
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:

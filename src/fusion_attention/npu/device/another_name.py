@@ -1,7 +1,6 @@
 """install(device="host"): "npu" as another name of a device that is here. A tensor's own device keeps its true name.
 
-A mode reads the name below the modes that others enter, and takes no harm of them. Refuses to know what else install()
-changes (install.py).
+A mode reads the name below the modes that others enter, and takes no harm of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The device "npu" of torch's PrivateUse1: loaded once in a process, in force while install() is.
 
 torch can neither unload it nor forget its name, so tensors that live on when install() is taken back go on working;
-only new ones are refused. Refuses to know what install() changes besides (install.py), and attention.
+only new ones are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusion_attention.torch_ops.aliases import Ways, connect
 
 NAME = "npu"
 MODULE = "torch.npu"
-_FORMER = "privateuseone"  # what torch calls the device that nobody has renamed
+_FORMER = "privateuseone"  # what torch calls the device before it is renamed
 
 _loaded = ""  # the type of device that computes, once there is a device
 

@@ -27,7 +27,7 @@ class BuildError(RuntimeError):
 
 
 def library() -> str:
-    """The path of the compiled device; compiles it if nobody has.
+    """The path of the compiled device; compiles it if needed.
 
     Several processes may ask at once: one compiles, and the others wait for it.
 
@@ -79,12 +79,12 @@ def _compile(compiler: list[str], target: Path) -> None:
     sources = sorted(SOURCES.glob("*.cpp"))
     print("fusion_attention: compiling the device npu for this torch, once (half a minute)", file=sys.stderr)  # noqa: T201
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        whole, made = Path(scratch, "whole.cpp"), Path(scratch, target.name)
-        whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+        full, made = Path(scratch, "whole.cpp"), Path(scratch, target.name)
+        full.write_text("".join(f'#include "{source}"\n' for source in sources))
         command = [
             *compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-I{path}" for path in (SOURCES, include, include / "torch" / "csrc" / "api" / "include")),
-            "-o", str(made), str(whole), f"-L{torch_folder / 'lib'}",
+            "-o", str(made), str(full), f"-L{torch_folder / 'lib'}",
             "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python",
         ]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, check=False)

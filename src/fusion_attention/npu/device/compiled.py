@@ -1,7 +1,6 @@
 """torch.compile's own back end, inductor, for tensors on npu: it compiles the graph for the device that computes.
 
 Aliases go into what it made, and tensors of npu come out, as with functions (torch_ops/aliases.py); autograd goes on.
-Refuses to know what a graph computes.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ def _counts(value: Any) -> bool:
 
 def _results(model: Any) -> list[Any]:
     """What a graph returns, as the trace has it."""
-    found: list[Any] = []
+    results: list[Any] = []
     for node in _nodes(model):
         if node.op == "output":
-            torch.fx.node.map_arg(node.args, lambda n: found.append(n.meta.get("example_value")))
-    return found
+            torch.fx.node.map_arg(node.args, lambda n: results.append(n.meta.get("example_value")))
+    return results
 
 
 def _compiling(layer: Layer, base: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The process group "hccl" of programs for the chip: gloo's on a CPU, nccl's on a GPU, under the name asked for.
 
-Changes go through the registry that it is given (patches.py). Refuses to know what is sent.
+Changes go through the registry that it is given (patches.py).
 """
 
 from __future__ import annotations

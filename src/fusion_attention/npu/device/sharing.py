@@ -1,7 +1,4 @@
-"""Tensors on npu that go to another process: the memory does, by the way of the device that computes.
-
-Refuses to know how processes share memory: torch.multiprocessing does.
-"""
+"""Tensors on npu that go to another process: the memory does, by the way of the device that computes."""
 
 from __future__ import annotations
 

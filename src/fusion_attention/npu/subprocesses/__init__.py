@@ -30,7 +30,7 @@ def tell(device: str, strict: bool = False) -> Callable[[], None]:
 
 
 def done() -> None:
-    """Nobody needs to install any more in this process: somebody does."""
+    """Removes the on-demand import hook once install() has run."""
     finder = getattr(sys.modules.get("sitecustomize"), "ON_DEMAND", None)
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

@@ -14,7 +14,7 @@ NAMES = ("torch_npu", "mindspeed", "cann_ops_transformer")
 
 
 class _OnDemand:
-    """Finds torch_npu by installing it: when torch is loaded, which loads the chip's by itself, or somebody asks."""
+    """Finds torch_npu by installing it: when torch is loaded, which loads the chip's by itself, or on import."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> "ModuleSpec | None":
         """The spec that install() put there; torch's own, which installs when it has been loaded."""

@@ -1,7 +1,4 @@
-"""Names that torch_npu, or another package of the chip, has and this library does not: what to use instead.
-
-Knows names alone. Refuses to know what is there (modules.py).
-"""
+"""Names that torch_npu, or another package of the chip, has and this library does not: what to use instead."""
 
 from __future__ import annotations
 

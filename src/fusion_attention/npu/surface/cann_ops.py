@@ -94,8 +94,8 @@ def flash_attn(
     lengths = (_lengths(name, "q", cu_seqlens_q, seqused_q), _lengths(name, "kv", cu_seqlens_kv, seqused_kv))
     options: dict[str, Any] = {"layout": layout_q, "scale": softmax_scale, "band": band[mask_mode], "sink": sinks}
     options |= {"q_len": lengths[0], "kv_len": lengths[1], "return_lse": return_softmax_lse}
-    found: Any = attention(q, k, v, **options)
-    out, lse = found if return_softmax_lse else (found, torch.zeros(1, device=q.device))
+    result: Any = attention(q, k, v, **options)
+    out, lse = result if return_softmax_lse else (result, torch.zeros(1, device=q.device))
     if return_softmax_lse:
         lse = torch.where(lse == -torch.inf, torch.inf, lse)
         lse = lse.mT.contiguous() if layout_q == "TND" else lse

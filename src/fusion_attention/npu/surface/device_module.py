@@ -1,8 +1,4 @@
-"""What the module that stands for torch.npu holds: devices over one memory (or CUDA's), streams that run in order.
-
-Knows torch.cuda's interface, which torch.npu follows. Refuses to know attention, and how it gets its
-place (install.py).
-"""
+"""What the module that stands for torch.npu holds: devices over one memory (or CUDA's), streams that run in order."""
 
 from __future__ import annotations
 
@@ -164,13 +160,13 @@ class _Host:
         asked = number(device)
         if not self._own:
             return Stream(asked)
-        found = torch.accelerator.current_stream(asked)
-        return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+        result = torch.accelerator.current_stream(asked)
+        return Stream(stream_id=result.stream_id, device_index=result.device_index, device_type=result.device_type)
 
     def default_stream(self, device: Any = None) -> Stream:
         """The stream of a device where none was chosen."""
-        found = self.current_stream(device)
-        return Stream(stream_id=0, device_index=found.device_index, device_type=found.device_type)
+        result = self.current_stream(device)
+        return Stream(stream_id=0, device_index=result.device_index, device_type=result.device_type)
 
     def set_stream(self, stream: Stream) -> None:
         """Makes a stream the current one of its device."""
@@ -293,14 +289,14 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
     source: Any = _Host(own=kind == "npu") if base.type == "cpu" else torch.cuda
-    found = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
-    return found | {
+    results = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
+    return results | {
         # Accepted and without effect: how a chip compiles its kernels.
         "set_compile_mode": lambda **_: None,
         "set_option": lambda _: None,
         "config": SimpleNamespace(allow_internal_format=False),
         "_lazy_call": lambda call: call(),  # Megatron's random.py asks for it: nothing has to be waited for
-        "_lazy_init": found["init"],
+        "_lazy_init": results["init"],
         "_initialized": True,  # torch.utils.checkpoint asks it before it keeps the generator's state
         "_is_in_bad_fork": lambda: False,  # a host may be forked
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],

@@ -1,7 +1,7 @@
 """Graphs of the chip on a host: what is captured runs at once and is recorded by operator; a replay runs it again.
 
 A replay writes into the tensors that the capture made, as the chip does, so that programs which fill static inputs and
-read static outputs get the numbers of now. Refuses to know what any operator computes.
+read static outputs get the numbers of now.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class _Recorder(TorchDispatchMode):
                 f"torch.npu.NPUGraph: expected operators alone while a graph is captured, got {name}: a replay would "
                 "not read the number again (keep it in a tensor, or read it before the capture)"
             )
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         returns = func._schema.returns
         if any(one.alias_info is not None and not one.alias_info.is_write for one in returns):
-            return found  # a view stays what it is
+            return result  # a view stays what it is
         if not name.startswith(("aten::empty", "aten::new_empty")):
             given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-            self.tasks[-1].steps.append((func, args, kwargs, found, given))
-        return found
+            self.tasks[-1].steps.append((func, args, kwargs, result, given))
+        return result
 
 
 def _recorder() -> _Recorder | None:
@@ -132,7 +132,7 @@ class NPUGraph:
         self._steps, self._recorder, _THREAD.recorder = self._recorder.tasks[0].steps, None, None
 
     def replay(self) -> None:
-        """Runs what was captured; up to an ExternalEvent that nobody has recorded yet, and the rest once it is.
+        """Runs what was captured; up to an ExternalEvent that is not recorded yet, and the rest once it is.
 
         Raises:
             RuntimeError: nothing was captured.
@@ -192,8 +192,8 @@ def _run(steps: Iterator[Any]) -> None:
                     return
                 step.moment = None
                 continue
-            func, args, kwargs, found, given = step
-            for old, new in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+            func, args, kwargs, result, given = step
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, torch.Tensor) and id(old) not in given and old is not new:
                     _write(old, new, func)
 

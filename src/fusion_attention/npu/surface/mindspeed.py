@@ -35,14 +35,14 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name; a module whose functions need one that is not there is left out.
     """
-    found: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
+    results: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
     for name, make in _MINDSPEED.items():
         try:
             made = make(functions)
         except KeyError:
             continue
-        found[f"mindspeed.ops.{name}"] = {one.__name__: one for one in made} | _builder(name, made)
-    return found
+        results[f"mindspeed.ops.{name}"] = {one.__name__: one for one in made} | _builder(name, made)
+    return results
 
 
 _BUILDERS = {
@@ -169,7 +169,7 @@ def _gmm(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
     multiply = functions["npu_grouped_matmul"]
 
     def grouped(x: Tensor, weight: Tensor, bias: Any, group_list: Any, group_type: int, kind: int) -> Tensor:
-        (found,) = multiply(
+        (result,) = multiply(
             [x],
             [weight],
             bias=None if bias is None else [bias],
@@ -178,7 +178,7 @@ def _gmm(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
             group_type=group_type,
             group_list_type=kind,
         )
-        return found
+        return result
 
     def npu_gmm(x: Tensor, weight: Tensor, *, bias: Any = None, group_list: Any = None, group_type: int = 0) -> Tensor:
         return grouped(x, weight, bias, group_list, group_type, 0)

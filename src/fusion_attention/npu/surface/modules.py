@@ -1,7 +1,4 @@
-"""The module torch_npu and its submodules, as torch_npu lays them out: what is there works, what is not says so.
-
-Refuses to know how they get their place (install.py), and what any function computes.
-"""
+"""The module torch_npu and its submodules, as torch_npu lays them out: what is there works, what is not says so."""
 
 from __future__ import annotations
 
@@ -74,8 +71,8 @@ _PARTS = {
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Every function of torch_npu that is here, by name; those that cross devices know their parameters already."""
-    found = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
-    return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in found.items()}
+    results = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
+    return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
 
 def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
@@ -145,8 +142,8 @@ def _absent(module: ModuleType) -> Callable[[str], Any]:
         if sentence := instead(f"{module.__name__}.{name}"):
             return f"; instead: {sentence}"
         there = [known for known in vars(module) if not known.startswith("__")]
-        found = difflib.get_close_matches(name, there, n=3)
-        return f"; it has {', '.join(found)}" if found else ""
+        result = difflib.get_close_matches(name, there, n=3)
+        return f"; it has {', '.join(result)}" if result else ""
 
     def __getattr__(name: str) -> Any:
         raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{said(name)} ({LIST}; {PAGE})")

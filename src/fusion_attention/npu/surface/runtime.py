@@ -1,6 +1,6 @@
 """What torch.npu and torch_npu.utils have beside devices, streams and seeds (host.py): memory, marks, counters.
 
-Over the host what a chip would measure is the host's, or none. Refuses to know attention.
+Over the host what a chip would measure is the host's, or none.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class mstx:
         """Begins a range: its number, or 0 where the message says nothing."""
         if not message or not isinstance(message, str):
             return 0
-        found = next(_NUMBERS)
-        _OPEN[found] = torch.profiler.record_function(message)
-        _OPEN[found].__enter__()
-        return found
+        result = next(_NUMBERS)
+        _OPEN[result] = torch.profiler.record_function(message)
+        _OPEN[result].__enter__()
+        return result
 
     @staticmethod
     def range_end(range_id: int, domain: str = "default") -> None:
         """Ends a range; a number that names none does nothing."""
-        if (found := _OPEN.pop(range_id, None)) is not None:
-            found.__exit__(None, None, None)
+        if (result := _OPEN.pop(range_id, None)) is not None:
+            result.__exit__(None, None, None)
 
     @staticmethod
     def mstx_range(message: str, stream: Any = None, domain: str = "default") -> Callable[..., Any]:

@@ -1,7 +1,4 @@
-"""What test programs of torch_npu import from torch_npu.testing, on top of unittest.
-
-Knows how those programs compare and skip. Refuses to know any operator.
-"""
+"""What test programs of torch_npu import from torch_npu.testing, on top of unittest."""
 
 from __future__ import annotations
 

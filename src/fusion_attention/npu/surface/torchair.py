@@ -1,6 +1,6 @@
 """The packages that compile graphs for the chip, as programs name them: here torch traces the graph, and runs it.
 
-Options of the chip's compiler are taken, and change nothing. Refuses to know what a graph computes.
+Options of the chip's compiler are taken, and change nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class CompilerConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found = CompilerConfig()
-        setattr(self, name, found)
-        return found
+        result = CompilerConfig()
+        setattr(self, name, result)
+        return result
 
 
 def get_npu_backend(*, compiler_config: Any = None, custom_decompositions: Any = None) -> str:

@@ -1,6 +1,6 @@
 """torch_npu.contrib.transfer_to_npu: importing it makes programs written for CUDA run on "npu".
 
-Changes go through the registry of install() (patches.py), which takes them back. Refuses to know what a call computes.
+Changes go through the registry of install() (patches.py), which takes them back.
 """
 
 from __future__ import annotations

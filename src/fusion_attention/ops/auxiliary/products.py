@@ -27,39 +27,39 @@ def matrices(weight: Given) -> tuple[torch.Tensor, ...]:
 
 def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
     """A vector, or one for every block of rows, for each of so many groups: of a list, or of one tensor [E, ...]."""
-    whole = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
-    return given[0].unbind(0) if whole else tuple(given)
+    full = len(given) == 1 and given[0].dim() > 1 and given[0].shape[0] == count
+    return given[0].unbind(0) if full else tuple(given)
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
     """Whether there is a product for every group; one: they share a result."""
-    found = matrices(weight)
+    results = matrices(weight)
     said = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
-    if not found or any(w.dim() != 2 for w in found) or any(not t.dim() for t in x):
+    if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
         return said
     if group_type == 2:
         return (len(x) == len(weight) == 1 and weight[0].dim() == 2 and x[0].dim() == 2
                 and x[0].shape[1] == weight[0].shape[0]) or said  # fmt: skip
     several = len(x) > 1 or group_type == -1
-    if several and len(x) != len(found):
+    if several and len(x) != len(results):
         return said
     rank = x[0].dim() >= 2 and (x[0].dim() == 2 or (group_type == -1 and not one))
-    inner = all(t.dim() == x[0].dim() and t.shape[-1] == found[i if several else 0].shape[0] for i, t in enumerate(x))
-    same = all(w.shape[0] == found[0].shape[0] for w in found) if not several else True
-    width = all(w.shape[1] == found[0].shape[1] for w in found) if one else True
+    inner = all(t.dim() == x[0].dim() and t.shape[-1] == results[i if several else 0].shape[0] for i, t in enumerate(x))
+    same = all(w.shape[0] == results[0].shape[0] for w in results) if not several else True
+    width = all(w.shape[1] == results[0].shape[1] for w in results) if one else True
     return (rank and inner and same and width) or said
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
     """Whether there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
     wide = matrices(weight)
-    found = vectors(given, len(wide))
+    results = vectors(given, len(wide))
 
     def fits(v: torch.Tensor, w: torch.Tensor) -> bool:
         several = blocks and v.dim() == 2 and len(v) > 0 and w.shape[0] % len(v) == 0
         return v.shape[-1:] == w.shape[1:] and (v.dim() == 1 or several)
 
-    return len(found) == len(wide) and all(map(fits, found, wide))
+    return len(results) == len(wide) and all(map(fits, results, wide))
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
@@ -69,8 +69,8 @@ def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:
 
 def groups_of(group_list: np.ndarray, kind: int) -> list[int]:
     """Whose they are."""
-    found: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
-    return found
+    results: list[int] = group_list[::2].tolist() if kind == 2 else list(range(len(group_list)))
+    return results
 
 
 def grouped(group_list: np.ndarray, kind: int, x: Given, weight: Given, group_type: int) -> bool:

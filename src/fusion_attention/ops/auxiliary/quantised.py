@@ -96,9 +96,9 @@ def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
         return True
     if scales.dim() == 1:
         return scales.shape[0] in (1, x.shape[axis])
-    whole = [1] * x.dim()
-    whole[axis] = x.shape[axis]
-    return list(scales.shape) in (whole, [1] * x.dim())
+    full = [1] * x.dim()
+    full[axis] = x.shape[axis]
+    return list(scales.shape) in (full, [1] * x.dim())
 
 
 QUANTIZE = auxiliary(

@@ -45,7 +45,7 @@ def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **chan
     """A record of the same over int8, which has no lowering."""
     own: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
     more = changes.pop("sample")
-    samples = {layout: {**found, **more} for layout, found in op.samples.items()}
+    samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
     results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)
     return op.version(name, summary, params=params, results=results, **own, **{"samples": samples, **changes})
 

@@ -1,6 +1,6 @@
 """The questions that the rules of fused inference attention ask; each answers True, or says what came instead.
 
-Pure functions of shapes, lengths and dtypes. Refuses to know levels, codes and wording (rules.py).
+Pure functions of shapes, lengths and dtypes.
 """
 
 from __future__ import annotations
@@ -201,14 +201,14 @@ def may_empty(mode: int, kind: str, pre: int, next_: int, rows: np.ndarray, keys
     beyond = keys - rows
     match mode:
         case 0:
-            found = ((rows - keys - pre > 0) | (next_ < 0)) & (kind == "full")
+            result = ((rows - keys - pre > 0) | (next_ < 0)) & (kind == "full")
         case 3:
-            found = beyond < 0
+            result = beyond < 0
         case 4:
-            found = (pre < 0) | (next_ + beyond < 0)
+            result = (pre < 0) | (next_ + beyond < 0)
         case _:
-            found = np.zeros(1, bool)
-    return bool(np.any(found))
+            result = np.zeros(1, bool)
+    return bool(np.any(result))
 
 
 def hides_nothing(mask: Tensor, pre: int, next_: int) -> Outcome:
@@ -301,8 +301,8 @@ def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: T
     if number is None or (known and scale is None and query.dtype != torch.int8):
         return True
     wanted = out_dtypes(query, rope, scale)
-    found = str(known or "no such dtype").removeprefix("torch.")
-    return found in wanted or f"{number} ({found}), beside {' or '.join(wanted)}"
+    result = str(known or "no such dtype").removeprefix("torch.")
+    return result in wanted or f"{number} ({result}), beside {' or '.join(wanted)}"
 
 
 FUNCTIONS = checks.FUNCTIONS | {

@@ -1,7 +1,4 @@
-"""What the arguments of fused inference attention say together: axes, lengths, slots, and the shapes of results.
-
-Knows the words of input_layout and of cache shapes. Refuses to know rules, and what is computed.
-"""
+"""What the arguments of fused inference attention say together: axes, lengths, slots, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -51,12 +48,12 @@ def of_output(layout: str) -> str:
 
 def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
     """Axis words of rows of the query ("1") or key ("2") side in every input_layout; dim: their axis of elements."""
-    found = {}
+    results = {}
     for layout in (*LAYOUTS, "SH"):
         own = WORDS[of_output(layout) if output else of_inputs(layout)]
         sides = {"B": "B", "D": dim, **{axis: axis + side for axis in "STN"}}
-        found[layout] = "".join(sides.get(c, c) for c in own)
-    return found
+        results[layout] = "".join(sides.get(c, c) for c in own)
+    return results
 
 
 def lse_words() -> dict[str, str]:
@@ -116,22 +113,22 @@ def _ends(given: np.ndarray) -> np.ndarray:
 
 def _spread(given: np.ndarray | None, most: np.ndarray) -> np.ndarray:
     """A length per item: the first ones of a list, one for all, or all there is, also where a list is too short."""
-    found = most.copy()
+    result = most.copy()
     if given is not None and len(given):
-        found[: len(given) if len(given) > 1 else None] = given[: len(most)]
-    return found
+        result[: len(given) if len(given) > 1 else None] = given[: len(most)]
+    return result
 
 
 def _sizes(n: dict[str, Any]) -> dict[str, Any]:
     """Axes that lengths alone say, for samples, whose tensors are not there yet."""
     layout = n["input_layout"]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for side, name in (("1", "actual_seq_lengths"), ("2", "actual_seq_lengths_kv")):
         given = n.get(name)
         if packed(layout) and given is not None and len(given):
             lengths = given if layout == "SH" else _ends(given)
-            found |= {"B": len(given), f"S{side}": int(lengths.max())}
-    return found
+            results |= {"B": len(given), f"S{side}": int(lengths.max())}
+    return results
 
 
 def _unused(padding: np.ndarray) -> int:
@@ -228,9 +225,9 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         return _sizes(n)
     key, value = members(n["key"]), members(n["value"])
     layout, heads, paged = n["input_layout"], key_heads(n), n["block_table"] is not None
-    found = [form_of(t, key_layout(n, t), heads) or (0, 0, 0, 0) for t in key]
+    results = [form_of(t, key_layout(n, t), heads) or (0, 0, 0, 0) for t in key]
     of_value = form_of(value[0], key_layout(n, value[0]), heads)
-    tokens = np.array([form[2] for form in found], np.int64)
+    tokens = np.array([form[2] for form in results], np.int64)
     dim_v = of_value[3] if of_value and of_value[3] else n["D"]
     given = n["actual_seq_lengths"]
     batch = n["B"] if not packed(layout) else 1 if given is None else len(given)
@@ -263,8 +260,8 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "rows": rows,
         "columns": common + int((np.maximum(kv_first, 0) + kv_used).max(initial=0)),
         "cache_layout": key_layout(n, key[0]),
-        "blocks": found[0][0] if paged else 0,
-        "page": found[0][2] if paged else 0,
+        "blocks": results[0][0] if paged else 0,
+        "page": results[0][2] if paged else 0,
         "padded": int(fits.all()),
         "shape_out": out_shape({**n, "num_key_value_heads": heads, "num_heads": n["N1"]}),
     }
@@ -293,7 +290,7 @@ def out_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shape of softmax_lse, which has no elements where nobody asked."""
+    """The shape of softmax_lse, which has no elements if not requested."""
     if not n["softmax_lse_flag"]:
         return (0,)
     size = dict(zip(WORDS[of_inputs(n["input_layout"])].split(), n["query"].shape, strict=True))

@@ -1,4 +1,4 @@
-"""From a bound call of fused inference attention down to an InferenceCall: the last place that knows its words.
+"""Lowers a bound call of fused inference attention to the intermediate representation (InferenceCall).
 
 What lengths and shapes say together stands in geometry.py. What a record lacks has its neutral value.
 """
@@ -37,10 +37,10 @@ RESULTS = ("attention_out", LSE)
 def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the results of a call with these arguments."""
     q = n["query"]
-    found = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
+    results = {"attention_out": empty(q, out_shape(n), out_dtype(n))}
     if n["has_lse"]:
-        found[LSE] = empty(q, lse_shape(n), torch.float32)
-    return found
+        results[LSE] = empty(q, lse_shape(n), torch.float32)
+    return results
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ LSE = output(
     lse_words(),
     "",
     optional=True,
-    # One that nobody asked for may have any shape: it is not touched.
+    # One that was not requested may have any shape: it is not touched.
     form=lambda names: names["input_layout"] if names["softmax_lse_flag"] else "",
 )
 

@@ -55,8 +55,8 @@ class Indexer(TensorCall):
     def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
         """The gradients of values."""
         unpaged(self.problem.page_size)
-        found = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
-        return {name: found[f"d{name}"] for name in DIFFERENTIABLE}
+        result = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
+        return {name: result[f"d{name}"] for name in DIFFERENTIABLE}
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory for sparse_indices_out and, where they are wanted, sparse_values_out."""
@@ -72,18 +72,20 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the results of a forward call with these arguments."""
     q = n["query"]
     shape = (*q.shape[:-2], 1, n["sparse_count"])
-    found = {RESULTS[0]: empty(q, shape, torch.int32)}
-    return found | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
+    results = {RESULTS[0]: empty(q, shape, torch.int32)}
+    return results | ({RESULTS[1]: empty(q, shape)} if n["return_values"] else {})
 
 
 class _ForwardRun(Filled):
     __slots__ = ()
 
     def __init__(self, call: Indexer, outputs: Mapping[str, Tensor]) -> None:
-        found = tuple(outputs[name] for name in RESULTS if name in outputs)
-        buffers = tuple(buffer(tensor) for tensor in found)
+        results = tuple(outputs[name] for name in RESULTS if name in outputs)
+        buffers = tuple(buffer(tensor) for tensor in results)
         clears = () if call.covers(call.given("query")) else buffers
-        super().__init__((call.operands(buffers[0], buffers[1] if len(buffers) > 1 else None),), buffers, found, clears)
+        super().__init__(
+            (call.operands(buffers[0], buffers[1] if len(buffers) > 1 else None),), buffers, results, clears
+        )
 
     def begin(self) -> None:
         for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
@@ -111,8 +113,8 @@ class IndexerBackward(OfCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
-        call, found = self.call, tuple(outputs[name] for name in GRADIENTS)
-        dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in found)
+        call, result = self.call, tuple(outputs[name] for name in GRADIENTS)
+        dq, dk, dweights = buffers = tuple(buffer(tensor) for tensor in result)
         grads = IndexerGrads(
             dvalues=call.lists(self.dvalues),
             dq=call.rows(dq, call.problem.heads),
@@ -121,4 +123,4 @@ class IndexerBackward(OfCall):
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
-        return Filled((call.operands(narrow(self.indices), None), grads), buffers, found, clears)
+        return Filled((call.operands(narrow(self.indices), None), grads), buffers, result, clears)

@@ -1,4 +1,4 @@
-"""From a bound call of the indexer down to an Indexer: the last place that knows its words."""
+"""Lowers a bound call of the indexer to the intermediate representation (Indexer)."""
 
 from __future__ import annotations
 

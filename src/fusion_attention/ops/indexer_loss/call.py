@@ -1,7 +1,4 @@
-"""The indexer's loss and its statistics below their interfaces' words: the problem, the views, what goes before a run.
-
-Refuses to know any record's parameters but these.
-"""
+"""The indexer's loss and its statistics in the intermediate representation: problem, views, results."""
 
 from __future__ import annotations
 
@@ -144,8 +141,8 @@ class _LossRun(Filled):
 
     def __init__(self, call: Loss, outputs: Mapping[str, Tensor]) -> None:
         p, t, q = call.problem, call.tensors, call.given("query")
-        self.call, self.stats, found = call, statistics(q), tuple(outputs[name] for name in RESULTS)
-        dq, dk, dweights, loss = buffers = tuple(buffer(tensor) for tensor in found)
+        self.call, self.stats, result = call, statistics(q), tuple(outputs[name] for name in RESULTS)
+        dq, dk, dweights, loss = buffers = tuple(buffer(tensor) for tensor in result)
         query_rope, key_rope = t["query_rope"], t["key_rope"]
         first = call.first()
         index_stats = [t[name] for name in INDEX_STATISTICS] if first is None else first[1].values()
@@ -165,7 +162,7 @@ class _LossRun(Filled):
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = (tensor for tensor, side in sides if not call.covers(tensor, side))
         nothing = () if len(call.extents) else (loss,)  # Then no back end runs.
-        super().__init__((operands, grads), (*buffers, *self.stats), found, (*clears, *nothing), first)
+        super().__init__((operands, grads), (*buffers, *self.stats), result, (*clears, *nothing), first)
 
     def begin(self) -> None:
         super().begin()

@@ -1,4 +1,4 @@
-"""From a bound call of the loss, or of the indexer's statistics, down to what runs: the last place with its words."""
+"""Lowers a bound call of the indexer's loss or of its statistics to the intermediate representation."""
 
 from __future__ import annotations
 

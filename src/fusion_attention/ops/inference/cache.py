@@ -1,7 +1,4 @@
-"""Where the rows of a cache lie: one tensor, one per sequence, or pages; and the scales of what it stores.
-
-Refuses to know how an interface says any of it.
-"""
+"""Where the rows of a cache lie: one tensor, one per sequence, or pages; and the scales of what it stores."""
 
 from __future__ import annotations
 

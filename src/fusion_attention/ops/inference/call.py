@@ -1,7 +1,6 @@
 """Inference as interfaces run it: query rows against a cache that is stacked, listed or paged, of floats or integers.
 
-Views are made here, from layouts and lengths; those of a cache in cache.py. Refuses to know how an interface says any
-of it.
+Views are made here, from layouts and lengths; those of a cache in cache.py.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class InferenceCall:
         if self.names[1:] == (LSE,):
             return {self.names[0]: another(out), LSE: empty(stats, self._lse_shape(stats))}
         more = self.stats() if len(self.names) > 1 else ()
-        found = dict(zip(self.names, (another(out), *more), strict=True))
-        return found | {name: empty(stats, (0,)) for name in self.absent}
+        result = dict(zip(self.names, (another(out), *more), strict=True))
+        return result | {name: empty(stats, (0,)) for name in self.absent}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the query, the cache and the outputs."""

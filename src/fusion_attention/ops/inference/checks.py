@@ -1,6 +1,6 @@
 """The questions that the rules of decoding ask of a call; each answers True, or says what came instead.
 
-Pure functions of shapes, lengths and page tables. Refuses to know levels, codes and wording (rules.py).
+Pure functions of shapes, lengths and page tables.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def cache_fits(
     if heads < 1:
         return True
     paged = table is not None
-    found = [sizes(t, page_layout(t) if paged else layout, heads) for t in key]
-    wrong = next((i for i, size in enumerate(found) if size is None or size[2] != dim), -1)
+    results = [sizes(t, page_layout(t) if paged else layout, heads) for t in key]
+    wrong = next((i for i, size in enumerate(results) if size is None or size[2] != dim), -1)
     if wrong >= 0:
         return f"tensor {wrong} with shape {list(key[wrong].shape)}" if len(key) > 1 else show(key)
-    whole = [size for size in found if size is not None]
+    full = [size for size in results if size is not None]
     if paged:
-        return (len(key) == 1 and whole[0][1] == block_size) or show(key)
+        return (len(key) == 1 and full[0][1] == block_size) or show(key)
     if len(key) == 1:
-        return whole[0][0] == batch or show(key)
-    one = all(size[0] == 1 for size in whole)
-    return (len(key) == batch and one) or f"{len(key)} tensors for {batch} items, batch {whole[0][0]} in the first"
+        return full[0][0] == batch or show(key)
+    one = all(size[0] == 1 for size in full)
+    return (len(key) == batch and one) or f"{len(key)} tensors for {batch} items, batch {full[0][0]} in the first"
 
 
 def same_shapes(value: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> bool | str:

@@ -248,8 +248,8 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
     """The axes N2, S2 and Dv, lengths per sequence, and what the cache holds."""
     layout, batch = names["cache_layout"], names["B"]
     heads = heads_of(names["k"], layout)
-    found = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
-    tokens = np.array([size[1] for size in found], np.int64)
+    results = [sizes(t, layout, heads) or (0, 0, 0) for t in names["k"]]
+    tokens = np.array([size[1] for size in results], np.int64)
     paged = names["block_table"] is not None
     capacity = np.full(batch, INFINITE, np.int64)
     if not paged:
@@ -265,10 +265,10 @@ def geometry(names: dict[str, Any]) -> dict[str, Any]:
         "N2": heads,
         "S2": int(tokens.max(initial=0)),
         "Dv": names["dim_v"] if values is None else names["D"] if same else stored,
-        "blocks": found[0][0],
-        "page_size": found[0][1] if paged else 0,
+        "blocks": results[0][0],
+        "page_size": results[0][1] if paged else 0,
         "capacity": capacity,
-        "columns": (names["block_table"].shape[1] * found[0][1]) if paged else int(tokens.max(initial=0)),
+        "columns": (names["block_table"].shape[1] * results[0][1]) if paged else int(tokens.max(initial=0)),
         "kv_len": kv_len,
         "q_len": q_len,
     }

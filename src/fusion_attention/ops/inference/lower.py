@@ -1,4 +1,4 @@
-"""From a bound call of CANN's decoding down to an InferenceCall: the last place that knows its words.
+"""Lowers a bound call of CANN's decoding to the intermediate representation (InferenceCall).
 
 What a record lacks has its neutral value. Loops over nothing.
 """
@@ -27,14 +27,14 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     paged, batch = n["block_table"] is not None, n["B"]
     heads = n["num_key_value_heads"] or n["N1"]
     layout = page_layout(n["key"][0]) if paged else n["input_layout"]
-    found = [sizes(t, layout, heads) or (0, 0, 0) for t in n["key"]]
-    tokens = np.array([size[1] for size in found], np.int64)
+    results = [sizes(t, layout, heads) or (0, 0, 0) for t in n["key"]]
+    tokens = np.array([size[1] for size in results], np.int64)
     capacity = np.full(batch, INFINITE, np.int64) if paged else np.broadcast_to(tokens, batch)
     given = n["actual_seq_lengths"]
     kv_len = capacity if given is None else np.broadcast_to(given[0], batch) if len(given) == 1 else given[:batch]
     kv_len = np.array(kv_len, np.int64)
     padding = n["kv_padding_size"]
-    pads_left = padding is not None and not paged and given is not None and len(found) == 1
+    pads_left = padding is not None and not paged and given is not None and len(results) == 1
     first = np.zeros(batch, np.int64)
     if pads_left:
         first = capacity - max(int(padding[0]), 0) - kv_len
@@ -44,7 +44,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     return {
         "N2": heads,
         "S2": int(tokens.max(initial=0)),
-        "blocks": found[0][0],
+        "blocks": results[0][0],
         "capacity": capacity,
         "kv_len": kv_len,
         "first": first,

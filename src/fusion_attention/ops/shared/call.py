@@ -33,9 +33,9 @@ class TensorCall:
 
     def given(self, name: str) -> Tensor:
         """A tensor that the call has."""
-        found = self.tensors[name]
-        assert found is not None
-        return found
+        result = self.tensors[name]
+        assert result is not None
+        return result
 
     @property
     def device(self) -> torch.device:

@@ -66,7 +66,7 @@ def band_fits(band: Band | None, count: int) -> Outcome:
 
 
 def stays_unread(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of indices or pages has no content, or has it on a device where nobody asked for a check.
+    """Whether a tensor of indices or pages has no content, or has it on a device where no check was requested.
 
     Reading would wait for the device, which a captured graph cannot; kernels there reach nothing outside whatever it
     holds.

@@ -172,9 +172,9 @@ def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> b
     batch, token, _ = LAYOUTS[layout]
     held = tensor.shape[token]
     key = ("covered", side, batch is None, held)
-    found: bool | None = extents.call_cache.get(key)
-    if found is None:
+    result: bool | None = extents.call_cache.get(key)
+    if result is None:
         lengths = extents.q_len if side == "q" else extents.kv_len
-        found = int(lengths.sum()) == held if batch is None else bool((lengths == held).all())
-        keep(extents, key, found)
-    return found
+        result = int(lengths.sum()) == held if batch is None else bool((lengths == held).all())
+        keep(extents, key, result)
+    return result

@@ -79,13 +79,13 @@ class Sparse(TensorCall):
         out, top, total = (results[name] for name in RESULTS)
         dout, dlse = (upstream.get(name) for name in RESULTS[:2])
         dout = torch.zeros_like(out) if dout is None else dout
-        found = run(SparseBackward(self, dout, out, top, total, dlse))
-        return {t: found[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in found}
+        result = run(SparseBackward(self, dout, out, top, total, dlse))
+        return {t: result[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in result}
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
-        found = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
-        return found if self.stats else {RESULTS[0]: found[RESULTS[0]]}
+        result = fresh({**self.tensors, "layout": self.layout, "dim_v": self.problem.dim_v})
+        return result if self.stats else {RESULTS[0]: result[RESULTS[0]]}
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors; kernels write statistics in their own order."""

@@ -1,6 +1,6 @@
 """The questions that the rules of sparse attention and of the indexer ask: each answers True, or says what came.
 
-Pure functions of lengths, lists of selected blocks and page tables. Refuses to know levels, codes and wording.
+Pure functions of lengths, lists of selected blocks and page tables.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
         kv_len = q_len if packed else np.full(len(q_len), names["S2"], np.int64)
     else:
         kv_len = lengths_of(given) if form == "TND" and cumulative else given
-    found: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len}
+    results: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len}
     if packed:
-        found |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
+        results |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
     if form != "BSND":
-        found["S2"] = int(kv_len.max(initial=0))
-    return found
+        results["S2"] = int(kv_len.max(initial=0))
+    return results
 
 
 # ---------------------------------------------------------------------------------------------------- selected blocks

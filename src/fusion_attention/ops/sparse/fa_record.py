@@ -90,7 +90,7 @@ RECORD = V1.version(
     ),
     rulings=(1, 2, 6, 10, 11, 12, 17, 18, 23, 25),
     neutral={**NEUTRAL, "cumulative": False, "sparse_mode": 3},
-    # Of the maximum: the gradient of max + log(sum), of which nobody sees the parts.
+    # Of the maximum: the gradient of max + log(sum), whose parts are not visible.
     trains={"attention_out": DIFFERENTIABLE, "softmax_max": DIFFERENTIABLE},
     blank_is_absent=False,
     derive=_derive,

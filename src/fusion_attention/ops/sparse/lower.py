@@ -1,4 +1,4 @@
-"""From a bound call of sparse attention down to a Sparse: the last place that knows its words."""
+"""Lowers a bound call of sparse attention to the intermediate representation (Sparse)."""
 
 from __future__ import annotations
 

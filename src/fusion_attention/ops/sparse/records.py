@@ -263,10 +263,10 @@ RULES = LENGTHS + NEEDS_KEY_LENGTHS + PAGES + TABLES + TABLE_LIMITS + SHAPES + S
 
 def derive(names: dict[str, Any]) -> dict[str, Any]:
     """Lengths and axes; without a value its rows are the key's."""
-    found = lengths(names)
+    result = lengths(names)
     if names["value"] is None and names["Dv"] is None:
-        found["Dv"] = names["D"]
-    return found
+        result["Dv"] = names["D"]
+    return result
 
 
 def derive_forward(names: dict[str, Any]) -> dict[str, Any]:

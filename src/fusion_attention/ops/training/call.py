@@ -1,7 +1,4 @@
-"""A dense call: training attention below its interfaces' words, and the views of its tensors, outputs and gradients.
-
-Refuses to know any record's parameters.
-"""
+"""A dense call: training attention below its interfaces' words, and the views of its tensors, outputs and gradients."""
 
 from __future__ import annotations
 

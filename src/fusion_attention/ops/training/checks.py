@@ -1,6 +1,6 @@
 """The questions that the rules of training attention ask of a call; each answers True, or says what came instead.
 
-Pure functions of lengths, windows and masks. Refuses to know levels, codes and wording (rules.py).
+Pure functions of lengths, windows and masks.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
         broken += [(pre < kv_len[cut], f"pre_tokens >= kv_len of item {cut}")]
         broken += [(q_len[cut] - next_ > kv_len[cut], f"q_len - next_tokens <= kv_len for item {cut}")]
         broken += [(mode == 7 and next_ > 0, "next_tokens <= 0")]
-    for found, rule in broken:
-        if np.any(found):
-            item = f"item {int(np.argmax(found))}: " if np.ndim(found) else ""
+    for result, rule in broken:
+        if np.any(result):
+            item = f"item {int(np.argmax(result))}: " if np.ndim(result) else ""
             return f"{item}{given} break {rule}"
     return True
 

@@ -1,4 +1,4 @@
-"""From a bound call of training attention down to a DenseCall: the last place that knows its words.
+"""Lowers a bound call of training attention to the intermediate representation (DenseCall).
 
 Forward and gradient records lower alike; what a record lacks has its neutral value.
 """

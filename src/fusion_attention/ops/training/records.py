@@ -212,15 +212,15 @@ OF_SLOPES = (21, 22)
 
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
     """Lengths per sequence, the axes B, S1 and S2 where rows are packed, and the form of pse."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if names["input_layout"] == "TND":
         q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
-        found = {"B": len(q_len), "S1": int(q_len.max()), "S2": int(kv_len.max())}
+        results = {"B": len(q_len), "S1": int(q_len.max()), "S2": int(kv_len.max())}
     else:
         q_len = np.full(names["B"], names["S1"], np.int64)
         kv_len = np.full(names["B"], names["S2"], np.int64)
-    found |= {"q_len": q_len, "kv_len": kv_len}
-    return found | {"pse_form": _pse_form({**names, **found})}
+    results |= {"q_len": q_len, "kv_len": kv_len}
+    return results | {"pse_form": _pse_form({**names, **results})}
 
 
 def _pse_form(names: dict[str, Any]) -> str:

@@ -1,7 +1,4 @@
-"""Training attention as interfaces run it: a DenseCall and its outputs, forward and backward.
-
-Knows in which form each record keeps statistics. Refuses to know its parameters.
-"""
+"""Training attention as interfaces run it: a DenseCall and its outputs, forward and backward."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def statistics_in_order(
     mode, pre, next_, prefixes = band
     lo, hi, prefix = mode_band(mode, mask is not None, pre, next_, prefixes, q_len, kv_len)
     whose = "token" if order else "item"
-    found = ""
+    result = ""
     for b in np.flatnonzero((q_len > 1) & (kv_len > 0))[:SEQUENCES]:
         row, key = (_spread(int(n[b]), most, rows[0].device) for n, most in ((q_len, ROWS), (kv_len, KEYS)))
         at_row, at_key = row[:, None], key[None]
@@ -66,11 +66,11 @@ def statistics_in_order(
         beyond = {name: least > lse + (lse.abs() + int(kv_len[b])) * TERM for name, lse in sums.items()}
         if bool(beyond["item" if order else "token"].any()):
             return True
-        if not found and bool(beyond[whose].any()):
+        if not result and bool(beyond[whose].any()):
             head, at = beyond[whose].nonzero()[0].tolist()
             own, lse = float(least[head, at]), float(sums[whose][head, at])
-            found = f"item {b}, row {int(row[at])}, head {head}: log-sum {lse:.4g}, keys that add up to {own:.4g}"
-    return f"{found}; the other order fits" if found else True
+            result = f"item {b}, row {int(row[at])}, head {head}: log-sum {lse:.4g}, keys that add up to {own:.4g}"
+    return f"{result}; the other order fits" if result else True
 
 
 def _spread(count: int, most: int, device: torch.device) -> Tensor:

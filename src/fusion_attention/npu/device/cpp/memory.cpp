@@ -103,7 +103,7 @@ at::Tensor tensor(c10::Storage storage, DispatchKey key, const TensorImpl *like)
     return at::Tensor(std::move(made));
 }
 
-// A twin for a storage around memory that is somebody else's: it keeps what kept the memory.
+// A twin for a storage around memory of another owner: it keeps what kept the memory.
 StorageImpl *adopted(StorageImpl *storage) {
     static std::mutex lock;
     std::lock_guard<std::mutex> held(lock);

@@ -31,7 +31,7 @@ inline DispatchKey base_key() { return base() == DeviceType::CUDA ? DispatchKey:
 
 inline bool on_npu(const at::Tensor &t) { return t.defined() && t.unsafeGetTensorImpl()->device_type() == NPU; }
 
-// The twin of a storage of npu; a storage that torch made around somebody's memory (from_blob) gets one.
+// The twin of a storage of npu; a storage that torch made around foreign memory (from_blob) gets one.
 StorageImpl *twin_of(StorageImpl *storage);
 
 // A storage of npu in front of a storage of the device that computes. On a host its number is the one given; elsewhere

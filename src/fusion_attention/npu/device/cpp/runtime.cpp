@@ -219,7 +219,7 @@ void set_count(int64_t devices) {
     (void)hooks;
     present = devices > 0;
     if (present) count = static_cast<int>(std::min<int64_t>(devices, std::numeric_limits<DeviceIndex>::max()));
-    // Whoever names the device next imports torch.npu first, and is told there that install() was taken back.
+    // The next use of the device imports torch.npu first, which reports that install() was taken back.
     if (!present) torch::utils::set_requires_device_init(NPU, true);
 }
 
