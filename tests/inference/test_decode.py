@@ -15,7 +15,7 @@ from support.two_phase import call
 import fusion_attention as fa
 from fusion_attention import acl, aclnn, npu
 from fusion_attention.backends import cpu
-from fusion_attention.contract import Memo, bind
+from fusion_attention.contract import CallCache, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import InferenceCall
@@ -38,7 +38,7 @@ def wide(call: InferenceCall) -> InferenceCall:
 
     k, v = (tuple(promote(t) for t in side) for side in (call.k, call.v))
     problem = replace(call.problem, dtype="float64")
-    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), call_cache=Memo())
+    return replace(call, problem=problem, q=call.q.double(), k=k, v=v, bias=promote(call.bias), call_cache=CallCache())
 
 
 def run(call: InferenceCall, backend: str) -> torch.Tensor:

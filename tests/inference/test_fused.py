@@ -10,7 +10,7 @@ from support.fused import FusedCase, answer, arguments
 from support.fused_cases import CASES, PROMPTS
 
 from fusion_attention.backends import cpu
-from fusion_attention.contract import Memo, bind
+from fusion_attention.contract import CallCache, bind
 from fusion_attention.ops.fused import records as fused
 from fusion_attention.ops.inference import records as inference
 from fusion_attention.ops.inference.call import LSE, InferenceCall
@@ -43,7 +43,7 @@ def wide(call: InferenceCall) -> InferenceCall:
 
     names = ("q", "k", "v", "bias", "q_rope", "k_rope", "k_common", "v_common")
     changed = {name: promote(getattr(call, name)) for name in names}
-    return replace(call, problem=replace(call.problem, dtype="float64"), call_cache=Memo(), **changed)
+    return replace(call, problem=replace(call.problem, dtype="float64"), call_cache=CallCache(), **changed)
 
 
 def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:

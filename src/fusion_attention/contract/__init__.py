@@ -11,7 +11,7 @@ from fusion_attention.contract.arguments import span as span
 from fusion_attention.contract.arguments import to_array as to_array
 from fusion_attention.contract.arguments import trained as trained
 from fusion_attention.contract.binding import Bound as Bound
-from fusion_attention.contract.binding import Memo as Memo
+from fusion_attention.contract.binding import CallCache as CallCache
 from fusion_attention.contract.binding import bind as bind
 from fusion_attention.contract.binding import outside as outside
 from fusion_attention.contract.expressions import dtype_text as dtype_text

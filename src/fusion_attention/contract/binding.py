@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(eq=False, slots=True)
-class Memo:
+class CallCache:
     """What all calls of one signature with the same arrays share: everything but tensors and their content.
 
     Attributes:
@@ -122,7 +122,7 @@ class _Settled:
     arrays: tuple[bytes, ...]
     names: dict[str, Any]
     notes: list[str]
-    call_cache: Memo = field(default_factory=Memo)
+    call_cache: CallCache = field(default_factory=CallCache)
     within: dict[str, Any] | None = None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Bound, intact, lazy
+from fusion_attention.ir.problem import Operands
 from fusion_attention.memory import empty
 from fusion_attention.ops.training.call import (
     BIAS,
@@ -25,7 +26,7 @@ from fusion_attention.ops.training.call import (
     operands_of,
     pattern,
 )
-from fusion_attention.plan import plan
+from fusion_attention.plan import Plan, plan
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.autograd_guards import once
 from fusion_attention.torch_ops.prepared import Prepared
@@ -83,13 +84,19 @@ def attention_backward(
     return gradients
 
 
-def run_forward(call: DenseCall, results: Tensors, backend: str) -> None:
-    """Computes into results = (out, max, sum): out in q's layout, statistics as stats_shape() and contiguous."""
+def run_forward(call: DenseCall, results: Tensors, backend: str) -> tuple[Plan, Operands] | None:
+    """Computes into results = (out, max, sum): out in q's layout, statistics as stats_shape() and contiguous.
+
+    Returns the plan and the views that it used; None for a batch without sequences.
+    """
     if not call.covers("q"):
         for tensor in results:
             tensor.zero_()
-    if len(call.extents):
-        plan(call.problem, call.extents, call.q.device, backend).run(operands_of(call, *results))
+    if not len(call.extents):
+        return None
+    planned, views = plan(call.problem, call.extents, call.q.device, backend), operands_of(call, *results)
+    planned.run(views)
+    return planned, views
 
 
 def run_backward(
@@ -127,12 +134,11 @@ def _forward(call: DenseCall, backend: str, *, stats: bool = True) -> Results:
     if prepared is not None:
         return prepared.run(call.q, call.k, call.v, stats=stats)
     results = fresh(call)
-    run_forward(call, results, backend)
-    if call.call_cache is not None and len(call.extents) and call.covers("q"):
-        views = operands_of(call, *results)
+    ran = run_forward(call, results, backend)
+    if ran is not None and call.call_cache is not None and call.covers("q"):
+        planned, views = ran
         if (rows := pattern(call, views)) is not None:
-            result = plan(call.problem, call.extents, call.q.device, backend)
-            call.call_cache.prepared[backend] = Prepared(result, views, rows, results)
+            call.call_cache.prepared[backend] = Prepared(planned, views, rows, results)
     return results
 
 

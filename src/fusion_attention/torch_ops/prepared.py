@@ -1,6 +1,6 @@
 """A forward whose plan and views are known: what remains of a call is where its tensors begin.
 
-Kept in the call cache of a signature and its lengths (contract.Memo), by back end.
+Kept in the call cache of a signature and its lengths (contract.CallCache), by back end.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fusion_attention.contract import Memo
+from fusion_attention.contract import CallCache
 from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
@@ -81,7 +81,7 @@ class InferenceCall:
     sink: Tensor | None = None
     out_quant: tuple[Tensor | None, Tensor | None] = (None, None)
     names: tuple[str, ...] = ("attention_out",)
-    call_cache: Memo = field(default_factory=Memo)
+    call_cache: CallCache = field(default_factory=CallCache)
     out_layout: str = ""
     lse_by_batch: bool = False
     absent: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Memo
+from fusion_attention.contract import CallCache
 from fusion_attention.ir.kv import MatrixView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
@@ -47,7 +47,7 @@ class DenseCall:
     extras: tuple[Tensor | None, ...]
     seed: int = 0
     offset: int = 0
-    call_cache: Memo | None = field(default=None, init=False)
+    call_cache: CallCache | None = field(default=None, init=False)
 
     @property
     def device(self) -> torch.device:
