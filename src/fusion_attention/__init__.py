@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from fusion_attention.backends import use_backend
     from fusion_attention.captures.capture import capture
     from fusion_attention.captures.reader import CaptureError
-    from fusion_attention.captures.replay import Replay, replay
     from fusion_attention.contract import BackendError, ContractError, ContractWarning
     from fusion_attention.ir.mask import Band
     from fusion_attention.judging.calls import JudgeError
     from fusion_attention.judging.judge import diagnose, judge
+    from fusion_attention.judging.replay import Replay, replay
     from fusion_attention.judging.verdict import Judgement
     from fusion_attention.refusals.explanation import explain
     from fusion_attention.settings import strict
@@ -65,7 +65,7 @@ _HOMES = {
     "JudgeError": "judging.calls",
     "Judgement": "judging.verdict",
     "PagedKVCache": "api.cache",
-    "Replay": "captures.replay",
+    "Replay": "judging.replay",
     "attention": "api.attention",
     "capture": "captures.capture",
     "decode_attention": "api.decode",
@@ -76,7 +76,7 @@ _HOMES = {
     "judge": "judging.judge",
     "lightning_indexer": "api.sparse",
     "pack_lists": "api.sparse",
-    "replay": "captures.replay",
+    "replay": "judging.replay",
     "sparse_attention": "api.sparse",
     "strict": "settings",
     "use_backend": "backends",

@@ -16,9 +16,9 @@ import torch
 from support.surroundings import Seen
 
 import fusion_attention as fa
-from fusion_attention.api import attention as api
 from fusion_attention.captures.capture import PLACES
 from fusion_attention.npu import training
+from fusion_attention.torch_ops import dense
 
 
 @pytest.fixture(autouse=True)
@@ -239,21 +239,21 @@ def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), fa.capture(tmp_path / "file"):
         pass
-    assert api.forward.__qualname__ == "forward"
+    assert dense.forward.__qualname__ == "forward"
 
 
 def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
-    before, seen = api.forward, []
+    before, seen = dense.forward, []
     with fa.capture(tmp_path) as recorded:
-        below = api.forward
-        monkeypatch.setattr(api, "forward", lambda *args, **how: seen.append(args) or below(*args, **how))
+        below = dense.forward
+        monkeypatch.setattr(dense, "forward", lambda *args, **how: seen.append(args) or below(*args, **how))
         small()
     small()
     with fa.capture(tmp_path) as again:
         small()
     assert (len(seen), len(recorded.files), len(again.files)) == (3, 1, 1)
-    monkeypatch.setattr(api, "forward", before)
+    monkeypatch.setattr(dense, "forward", before)
 
 
 def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from support.bits import same_bits
 from support.support_tables import table, write, written
 
 from fusion_attention import npu
-from fusion_attention.api import attention as api
 from fusion_attention.integrations import sdpa
 from fusion_attention.testing.drawn import attend, compare_with
+from fusion_attention.torch_ops import dense
 
 PAGE = "with_sdpa.md"
 TORCHS = F.scaled_dot_product_attention
@@ -32,8 +32,8 @@ Shape = tuple[int, ...]
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One element for every call that this library computes."""
     seen: list[Any] = []
-    forward = api.forward
-    monkeypatch.setattr(api, "forward", lambda *args, **how: seen.append(args) or forward(*args, **how))
+    forward = dense.forward
+    monkeypatch.setattr(dense, "forward", lambda *args, **how: seen.append(args) or forward(*args, **how))
     return seen
 
 

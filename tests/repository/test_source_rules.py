@@ -1,4 +1,4 @@
-"""The rules of the source tree (docs/dev/design.md), held against the tree itself: floors, words, lengths, the native
+"""The rules of the source tree (docs/dev/design.md), held against the tree itself: layers, words, lengths, the native
 module.
 
 Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
@@ -18,10 +18,10 @@ from support.sources import PACKAGE, ROOT, SOURCE, modules
 
 from fusion_attention import _native
 
-# ------------------------------------------------------------------------------------------------------------- floors
+# ------------------------------------------------------------------------------------------------------------- layers
 
-# A module, or a package with all it holds -> its floor. Imports run down, or stay on a floor.
-FLOORS = {
+# A module, or a package with all it holds -> its layer. Imports run down, or stay on a layer.
+LAYERS = {
     "__main__": 7, "cli": 7, "api": 7, "refusals": 7, "bench": 7, "distributed": 7, "nn": 7, "npu": 7, "captures": 7,
     "integrations": 7, "explorer": 7, "judging": 7, "capi": 7, "fake_npu": 7,
     "aclnn": 6, "acl": 6, "torch_ops": 6, "_aclnn": 6,
@@ -32,7 +32,7 @@ FLOORS = {
     "_native": 0,
 }  # fmt: skip
 
-# Outside the floors: the interface (test_imports.py: what it shows comes late); testing sees all, and only tests see
+# Outside the layers: the interface (test_imports.py: what it shows comes late); testing sees all, and only tests see
 # it, and the command that judges as they do.
 INTERFACE, TESTING = "", "testing"
 JUDGES = ("cli.selftest",)
@@ -96,18 +96,18 @@ def package_imports(module: str) -> list[tuple[str, int, bool]]:
     ]
 
 
-def floor(module: str) -> int:
-    return FLOORS[module.split(".")[0]]
+def layer(module: str) -> int:
+    return LAYERS[module.split(".")[0]]
 
 
-def wing(module: str) -> str:
-    """On floor 4: ops is one wing, every back end is one of its own."""
+def part(module: str) -> str:
+    """On layer 4: ops is one part, every back end is one of its own."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
 
 
 def reason_against(importer: str, imported: str) -> str | None:
-    """Why one module of the house may not import another; None when it may."""
+    """Why one module of the package may not import another; None when it may."""
     if inside(importer, TESTING):
         return None
     if inside(imported, TESTING):
@@ -115,21 +115,21 @@ def reason_against(importer: str, imported: str) -> str | None:
     if importer == INTERFACE:
         return None
     if imported == INTERFACE:
-        return None if floor(importer) == 7 else "only the top floor may see the package's interface"
-    if floor(imported) > floor(importer):
-        return f"floor {floor(importer)} must not reach up to floor {floor(imported)}"
+        return None if layer(importer) == 7 else "only the top layer may see the package's interface"
+    if layer(imported) > layer(importer):
+        return f"layer {layer(importer)} must not reach up to layer {layer(imported)}"
     if importer == "backends" and inside(imported, importer):
         return None  # It loads the back end that it chose.
-    if floor(imported) == floor(importer) == 4 and wing(imported) not in (wing(importer), "backends"):
+    if layer(imported) == layer(importer) == 4 and part(imported) not in (part(importer), "backends"):
         return "ops and every back end never see each other"
     return None
 
 
-def test_every_module_has_a_floor() -> None:
+def test_every_module_has_a_layer() -> None:
     strangers = [
-        name for name in modules() if name not in (INTERFACE, TESTING) and name.split(".")[0] not in (*FLOORS, TESTING)
+        name for name in modules() if name not in (INTERFACE, TESTING) and name.split(".")[0] not in (*LAYERS, TESTING)
     ]
-    assert not strangers, f"no floor in tests/repository/test_source_rules.py (and docs/dev/design.md) for: {strangers}"
+    assert not strangers, f"no layer in tests/repository/test_source_rules.py (and docs/dev/design.md) for: {strangers}"
 
 
 def test_imports_run_down() -> None:
@@ -143,7 +143,7 @@ def test_imports_run_down() -> None:
 
 
 def test_no_import_circle() -> None:
-    """Floors allow neighbours to import each other; a circle, late imports counted, they do not."""
+    """Layers allow neighbours to import each other; a circle, late imports counted, they do not."""
     graph = {module: {name for name, _, _ in package_imports(module)} - {module} for module in modules()}
     done: set[str] = set()
 
@@ -158,7 +158,21 @@ def test_no_import_circle() -> None:
         visit(module, ())
 
 
-def test_the_contract_has_one_integration() -> None:
+def test_no_package_cycle() -> None:
+    """Packages of one layer may import each other in one direction, late imports counted."""
+    graph: dict[str, set[str]] = {}
+    for module in modules():
+        package = module.split(".")[0]
+        if package not in ("", TESTING):
+            used = {name.split(".")[0] for name, _, _ in package_imports(module)}
+            graph.setdefault(package, set()).update(used - {package, "", TESTING})
+    while leaves := [package for package, used in graph.items() if not used & graph.keys()]:
+        for package in leaves:
+            del graph[package]
+    assert not graph, f"a cycle among {sorted(graph)}"
+
+
+def test_the_contract_is_imported_as_a_package() -> None:
     """Its names come from the package; pages and sampling, which serve the command and tests, are asked for by name."""
     inner = {"contract", "contract.doc_pages", "contract.sampling"}
     wrong = [

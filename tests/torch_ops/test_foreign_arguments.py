@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusion_attention as fa
-from fusion_attention.api.foreign_arguments import _WORDS
+from fusion_attention.torch_ops.foreign_arguments import _WORDS
 
 OURS = set(inspect.signature(fa.attention).parameters) - {"foreign"}
 FLASH = "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"

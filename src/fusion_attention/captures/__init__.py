@@ -1,1 +1,1 @@
-"""Calls recorded to files (capture.py), and computed again from them on any machine (replay.py)."""
+"""Calls recorded to files (capture.py), and read from them (reader.py)."""

@@ -1,4 +1,4 @@
-"""Calls recorded to files: capture() around any code; replay.py computes them again, on any machine.
+"""Calls recorded to files: capture() around any code; judging/replay.py computes them again, on any machine.
 
 A capture is one .safetensors file: tensors by the record's parameter names, everything else as JSON in its metadata.
 """
@@ -19,24 +19,22 @@ from typing import Any
 
 import torch
 
-from fusion_attention.api import attention
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
 from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bits
-from fusion_attention.captures.replay import CaptureError, Replay, replay
 from fusion_attention.captures.results import BACKWARD, FORWARD, OWN, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
 from fusion_attention.patches import Changes, Counted, Layer
-from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops import dense, dispatch
 
-__all__ = ["CaptureError", "Replay", "capture", "replay"]
+__all__ = ["capture"]
 
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: without a recording a call is not slower, and those of a real torch_npu can only be replaced.
-PLACES = ((training_call, "forward"), (training_call, "backward"), (attention, "forward"), (dispatch, "results"))
+PLACES = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
 
 
 class capture(Counted):
@@ -57,6 +55,7 @@ class capture(Counted):
 
     Example:
         >>> import tempfile
+        >>> from fusion_attention import replay
         >>> q = torch.randn(1, 16, 2, 64)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with capture(folder) as recorded:

@@ -17,7 +17,7 @@ from fusion_attention.cli.output import BAD_INPUT, device_of, progress, refuse, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusion_attention.captures.replay import Replay
+    from fusion_attention.judging.replay import Replay
 
 COMMAND = "replay"
 RIGHT, UNJUDGED, WRONG, UNREADABLE = "right", "unjudged", "wrong", "unreadable"
@@ -119,8 +119,8 @@ def calls(
     files: list[Path], backend: str, device: Any, runs: int, advance: Callable[[float, str], None]
 ) -> Iterator[Call]:
     """Every file's call, one in memory at a time."""
-    from fusion_attention.captures.replay import CaptureError
     from fusion_attention.contract import BackendError
+    from fusion_attention.judging.replay import CaptureError
 
     for number, file in enumerate(files):
         advance(number, file.name)
@@ -139,9 +139,9 @@ def summary(found: list[Call]) -> dict[str, Any]:
 
 
 def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
-    from fusion_attention.captures import replay as captures
+    from fusion_attention.judging import replay as replaying
 
-    result = captures.replay(file, backend=backend, device=device)
+    result = replaying.replay(file, backend=backend, device=device)
     verdict, reason = _verdict(result)
     first = next(iter(result.recorded.values()), None)
     sizes = "" if first is None else f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"

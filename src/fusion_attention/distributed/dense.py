@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 
-from fusion_attention.api.attention import EmptyRows, Layout, Lengths
-from fusion_attention.api.attention import attention as of_one_process
-from fusion_attention.api.attention import forward as forward_of_one_process
-from fusion_attention.api.foreign_arguments import refuse
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind, intact
 from fusion_attention.distributed import schedules
@@ -31,9 +27,12 @@ from fusion_attention.ir.merge import Partial
 from fusion_attention.ops.shared.layouts import LAYOUTS, wide
 from fusion_attention.ops.training import fa_record as record
 from fusion_attention.ops.training.call import DenseCall, owns_bias
+from fusion_attention.ops.training.fa_record import EmptyRows, Layout, Lengths
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.autograd_guards import constants, once
+from fusion_attention.torch_ops.dense import forward as forward_of_one_process
+from fusion_attention.torch_ops.foreign_arguments import refuse
 
 Tensor = torch.Tensor
 _ROWS, _KEYS, _MATRICES = ("q", "q_rope"), ("k", "v", "k_rope"), ("bias", "blocked")
@@ -130,7 +129,7 @@ def attention(
     for word in foreign.keys() & _UNCUT.keys():
         raise TypeError(f"fusion_attention: distributed.attention: {word}: {_UNCUT[word]}")
     if foreign:
-        refuse(of_one_process, foreign)
+        refuse(attention, foreign)
     args = {
         "q": q, "k": k, "v": v, "layout": layout, "heads": heads, "q_len": q_len, "kv_len": kv_len, "q_rope": q_rope,
         "k_rope": k_rope, "scale": scale, "band": band, "sparse_mode": sparse_mode, "pre_tokens": pre_tokens,

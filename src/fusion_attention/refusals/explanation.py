@@ -236,7 +236,7 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     strange = [word for word in given if word not in parameters]
     fix = ""
     if strange and op.name == "attention":
-        from fusion_attention.api.foreign_arguments import refuse
+        from fusion_attention.torch_ops.foreign_arguments import refuse
 
         try:
             refuse(function, strange[:1])

@@ -5,7 +5,8 @@ Lengths are lengths, masks need no tensor, biases broadcast; everything a call m
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_f
 from fusion_attention.ops.training.records import SIZES, rows
 from fusion_attention.ops.training.run import PlainForward
 
+Lengths = Sequence[int] | torch.Tensor | None
+Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]
+EmptyRows = Literal["zero", "mean"]
 OWN_ROPE = {"q_rope": True, "k_rope": True}
 ONE_TILE = {"blocked_tiles": "1 1 1 1"}
 HEADS_FIRST = 'heads before tokens are layout="BNSD"'
