@@ -198,14 +198,14 @@ def test_the_largest_wait_as_memory_that_the_system_may_take(monkeypatch: pytest
     full = [
         (tensor.data_ptr() + begin, end - begin) for tensor in (first, second) for begin, end in [whole_pages(tensor)]
     ]
-    places = first.data_ptr(), second.data_ptr()
+    strides = first.data_ptr(), second.data_ptr()
     advice.clear()
     del small
     assert not advice
     del first, second
     assert advice == [(*pages, memory._MADV_FREE) for pages in full]
     assert idle() == 40 << 20  # neither kind takes the other's buffer
-    assert large(16 << 20).data_ptr() in places
+    assert large(16 << 20).data_ptr() in strides
     large(24 << 20)
     assert idle() == 32 << 20  # what was given back first is gone
     advice.clear()
@@ -254,13 +254,13 @@ def test_results_and_gradients_take_over_memory() -> None:
     random = torch.Generator().manual_seed(0)
     first = step()
     expected = [tensor.clone() for tensor in first]
-    places = {tensor.data_ptr() for tensor in first}
+    strides = {tensor.data_ptr() for tensor in first}
     random.manual_seed(0)
     second = step()
-    assert places.isdisjoint(tensor.data_ptr() for tensor in second)
+    assert strides.isdisjoint(tensor.data_ptr() for tensor in second)
     del first
     random.manual_seed(0)
     third = step()
-    assert places == {tensor.data_ptr() for tensor in third}
+    assert strides == {tensor.data_ptr() for tensor in third}
     for results in (second, third):
         same_bits(results, expected)

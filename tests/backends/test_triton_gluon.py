@@ -90,7 +90,7 @@ def compiled(p: Problem) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, known = launch_gluon.kernel(), launch_gluon.constants(p, 8)
-    types = {"places": "*i64", "lengths": "*i64", "tiles": "*i32", "max_": "*fp32", "sum_": "*fp32"}
+    types = {"strides": "*i64", "lengths": "*i64", "tiles": "*i32", "max_": "*fp32", "sum_": "*fp32"}
     types |= {"sink": "*fp32"} if p.has_sink else {}
     types |= dict.fromkeys(("q", "k", "v", "out"), f"*{TYPES[p.dtype]}")
     signature, fixed, attributes = {}, {}, {}

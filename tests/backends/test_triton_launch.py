@@ -18,7 +18,7 @@ from fusion_attention.backends.triton import launching, shapes
 class Asking:
     """A kernel that asks for scratch, as a compiled one with descriptors does."""
 
-    arg_names = ("places",)
+    arg_names = ("strides",)
 
     def __init__(self) -> None:
         self.given: list[Any] = []
@@ -32,7 +32,7 @@ class Asking:
 
 def launch(kernel: Asking) -> None:
     tile = shapes.Tile(16, 16, 4, 1, shapes.TMA)
-    one = launching.Family(kernel).launch(kernel, (1,), {"places": torch.zeros(4)}, (), {}, tile)
+    one = launching.Family(kernel).launch(kernel, (1,), {"strides": torch.zeros(4)}, (), {}, tile)
     launching.Ready([one], ()).run({"q": torch.zeros(4)})
 
 

@@ -139,13 +139,13 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     """The tables of places that were made; nothing is computed."""
     results: list[np.ndarray] = []
-    real = layout_table.places
+    real = layout_table.strides
 
     def made_table(*given: Any) -> np.ndarray:
         results.append(real(*given))
         return results[-1]
 
-    monkeypatch.setattr(layout_table, "places", made_table)
+    monkeypatch.setattr(layout_table, "strides", made_table)
     return results
 
 

@@ -106,7 +106,7 @@ def made(family: Family, case: Any, positive: bool) -> Args:
     return args | indexer_loss.statistics(case, args) if family is loss else args
 
 
-def places(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
+def strides(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
     """The first element; a late one; a whole row."""
     yield tuple(0 for _ in tensor.shape)
     yield tuple(max(n - 2, 0) if axis < 2 else n - 1 for axis, n in enumerate(tensor.shape))
@@ -138,7 +138,7 @@ def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tupl
 def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
     full = made(family, case, positive)
     for name in names:
-        for at in places(full[name]) if full[name] is not None else ():
+        for at in strides(full[name]) if full[name] is not None else ():
             for fill in FILLS:
                 args = cloned(full)
                 args[name][at] = fill

@@ -197,17 +197,17 @@ def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool, req
     case = SparseCase("TND", heads_q=3, dim_qk=16, dim_v=5, scale=1.0, sink=True, count=90, lists="all", q_len=(2,),
                       kv_len=(90,), mode=0, **page)  # fmt: skip
     args = arguments(case)
-    places = [at(args, case, token) for token in range(90)]
+    strides = [at(args, case, token) for token in range(90)]
     args["query"].fill_(1.0)
-    for token, place in enumerate(places):
+    for token, place in enumerate(strides):
         args["key"][place] = 200 / 16 if token == 30 else 0.0  # every other key's weight underflows
         args["value"][place] = 1.0
     args["sparse_indices"][:] = torch.arange(90, dtype=torch.int32)
     args["sinks"][2] = 300.0
     for token, element, fill in ((5, 0, math.inf), (65, 1, -math.inf), (6, 2, math.inf), (60, 2, -math.inf)):
-        args["value"][(*places[token], 0, element)] = fill
-    args["key"][(*places[7], 0, 3)] = -math.inf  # a weight of 0, not merely small: the key is not seen
-    args["value"][(*places[7], 0, slice(3, None))] = math.inf
+        args["value"][(*strides[token], 0, element)] = fill
+    args["key"][(*strides[7], 0, 3)] = -math.inf  # a weight of 0, not merely small: the key is not seen
+    args["value"][(*strides[7], 0, slice(3, None))] = math.inf
     out = forward(args)["out"].double()
     assert (out[..., 0] == math.inf).all()
     assert (out[..., 1] == -math.inf).all()

@@ -23,7 +23,7 @@ from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")
 WIDE = ("max_", "sum_", "notes", "index_max", "index_sum", "differences", "losses", "factors", "added", "partial")
 WIDE += ("dscores", "scores")
-TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | pointers("i64", "places", "lengths")
+TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | pointers("i64", "strides", "lengths")
 
 
 def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:

@@ -19,7 +19,7 @@ from fusion_attention.ir.problem import Problem
 COUNT = 2048
 ROWS = ("q", "k", "v", "dout", "q_rope", "k_rope", "x", "also", "weights", "weights_also", "ds", "out", "o", "rows")
 SMALL = pointers("i32", "keys", "ids", "used", "noted", "tokens", "indices", "tiles")
-TABLES = {"places": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32", "sum_": "*fp32", "sink": "*fp32"}
+TABLES = {"strides": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32", "sum_": "*fp32", "sink": "*fp32"}
 
 
 def problem(heads: int, dim: int = 512, dim_rope: int = 64, dim_v: int = 512, **more: Any) -> Problem:
@@ -66,7 +66,7 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
 def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
     """A kernel of the sums of rows by key."""
     types = {"rows": "*" + TYPES[dtype], "order": "*i64", "total": "*fp32", "parts": "*fp32"}
-    types |= dict.fromkeys(("starts", "marked", "places", "hot"), "*i32")
+    types |= dict.fromkeys(("starts", "marked", "strides", "hot"), "*i32")
     known = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
     tile = launch_key_sum.ADD
     if kernel in (key_sum.mark, key_sum.find_hot):

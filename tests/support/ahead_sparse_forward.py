@@ -31,7 +31,7 @@ def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: 
         if tile is None:
             return None
         types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("part",) * cut))
-        types |= pointers("i64", "places", "lengths") | pointers("i32", "indices", "tokens")
+        types |= pointers("i64", "strides", "lengths") | pointers("i32", "indices", "tokens")
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
         types |= pointers("i32", "table") if p.page_size else {}

@@ -99,7 +99,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
     if lacking.get(name, False):
         return None
     rows = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "q_rope", "k_rope", "dq_rope", "dk_rope", "bias")
-    types = {"blocked": "u8", "bits": "u8", "places": "i64", "lengths": "i64"}
+    types = {"blocked": "u8", "bits": "u8", "strides": "i64", "lengths": "i64"}
     types |= dict.fromkeys(("tiles", "table", "large", "work"), "i32")
     types |= dict.fromkeys(rows, TYPES[p.dtype])
     if p.kv_dtype:

@@ -59,7 +59,7 @@ def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles, count: tl.int32, plane: tl.int64,
+def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
@@ -72,18 +72,18 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles,
     row = tl.load(tile + 1) + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
     wide = row.to(tl.int64)
-    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
-    at_dout, stride_dout = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    at_dout, stride_dout = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
     o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
     do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
     if dlse is not None:
-        at_dlse, stride_dlse = rows_at(places, count, b, h, layout_index.DLSE, 1)
+        at_dlse, stride_dlse = rows_at(strides, count, b, h, layout_index.DLSE, 1)
         delta -= tl.load(dlse + at_dlse + wide * stride_dlse, mask=valid, other=0.0)
     if large is not None:  # all who write here write the same
         tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
-    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
     total = tl.load(sum_ + at_sum + wide * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
@@ -102,7 +102,7 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, places, tiles,
     if MEAN:
         mean = empty & (total > 0)
         delta = tl.where(mean, 1.0 / total, delta)
-    at, stride = rows_at(places, count, b, h, layout_index.FLAT, 1)
+    at, stride = rows_at(strides, count, b, h, layout_index.FLAT, 1)
     at = flat + at + wide * stride
     tl.store(at, lse, mask=valid)
     tl.store(at + plane, delta, mask=valid)
@@ -141,7 +141,7 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
               BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """dv with what rows in mean form give, each to every key. No turn where no row is: the host has looked."""
     dv0, dv1, dv2 = dv
-    places, count, b, heads = where
+    strides, count, b, heads = where
     for turn in tl.range(0, turns * GROUP):
         h, row0 = (head + turn // turns).to(tl.int32), turn % turns * BM
         row = row0 + tl.arange(0, BM)
@@ -150,8 +150,8 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
         mean = (lse == float("inf")) & (share > 0) & valid
         weight = tl.where(mean[None, :] & inside[:, None], share[None, :], 0.0)
         if DROPOUT:
-            keep = kept_keys(bits, (places, count, b, h.to(tl.int64), heads), row, j0, valid[:, None] & inside[None, :],
-                             drop, DROPOUT, BN)  # fmt: skip
+            keep = kept_keys(bits, (strides, count, b, h.to(tl.int64), heads), row, j0,
+                             valid[:, None] & inside[None, :], drop, DROPOUT, BN)  # fmt: skip
             weight = tl.where(tl.trans(keep), weight, 0.0)
         do = load_group(do_rows, h, row0, valid, BM, V0, V1, V2, DIM_V, TMA)
         dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
@@ -175,14 +175,14 @@ def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: t
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
-    places, count, b, h, heads = where
+    strides, count, b, h, heads = where
     s, seen = x, None
     if BLOCKED or BIAS == MATRIX or BIAS == TABLE:  # noqa: SIM109 (Triton has no `in`)
         seen = sees(row, key, band)
     if not RAW:
-        s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads, row, key, seen, lengths, BIAS, CAP)
+        s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, seen, lengths, BIAS, CAP)
     if BLOCKED:
-        seen = seen & not_blocked(blocked, places, count, b, h, row, key, seen)
+        seen = seen & not_blocked(blocked, strides, count, b, h, row, key, seen)
     if seen is not None:
         s = tl.where(seen, s, -float("inf"))
     elif cut:
@@ -192,7 +192,7 @@ def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: t
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
 def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slopes, blocked, bits, flat, large,
-                   places, lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
+                   strides, lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
                    factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
                    threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
                    BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
@@ -209,27 +209,27 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     known = lengths_at(lengths, count, b)
     band = band_at(known)
     _, end_key, lo, hi, prefix = band
-    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
-    at_do, stride_do = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+    at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     do = load_three(dout, at_do + wide * stride_do, valid, True, V0, V1, V2, DIM_V)
     k_rows = rows_of(k + at_k, stride_k, end_key, BN, D0, D1, D2, DIM, TMA)
     v_rows = rows_of(v + at_v, stride_v, end_key, BN, V0, V1, V2, DIM_V, TMA)
     rope, r_rows, dr = query[0], k_rows, tl.zeros([BM, R if R else 16], tl.float32)
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
         r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
-    at_flat, stride_flat = rows_at(places, count, b, h, layout_index.FLAT, 1)
+    at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     delta *= shrink
     # Keys between these two are seen by every row.
     whole, whole_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
-    numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (places, count, b, h, heads_q)
+    numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (strides, count, b, h, heads_q)
     dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)
     for t in tl.range(0, turns):
         j0 = begin + t * BN
@@ -267,15 +267,15 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
-    at_dq, stride_dq = rows_at(places, count, b, h, layout_index.DQ, ALIGN)
+    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
     store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, h, layout_index.DQ_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
         store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
-def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, large, places,
+def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, large, strides,
                  lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
                  factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
                  threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
@@ -296,14 +296,14 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     known = lengths_at(lengths, count, b)
     band = band_at(known)
     rows, end_key, lo, hi, prefix = band
-    at_k, stride_k = rows_at(places, count, b, hk, layout_index.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, hk, layout_index.V, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
     keys = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
     values = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
     # Places are read before the loop: an address that is read in it keeps the rows behind it from being loaded ahead.
-    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.Q, ALIGN)
-    at_do, head_do, stride_do = heads_at(places, count, b, layout_index.DOUT, ALIGN)
-    at_flat, head_flat, _ = heads_at(places, count, b, layout_index.FLAT, 1)
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_do, head_do, stride_do = heads_at(strides, count, b, layout_index.DOUT, ALIGN)
+    at_flat, head_flat, _ = heads_at(strides, count, b, layout_index.FLAT, 1)
     q_rows = rows_of_group(q + at_q, head_q, stride_q, heads_q, rows, BM, D0, D1, D2, DIM, TMA)
     do_rows = rows_of_group(dout + at_do, head_do, stride_do, heads_q, rows, BM, V0, V1, V2, DIM_V, TMA)
     noted = flat + at_flat
@@ -312,8 +312,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     notes = (noted, heads_q, head_flat)
     tail, r_rows, dr = keys[0], q_rows, tl.zeros([BN, R if R else 16], tl.float32)
     if R:
-        at_kr, stride_kr = rows_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
         tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
         r_rows = rows_of_group(q_rope + at_qr, head_qr, stride_qr, heads_q, rows, BM, R, 0, 0, DIM_ROPE, TMA)
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
@@ -332,7 +332,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
             x = tl.dot(tail, tl.trans(rope), x, input_precision="ieee")
         lse = load_notes(notes, h, row0, valid, 0, BM, TMA)
         end = tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
-        where = (places, count, b, h.to(tl.int64), heads_q)
+        where = (strides, count, b, h.to(tl.int64), heads_q)
         p, _ = weights(x, lse[None, :], (row0 + BM > rows) | (row0 + BM - 1 + lo > j0) | (end < j0 + BN),
                        row[None, :], j[:, None], band, numbers, extras, where, (known[0], known[1], known[5]), RAW,
                        BIAS, BLOCKED, CAP)  # fmt: skip
@@ -362,13 +362,13 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
     if MEAN:
         acc = add_means((dv0, dv1, dv2), do_rows, notes, tl.load(tile + 5), hk * GROUP, rows, j0, inside, bits,
-                        (places, count, b, heads_q), (seed, offset, threshold), GROUP, DROPOUT, V0, V1, V2, DIM_V, BM,
+                        (strides, count, b, heads_q), (seed, offset, threshold), GROUP, DROPOUT, V0, V1, V2, DIM_V, BM,
                         BN, TMA)  # fmt: skip
         dv0, dv1, dv2 = acc
-    at_dk, stride_dk = rows_at(places, count, b, hk, layout_index.DK, ALIGN)
-    at_dv, stride_dv = rows_at(places, count, b, hk, layout_index.DV, ALIGN)
+    at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
+    at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
     store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
     store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, hk, layout_index.DK_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
         store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

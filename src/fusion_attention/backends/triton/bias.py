@@ -35,7 +35,7 @@ def capped(x, scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def biased(x, scale, factor, bias, slopes, places, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
+def biased(x, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, there, lengths, KIND: tl.constexpr,
            CAP: tl.constexpr):  # fmt: skip
     """scale * x, beneath the cap if CAP is not 0, + factor * bias, for rows and keys given as broadcast axes.
 
@@ -47,7 +47,7 @@ def biased(x, scale, factor, bias, slopes, places, count, b, h, heads, row, key,
     else:
         x = x * scale
     if KIND == MATRIX or KIND == TABLE:  # noqa: SIM109 (Triton has no `in`)
-        first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BIAS)
+        first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BIAS)
         stored, column = row.to(tl.int64), key.to(tl.int64)
         if KIND == TABLE:
             stored, column = table_place(stored, column, q_len, kv_len)
@@ -72,8 +72,8 @@ def table_place(row, key, q_len, kv_len):
 @triton.jit
 def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
     """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
-    places, count, b, h, _ = where
-    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.DBIAS)
+    strides, count, b, h, _ = where
+    first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)
     if KIND == TABLE:
         stored, column = table_place(stored, column, lengths[0], lengths[1])

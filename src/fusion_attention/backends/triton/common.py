@@ -22,9 +22,9 @@ DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
 
 
 @triton.jit
-def heads_at(places, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN (the host has looked)."""
-    at = places + VIEW * PER_VIEW * count + b
+    at = strides + VIEW * PER_VIEW * count + b
     first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
     if ALIGN > 1:
         first, head = tl.multiple_of(first, ALIGN), tl.multiple_of(head, ALIGN)
@@ -33,16 +33,16 @@ def heads_at(places, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def rows_at(places, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """(first element of head h, stride of a token) of a view."""
-    first, head, token = heads_at(places, count, b, VIEW, ALIGN)
+    first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return first + h * head, token
 
 
 @triton.jit
-def matrix_at(places, count, b, h, VIEW: tl.constexpr):
+def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
     """(first element of head h, stride of a row, stride of a key) of a matrix."""
-    at = places + VIEW * PER_VIEW * count + b
+    at = strides + VIEW * PER_VIEW * count + b
     return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
 
 
@@ -95,17 +95,17 @@ def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def not_blocked(blocked, places, count, b, h, row, key, there):
+def not_blocked(blocked, strides, count, b, h, row, key, there):
     """Whether the matrix leaves a key to a row."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BLOCKED)
+    first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
     at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     return tl.load(at, mask=there, other=1) == 0
 
 
 @triton.jit
-def kept_bits(bits, places, count, b, h, row, key, there):
+def kept_bits(bits, strides, count, b, h, row, key, there):
     """Whether the caller's bits keep a probability; addresses count bits."""
-    first, stride_row, stride_key = matrix_at(places, count, b, h, layout_index.BITS)
+    first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
     bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
     byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
     return ((byte >> (bit & 7).to(tl.int32)) & 1) != 0
@@ -137,14 +137,14 @@ def _high(word):
 @triton.jit
 def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
     """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
-    places, count, b, h, _ = where
+    strides, count, b, h, _ = where
     if DROPOUT == PHILOX:
         seed, offset, threshold = drop
-        stream, row0, key0 = matrix_at(places, count, b, h, layout_index.BITS)  # memory.py: what is drawn has no bits
+        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # memory.py: what is drawn has no bits
         row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
         return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
     else:
-        return kept_bits(bits, places, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
+        return kept_bits(bits, strides, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
 
 
 # ------------------------------------------------------------------------------------------------- rows in three parts

@@ -54,7 +54,7 @@ def share_at(slot, hk, rows, row, heads_kv, BUFFER: tl.constexpr):
 
 
 @triton.jit
-def write_rows(out, max_, sum_, sink, places, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
+def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, l, unit, SINK: tl.constexpr,
                V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
                ALIGN: tl.constexpr):  # fmt: skip
     """out, max and sum of rows from what all their keys gave."""
@@ -62,17 +62,17 @@ def write_rows(out, max_, sum_, sink, places, count, b, h, row, valid, acc, m, l
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
     share = tl.where(none, 0.0, fade / tl.where(none, 1.0, l))
-    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     store_three(out, at_out + row * stride_out, valid, acc, share[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + row * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + row * stride_sum, l, mask=valid)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "width", "step", "last", "rows"])
 def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink, table, scale_k, offset_k, scale_v,
-           offset_v, part, places, lengths, work, count: tl.int32, heads_q: tl.int32, width: tl.int32, step: tl.int64,
+           offset_v, part, strides, lengths, work, count: tl.int32, heads_q: tl.int32, width: tl.int32, step: tl.int64,
            last: tl.int32, rows: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
            unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
            SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
@@ -101,23 +101,23 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     # Between these every row sees every key.
     whole, cut = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
     wide = row.to(tl.int64)
-    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
     query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
     rope = query[0]
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
         rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
-    cache_k = cache_at(places, count, b, hk, layout_index.K, ALIGN_KV)
-    cache_v = cache_at(places, count, b, hk, layout_index.V, ALIGN_KV)
+    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN_KV)
+    cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN_KV)
     cache_r, scale_ks, offset_ks, scale_vs, offset_vs = cache_k, cache_k, cache_k, cache_v, cache_v
     if R:
-        cache_r = cache_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
+        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
     if DEQUANT_K:
-        scale_ks = cache_at(places, count, b, hk, layout_index.SCALE_K, 1)
-        offset_ks = cache_at(places, count, b, hk, layout_index.OFFSET_K, 1)
+        scale_ks = cache_at(strides, count, b, hk, layout_index.SCALE_K, 1)
+        offset_ks = cache_at(strides, count, b, hk, layout_index.OFFSET_K, 1)
     if DEQUANT_V:
-        scale_vs = cache_at(places, count, b, hk, layout_index.SCALE_V, 1)
-        offset_vs = cache_at(places, count, b, hk, layout_index.OFFSET_V, 1)
+        scale_vs = cache_at(strides, count, b, hk, layout_index.SCALE_V, 1)
+        offset_vs = cache_at(strides, count, b, hk, layout_index.OFFSET_V, 1)
     added, unit_k = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
     if DEQUANT_K == PER_CHANNEL:
         query, added, unit_k = channels_folded(query, scale_k, offset_k, scale_ks, offset_ks, D0, D1, D2, DIM)
@@ -160,12 +160,12 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
             tail = load_rows(k_rope, cache_r, page, j0, inside, PAGE, WITHIN, BN, R, 0, 0, DIM_ROPE)
             s = tl.dot(rope, tl.trans(tail[0]), s, input_precision="ieee")
         if not RAW:
-            s = biased(s, scale, factor, bias, slopes, places, count, b, h[:, None], heads_q, row[:, None], j[None, :],
+            s = biased(s, scale, factor, bias, slopes, strides, count, b, h[:, None], heads_q, row[:, None], j[None, :],
                        valid[:, None] & inside[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
         if (j0 < whole) | (j0 + BN > cut) | BLOCKED:
             seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                seen = seen & not_blocked(blocked, places, count, b, h[:, None], row[:, None], j[None, :], seen)
+                seen = seen & not_blocked(blocked, strides, count, b, h[:, None], row[:, None], j[None, :], seen)
             s = tl.where(seen, s, -float("inf"))
         now = tl.maximum(m, tl.max(s, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
@@ -207,7 +207,7 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     row, h, valid = r // GROUP, hk * GROUP + r % GROUP, r < tl.load(entry + 2, volatile=True)
     wide = row.to(tl.int64)
     if shares <= 1:
-        write_rows(out, max_, sum_, sink, places, count, b, h, wide, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
+        write_rows(out, max_, sum_, sink, strides, count, b, h, wide, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
                    ALIGN)  # fmt: skip
     else:
         at = share_at(tl.program_id(0), hk, rows, r - r0, tl.num_programs(1), BUFFER)
@@ -232,7 +232,7 @@ def joined(part, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: t
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def join(out, max_, sum_, sink, part, places, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
+def join(out, max_, sum_, sink, part, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be cut * rows, heads_kv)."""
@@ -260,5 +260,5 @@ def join(out, max_, sum_, sink, part, places, work, count: tl.int32, rows: tl.in
         one = tl.arange(0, 1)
         h, row = hk * GROUP + (r % GROUP + one), (r // GROUP + one).to(tl.int64)
         zero = tl.zeros([1], tl.float32)
-        write_rows(out, max_, sum_, sink, places, count, b, h, row, one == 0, (x0, x1, x2), m + zero, l + zero, unit,
+        write_rows(out, max_, sum_, sink, strides, count, b, h, row, one == 0, (x0, x1, x2), m + zero, l + zero, unit,
                    SINK, V0, V1, V2, DIM_V, ALIGN)  # fmt: skip

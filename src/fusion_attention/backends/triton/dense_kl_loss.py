@@ -42,12 +42,12 @@ def sees(row, key, band):
 
 
 @triton.jit
-def index_scores(q, k, weights, places, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
+def index_scores(q, k, weights, strides, count, b, heads, row, valid, key, inside, Q: tl.constexpr, K: tl.constexpr,
                  E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """[rows, keys] I = sum_h w_h * max(0, q_h . k); Q, K: the views of the indexer's rows."""
-    at_k, stride_k = rows_at(places, count, b, 0, K, ALIGN)
-    at_q, head_q, stride_q = heads_at(places, count, b, Q, ALIGN)
-    at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+    at_k, stride_k = rows_at(strides, count, b, 0, K, ALIGN)
+    at_q, head_q, stride_q = heads_at(strides, count, b, Q, ALIGN)
+    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     keys = load_part(k + at_k, key.to(tl.int64) * stride_k, inside, 0, E, DIM, True)
     offset, of_weights = row.to(tl.int64) * stride_q, weights + at_w + row.to(tl.int64) * stride_w
     x = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
@@ -63,7 +63,7 @@ def index_scores(q, k, weights, places, count, b, heads, row, valid, key, inside
 
 
 @triton.jit(do_not_specialize=["count", "heads", "plane"])
-def warm_lse(q, k, weights, partial, places, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
+def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, heads: tl.int32, plane: tl.int64,
              E: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes max and sum of one tile of rows over one share of its keys; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
@@ -76,7 +76,7 @@ def warm_lse(q, k, weights, partial, places, lengths, tiles, count: tl.int32, he
     strange = tl.zeros([BM], tl.int32)
     for t in tl.range(0, turns):
         key = begin + t * BN + tl.arange(0, BN)
-        x = index_scores(q, k, weights, places, count, b, heads, row, valid, key, key < band[1], layout_index.Q,
+        x = index_scores(q, k, weights, strides, count, b, heads, row, valid, key, key < band[1], layout_index.Q,
                          layout_index.K, E, DIM, ALIGN)  # fmt: skip
         x = tl.where(sees(row, key, band), x, -float("inf"))
         strange = tl.maximum(strange, tl.max((x != x).to(tl.int32), 1))
@@ -91,7 +91,7 @@ def warm_lse(q, k, weights, partial, places, lengths, tiles, count: tl.int32, he
 
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def join_lse(partial, max_, sum_, places, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
+def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int64, BM: tl.constexpr):
     """Writes the statistics of one tile of rows from those of its shares; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
@@ -109,8 +109,8 @@ def join_lse(partial, max_, sum_, places, tiles, count: tl.int32, plane: tl.int6
         shift = tl.where(now == -float("inf"), 0.0, now)
         total = total * tl.exp2((top - shift) * LOG2E) + s * tl.exp2((m - shift) * LOG2E)
         top = now
-    at_max, stride_max = rows_at(places, count, b, 0, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, 0, layout_index.SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, 0, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.SUM, 1)
     wide = row.to(tl.int64)
     tl.store(max_ + at_max + wide * stride_max, tl.where(strange > 0, float("nan"), top), mask=valid)
     tl.store(sum_ + at_sum + wide * stride_sum, total, mask=valid)
@@ -120,17 +120,17 @@ def join_lse(partial, max_, sum_, places, tiles, count: tl.int32, plane: tl.int6
 
 
 @triton.jit
-def target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads, row, valid, flat, key, inside, exponent,
+def target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads, row, valid, flat, key, inside, exponent,
            GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr,
            ALIGN: tl.constexpr):  # fmt: skip
     """[rows, keys]: the sum over heads of the attention's probabilities; rows are read BC elements at a time."""
     STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
-    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.Q, ALIGN)
-    at_k, head_k, stride_k = heads_at(places, count, b, layout_index.K, ALIGN)
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
     at_qr, head_qr, stride_qr, at_kr, head_kr, stride_kr = at_q, head_q, stride_q, at_k, head_k, stride_k
     if DIM_ROPE:
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
-        at_kr, head_kr, stride_kr = heads_at(places, count, b, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, head_kr, stride_kr = heads_at(strides, count, b, layout_index.K_ROPE, ALIGN)
     row, key, d = row.to(tl.int64), key.to(tl.int64), tl.arange(0, BC)
     s = tl.zeros([row.shape[0], key.shape[0]], tl.float32)
     p = s
@@ -162,7 +162,7 @@ def block_at(differences, tile, turn, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first_tile", "heads_q", "plane"])
-def warm_target(q, k, q_rope, k_rope, notes, differences, places, lengths, tiles, count: tl.int32,
+def warm_target(q, k, q_rope, k_rope, notes, differences, strides, lengths, tiles, count: tl.int32,
                 first_tile: tl.int32, heads_q: tl.int32, plane: tl.int64, exponent: tl.float32, GROUP: tl.constexpr,
                 DIM: tl.constexpr, DIM_ROPE: tl.constexpr, BC: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
@@ -174,7 +174,7 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, places, lengths, tiles
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
     flat, valid, inside = tl.load(tile + 7) + tl.arange(0, BM), row < row1, key < tl.load(lengths + count + b)
-    p = target(q, k, q_rope, k_rope, notes, plane, places, count, b, heads_q, row, valid, flat, key, inside, exponent,
+    p = target(q, k, q_rope, k_rope, notes, plane, strides, count, b, heads_q, row, valid, flat, key, inside, exponent,
                GROUP, DIM, DIM_ROPE, BC, ALIGN)  # fmt: skip
     p /= tl.load(notes + heads_q * plane + flat, mask=valid, other=1.0)[:, None]
     at, line = block_at(differences, tile, turn, BM, BN)
@@ -182,7 +182,7 @@ def warm_target(q, k, q_rope, k_rope, notes, differences, places, lengths, tiles
 
 
 @triton.jit(do_not_specialize=["count", "first_tile", "first_block", "heads_index"])
-def warm_difference(index_q, index_k, weights, index_max, index_sum, differences, losses, places, lengths, tiles,
+def warm_difference(index_q, index_k, weights, index_max, index_sum, differences, losses, strides, lengths, tiles,
                     count: tl.int32, first_tile: tl.int32, first_block: tl.int32, heads_index: tl.int32,
                     E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
                     BN: tl.constexpr):  # fmt: skip
@@ -195,10 +195,10 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
     b, row0, row1, begin = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     row, key = row0 + tl.arange(0, BM), begin + turn * BN + tl.arange(0, BN)
     valid, band = row < row1, band_at(lengths_at(lengths, count, b))
-    x = index_scores(index_q, index_k, weights, places, count, b, heads_index, row, valid, key, key < band[1],
+    x = index_scores(index_q, index_k, weights, strides, count, b, heads_index, row, valid, key, key < band[1],
                      layout_index.INDEX_Q, layout_index.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
-    at_max, stride_max = rows_at(places, count, b, 0, layout_index.INDEX_MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, 0, layout_index.INDEX_SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, 0, layout_index.INDEX_MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.INDEX_SUM, 1)
     wide = row.to(tl.int64)
     top = tl.load(index_max + at_max + wide * stride_max, mask=valid, other=0.0)
     total = tl.load(index_sum + at_sum + wide * stride_sum, mask=valid, other=1.0)
@@ -211,7 +211,7 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
 
 
 @triton.jit(do_not_specialize=["count", "first_tile", "tiles_of_chunk"])
-def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors, largest, places, tiles,
+def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors, largest, strides, tiles,
                count: tl.int32, first_tile: tl.int32, tiles_of_chunk: tl.int32, E: tl.constexpr,
                DIM_INDEX: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                BK: tl.constexpr):  # fmt: skip
@@ -223,9 +223,9 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
     turns, first = tl.load(tile + 4), tl.load(tile + 6)
     row, lane = (row0 + tl.arange(0, BM)).to(tl.int64), tl.arange(0, BM)
     valid = row < row1
-    at_q, stride_q = rows_at(places, count, b, h, layout_index.INDEX_Q, ALIGN)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.INDEX_Q, ALIGN)
     query = finite_rows(load_part(index_q + at_q, row * stride_q, valid, 0, E, DIM_INDEX, True))
-    at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     w = finite_weights(tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32))
     slot = (h.to(tl.int64) * tiles_of_chunk + at_tile) * BM
     tl.store(rows + slot * E + (lane * E)[:, None] + tl.arange(0, E)[None, :], query)
@@ -240,9 +240,9 @@ def warm_query(index_q, weights, keys, differences, dq, dweights, rows, factors,
         gap = tl.load(at_gap + t * BK + of_row[:, None] + of_key[None, :])
         dw += tl.sum(tl.maximum(s, 0.0) * gap, 1)
         acc = tl.dot(tl.where(s > 0, gap * UNIT, 0.0).to(k.dtype), k, acc, input_precision="ieee")
-    at_dq, stride_dq = rows_at(places, count, b, h, layout_index.DQ, 1)
+    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, 1)
     store_part(dq + at_dq, row * stride_dq, valid, acc * (w / UNIT)[:, None], 0, E, DIM_INDEX)
-    at_dw, stride_dw = rows_at(places, count, b, 0, layout_index.DWEIGHTS, 1)
+    at_dw, stride_dw = rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
     tl.store(dweights + at_dw + row * stride_dw + h, dw.to(dweights.dtype.element_ty), mask=valid)
 
 

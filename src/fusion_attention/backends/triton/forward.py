@@ -52,7 +52,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
     acc0, acc1, acc2, m, l = state
     k, v, kr = memory
     bias, slopes, blocked, bits = extras
-    places, count, b, h, heads = where
+    strides, count, b, h, heads = where
     valid, first_key, end_key = edges
     scale, factor, exponent = numbers
     begin, left, again, right = keys
@@ -68,12 +68,12 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
             s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
-            s = biased(s, scale, factor, bias, slopes, places, count, b, h, heads, row[:, None], j[None, :], there,
+            s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row[:, None], j[None, :], there,
                        lengths, BIAS, CAP)  # fmt: skip
         if CUT:
             seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], j[None, :], there)
+                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
             s = tl.where(seen, s, -float("inf"))
         p, fade, m, l = weigh(s, m, l, exponent)
         if DROPOUT:
@@ -126,7 +126,7 @@ def finish(m, l, sink, h, unit, SINK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold"])
-def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, sink, places, lengths, tiles,
+def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, sink, strides, lengths, tiles,
             count: tl.int32, heads_q: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
             unit: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
             GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -148,9 +148,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     )  # fmt: skip
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
-    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     wide = row.to(tl.int64)
     # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
     TMA_Q: tl.constexpr = TMA and BM >= 64
@@ -160,8 +160,8 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
     rope, kr = query[0], keys
     if R:
-        at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
-        at_kr, stride_r = rows_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
                          BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
         kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
@@ -169,7 +169,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
     state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
-    memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (places, count, b, h, heads_q)
+    memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (strides, count, b, h, heads_q)
     numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
     edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
     state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
@@ -196,9 +196,9 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     l = tl.where(none, 0.0, l)
     share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
-    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
-    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
     tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)

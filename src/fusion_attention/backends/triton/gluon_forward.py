@@ -151,23 +151,23 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
         weights = gl.convert_layout(p.to(dtype), WEIGHTS)
         acc = warpgroup_mma(weights, taken(value_ring, turns - 1, STAGES), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, [acc, weights])
-    places, count, b, h = where
+    strides, count, b, h = where
     top, l, share = stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK, MEAN)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
-    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     i = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
     d = gl.arange(0, DIM, gl.SliceLayout(0, STORED))
     at = out + at_out + i.to(gl.int64)[:, None] * stride_out + d[None, :]
     gl.store(at, gl.convert_layout(acc.to(dtype), STORED), mask=(i < row1)[:, None])
-    at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
-    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     wide = row.to(gl.int64)
     gl.store(max_ + at_max + wide * stride_max, top, mask=row < row1)
     gl.store(sum_ + at_sum + wide * stride_sum, l, mask=row < row1)
 
 
 @gluon.jit(do_not_specialize=["count"])
-def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count: gl.int32, exponent: gl.float32,
+def gluon_forward(q, k, v, out, max_, sum_, sink, strides, lengths, tiles, count: gl.int32, exponent: gl.float32,
                   unit: gl.float32, keep_prob: gl.float32, GROUP: gl.constexpr, SINK: gl.constexpr, MEAN: gl.constexpr,
                   DIM: gl.constexpr, ALIGN: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
                   REGISTERS: gl.constexpr):  # fmt: skip
@@ -181,9 +181,9 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count:
     full, again, right = gl.load(tile + 5), gl.load(tile + 6), gl.load(tile + 7)
     walk = (begin, left, full, again, left + right, left + right + (again - full) // BN)
     band = band_at(lengths_at(lengths, count, b))
-    at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
-    at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     rows = described(q + at_q, [band[0], DIM], [stride_q, 1], [ROWS, DIM], HIGH)
     keys = described(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], WIDE)
     values = described(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], WIDE)
@@ -195,7 +195,7 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, places, lengths, tiles, count:
     mbarrier.expect(queries, WARPGROUPS * rows.block_type.nbytes)
     copy_rows(rows, [row0, 0], queries, query.index(0))
     copy_rows(rows, [row0 + ROWS, 0], queries, query.index(1))
-    where, numbers = (places, count, b, h), (exponent, unit, keep_prob)
+    where, numbers = (strides, count, b, h), (exponent, unit, keep_prob)
     gl.warp_specialize(
         [
             (attend, (query.index(0), queries, key_ring, value_ring, out, max_, sum_, sink, where, (row0, row1), band,

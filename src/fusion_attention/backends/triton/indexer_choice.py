@@ -87,7 +87,7 @@ def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "begin", "width", "pitch"])
-def index_choice(scores, entries, held, places, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
+def index_choice(scores, entries, held, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
                  BN: tl.constexpr):  # fmt: skip
     """The TOP best keys of one row, its first `held` entries in no order, from its scores BN at a time; grid (rows of
@@ -125,7 +125,7 @@ def entry_of(rank, key):
 
 
 @triton.jit(do_not_specialize=["count", "begin"])
-def index_write(entries, held, indices, values, places, tiles, count: tl.int32, begin: tl.int32,
+def index_write(entries, held, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
                 TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Writes a row's list and its values, BN entries of it; grid (rows of tiles from `begin` on, pieces of TOP).
@@ -141,10 +141,10 @@ def index_write(entries, held, indices, values, places, tiles, count: tl.int32, 
         if SORTS:
             entry = tl.sort(entry, descending=True)
         there = entry != NO_ENTRY
-        at, stride = rows_at(places, count, b, 0, layout_index.INDICES, 1)
+        at, stride = rows_at(strides, count, b, 0, layout_index.INDICES, 1)
         key = tl.where(there, (entry & LARGEST).to(tl.int32) ^ LARGEST, -1)
         tl.store(indices + at + row * stride + s, key, mask=s < TOP)
         if values is not None:
-            at, stride = rows_at(places, count, b, 0, layout_index.VALUES, 1)
+            at, stride = rows_at(strides, count, b, 0, layout_index.VALUES, 1)
             value = tl.where(there, score_of((entry >> 32).to(tl.int32)), -float("inf"))
             tl.store(values + at + row * stride + s, value.to(values.dtype.element_ty), mask=s < TOP)

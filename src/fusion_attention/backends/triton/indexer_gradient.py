@@ -54,10 +54,10 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 
 @triton.jit
-def dscores_at(dscores, places, count, b, row, own, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
+def dscores_at(dscores, strides, count, b, row, own, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
     """Where dI of a token begins; VIEWED: in a view of the caller's, else in memory of the chunk."""
     if VIEWED:
-        at, token = rows_at(places, count, b, 0, layout_index.DVALUES, 1)
+        at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
     else:
         return dscores + own * SLOTS
@@ -75,7 +75,7 @@ def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first", "head0"])
-def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dweights, rows, places, tokens,
+def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dweights, rows, strides, tokens,
                    count: tl.int32, first: tl.int64, head0: tl.int32, HEADS: tl.constexpr, ADDS: tl.constexpr,
                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
@@ -89,21 +89,21 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
     b, row = token_at(tokens, first + own)
     slots = tl.load(used + own)
     keys += own * SLOTS
-    dscores = dscores_at(dscores, places, count, b, row, own, SLOTS, VIEWED)
+    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
     rows += own * SLOTS * DIM
 
     h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
     there = h < HEADS
-    at, head, token = heads_at(places, count, b, Q, ALIGN)
+    at, head, token = heads_at(strides, count, b, Q, ALIGN)
     query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
     tl.store(noted + own, 1, mask=strange_three(query, D1, D2) > 0)
-    at, token = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+    at, token = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
     unit, unit_w = 1.0, 1.0
     if UNITS:
         unit, unit_w = largest_of(dscores, slots), safe_unit(tl.max(tl.abs(weight), 0))
         weight = weight / unit_w
-    at_k, token_k = rows_at(places, count, b, 0, K, ALIGN)
+    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
     acc0, acc1, acc2 = zeros_three(BM, D0, D1, D2)
     dw = tl.zeros([BM], tl.float32)
     ahead, upstream = slots_ahead(keys, dscores, n, slots, THREADS)
@@ -129,12 +129,12 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
             parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
         store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
     tl.store(noted + own, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
-    at, head, token = heads_at(places, count, b, layout_index.DQ, ALIGN)
+    at, head, token = heads_at(strides, count, b, layout_index.DQ, ALIGN)
     if UNITS:
         acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
         dw = dw * unit
     store_three(dq + at + row * token, h * head, there, (acc0, acc1, acc2), 1.0, D0, D1, D2, DIM)
-    at, token = rows_at(places, count, b, 0, layout_index.DWEIGHTS, 1)
+    at, token = rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
     tl.store(dweights + at + row * token + h, dw.to(dweights.dtype.element_ty), mask=there)
 
 
@@ -146,7 +146,7 @@ def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.con
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, places, tokens,
+def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, strides, tokens,
                        count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
@@ -155,14 +155,14 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
     b, row = token_at(tokens, first + own)
     slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)
     keys += own * SLOTS
-    dscores = dscores_at(dscores, places, count, b, row, own, SLOTS, VIEWED)
-    at_q, head_q, token_q = heads_at(places, count, b, Q, ALIGN)
-    at_k, token_k = rows_at(places, count, b, 0, K, ALIGN)
-    at_w, token_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
+    at_q, head_q, token_q = heads_at(strides, count, b, Q, ALIGN)
+    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
+    at_w, token_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     index_q += at_q + row * token_q
     index_k += at_k
     weights += at_w + row * token_w
-    at_dq, head_dq, token_dq = heads_at(places, count, b, layout_index.DQ, ALIGN)
+    at_dq, head_dq, token_dq = heads_at(strides, count, b, layout_index.DQ, ALIGN)
     dq += at_dq + row * token_dq
     n, heads = tl.arange(0, BN), tl.where(slots > 0, HEADS, 0)
     for s0 in tl.range(0, slots, BN):

@@ -30,7 +30,7 @@ def index_product(keys, rows, D1: tl.constexpr, D2: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "begin", "head0", "width", "step", "last", "pitch"])
-def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl.int32, begin: tl.int32,
+def index_scores(q, k, weights, scores, table, strides, lengths, tiles, count: tl.int32, begin: tl.int32,
                  head0: tl.int32, width: tl.int32, step: tl.int32, last: tl.int32, pitch: tl.int32,
                  HEADS: tl.constexpr, H: tl.constexpr, ADDS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
                  D2: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, ALIGN: tl.constexpr, BT: tl.constexpr,
@@ -54,16 +54,16 @@ def index_scores(q, k, weights, scores, table, places, lengths, tiles, count: tl
     stop = tl.minimum(row1, j0 + BN - lo).to(tl.int32)
     if (j0 < kv_len) & (start < stop):
         j = j0 + tl.arange(0, BN)
-        cache = cache_at(places, count, b, 0, layout_index.K, ALIGN)
+        cache = cache_at(strides, count, b, 0, layout_index.K, ALIGN)
         page = pages_of(table, b, step, last, j, kv_len, PAGE)
         keys = load_three(k, offset_of(cache, page, j, PAGE), j < kv_len, True, D0, D1, D2, DIM)
-        first, head, token = heads_at(places, count, b, layout_index.Q, ALIGN)
+        first, head, token = heads_at(strides, count, b, layout_index.Q, ALIGN)
         n = tl.arange(0, BM)
         u, h = n // H, n % H
         if ADDS:  # a number that is not known while compiling costs each load of rows registers
             h += head0
         within = u * token + h * head
-        first_w, _, token_w = heads_at(places, count, b, layout_index.WEIGHTS, 1)
+        first_w, _, token_w = heads_at(strides, count, b, layout_index.WEIGHTS, 1)
         within_w, there = u * token_w + h, h < HEADS
         weights += first_w
         ahead = columns_ahead(weights + start * token_w, within_w, there & (start + u < stop))

@@ -76,7 +76,7 @@ def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["keys"])
-def find_hot(starts, hot, places, keys: tl.int32, HOT: tl.constexpr, BN: tl.constexpr):
+def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.constexpr):
     """Lists the keys with more than HOT rows, in no order, behind how many they are, and writes of every key its place
     in this list, or -1; grid (pieces of BN keys)."""
     key = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -84,7 +84,7 @@ def find_hot(starts, hot, places, keys: tl.int32, HOT: tl.constexpr, BN: tl.cons
     rows = tl.load(starts + key + 1, mask=there, other=0) - tl.load(starts + key, mask=there, other=0)
     place = tl.atomic_add(hot + key * 0, 1, mask=rows > HOT, sem="relaxed")
     tl.store(hot + 1 + place, key, mask=rows > HOT)
-    tl.store(places + key, tl.where(rows > HOT, place, -1), mask=there)
+    tl.store(strides + key, tl.where(rows > HOT, place, -1), mask=there)
 
 
 @triton.jit(do_not_specialize=["count", "per"])
@@ -104,7 +104,7 @@ def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32,
 
 
 @triton.jit(do_not_specialize=["count"])
-def add_rows(rows, marked, starts, places, parts, total, count: tl.int32, COLUMNS: tl.constexpr,
+def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUMNS: tl.constexpr,
              W: tl.constexpr):  # fmt: skip
     """Adds a key's rows to its row of `total`, W columns of it; grid (keys, panels of columns).
 
@@ -118,7 +118,7 @@ def add_rows(rows, marked, starts, places, parts, total, count: tl.int32, COLUMN
         there = c < COLUMNS
         at = total + key * COLUMNS + c
         acc = tl.load(at, mask=there, other=0.0)
-        place = tl.load(places + key)
+        place = tl.load(strides + key)
         if place < 0:
             acc = _added(acc, rows, marked, begin, end, c, there, COLUMNS)
         else:
@@ -129,7 +129,7 @@ def add_rows(rows, marked, starts, places, parts, total, count: tl.int32, COLUMN
 
 
 @triton.jit(do_not_specialize=["count"])
-def write_rows(total, out, places, tiles, count: tl.int32, VIEW: tl.constexpr, COLUMNS: tl.constexpr,
+def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, COLUMNS: tl.constexpr,
                FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes DIM columns of `total` from FIRST on to the rows of a view; grid (tiles of keys, heads, panels)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
@@ -137,9 +137,9 @@ def write_rows(total, out, places, tiles, count: tl.int32, VIEW: tl.constexpr, C
     j = tl.load(tile + 1) + tl.arange(0, BN)
     c = tl.program_id(2) * W + tl.arange(0, W)
     there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
-    first, step = rows_at(places, count, b, h, layout_index.IDS, 1)
+    first, step = rows_at(strides, count, b, h, layout_index.IDS, 1)
     key = first + j.to(tl.int64) * step
     found = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
-    at, stride = rows_at(places, count, b, h, VIEW, 1)
+    at, stride = rows_at(strides, count, b, h, VIEW, 1)
     at = out + at + j.to(tl.int64)[:, None] * stride + c[None, :]
     tl.store(at, found.to(out.dtype.element_ty), mask=there)

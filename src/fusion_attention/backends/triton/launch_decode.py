@@ -148,8 +148,10 @@ def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wan
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
     """Whether each tile of keys lies in one page, its rows less than 2^31 elements apart."""
-    strides = [abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)]
-    return problem.page_size % tile.BN == 0 and max(strides) * tile.BN < 1 << 31
+    token_strides = [
+        abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
+    ]
+    return problem.page_size % tile.BN == 0 and max(token_strides) * tile.BN < 1 << 31
 
 
 def pool_of(view: PagedView, heads: int) -> int:
@@ -221,19 +223,19 @@ def ready(
     device = layout_table.one_device(given)
     if not schedule.rows:
         return launching.Ready([], ())
-    kept, where = schedule.kept, layout_table.places(views, len(e))
+    kept, where = schedule.kept, layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
     cut, shares = buffer_for_shares(p, e, tile, wanted)
     known, known_join = decode_constants(p, tile, align, within(p, views, tile))
     listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     arguments = launch_dense.ABSENT | launch_dense.numbers(p) | {
         "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
-        "places": places.tensor, "lengths": lengths.tensor,
+        "strides": strides.tensor, "lengths": lengths.tensor,
     }  # fmt: skip
     scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * buffer(p),)}
     own = [*given, *launch_dense.DRAWS, *scratch]
@@ -244,7 +246,7 @@ def ready(
             recompute_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.recompute_out_constants(p, align)
         ),
     ]
-    return launching.Ready(launches, (places, lengths, listed), scratch)
+    return launching.Ready(launches, (strides, lengths, listed), scratch)
 
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:

@@ -299,7 +299,7 @@ def ready_forward(
     p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
 ) -> Ready:
     """What run_forward() does with memory as these views and arguments lie."""
-    device, table = layout_table.one_device(given), layout_table.places(views, len(e), drawn(p, e))
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
     kernel, known, options = forward, forward_constants(p, tile, align), {}
@@ -310,16 +310,16 @@ def ready_forward(
     count = len(tiled.tensor)
     if not count:
         return Ready([], ())
-    places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     arguments = ABSENT | numbers(p) | {
-        "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
+        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
     }  # fmt: skip
     own = [*given, *DRAWS]
     launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
     launches += launch_recompute(
         recompute_out, p, e.q_len, p.heads_q, arguments, own, recompute_out_constants(p, align)
     )
-    return Ready(launches, (places, lengths, tiled))
+    return Ready(launches, (strides, lengths, tiled))
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
@@ -386,7 +386,7 @@ def ready_backward(
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
-    table = layout_table.places(views | {"flat": flat}, count, drawn(p, e))
+    table = layout_table.strides(views | {"flat": flat}, count, drawn(p, e))
     align, apart = layout_table.alignment(views, table), layout_table.apart(views)
     query = tile_on("query", p, device, align if apart else 1)
     key = tile_on("key", p, device, align if apart and layout_table.heads_apart(views) else 1)
@@ -395,14 +395,14 @@ def ready_backward(
     mean = p.empty_rows != "zero"
     by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
     by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
-    places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
         scratch["part"] = tiles_of_rows, p.heads_q
     own = [*given, *DRAWS, *scratch]
     shared = ABSENT | numbers(p) | {
-        "places": places.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
+        "strides": strides.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
     }  # fmt: skip
     launches: list[Launch] = []
     if tiles_of_rows:
@@ -419,4 +419,4 @@ def ready_backward(
         of_keys = shared | {"tiles": by_key.tensor}
         launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
         launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, own, known)
-    return Ready(launches, (places, lengths, by_query, by_key), scratch)
+    return Ready(launches, (strides, lengths, by_query, by_key), scratch)

@@ -123,17 +123,17 @@ def ready_lse(
 ) -> Roomy:
     """What run_lse() does with memory as these views lie."""
     e = kept.capacity
-    device, table = layout_table.one_device(given), layout_table.places(views, len(e))
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
     buffer = int(most_shares(e, tile).sum())
     known, known_join = lse_constants(p, tile, align)
-    places, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
     of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
     of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
     cut, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
-        "places": places.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
+        "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
     own = [*given, "partial"]
     launches = []
@@ -143,7 +143,7 @@ def ready_lse(
         launches.append(
             FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, own, known_join, tile)
         )
-    return Roomy(launches, (places, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
+    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
 
 
 def lse_buffers(capacity: Extents, tile: shapes.Tile) -> Buffers:
@@ -244,7 +244,7 @@ def ready_warm(
 ) -> Roomy:
     """What launch_loss.run_loss() does without lists, with memory as these views lie."""
     e = held.capacity
-    device, table = layout_table.one_device(given), layout_table.places(views, len(e))
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     t = tiles_on(p, device, align)
     work, known = Work.of(e, t.target), warm_constants(p, t, align)
@@ -254,12 +254,12 @@ def ready_warm(
         held.on(device, f"rows {t.target}", work.rows),
         held.on(device, f"keys {t.target}", work.keys),
     )
-    places, lengths, of_rows, of_keys = (each.tensor for each in tables)
+    strides, lengths, of_rows, of_keys = (each.tensor for each in tables)
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     plane = {"step_head": rows, "step_row": 1, "plane": rows}
     numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
     kept = numbers | plane | {
-        "places": places, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+        "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
         **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}

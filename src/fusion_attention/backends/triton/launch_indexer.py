@@ -164,21 +164,21 @@ def ready_topk(
 ) -> Choice:
     """What run_topk() does with memory as these views and arguments lie."""
     table, last = pages_of(views["k"])
-    device, where = layout_table.one_device(given), layout_table.places(views, len(e))
+    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
     rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
     if not len(planned):
         return Choice([], ())
     tiled = kept.on(device, "rows", row_tiles)
-    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     ends = ends_of(kept.capacity, planned)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
     width, step = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     shared = {
-        "places": places.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
+        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
         "width": width, "step": step, "last": last, "pitch": pitch,
     }  # fmt: skip
     own: list[str] = [*given, "scores", "entries", "held"]
@@ -200,7 +200,7 @@ def ready_topk(
         "entries": ((chunk, of_choice["BUFFER"]), torch.int64),
         "held": ((chunk,), torch.int32),
     }
-    return Choice(launches, (places, lengths, tiled), {}, buffer)
+    return Choice(launches, (strides, lengths, tiled), {}, buffer)
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
@@ -337,12 +337,12 @@ def ready_backward(
     """What run_backward() does with memory as these views and arguments lie."""
     kept, capacity = schedule.kept, schedule.kept.capacity
     device = layout_table.one_device(given)
-    where = layout_table.places(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
+    where = layout_table.strides(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
     tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
-    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
-    shared = {"places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
+    shared = {"strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
     per = tokens_per_chunk(p, schedule.rows)
     buffers = gradient_buffers(sizes, min(per, schedule.rows))
     own = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
@@ -352,6 +352,6 @@ def ready_backward(
         lists = GRADIENT.launch(read_lists, (count, 1), here, own, list_constants(p.top_k), LISTS)
         chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, own)]))
     return Gradient(
-        [], (places, lengths, listed, tiles), {}, chunks, buffers, Where(places.tensor, tiles.tensor, len(e)),
+        [], (strides, lengths, listed, tiles), {}, chunks, buffers, Where(strides.tensor, tiles.tensor, len(e)),
         int(capacity.kv_len.sum()), p.top_k, p.dim,
     )  # fmt: skip

@@ -35,7 +35,7 @@ HOT = 1024  # rows of a chunk for a key, beyond which several programs sum them
 class Where:
     """Tables on a device: of places, with `ids` and the views that are written; key_tiles(); how many sequences."""
 
-    places: torch.Tensor
+    strides: torch.Tensor
     tiles: torch.Tensor
     count: int
 
@@ -115,7 +115,7 @@ class KeySum:
         given: dict[str, Any] = {
             "rows": rows, "order": order, "starts": starts, "total": self.total, "count": count, "keys": keys,
             "entries": len(ids), "per": block_of(of_token) * of_token, "hot": ids.new_zeros(1 + most),
-            "marked": empty(ids, ids.shape, torch.int32), "places": empty(ids, (keys,), torch.int32),
+            "marked": empty(ids, ids.shape, torch.int32), "strides": empty(ids, (keys,), torch.int32),
             "parts": empty(self.total, (most, count, columns), torch.float32),
         }  # fmt: skip
         launch_some(mark, (-(-len(ids) // NOTE.BN),), given, {"BN": NOTE.BN}, NOTE)

@@ -156,7 +156,7 @@ def ready_selected(
 ) -> Gradient:
     """What run_loss() does over selected keys, with memory as these views lie."""
     e, device = held.capacity, layout_table.one_device(given)
-    table = layout_table.places(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
+    table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
     known, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     tables = (
@@ -166,12 +166,12 @@ def ready_selected(
         held.on(device, "rows", row_table),
         held.on(device, "written", launch_key_sum.key_tiles),
     )
-    places, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
+    strides, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
     buffers, rows = buffers_of(p, e), int(e.q_len.sum())
     absent = {"q_rope", "k_rope", "sink"} - given.keys()
     kept = dict.fromkeys(absent) | {
         "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
-        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "places": places, "lengths": lengths,
+        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "strides": strides, "lengths": lengths,
         "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
     own = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
@@ -191,7 +191,7 @@ def ready_selected(
             launch(selected_loss.compare, (count,), NOTE, **here),
         ]
         chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, kept | here, own)))
-    where, keys = Where(places, to_write, len(e)), int(e.kv_len.sum())
+    where, keys = Where(strides, to_write, len(e)), int(e.kv_len.sum())
     return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
 
 

@@ -145,24 +145,24 @@ def ready(
 ) -> launching.Ready:
     """What run() does with memory as these views and arguments lie."""
     table, last = launch_decode.pages(p, views)
-    device, where = layout_table.one_device(given), layout_table.places(views, len(e))
+    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
     listed = kept.on(device, "tokens", tokens)
     if not len(listed.tensor):
         return launching.Ready([], ())
     tile = tile_on(p, device, align)
-    places, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     numbers = launch_dense.numbers(p)
     arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | {
         "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
-        "places": places.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
+        "strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
     }  # fmt: skip
     is_near, recompute = near(views, kept.capacity), shapes.recompute_tile("recompute_out", p)
     count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near)
     share = share_of(p, count, tile, launch_decode.processors(device))
-    tables: tuple[layout_table.Copied, ...] = places, lengths, listed
+    tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
     shares, own = shares_of(p, share), list(given)
     known = forward_constants(p, tile, align, is_near, cut=shares > 1)
     scratch: dict[str, tuple[int, ...]] = {}

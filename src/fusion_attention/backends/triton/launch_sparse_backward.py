@@ -106,7 +106,7 @@ def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
 class Prepared:
     """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
 
-    places: layout_table.Copied
+    strides: layout_table.Copied
     lengths: layout_table.Copied
     by_row: layout_table.Copied
     tokens: layout_table.Copied
@@ -117,7 +117,7 @@ class Prepared:
 
     def read(self) -> None:
         """Says that what comes next reads the tables."""
-        for table in (self.places, self.lengths, self.by_row, self.tokens, self.by_key):
+        for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key):
             table.read()
 
 
@@ -130,7 +130,7 @@ def prepare_layout(
     total = np.full(count, 1, np.int64)
     flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
     ids = launch_key_sum.numbered(like, kept.capacity, p.heads_kv)
-    table = layout_table.places(views | {"flat": flat, "ids": ids}, count)
+    table = layout_table.strides(views | {"flat": flat, "ids": ids}, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() has looked
     return Prepared(
@@ -154,7 +154,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     )
     prepared.read()
     like, tokens = given["q"], schedule.rows
-    given |= {"places": prepared.places.tensor, "lengths": prepared.lengths.tensor, "tokens": prepared.tokens.tensor}
+    given |= {"strides": prepared.strides.tensor, "lengths": prepared.lengths.tensor, "tokens": prepared.tokens.tensor}
     given |= {"count": len(extents), "plane": tokens * p.heads_q}
     given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
     given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
@@ -164,7 +164,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
         buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, wide), like)
         for first in range(0, tokens, buffer.tokens):
             run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
-    where = Where(prepared.places.tensor, prepared.by_key.tensor, len(extents))
+    where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
     if g.dsink is not None:

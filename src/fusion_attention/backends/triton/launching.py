@@ -81,9 +81,9 @@ class Family:
         own = set(given)
         if strangers := {*kept, *own} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
-        values, places = kept | dict.fromkeys(own) | known, enumerate(kernel.arg_names)
+        values, strides = kept | dict.fromkeys(own) | known, enumerate(kernel.arg_names)
         arguments = [values[name] for name in kernel.arg_names]
-        places_given = [(at, name) for at, name in places if name in own and name not in known]
+        places_given = [(at, name) for at, name in strides if name in own and name not in known]
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return Launch(kernel, grid, known, arguments, places_given, options, bool(tile.TMA))
 

@@ -64,7 +64,7 @@ def _columns(view: View, count: int) -> tuple[np.ndarray | int, ...]:
     return address, view.stride_head, view.stride_token, 0
 
 
-def places(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
+def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarray, ...] | None = None) -> np.ndarray:
     """The table of `count` sequences; rows of views that are not there are zero.
 
     drawn: of dropout without bits, in the place of their view: (stream of head 0, first row, first key) per sequence,

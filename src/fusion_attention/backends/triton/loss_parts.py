@@ -99,7 +99,7 @@ def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexp
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "heads_index", "step_head", "step_row"])
-def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int32, heads_q: tl.int32,
+def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.int32, heads_q: tl.int32,
          heads_index: tl.int32, step_head: tl.int64, step_row: tl.int64, BM: tl.constexpr):  # fmt: skip
     """Writes of each row, for every head, log2 of what its weights are divided by, then how many heads the mean counts;
     of float16, the bits of the largest weight of all; grid (tiles)."""
@@ -107,8 +107,8 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
     b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
     row = (row0 + tl.arange(0, BM)).to(tl.int64)
     valid = row < row1
-    at_max, head_max, stride_max = heads_at(places, count, b, layout_index.MAX, 1)
-    at_sum, head_sum, stride_sum = heads_at(places, count, b, layout_index.SUM, 1)
+    at_max, head_max, stride_max = heads_at(strides, count, b, layout_index.MAX, 1)
+    at_sum, head_sum, stride_sum = heads_at(strides, count, b, layout_index.SUM, 1)
     to = notes + (flat + tl.arange(0, BM)).to(tl.int64) * step_row
     heads = tl.zeros([BM], tl.float32) + heads_q
     for h in tl.range(0, heads_q):
@@ -119,7 +119,7 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
             heads -= tl.exp2((tl.load(sink + h) - m) * LOG2E) / s
     tl.store(to + heads_q * step_head, heads, mask=valid)
     if largest is not None:
-        at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+        at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
         found = tl.zeros([BM], tl.float32)
         for h in tl.range(0, heads_index):
             w = tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32)
@@ -128,13 +128,13 @@ def note(max_, sum_, sink, weights, notes, largest, places, tiles, count: tl.int
 
 
 @triton.jit(do_not_specialize=["count"])
-def clean_keys(index_k, keys, places, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
+def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
                ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes finite_rows() of one tile of the indexer's keys, and zeros where the tile has more lines; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
     key = (key0 + tl.arange(0, BN)).to(tl.int64)
-    at, stride = rows_at(places, count, b, 0, layout_index.INDEX_K, ALIGN)
+    at, stride = rows_at(strides, count, b, 0, layout_index.INDEX_K, ALIGN)
     rows = load_part(index_k + at, key * stride, key < key1, 0, E, DIM_INDEX, True)
     out = (to + tl.arange(0, BN)).to(tl.int64) * E
     there = tl.arange(0, BN) < tl.load(tile + 6)
@@ -142,7 +142,7 @@ def clean_keys(index_k, keys, places, tiles, count: tl.int32, E: tl.constexpr, D
 
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def finish_keys(added, dk, largest, places, tiles, count: tl.int32, plane: tl.int64, SPLITS: tl.constexpr,
+def finish_keys(added, dk, largest, strides, tiles, count: tl.int32, plane: tl.int64, SPLITS: tl.constexpr,
                 E: tl.constexpr, DIM_INDEX: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes dk of one tile of keys, the sum of what SPLITS have added up; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
@@ -154,5 +154,5 @@ def finish_keys(added, dk, largest, places, tiles, count: tl.int32, plane: tl.in
     for _ in tl.static_range(1, SPLITS):
         place += plane
         total += tl.load(place)
-    at_dk, stride_dk = rows_at(places, count, b, 0, layout_index.DK, 1)
+    at_dk, stride_dk = rows_at(strides, count, b, 0, layout_index.DK, 1)
     store_part(dk + at_dk, key * stride_dk, key < key1, total / unit_of(largest), 0, E, DIM_INDEX)

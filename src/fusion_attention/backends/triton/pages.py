@@ -15,10 +15,10 @@ NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
 
 
 @triton.jit
-def cache_at(places, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """(first element of head hk, stride of a token, stride of a page) of a cache."""
-    first, token = rows_at(places, count, b, hk, VIEW, ALIGN)
-    page = tl.load(places + (VIEW * PER_VIEW + 3) * count + b)
+    first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
+    page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
     if ALIGN > 1:
         page = tl.multiple_of(page, ALIGN)
     return first, token, page
@@ -78,9 +78,9 @@ def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop
 
 
 @triton.jit
-def scale_offset(places, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
+def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
     """Where the scales or offsets of keys j lie."""
-    cache = cache_at(places, count, b, hk, VIEW, 1)
+    cache = cache_at(strides, count, b, hk, VIEW, 1)
     if KIND == PER_TOKEN:
         return offset_of(cache, page, j, PAGE)
     else:

@@ -134,7 +134,7 @@ def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constex
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "step", "last", "seed", "offset", "threshold"])
 def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k,
-                  scale_v, offset_v, places, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32,
+                  scale_v, offset_v, strides, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32,
                   width: tl.int32, step: tl.int64, last: tl.int32, scale: tl.float32, factor: tl.float32,
                   keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr,
                   BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -149,35 +149,35 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
-    at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     INF: tl.constexpr = DEQUANT_V != 0
     found = wrong_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, INF, V0, V1, V2, DIM_V)
-    at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     sums = tl.load(sum_ + at_sum + row.to(tl.int64) * stride_sum, mask=row < q_len, other=0.0)
     found = tl.max(tl.where(sums == sums, found, 0), 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
-        at_out, stride_out = rows_at(places, count, b, h, layout_index.OUT, ALIGN)
+        at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
         bad = wrong_three(out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
-        at_max, stride_max = rows_at(places, count, b, h, layout_index.MAX, 1)
-        at_sum, stride_sum = rows_at(places, count, b, h, layout_index.SUM, 1)
+        at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+        at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
         peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
         bad = bad & (total == total)
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
         end_key = tl.where(mean & bad, kv_len.to(tl.int32), tl.where(empty | ~bad, 0, end_key))
-        at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+        at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
-        cache_k = cache_at(places, count, b, h // GROUP, layout_index.K, ALIGN_KV)
-        cache_v = cache_at(places, count, b, h // GROUP, layout_index.V, ALIGN_KV)
+        cache_k = cache_at(strides, count, b, h // GROUP, layout_index.K, ALIGN_KV)
+        cache_v = cache_at(strides, count, b, h // GROUP, layout_index.V, ALIGN_KV)
         rope, cache_r = query[0], cache_k
         if R:
-            at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
+            at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
-            cache_r = cache_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+            cache_r = cache_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
         j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
         while j0 < end:
@@ -186,8 +186,8 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
             page = pages_of(table, b, step, last, j, end, PAGE)
             keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
             if DEQUANT_K:
-                at_scale = scale_offset(places, count, b, h // GROUP, page, j, layout_index.SCALE_K, DEQUANT_K, PAGE)
-                at_offset = scale_offset(places, count, b, h // GROUP, page, j, layout_index.OFFSET_K, DEQUANT_K, PAGE)
+                at_scale = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.SCALE_K, DEQUANT_K, PAGE)
+                at_offset = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.OFFSET_K, DEQUANT_K, PAGE)
                 keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end,
                                          DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
             s = products(query, keys, D1, D2)
@@ -195,21 +195,21 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
                 tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             counted = (inside & (j >= first_key))[:, None]
-            s = biased(s[:, None], scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+            s = biased(s[:, None], scale, factor, bias, slopes, strides, count, b, h, heads_q, one[None, :], j[:, None],
                        counted & ~mean[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
-                left = not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], counted)
+                left = not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], counted)
                 counted = counted & (left | mean[None, :])
             counted = counted & ((s != -float("inf")) | mean[None, :])
             p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
             wild = outlasting(p)
             if DROPOUT:
-                counted = counted & tl.trans(kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
+                counted = counted & tl.trans(kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
                                                        (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
             values = load_three(v, offset_of(cache_v, page, j, PAGE), inside, True, V0, V1, V2, DIM_V)
             if DEQUANT_V:
-                at_scale = scale_offset(places, count, b, h // GROUP, page, j, layout_index.SCALE_V, DEQUANT_V, PAGE)
-                at_offset = scale_offset(places, count, b, h // GROUP, page, j, layout_index.OFFSET_V, DEQUANT_V, PAGE)
+                at_scale = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.SCALE_V, DEQUANT_V, PAGE)
+                at_offset = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.OFFSET_V, DEQUANT_V, PAGE)
                 values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
@@ -222,7 +222,7 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
-def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, places, lengths,
+def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, strides, lengths,
                     count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
                     factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
                     GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -234,21 +234,21 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BM
     row = begin + tl.arange(0, BM)
-    at_dq, stride_dq = rows_at(places, count, b, h, layout_index.DQ, ALIGN)
+    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
     INF: tl.constexpr = q.dtype.element_ty == tl.float16
     found = wrong_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, INF, D0, D1, D2, DIM)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, h, layout_index.DQ_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
         part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
-    at_flat, stride_flat = rows_at(places, count, b, h, layout_index.FLAT, 1)
+    at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
     note = tl.load(flat + at_flat + row.to(tl.int64) * stride_flat, mask=row < q_len, other=0.0)
     found = tl.max(tl.where(note == note, found, 0), 0)
     for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
         there, wide = one < q_len, one.to(tl.int64)
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
-        at_flat, stride_flat = rows_at(places, count, b, h, layout_index.FLAT, 1)
+        at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
         lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
         bad = wrong_three(dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
         if R:
@@ -256,16 +256,16 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
             bad = tl.maximum(bad, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
         end_key = tl.where((tl.abs(lse) == float("inf")) | (lse != lse) | (bad == 0), 0, end_key)
         there = there & (lse == lse)
-        at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
-        at_k, stride_k = rows_at(places, count, b, h // GROUP, layout_index.K, ALIGN)
-        at_v, stride_v = rows_at(places, count, b, h // GROUP, layout_index.V, ALIGN)
-        at_do, stride_do = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
+        at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+        at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+        at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+        at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
         query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
         do = load_three(dout, at_do + wide * stride_do, there, True, V0, V1, V2, DIM_V)
         rope, dr = query[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
-            at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
-            at_kr, stride_kr = rows_at(places, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+            at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
             rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
         dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
         j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
@@ -278,14 +278,14 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
                 tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
             seen, x = (inside & (j >= first_key))[:, None], s[:, None]
-            s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, one[None, :], j[:, None],
+            s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, one[None, :], j[:, None],
                        seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
-                seen = seen & not_blocked(blocked, places, count, b, h, one[None, :], j[:, None], seen)
+                seen = seen & not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], seen)
             seen = seen & (s != -float("inf"))
             dp = products(do, load_three(v, at_v + at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)[:, None]
             if DROPOUT:
-                keep = kept_keys(bits, (places, count, b, h, heads_q), one, j0, inside[None, :],
+                keep = kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
                                  (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
                 dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
             ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
@@ -304,7 +304,7 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
-def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, places, lengths,
+def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, strides, lengths,
                   count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
                   factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
                   GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
@@ -316,14 +316,14 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
     q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
     begin = tl.program_id(0) % blocks * BN
     j = begin + tl.arange(0, BN)
-    at_dk, stride_dk = rows_at(places, count, b, hk, layout_index.DK, ALIGN)
-    at_dv, stride_dv = rows_at(places, count, b, hk, layout_index.DV, ALIGN)
+    at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
+    at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
     INF: tl.constexpr = q.dtype.element_ty == tl.float16
     found = wrong_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, INF, D0, D1, D2, DIM)
     in_dv = wrong_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, False, V0, V1, V2, DIM_V)
     found = tl.maximum(found, in_dv)
     if R:
-        at_dr, stride_dr = rows_at(places, count, b, hk, layout_index.DK_ROPE, ALIGN)
+        at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
         part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
         found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
     found = tl.max(found, 0)
@@ -336,13 +336,13 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
             end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
             wrong_k = tl.maximum(wrong_k, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
         wrong_k = wrong_k > 0
-        at_k, stride_k = rows_at(places, count, b, hk, layout_index.K, ALIGN)
-        at_v, stride_v = rows_at(places, count, b, hk, layout_index.V, ALIGN)
+        at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
+        at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
         key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
         value = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
         tail, dr = key[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
-            at_kr, stride_kr = rows_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
             tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
@@ -355,33 +355,33 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
             h = hk * GROUP + turn // turns
             row = (first + turn) % turns * BM + tl.arange(0, BM)
             valid, at = row < q_len, row.to(tl.int64)
-            at_q, stride_q = rows_at(places, count, b, h, layout_index.Q, ALIGN)
+            at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
             query = load_three(q, at_q + at * stride_q, valid, True, D0, D1, D2, DIM)
             s, rope = products(key, query, D1, D2), query[0]
             if R:
-                at_qr, stride_qr = rows_at(places, count, b, h, layout_index.Q_ROPE, ALIGN)
+                at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
                 rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
-            at_flat, stride_flat = rows_at(places, count, b, h, layout_index.FLAT, 1)
+            at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
             lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
             there = valid & ~(tl.abs(lse) == float("inf"))
             first_key, end_key = interval(row, there, kv_len, lo, hi, prefix)
             seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
-            s = biased(x, scale, factor, bias, slopes, places, count, b, h, heads_q, row[:, None],
+            s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, row[:, None],
                        one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
-                seen = seen & not_blocked(blocked, places, count, b, h, row[:, None], one[None, :], seen)
+                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], one[None, :], seen)
             seen = seen & (s != -float("inf"))
             mean = ((lse == float("inf")) & (delta > 0))[:, None]
             p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
-            at_do, stride_do = rows_at(places, count, b, h, layout_index.DOUT, ALIGN)
+            at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
             dp, counted = products(value, do, V1, V2)[:, None], seen | mean
             if DROPOUT:  # one draw serves eight keys
                 eight = n // 8 * 8
                 keys = eight + tl.arange(0, 8)
                 there = valid[:, None] & (keys < kv_len)[None, :]
-                keep = kept_keys(bits, (places, count, b, h, heads_q), row, eight, there, (seed, offset, threshold),
+                keep = kept_keys(bits, (strides, count, b, h, heads_q), row, eight, there, (seed, offset, threshold),
                                  DROPOUT, 8)  # fmt: skip
                 keep = tl.sum(tl.where(keep & (keys == n)[None, :], 1, 0), 1)[:, None] > 0
                 counted = counted & keep

@@ -33,7 +33,7 @@ def unsettled(old, acc):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def recompute_rows(k, out, large, keys, used, noted, ds, places, tokens, count: tl.int32, first: tl.int64,
+def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count: tl.int32, first: tl.int64,
                    GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                    ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr,
                    BC: tl.constexpr):  # fmt: skip
@@ -42,12 +42,12 @@ def recompute_rows(k, out, large, keys, used, noted, ds, places, tokens, count: 
     own = tl.program_id(0).to(tl.int64)
     hk = own % HEADS_KV
     b, row = token_at(tokens, first + own // HEADS_KV)
-    at_k, stride = rows_at(places, count, b, hk, READ, ALIGN)
+    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
     heads = tl.where(tl.load(noted + own) > 0, GROUP, 0)
     keys += own * SLOTS
     ds += own * GROUP * SLOTS
     for h in tl.range(0, heads):
-        at = heads_of(places, count, b, row, hk * GROUP + h, WRITTEN, ALIGN)
+        at = heads_of(strides, count, b, row, hk * GROUP + h, WRITTEN, ALIGN)
         for c0 in tl.range(0, DIM, BC):
             c = c0 + tl.arange(0, BC)
             old = tl.load(out + at + c, mask=c < DIM, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def recompute_rows(k, out, large, keys, used, noted, ds, places, tokens, count: 
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, places, tokens,
+def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, strides, tokens,
                     count: tl.int32, first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr,
                     COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
                     ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
@@ -77,12 +77,12 @@ def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, pl
     hk = own % HEADS_KV
     b, row = token_at(tokens, first + own // HEADS_KV)
     weights += own * GROUP * SLOTS
-    at_x, head_x, stride_x = heads_at(places, count, b, VIEW, ALIGN)
+    at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
     at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
     at_also, head_also = at_x, head_x
     if also is not None:
         weights_also += own * GROUP * SLOTS
-        at_also, head_also, stride_also = heads_at(places, count, b, VIEW_ALSO, ALIGN)
+        at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
         at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
     grow = 1.0 / shrinking(large, b, hk, HEADS_KV)
     slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)

@@ -33,14 +33,14 @@ from fusion_attention.backends.triton.sparse_forward import heads_of, offset_wit
 
 
 @triton.jit
-def row_of(places, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """(first element of a token's rows, stride of a head) of a view."""
-    at, head, token = heads_at(places, count, b, VIEW, ALIGN)
+    at, head, token = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row * token, head
 
 
 @triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last"])
-def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, places, lengths, tokens,
+def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, strides, lengths, tokens,
                     count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32,
                     scale: tl.float32, GROUP: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr,
                     SHARED: tl.constexpr, PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr,
@@ -51,9 +51,9 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, pl
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
     hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
-    at_out, head_out = row_of(places, count, b, row, layout_index.OUT, ALIGN)
-    at_max, head_max = row_of(places, count, b, row, layout_index.MAX, 1)
-    at_sum, head_sum = row_of(places, count, b, row, layout_index.SUM, 1)
+    at_out, head_out = row_of(strides, count, b, row, layout_index.OUT, ALIGN)
+    at_max, head_max = row_of(strides, count, b, row, layout_index.MAX, 1)
+    at_sum, head_sum = row_of(strides, count, b, row, layout_index.SUM, 1)
     found = wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
     sums = tl.load(sum_ + at_sum + h * head_sum, mask=valid, other=0.0)
     some = tl.max(tl.where(sums == sums, found, 0), 0) > 0
@@ -63,7 +63,7 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, pl
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
         table += b * step
     first, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, places, count, b, hk, row)
+    entries = list_at(indices, strides, count, b, hk, row)
     for one in tl.range(begin, tl.where(some, tl.minimum(begin + BM, (hk + 1) * GROUP), begin).to(tl.int32)):
         head = one + tl.zeros([1], tl.int64)
         there = head >= 0
@@ -71,16 +71,16 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, pl
         peak, total = tl.load(max_ + at_max + head * head_max), tl.load(sum_ + at_sum + head * head_sum)
         bad = bad & (total == total) & (peak != -float("inf"))
         slots = slots_read(entries, tl.where(tl.max(bad.to(tl.int32), 0) > 0, end, 0), SELECT, BLOCK)
-        at_q, head_q = row_of(places, count, b, row, layout_index.Q, ALIGN)
+        at_q, head_q = row_of(strides, count, b, row, layout_index.Q, ALIGN)
         query = load_three(q + at_q, head * head_q, there, True, D0, D1, D2, DIM)
-        cache_k = cache_at(places, count, b, hk, layout_index.K, ALIGN)
+        cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
         cache_v, cache_r, rope = cache_k, cache_k, query[0]
         if not SHARED:
-            cache_v = cache_at(places, count, b, hk, layout_index.V, ALIGN)
+            cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
         if R:
-            at_r, head_r = row_of(places, count, b, row, layout_index.Q_ROPE, ALIGN)
+            at_r, head_r = row_of(strides, count, b, row, layout_index.Q_ROPE, ALIGN)
             rope = load_part(q_rope + at_r, head * head_r, there, 0, R, DIM_ROPE, True)
-            cache_r = cache_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
+            cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
         acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
         n0 = tl.zeros([], tl.int32)
         while n0 < slots:

@@ -24,7 +24,7 @@ def listed(keys, k, slots):
 
 
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_kv"])
-def target(q, k, q_rope, k_rope, notes, keys, dscores, places, tokens, count: tl.int32, first: tl.int64,
+def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: tl.int32, first: tl.int64,
            slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
            DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
            BC: tl.constexpr):  # fmt: skip
@@ -37,13 +37,13 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, places, tokens, count: tl
     slot, lane, d = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BH), tl.arange(0, BC)
     key = listed(keys + at_token * slots, slot, slots).to(tl.int64)
     there = key >= 0
-    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.Q, ALIGN)
-    at_k, head_k, stride_k = heads_at(places, count, b, layout_index.K, ALIGN)
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
     at_q += row * stride_q
     at_qr, head_qr, at_kr, head_kr, stride_kr = at_q, head_q, at_k, head_k, stride_k
     if DIM_ROPE:
-        at_qr, head_qr, stride_qr = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
-        at_kr, head_kr, stride_kr = heads_at(places, count, b, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, head_kr, stride_kr = heads_at(strides, count, b, layout_index.K_ROPE, ALIGN)
         at_qr += row * stride_qr
     of_notes = notes + (first + at_token) * (heads_kv * GROUP + 1)
     s, p = tl.zeros([BK, BH], tl.float32), tl.zeros([BK], tl.float32)
@@ -73,16 +73,16 @@ def target(q, k, q_rope, k_rope, notes, keys, dscores, places, tokens, count: tl
 
 
 @triton.jit(do_not_specialize=["count", "first", "slots", "heads_index"])
-def score(index_q, index_k, weights, keys, scores, places, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
+def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
           heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
           PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Writes I, the indexer's score of every entry of a token's list; grid (tokens)."""
     at_token = tl.program_id(0).to(tl.int64)
     b, row = token_at(tokens, first + at_token)
     h = tl.arange(0, HI)
-    at_q, head_q, stride_q = heads_at(places, count, b, layout_index.INDEX_Q, ALIGN)
-    at_k, stride_k = rows_at(places, count, b, 0, layout_index.INDEX_K, ALIGN)
-    at_w, stride_w = rows_at(places, count, b, 0, layout_index.WEIGHTS, 1)
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.INDEX_Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, 0, layout_index.INDEX_K, ALIGN)
+    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     there = h < heads_index
     query = load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True)
     w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)

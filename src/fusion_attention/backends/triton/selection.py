@@ -33,9 +33,9 @@ def band_of(row, kv_len, lo, hi, prefix):
 
 
 @triton.jit
-def list_at(indices, places, count, b, hk, row):
+def list_at(indices, strides, count, b, hk, row):
     """Where the list of a row starts."""
-    first, token = rows_at(places, count, b, hk, layout_index.INDICES, 1)
+    first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
     return indices + first + row * token
 
 
@@ -77,7 +77,7 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: tl.int32, first: tl.int64,
+def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
                SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
     for kernels that note what is not finite.
@@ -89,9 +89,9 @@ def read_lists(indices, keys, ids, used, noted, places, lengths, tokens, count: 
     own = own * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
     first_key, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, places, count, b, hk, row)
+    entries = list_at(indices, strides, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
-    id0, step = rows_at(places, count, b, hk, layout_index.IDS, 1)
+    id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
     keys, ids = keys + own * SLOTS, ids + own * SLOTS
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, SLOTS, N):

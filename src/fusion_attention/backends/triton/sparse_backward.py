@@ -47,21 +47,21 @@ def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def heads_of(places, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def heads_of(strides, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """Where the rows of heads of one token start in a view."""
-    at, stride_head, stride = heads_at(places, count, b, VIEW, ALIGN)
+    at, stride_head, stride = heads_at(strides, count, b, VIEW, ALIGN)
     return at + row.to(tl.int64) * stride + head * stride_head
 
 
 @triton.jit
-def keys_of(places, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     """Where the rows of keys of one head start in a view; of -1, nowhere."""
-    at, stride = rows_at(places, count, b, hk, VIEW, ALIGN)
+    at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
     return at + j.to(tl.int64) * stride
 
 
 @triton.jit(do_not_specialize=["count", "first", "plane"])
-def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, places, tokens,
+def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, strides, tokens,
                 count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32, exponent: tl.float32,
                 GROUP: tl.constexpr, HEADS_KV: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
                 DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
@@ -76,9 +76,9 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         valid, head = h < GROUP, hk * GROUP + h
         j = tl.load(keys + own * SLOTS + slot)
         chosen = j >= 0
-        at_q = (q, heads_of(places, count, b, row, head, layout_index.Q, ALIGN), valid)
-        at_do = (dout, heads_of(places, count, b, row, head, layout_index.DOUT, ALIGN), valid)
-        at_k = (k, keys_of(places, count, b, hk, j, layout_index.K, ALIGN), chosen)
+        at_q = (q, heads_of(strides, count, b, row, head, layout_index.Q, ALIGN), valid)
+        at_do = (dout, heads_of(strides, count, b, row, head, layout_index.DOUT, ALIGN), valid)
+        at_k = (k, keys_of(strides, count, b, hk, j, layout_index.K, ALIGN), chosen)
         s, dp = tl.zeros([BH, BN], tl.float32), tl.zeros([BH, BN], tl.float32)
         # The first elements of a key are its value: they are loaded once for both products.
         BOTH: tl.constexpr = DIM_V // BC * BC if SHARED else 0
@@ -92,13 +92,13 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         if BOTH < DIM_V:
             at_v = at_k
             if not SHARED:
-                at_v = (v, keys_of(places, count, b, hk, j, layout_index.V, ALIGN), chosen)
+                at_v = (v, keys_of(strides, count, b, hk, j, layout_index.V, ALIGN), chosen)
             dp = inner(dp, at_do, at_v, BOTH, DIM_V, BC)
         if DIM_ROPE:
-            at_qr = (q_rope, heads_of(places, count, b, row, head, layout_index.Q_ROPE, ALIGN), valid)
-            at_kr = (k_rope, keys_of(places, count, b, hk, j, layout_index.K_ROPE, ALIGN), chosen)
+            at_qr = (q_rope, heads_of(strides, count, b, row, head, layout_index.Q_ROPE, ALIGN), valid)
+            at_kr = (k_rope, keys_of(strides, count, b, hk, j, layout_index.K_ROPE, ALIGN), chosen)
             s = inner(s, at_qr, at_kr, 0, DIM_ROPE, BC)
-        notes = flat + heads_of(places, count, b, row, head, layout_index.FLAT, 1)
+        notes = flat + heads_of(strides, count, b, row, head, layout_index.FLAT, 1)
         lse = tl.load(notes, mask=valid, other=float("inf"))
         delta = tl.load(notes + plane, mask=valid, other=0.0)
         # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
@@ -120,7 +120,7 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32, first: tl.int64,
+def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int32, first: tl.int64,
                   GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
                   ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, FIRST: tl.constexpr,
                   BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
@@ -135,7 +135,7 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
     valid, head = h < GROUP, hk * GROUP + h
     c = FIRST + tl.program_id(0) * BC + tl.arange(0, BC)
     end = tl.load(used + own)
-    at_k, stride = rows_at(places, count, b, hk, READ, ALIGN)
+    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
     keys += own * SLOTS
     ds += own * GROUP * SLOTS
     acc = tl.zeros([BH, BC], tl.float32)
@@ -150,7 +150,7 @@ def backward_rows(k, out, large, keys, used, ds, places, tokens, count: tl.int32
         weights = tl.load(ds + offset, mask=valid[:, None], other=0.0)
         acc = tl.dot(weights, key, acc, input_precision="ieee")
     acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
-    at = heads_of(places, count, b, row, head, WRITTEN, ALIGN)
+    at = heads_of(strides, count, b, row, head, WRITTEN, ALIGN)
     there = valid[:, None] & (c < DIM)[None, :]
     tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=there)
 
@@ -164,7 +164,7 @@ def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: 
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def backward_slots(x, also, weights, weights_also, rows, ids, used, large, places, tokens, count: tl.int32,
+def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strides, tokens, count: tl.int32,
                    first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
                    DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                    VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
@@ -185,13 +185,13 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, place
         c = panel * BC + tl.arange(0, BC)
         acc = tl.zeros([BN, BC], tl.float32)
         weights += own * GROUP * SLOTS
-        at_x, head_x, stride_x = heads_at(places, count, b, VIEW, ALIGN)
+        at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
         at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
         BOTH: tl.constexpr = also is not None and large is None
         at_also, head_also = at_x, head_x
         if also is not None:
             weights_also += own * GROUP * SLOTS
-            at_also, head_also, stride_also = heads_at(places, count, b, VIEW_ALSO, ALIGN)
+            at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
             at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
         for h0 in tl.range(0, GROUP, BH):
             h = h0 + tl.arange(0, BH)

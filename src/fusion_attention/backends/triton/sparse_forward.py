@@ -85,7 +85,7 @@ def heads_of(part, GROUP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last", "per"])
-def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, part, places, lengths, tokens,
+def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, part, strides, lengths, tokens,
                    count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32, per: tl.int32,
                    scale: tl.float32, exponent: tl.float32, unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr,
                    SINK: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
@@ -107,19 +107,19 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
         table += b * step
     first, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, places, count, b, hk, row)
+    entries = list_at(indices, strides, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
 
-    at_q, head_q, token_q = heads_at(places, count, b, layout_index.Q, ALIGN)
+    at_q, head_q, token_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
     query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
-    cache_k = cache_at(places, count, b, hk, layout_index.K, ALIGN)
+    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
     cache_v, cache_r, rope = cache_k, cache_k, query[0]
     if not SHARED:
-        cache_v = cache_at(places, count, b, hk, layout_index.V, ALIGN)
+        cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
     if R:
-        at_r, head_r, token_r = heads_at(places, count, b, layout_index.Q_ROPE, ALIGN)
+        at_r, head_r, token_r = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
         rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
-        cache_r = cache_at(places, count, b, hk, layout_index.K_ROPE, ALIGN)
+        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
 
     acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
     m = tl.full([BM], -float("inf"), tl.float32)
@@ -169,5 +169,5 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
         tl.store(part + at + DIM_V, m, mask=valid)
         tl.store(part + at + DIM_V + 1, l, mask=valid)
     else:
-        write_rows(out, max_, sum_, sink, places, count, b, h, row, valid, (acc0, acc1, acc2), m, l, unit, SINK, V0,
+        write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, (acc0, acc1, acc2), m, l, unit, SINK, V0,
                    V1, V2, DIM_V, ALIGN)  # fmt: skip
