@@ -77,7 +77,7 @@ def local(module: str) -> Path | None:
 
 def ours(name: str) -> bool:
     """Whether a module or folder of this name lies where programs and tests of this repository look."""
-    places = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "house", ROOT / "benchmarks", ROOT / "release"]
+    places = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]
     return any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places)
 
 

@@ -1,5 +1,6 @@
 """Attention layers that learn to choose their keys: the lightning indexer, and the stages in which it is trained."""
 
+from fusion_attention.nn.cache import Cache
 from fusion_attention.nn.indexer import Index, LightningIndexer
 from fusion_attention.nn.layers import STAGES, SparseAttention, SparseLatentAttention, SparseSelfAttention, set_stage
 from fusion_attention.nn.layers import Stage as Stage
@@ -7,6 +8,7 @@ from fusion_attention.nn.rope import apply_rope, rope_table
 
 __all__ = [
     "STAGES",
+    "Cache",
     "Index",
     "LightningIndexer",
     "SparseAttention",

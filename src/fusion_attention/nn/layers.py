@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion_attention.ir.mask import Band
+from fusion_attention.nn.cache import Cache
 from fusion_attention.nn.indexer import LightningIndexer, Rope
 from fusion_attention.nn.ranks import Lengths, functions, rows_of, tokens_of
 from fusion_attention.nn.rope import apply_rope
@@ -73,6 +74,7 @@ class SparseAttention(nn.Module):
         index_rope: Rope = None,
         lengths: Lengths = None,
         tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention of projected rows in the present stage, and the indexer's loss.
 
@@ -87,11 +89,18 @@ class SparseAttention(nn.Module):
             index_rope: (cos, sin) for the indexer's rows.
             lengths: tokens of every sequence; packed: needed. Padded: rows behind them are 0 and lose nothing.
             tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
+            cache: keys of earlier tokens; those of this call are appended. lengths count this call's tokens. Needs
+                evaluation mode, torch.no_grad(), padded rows and one process.
 
         Returns:
             (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
             evaluation mode and in the dense stage; add it to the model's own loss (in warm-up it is all there is).
         """
+        if cache is not None:
+            stored = {"k": k, "v": v, "k_rope": k_rope}
+            new = self._new_tokens(x, lengths)
+            out = self._decode(cache, stored, new, x, q, query, q_rope, scale, index_rope)
+            return out, out.new_zeros((), dtype=torch.float32)
         ranks = self.indexer.ranks
         of, common = functions(ranks), {**rows_of(x, lengths, ranks, tokens), "scale": scale}
         common |= {"q_rope": q_rope, "k_rope": k_rope}
@@ -112,6 +121,50 @@ class SparseAttention(nn.Module):
                 return out, out.new_zeros((), dtype=torch.float32)
         loss = of.indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **common)
         return out, loss / tokens_of(x, lengths, ranks, tokens)
+
+    def _new_tokens(self, x: Tensor, lengths: Lengths) -> list[int]:
+        """The number of a call's tokens by sequence; refuses calls that cannot have a cache."""
+        name = type(self).__name__
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(f"{name}: cache: expected layer.eval() and torch.no_grad(): stored keys have no gradient")
+        if x.dim() != 3:
+            raise ValueError(f"{name}: x: expected [B, S, dim] beside a cache, got {list(x.shape)}")
+        if self.indexer.ranks is not None:
+            raise ValueError(f"{name}: cache: expected a layer without a group, got one")
+        if lengths is None:
+            return [x.shape[1]] * x.shape[0]
+        new = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+        if len(new) != x.shape[0] or not all(0 <= n <= x.shape[1] for n in new):
+            raise ValueError(f"{name}: lengths: expected {x.shape[0]} numbers from 0 to {x.shape[1]}, got {new}")
+        return new
+
+    def _decode(
+        self,
+        cache: Cache,
+        stored: dict[str, Tensor | None],
+        new: list[int],
+        x: Tensor,
+        q: Tensor,
+        query: Tensor | None,
+        q_rope: Tensor | None,
+        scale: float | None,
+        index_rope: Rope,
+    ) -> Tensor:
+        """Attention of new tokens to all stored keys and their own."""
+        of, result = functions(None), None
+        if self.stage == "sparse":
+            result = self.indexer(x, query, rope=index_rope, choose=False)
+            stored["index"] = result.k
+        full = cache.append(stored, new)
+        rows: dict[str, Any] = {"q_len": new, "kv_len": cache.lengths}
+        common = {**rows, "scale": scale, "q_rope": q_rope, "k_rope": full["k_rope"]}
+        if result is None:
+            values = full["k"] if full["v"] is None else full["v"]
+            return of.attention(q, full["k"], values, band=Band.causal(), **common)
+        indices, _ = of.lightning_indexer(result.q, full["index"], result.weights, self.indexer.top_k, **rows)
+        heads = stored["k"].shape[2]  # type: ignore[union-attr]
+        lists = indices.expand(-1, -1, heads, -1)
+        return of.sparse_attention(q, full["k"], full["v"], lists, **common)
 
     if TYPE_CHECKING:
 
@@ -170,6 +223,7 @@ class SparseSelfAttention(SparseAttention):
         index_rope: Rope = None,
         lengths: Lengths = None,
         tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output and the indexer's loss.
 
@@ -178,14 +232,14 @@ class SparseSelfAttention(SparseAttention):
             rope: (cos, sin) of the tokens, [S, R / 2], [B, S, R / 2] or [T, R / 2], R <= head_dim.
             index_rope: the same for the indexer, R <= index_dim; None: rope.
             lengths: tokens of every sequence; packed: needed.
-            tokens: as attend() says.
+            tokens, cache: as attend() says.
 
         Returns:
             (out, loss): out as x; loss as attend() says.
         """
         q, k, v = self.project(x, rope)
         index_rope = rope if index_rope is None else index_rope
-        out, loss = self.attend(x, q, k, v, index_rope=index_rope, lengths=lengths, tokens=tokens)
+        out, loss = self.attend(x, q, k, v, index_rope=index_rope, lengths=lengths, tokens=tokens, cache=cache)
         return self.o_proj(out.flatten(-2)), loss
 
     if TYPE_CHECKING:
@@ -261,7 +315,13 @@ class SparseLatentAttention(SparseAttention):
         self.o_proj = nn.Linear(heads * v_dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, *, rope: tuple[Tensor, Tensor], lengths: Lengths = None, tokens: int | None = None
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor],
+        lengths: Lengths = None,
+        tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The layer's output and the indexer's loss.
 
@@ -269,7 +329,7 @@ class SparseLatentAttention(SparseAttention):
             x: hidden states, [B, S, dim], or packed [T, dim].
             rope: (cos, sin) of the tokens, [S, rope_dim / 2], [B, S, rope_dim / 2] or [T, rope_dim / 2].
             lengths: tokens of every sequence; packed: needed.
-            tokens: as attend() says.
+            tokens, cache: as attend() says.
 
         Returns:
             (out, loss): out as x; loss as attend() says.
@@ -281,7 +341,7 @@ class SparseLatentAttention(SparseAttention):
         latent = self.kv_a_layernorm(latent)
         q_rope, k_rope = apply_rope(q_rope, rope, True), apply_rope(k_rope, rope, True)
         common: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope}
-        common |= {"lengths": lengths, "tokens": tokens}
+        common |= {"lengths": lengths, "tokens": tokens, "cache": cache}
         if self.stage == "sparse":
             up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split((nope, v_dim), 1)
             absorbed = torch.einsum("...hd,hdr->...hr", q, up_k)
