@@ -282,5 +282,5 @@ def test_a_pool_is_measured_by_its_memory() -> None:
 def test_an_argument_that_no_kernel_takes() -> None:
     with pytest.raises(TypeError, match="no kernel takes qurey, slope"):
         launch_dense.FAMILY.launch(
-            launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.FIX["fix_out"][0]
+            launch_dense.join, (1,), {"q": None, "slope": None}, ("qurey",), {}, shapes.RECOMPUTE["recompute_out"][0]
         )
