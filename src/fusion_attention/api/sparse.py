@@ -52,7 +52,7 @@ def lightning_indexer(
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
         causal: rows see keys up to their own, the last row the last key; False: all keys.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
-        backend: "auto", "cpu" or "golden".
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
         (indices, values): int32 [B, S1, 1, top_k] ([T1, 1, top_k]), positions within the sequence, by descending
@@ -147,7 +147,7 @@ def sparse_attention(
         sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
         page_table: int32 or int64 [B, M], the pages of every sequence: k, v and k_rope are pages [P, page, N2, D].
         return_lse: also return log(sum(exp(s))): float32 [B, N1, S1], packed [T1, N1]; differentiable as out is.
-        backend: "auto", "cpu" or "golden".
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
         out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
@@ -246,7 +246,7 @@ def indexer_loss(
         scale: the attention's; None: 1 / sqrt(D + Dr).
         causal: rows see keys up to their own, the last row the last key; False: all keys.
         sink: the attention's, float32 [N1].
-        backend: "auto", "cpu" or "golden".
+        backend: "auto", "cpu", "triton" or "golden".
 
     Returns:
         The loss, a float32 scalar; 0 where no row sees a key. Probabilities enter the logarithms as 1e-8 at least, so

@@ -105,8 +105,15 @@ def npu_prompt_flash_attention(
         >>> list(out.shape)
         [2, 5, 256]
     """
-    # locals() is what was given, by name: the record knows the names.
-    args = fused_out.canonical(fused.TORCH_PFA.name, locals())
+    args = fused_out.canonical(fused.TORCH_PFA.name, {
+        "query": query, "key": key, "value": value, "padding_mask": padding_mask, "atten_mask": atten_mask,
+        "pse_shift": pse_shift, "actual_seq_lengths": actual_seq_lengths, "deq_scale1": deq_scale1,
+        "quant_scale1": quant_scale1, "deq_scale2": deq_scale2, "quant_scale2": quant_scale2,
+        "quant_offset2": quant_offset2, "num_heads": num_heads, "scale_value": scale_value,
+        "pre_tokens": pre_tokens, "next_tokens": next_tokens, "input_layout": input_layout,
+        "num_key_value_heads": num_key_value_heads, "actual_seq_lengths_kv": actual_seq_lengths_kv,
+        "sparse_mode": sparse_mode,
+    })  # fmt: skip
     return dispatch.results(fused.TORCH_PFA, args)["attention_out"]
 
 
@@ -211,7 +218,23 @@ def npu_fused_infer_attention_score(
         >>> list(out.shape)
         [5, 4, 64]
     """
-    return _both(fused.TORCH_V1, locals())
+    return _both(fused.TORCH_V1, {
+        "query": query, "key": key, "value": value, "pse_shift": pse_shift, "atten_mask": atten_mask,
+        "actual_seq_lengths": actual_seq_lengths, "actual_seq_lengths_kv": actual_seq_lengths_kv,
+        "dequant_scale1": dequant_scale1, "quant_scale1": quant_scale1, "dequant_scale2": dequant_scale2,
+        "quant_scale2": quant_scale2, "quant_offset2": quant_offset2, "antiquant_scale": antiquant_scale,
+        "antiquant_offset": antiquant_offset, "key_antiquant_scale": key_antiquant_scale,
+        "key_antiquant_offset": key_antiquant_offset, "value_antiquant_scale": value_antiquant_scale,
+        "value_antiquant_offset": value_antiquant_offset, "block_table": block_table,
+        "query_padding_size": query_padding_size, "kv_padding_size": kv_padding_size,
+        "key_shared_prefix": key_shared_prefix, "value_shared_prefix": value_shared_prefix,
+        "actual_shared_prefix_len": actual_shared_prefix_len, "query_rope": query_rope, "key_rope": key_rope,
+        "key_rope_antiquant_scale": key_rope_antiquant_scale, "num_heads": num_heads, "scale": scale,
+        "pre_tokens": pre_tokens, "next_tokens": next_tokens, "input_layout": input_layout,
+        "num_key_value_heads": num_key_value_heads, "sparse_mode": sparse_mode, "inner_precise": inner_precise,
+        "block_size": block_size, "antiquant_mode": antiquant_mode, "key_antiquant_mode": key_antiquant_mode,
+        "value_antiquant_mode": value_antiquant_mode, "softmax_lse_flag": softmax_lse_flag,
+    })  # fmt: skip
 
 
 @fused_out.with_out(fused.TORCH_V2)
@@ -299,7 +322,26 @@ def npu_fused_infer_attention_score_v2(
         >>> list(out.shape), list(lse.shape)
         ([2, 1, 4, 64], [2, 4, 1, 1])
     """
-    return _both(fused.TORCH_V2, locals())
+    return _both(fused.TORCH_V2, {
+        "query": query, "key": key, "value": value, "query_rope": query_rope, "key_rope": key_rope,
+        "pse_shift": pse_shift, "atten_mask": atten_mask, "actual_seq_qlen": actual_seq_qlen,
+        "actual_seq_kvlen": actual_seq_kvlen, "block_table": block_table,
+        "dequant_scale_query": dequant_scale_query, "dequant_scale_key": dequant_scale_key,
+        "dequant_offset_key": dequant_offset_key, "dequant_scale_value": dequant_scale_value,
+        "dequant_offset_value": dequant_offset_value, "dequant_scale_key_rope": dequant_scale_key_rope,
+        "quant_scale_out": quant_scale_out, "quant_offset_out": quant_offset_out, "quant_scale_p": quant_scale_p,
+        "learnable_sink": learnable_sink, "num_query_heads": num_query_heads,
+        "num_key_value_heads": num_key_value_heads, "softmax_scale": softmax_scale, "pre_tokens": pre_tokens,
+        "next_tokens": next_tokens, "input_layout": input_layout, "sparse_mode": sparse_mode,
+        "block_size": block_size, "query_quant_mode": query_quant_mode, "key_quant_mode": key_quant_mode,
+        "value_quant_mode": value_quant_mode, "inner_precise": inner_precise,
+        "return_softmax_lse": return_softmax_lse, "query_dtype": query_dtype, "key_dtype": key_dtype,
+        "value_dtype": value_dtype, "query_rope_dtype": query_rope_dtype, "key_rope_dtype": key_rope_dtype,
+        "key_shared_prefix_dtype": key_shared_prefix_dtype, "value_shared_prefix_dtype": value_shared_prefix_dtype,
+        "dequant_scale_query_dtype": dequant_scale_query_dtype, "dequant_scale_key_dtype": dequant_scale_key_dtype,
+        "dequant_scale_value_dtype": dequant_scale_value_dtype,
+        "dequant_scale_key_rope_dtype": dequant_scale_key_rope_dtype, "out_dtype": out_dtype,
+    })  # fmt: skip
 
 
 _npu_fused_infer_attention_score_get_max_workspace = fused_out.workspace_of(
@@ -343,7 +385,11 @@ def _npu_fused_infer_attention_score_infer_output(
         >>> list(out.shape), list(lse.shape)
         ([2, 3, 256], [0])
     """
-    return fused_out.buffer(fused.TORCH_V1, locals())
+    return fused_out.buffer(fused.TORCH_V1, {
+        "query": query, "value": value, "input_layout": input_layout, "quant_scale2": quant_scale2,
+        "block_table": block_table, "num_heads": num_heads, "num_key_value_heads": num_key_value_heads,
+        "softmax_lse_flag": softmax_lse_flag, "query_rope": query_rope,
+    })  # fmt: skip
 
 
 @aliased
@@ -383,4 +429,9 @@ def _npu_fused_infer_attention_score_v2_infer_output(
         >>> list(out.shape), list(lse.shape)
         ([5, 4, 64], [5, 4, 1])
     """
-    return fused_out.buffer(fused.TORCH_V2, locals())
+    return fused_out.buffer(fused.TORCH_V2, {
+        "query": query, "value": value, "query_dtype": query_dtype, "value_dtype": value_dtype,
+        "input_layout": input_layout, "quant_scale_out": quant_scale_out, "block_table": block_table,
+        "num_query_heads": num_query_heads, "num_key_value_heads": num_key_value_heads,
+        "return_softmax_lse": return_softmax_lse, "query_rope": query_rope, "out_dtype": out_dtype,
+    })  # fmt: skip

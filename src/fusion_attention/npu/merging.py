@@ -66,7 +66,12 @@ def npu_ring_attention_update(
         >>> torch.allclose(out, npu.npu_fusion_attention(q, k, k, 4, "SBH")[0], atol=1e-6)
         True
     """
-    checked(merging.RING, dict(locals()))
+    checked(merging.RING, {
+        "prev_attn_out": prev_attn_out, "prev_softmax_max": prev_softmax_max, "prev_softmax_sum": prev_softmax_sum,
+        "cur_attn_out": cur_attn_out, "cur_softmax_max": cur_softmax_max, "cur_softmax_sum": cur_softmax_sum,
+        "actual_seq_qlen": actual_seq_qlen, "input_layout": input_layout,
+        "input_softmax_layout": input_softmax_layout,
+    })  # fmt: skip
     stats = prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum
     outs = prev_attn_out, cur_attn_out
     heads = prev_softmax_max.shape[1]

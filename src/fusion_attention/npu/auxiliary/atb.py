@@ -70,7 +70,10 @@ def _npu_flash_attention(
         True
     """
     mask = atb.in_rows(mask)
-    given = dict(locals())
+    given = {
+        "query": query, "key": key, "value": value, "mask": mask, "seq_len": seq_len, "scale_value": scale_value,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.FLASH, given)
     _attend(atb.FLASH, given, (key, value), ends, ends, atten_mask=atb.hides(mask), sparse_mode=MASK_ALONE)
 
@@ -109,7 +112,10 @@ def _npu_flash_attention_v3(
         True
     """
     mask = atb.in_rows(mask)
-    given = dict(locals())
+    given = {
+        "query": query, "key": key, "value": value, "mask": mask, "seq_len": seq_len, "scale_value": scale_value,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "mask_type": mask_type, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.FLASH_V3, given)
     _attend(atb.FLASH_V3, given, (key, value), ends, ends, **_causal(query))
 
@@ -142,7 +148,10 @@ def _npu_flash_attention_unpad(
         >>> torch.allclose(out[0, 0], k[0, 0])
         True
     """
-    given = dict(locals())
+    given = {
+        "query": query, "key": key, "value": value, "seq_len": seq_len, "scale_value": scale_value,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.FLASH_UNPAD, given)
     _attend(atb.FLASH_UNPAD, given, (key, value), ends, ends)
 
@@ -178,7 +187,10 @@ def _npu_flash_attention_unpad_v2(
         >>> torch.allclose(out[0, 0], k[0, 0])
         True
     """
-    given = dict(locals())
+    given = {
+        "query": query, "key": key, "value": value, "seq_len": seq_len, "scale_value": scale_value,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "kernel_type": kernel_type, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.FLASH_UNPAD_V2, given)
     _attend(atb.FLASH_UNPAD_V2, given, (key, value), ends, ends)
 
@@ -222,7 +234,11 @@ def _npu_flash_attention_qlens(
         True
     """
     mask = atb.in_rows(mask)
-    given = dict(locals())
+    given = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table,
+        "mask": mask, "seq_len": seq_len, "context_lens": context_lens, "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads, "scale_value": scale_value, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.QLENS, given)
     _attend(atb.QLENS, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
 
@@ -262,7 +278,11 @@ def _npu_paged_attention(
         >>> torch.allclose(out[0, 0], pages[2, 0, 0])
         True
     """
-    given = dict(locals())
+    given = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads, "scale_value": scale_value, "block_table": block_table,
+        "context_lens": context_lens, "out": out, "workspace": workspace,
+    }  # fmt: skip
     checked(atb.PAGED_ATTENTION, given)
     _attend(atb.PAGED_ATTENTION, given, (key_cache, value_cache), _one_each(query), context_lens)
 
@@ -299,7 +319,12 @@ def _npu_paged_attention_get_workspace(
         >>> _npu_paged_attention_get_workspace(q, pages, pages, 2, 4, 0.25, table, keys, torch.zeros(2, 4, 16)).numel()
         0
     """
-    checked(atb.PAGED_WORKSPACE, {**locals(), "workspace": None})
+    checked(atb.PAGED_WORKSPACE, {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads, "scale_value": scale_value, "block_table": block_table,
+        "context_lens": context_lens, "out": out,
+        "workspace": None
+    })  # fmt: skip
     return query.new_empty(0)
 
 
@@ -335,7 +360,11 @@ def _npu_paged_attention_mla(
         >>> torch.allclose(out[0, 0], pages[2, 0, 0, :12])
         True
     """
-    given = dict(locals())
+    given = {
+        "query": query, "key_cache": key_cache, "num_kv_heads": num_kv_heads, "num_heads": num_heads,
+        "scale_value": scale_value, "block_table": block_table, "context_lens": context_lens,
+        "mla_vheadsize": mla_vheadsize, "out": out,
+    }  # fmt: skip
     checked(atb.PAGED_MLA, given)
     both = key_cache, key_cache[..., :mla_vheadsize]
     _attend(atb.PAGED_MLA, given, both, _one_each(query), context_lens)
@@ -377,7 +406,11 @@ def _npu_paged_attention_splitfuse(
         True
     """
     mask = atb.in_rows(mask)
-    given = dict(locals())
+    given = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table,
+        "context_lens": context_lens, "mask": mask, "seq_len": seq_len, "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads, "scale_value": scale_value, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.SPLITFUSE, given)
     rows = _read(atb.SPLITFUSE, seq_len)
     most = int(rows.max(initial=0))
@@ -425,7 +458,11 @@ def _npu_paged_attention_splitfuse_v2(
         True
     """
     mask = atb.in_rows(mask)
-    given = dict(locals())
+    given = {
+        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_table": block_table,
+        "context_lens": context_lens, "mask": mask, "seq_len": seq_len, "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads, "scale_value": scale_value, "mask_type": mask_type, "out": out,
+    }  # fmt: skip
     ends = _ends(atb.SPLITFUSE_V2, given)
     _attend(atb.SPLITFUSE_V2, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
 

@@ -44,7 +44,9 @@ def _npu_reshape_and_cache(
         >>> torch.equal(pages[1, 1:3], rows[:2])
         True
     """
-    checked(atb.RESHAPE, dict(locals()))
+    checked(atb.RESHAPE, {
+        "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache, "slot_indices": slot_indices,
+    })  # fmt: skip
     with torch.no_grad():
         store([(_slots(key_cache, key), key), (_slots(value_cache, value), value)], slot_indices)
 
@@ -69,7 +71,7 @@ def _npu_reshape_and_cache_siso(key: Tensor, key_cache: Annotated[Tensor, "a!"],
         >>> torch.equal(pages[1, 1:3], rows[:2])
         True
     """
-    checked(atb.RESHAPE_ONE, dict(locals()))
+    checked(atb.RESHAPE_ONE, {"key": key, "key_cache": key_cache, "slot_indices": slot_indices})
     with torch.no_grad():
         store([(_slots(key_cache, key), key)], slot_indices)
 
@@ -104,7 +106,10 @@ def _npu_rotary_embedding(
         >>> x.tolist()
         [[-3.0, -4.0, 1.0, 2.0]]
     """
-    checked(atb.ROTARY, dict(locals()))
+    checked(atb.ROTARY, {
+        "positions": positions, "query": query, "key": key, "head_size": head_size, "cos_sin_cache": cos_sin_cache,
+        "is_neox_style": is_neox_style,
+    })  # fmt: skip
     mode = "half" if is_neox_style else "interleave"
     with torch.no_grad(), as_given(query):
         angles = (part.unsqueeze(1) for part in cos_sin_cache[positions.long()].chunk(2, -1))

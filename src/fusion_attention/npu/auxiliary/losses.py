@@ -55,7 +55,11 @@ def npu_cross_entropy_loss(
         >>> round(loss.exp().item(), 4)
         4.0
     """
-    given = checked(losses.CROSS_ENTROPY, dict(locals()))
+    given = checked(losses.CROSS_ENTROPY, {
+        "input": input, "target": target, "weight": weight, "reduction": reduction, "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing, "lse_square_scale_for_zloss": lse_square_scale_for_zloss,
+        "return_zloss": return_zloss,
+    })  # fmt: skip
 
     def compute(x: Tensor) -> tuple[tuple[Tensor, Tensor], Some]:
         log_prob = x.float().log_softmax(-1)
@@ -120,7 +124,11 @@ def npu_cross_entropy_loss_backward(
         >>> torch.allclose(npu_cross_entropy_loss_backward(torch.ones(1), log_prob, y), x.grad, atol=1e-6)
         True
     """
-    given = checked(losses.CROSS_ENTROPY_BACKWARD, dict(locals()))
+    given = checked(losses.CROSS_ENTROPY_BACKWARD, {
+        "grad_loss": grad_loss, "log_prob": log_prob, "target": target, "weight": weight, "grad_zloss": grad_zloss,
+        "lse_for_zloss": lse_for_zloss, "reduction": reduction, "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing, "lse_square_scale_for_zloss": lse_square_scale_for_zloss,
+    })  # fmt: skip
     return _gradient(grad_loss, log_prob.float().exp(), target, weight, given).to(log_prob.dtype)
 
 

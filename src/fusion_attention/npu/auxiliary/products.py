@@ -93,8 +93,16 @@ def npu_grouped_matmul(
         >>> npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0][:, 0].tolist()
         [1.0, 2.0, 2.0]
     """
-    # locals() is what was given, by name: the record knows the names.
-    given: dict[str, Any] = {**locals(), "output_dtype": number_of(output_dtype)}
+    given: dict[str, Any] = {
+        "x": x, "weight": weight, "bias": bias, "scale": scale, "offset": offset,
+        "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset,
+        "per_token_scale": per_token_scale, "group_list": group_list, "activation_input": activation_input,
+        "activation_quant_scale": activation_quant_scale, "activation_quant_offset": activation_quant_offset,
+        "split_item": split_item, "group_type": group_type, "group_list_type": group_list_type,
+        "act_type": act_type, "tuning_config": tuning_config, "output_dtype": number_of(output_dtype),
+        "x_dtype": x_dtype, "weight_dtype": weight_dtype, "scale_dtype": scale_dtype,
+        "per_token_scale_dtype": per_token_scale_dtype,
+    }  # fmt: skip
     given["weight"] = _whole(weight, x)
     given["lowered"] = 0 if given["weight"] is weight else 8
     if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):

@@ -81,7 +81,17 @@ def npu_mla_prolog(
         >>> list(query.shape), list(query_rope.shape), int(latent.any(-1).sum())
         ([3, 2, 16], [3, 2, 4], 2)
     """
-    result = _prolog(prolog.V1, dict(locals()))
+    result = _prolog(prolog.V1, {
+        "token_x": token_x, "weight_dq": weight_dq, "weight_uq_qr": weight_uq_qr, "weight_uk": weight_uk,
+        "weight_dkv_kr": weight_dkv_kr, "rmsnorm_gamma_cq": rmsnorm_gamma_cq,
+        "rmsnorm_gamma_ckv": rmsnorm_gamma_ckv, "rope_sin": rope_sin, "rope_cos": rope_cos,
+        "cache_index": cache_index, "kv_cache": kv_cache, "kr_cache": kr_cache, "dequant_scale_x": dequant_scale_x,
+        "dequant_scale_w_dq": dequant_scale_w_dq, "dequant_scale_w_uq_qr": dequant_scale_w_uq_qr,
+        "dequant_scale_w_dkv_kr": dequant_scale_w_dkv_kr, "quant_scale_ckv": quant_scale_ckv,
+        "quant_scale_ckr": quant_scale_ckr, "smooth_scales_cq": smooth_scales_cq,
+        "rmsnorm_epsilon_cq": rmsnorm_epsilon_cq, "rmsnorm_epsilon_ckv": rmsnorm_epsilon_ckv,
+        "cache_mode": cache_mode,
+    })  # fmt: skip
     return result[0], result[1], kv_cache, kr_cache
 
 
@@ -136,7 +146,17 @@ def npu_mla_prolog_v2(
         >>> list(query.shape), scale.numel()
         ([3, 2, 16], 0)
     """
-    result = _prolog(prolog.V2, dict(locals()))
+    result = _prolog(prolog.V2, {
+        "token_x": token_x, "weight_dq": weight_dq, "weight_uq_qr": weight_uq_qr, "weight_uk": weight_uk,
+        "weight_dkv_kr": weight_dkv_kr, "rmsnorm_gamma_cq": rmsnorm_gamma_cq,
+        "rmsnorm_gamma_ckv": rmsnorm_gamma_ckv, "rope_sin": rope_sin, "rope_cos": rope_cos,
+        "cache_index": cache_index, "kv_cache": kv_cache, "kr_cache": kr_cache, "dequant_scale_x": dequant_scale_x,
+        "dequant_scale_w_dq": dequant_scale_w_dq, "dequant_scale_w_uq_qr": dequant_scale_w_uq_qr,
+        "dequant_scale_w_dkv_kr": dequant_scale_w_dkv_kr, "quant_scale_ckv": quant_scale_ckv,
+        "quant_scale_ckr": quant_scale_ckr, "smooth_scales_cq": smooth_scales_cq,
+        "rmsnorm_epsilon_cq": rmsnorm_epsilon_cq, "rmsnorm_epsilon_ckv": rmsnorm_epsilon_ckv,
+        "cache_mode": cache_mode,
+    })  # fmt: skip
     return result[0], result[1], kv_cache, kr_cache, _nothing(token_x)
 
 
@@ -213,7 +233,23 @@ def npu_mla_prolog_v3(
         >>> list(query.shape), list(cq.shape)
         ([3, 2, 16], [3, 8])
     """
-    query, query_rope, cq = _prolog(prolog.V3, dict(locals()))
+    query, query_rope, cq = _prolog(prolog.V3, {
+        "token_x": token_x, "weight_dq": weight_dq, "weight_uq_qr": weight_uq_qr, "weight_uk": weight_uk,
+        "weight_dkv_kr": weight_dkv_kr, "rmsnorm_gamma_cq": rmsnorm_gamma_cq,
+        "rmsnorm_gamma_ckv": rmsnorm_gamma_ckv, "rope_sin": rope_sin, "rope_cos": rope_cos, "kv_cache": kv_cache,
+        "kr_cache": kr_cache, "cache_index": cache_index, "dequant_scale_x": dequant_scale_x,
+        "dequant_scale_w_dq": dequant_scale_w_dq, "dequant_scale_w_uq_qr": dequant_scale_w_uq_qr,
+        "dequant_scale_w_dkv_kr": dequant_scale_w_dkv_kr, "quant_scale_ckv": quant_scale_ckv,
+        "quant_scale_ckr": quant_scale_ckr, "smooth_scales_cq": smooth_scales_cq, "actual_seq_len": actual_seq_len,
+        "k_nope_clip_alpha": k_nope_clip_alpha, "rmsnorm_epsilon_cq": rmsnorm_epsilon_cq,
+        "rmsnorm_epsilon_ckv": rmsnorm_epsilon_ckv, "cache_mode": cache_mode, "query_norm_flag": query_norm_flag,
+        "weight_quant_mode": weight_quant_mode, "kv_cache_quant_mode": kv_cache_quant_mode,
+        "query_quant_mode": query_quant_mode, "ckvkr_repo_mode": ckvkr_repo_mode,
+        "quant_scale_repo_mode": quant_scale_repo_mode, "tile_size": tile_size, "qc_qr_scale": qc_qr_scale,
+        "kc_scale": kc_scale, "token_x_dtype": token_x_dtype, "weight_dq_dtype": weight_dq_dtype,
+        "weight_uq_qr_dtype": weight_uq_qr_dtype, "weight_dkv_kr_dtype": weight_dkv_kr_dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+    })  # fmt: skip
     norm = cq if query_norm_flag else token_x.new_empty(0)
     return query, query_rope, _nothing(token_x), norm, _nothing(token_x)
 

@@ -284,9 +284,13 @@ def npu_quant_matmul(
         >>> npu_quant_matmul(x, x.T.contiguous(), torch.tensor([0.5]), output_dtype=torch.bfloat16).item()
         2.5
     """
-    # locals() is what was given, by name: the record knows the names.
     number = quantised.number_of(output_dtype)
-    checked(quantised.MATMUL, {**locals(), "output_dtype": number})
+    checked(quantised.MATMUL, {
+        "x1": x1, "x2": x2, "scale": scale, "offset": offset, "pertoken_scale": pertoken_scale, "bias": bias,
+        "output_dtype": number, "x1_dtype": x1_dtype, "x2_dtype": x2_dtype,
+        "pertoken_scale_dtype": pertoken_scale_dtype, "scale_dtype": scale_dtype, "group_sizes": group_sizes,
+        "y_scale": y_scale,
+    })  # fmt: skip
     dtype = quantised.DTYPES[1 if number is None else number]
     by_block = quantised.mixed(x1, x2)
     if quantised.rows_packed(x1, x2):

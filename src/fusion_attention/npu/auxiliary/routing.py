@@ -109,7 +109,11 @@ def npu_moe_gating_top_k(
         >>> expert.tolist(), round(y.sum().item(), 6)
         ([[2, 3]], 1.0)
     """
-    given = checked(routing.GATING, dict(locals()))
+    given = checked(routing.GATING, {
+        "x": x, "k": k, "bias": bias, "input_ids": input_ids, "tid2eid": tid2eid, "k_group": k_group,
+        "group_count": group_count, "group_select_mode": group_select_mode, "renorm": renorm,
+        "norm_type": norm_type, "out_flag": out_flag, "routed_scaling_factor": routed_scaling_factor, "eps": eps,
+    })  # fmt: skip
     groups, sigmoid = given["group_count"], given["norm_type"] == 1
     out = x.float().sigmoid() if sigmoid else x.float().softmax(-1)
     scores = out.detach() if bias is None else out.detach() + bias.float()
@@ -181,7 +185,13 @@ def npu_moe_init_routing_v2(
     if isinstance(active_expert_range, int):
         active_expert_range = (active_expert_range, active_expert_range)
     scale, offset = (None if isinstance(t, Tensor) and t.numel() == 0 else t for t in (scale, offset))
-    given = checked(routing.INIT, dict(locals()))
+    given = checked(routing.INIT, {
+        "x": x, "expert_idx": expert_idx, "scale": scale, "offset": offset, "active_num": active_num,
+        "expert_capacity": expert_capacity, "expert_num": expert_num, "drop_pad_mode": drop_pad_mode,
+        "expert_tokens_num_type": expert_tokens_num_type, "expert_tokens_num_flag": expert_tokens_num_flag,
+        "quant_mode": quant_mode, "active_expert_range": active_expert_range, "row_idx_type": row_idx_type,
+        "x_dtype": x_dtype,
+    })  # fmt: skip
     start, end = tuple(active_expert_range or ()) or (0, expert_num)
     expert = expert_idx.flatten().long()
     active = (expert >= start) & (expert < end)

@@ -122,7 +122,9 @@ def npu_format_cast(
         >>> get_npu_format(weight), get_npu_format(npu_format_cast(weight, 2))
         (29, 2)
     """
-    wanted = _wanted(shapes.FORMAT_CAST, dict(locals()))
+    wanted = _wanted(shapes.FORMAT_CAST, {
+        "input": input, "acl_format": acl_format, "customize_dtype": customize_dtype, "input_dtype": input_dtype,
+    })  # fmt: skip
     if wanted == get_npu_format(input):
         return input
     result = input.clone()
@@ -158,7 +160,10 @@ def npu_format_cast_(
         >>> npu_format_cast_(weight, 29) is weight, get_npu_format(weight)
         (True, 29)
     """
-    input._npu_format = _wanted(shapes.FORMAT_CAST_, dict(locals()))  # type: ignore[attr-defined]
+    given = {
+        "input": input, "acl_format": acl_format, "customize_dtype": customize_dtype, "input_dtype": input_dtype,
+    }  # fmt: skip
+    input._npu_format = _wanted(shapes.FORMAT_CAST_, given)  # type: ignore[attr-defined]
     return input
 
 

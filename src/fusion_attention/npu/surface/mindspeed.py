@@ -108,8 +108,15 @@ def _forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         q_start_idx: Any = None,
         kv_start_idx: Any = None,
     ) -> Any:
-        given = dict(locals())
-        del given["forward"]  # which lies around it
+        given = {
+            "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout,
+            "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale,
+            "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
+            "inner_precise": inner_precise, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
+            "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+            "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx,
+            "kv_start_idx": kv_start_idx,
+        }  # fmt: skip
         return forward(**given)
 
     return npu_fusion_attention
@@ -149,8 +156,17 @@ def _gradient(gradient: Callable[..., Any]) -> Callable[..., Any]:
         q_start_idx: Any = None,
         kv_start_idx: Any = None,
     ) -> Any:
-        given = dict(locals())
-        del given["gradient"]
+        given = {
+            "query": query, "key": key, "value": value, "grad_outputs": grad_outputs, "head_num": head_num,
+            "input_layout": input_layout, "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask,
+            "softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in,
+            "attention_in": attention_in, "scale": scale, "keep_prob": keep_prob, "pre_tokens": pre_tokens,
+            "next_tokens": next_tokens, "inner_precise": inner_precise, "seed": seed, "offset": offset,
+            "numels": numels, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
+            "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
+            "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx,
+            "kv_start_idx": kv_start_idx,
+        }  # fmt: skip
         return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
 
     return npu_fusion_attention_grad
