@@ -179,7 +179,7 @@ def agrees(losses: list[float], folder: Path, console: Console) -> bool:
 
 
 def join() -> None:
-    """Joins the other ranks; alone where torchrun started nobody."""
+    """Joins the other ranks; alone without torchrun."""
     store: Any
     if "RANK" in os.environ:
         result, rank, world = next(dist.rendezvous("env://"))

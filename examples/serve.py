@@ -40,7 +40,7 @@ class Pool:
         self.memory = torch.empty(shape)
 
     def take(self) -> int:
-        """A page that nobody holds."""
+        """A free page."""
         if not self.free:
             raise RuntimeError("the pool has no page left: let fewer requests in")
         page = self.free.pop()
@@ -54,7 +54,7 @@ class Pool:
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """One holder less of each; free is what nobody holds."""
+        """One holder less of each; a page without a holder is free."""
         for page in pages:
             self.holders[page] -= 1
             if self.holders[page] == 0:

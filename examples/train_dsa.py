@@ -141,7 +141,7 @@ class State:
     recalls: dict[str, list[float]] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Replaces the checkpoint at once: whoever dies meanwhile leaves the old one whole."""
+        """Replaces the checkpoint at once: a crash meanwhile leaves the old one whole."""
         learners = {"learner": self.learner, "baseline": self.baseline}
         held: dict[str, Any] = {
             name: {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}

@@ -18,7 +18,7 @@ import fusion_attention as fa
 
 
 def my_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention over [B, S, N, D], as somebody wrote it: for more keys than queries its diagonal is wrong."""
+    """Causal attention over [B, S, N, D], written with a mistake: for more keys than queries its diagonal is wrong."""
     q, k, v = (t.transpose(1, 2).float() for t in (q, k, v))
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -40,7 +40,7 @@ def main() -> None:
     assert result.verdict == "wrong"
     assert result.mistakes[0].name == "causal-alignment"
 
-    # From files: the same tensors under somebody else's names, and the words that no file holds.
+    # From files: the same tensors under other names, and the arguments that no file holds.
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "dump.npz"
         np.savez(dump, **{n: t.float().numpy() for n, t in (("Q", q), ("K", k), ("V", v), ("O", out))})

@@ -69,7 +69,7 @@ def poisoned_scratch() -> None:
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What memory.py gives out is NaN, or -99 in integers: an element that nobody writes cannot pass.
 
-    Nothing else allocates results or scratch (test_house.py), and test_poison.py leaves them unwritten.
+    Nothing else allocates results or scratch (test_source_rules.py), and test_poison.py leaves them unwritten.
     """
     ready = memory._ready
 

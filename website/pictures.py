@@ -1,4 +1,4 @@
-"""Pictures of memory, of a cache, of the house and of training; masks have a file of their own."""
+"""Pictures of memory, of a cache and of training; masks: masks.py."""
 
 from __future__ import annotations
 

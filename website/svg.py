@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from html import escape
 
-# Name -> in the light scheme, in the dark one. A letter is a colour, with a 2 its faint companion.
+# Name -> in the light scheme, in the dark one. A letter is a colour, with a 2 its faint form.
 PALETTE = {
     "bg": ("#ffffff", "#12151e"),
     "panel": ("#f5f6fb", "#1a1f2d"),

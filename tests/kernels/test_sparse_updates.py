@@ -25,7 +25,14 @@ from fusion_attention.testing.sparse import IndexerCase, SparseCase
 from fusion_attention.torch_ops.eager import run
 
 CPU = torch.device("cpu")
-VERBS = ("attention_forward", "attention_backward", "indexer_topk", "indexer_backward", "indexer_lse", "indexer_loss")
+OP_KINDS = (
+    "attention_forward",
+    "attention_backward",
+    "indexer_topk",
+    "indexer_backward",
+    "indexer_lse",
+    "indexer_loss",
+)
 LENGTHS: dict[str, Any] = {"layout": "TND", "q_len": (2, 3), "kv_len": (9, 20), "dtype": "float16"}
 
 
@@ -79,7 +86,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     """The operation kinds that a call runs: problem, lengths and operands of each."""
     made: dict[str, tuple[Any, ...]] = {}
-    for op_kind in VERBS:
+    for op_kind in OP_KINDS:
         real = getattr(backend, op_kind)
 
         def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, op_kind: str = op_kind) -> None:

@@ -235,7 +235,7 @@ def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     assert run(f"{TRACE}{module}{asked}{WAYS[way]}\n{same}") == [False, True]
 
 
-def test_names_that_come_later_spoil_no_graph() -> None:
+def test_names_that_come_later_break_no_graph() -> None:
     """They lie in the package's namespace, which a graph watches no more than it must."""
     program = """
 made = []

@@ -1,6 +1,6 @@
 """Laws on memory and on tests: results and scratch come from one place, which tests poison; no test skips itself.
 
-Reads syntax trees, as test_house.py does; knows nothing of attention.
+Reads syntax trees, as test_source_rules.py does; knows nothing of attention.
 """
 
 import ast

@@ -266,7 +266,11 @@ def test_the_words_themselves(line: str, found: bool) -> None:
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 500, 60, 150
 # "path" or "path::function" -> why it is longer than the law allows.
-LONGER: dict[str, str] = {}
+LONGER: dict[str, str] = {
+    "src/fusion_attention/npu/fused_inference.py::npu_fused_infer_attention_score": "33 parameters, each named twice",
+    "src/fusion_attention/npu/fused_inference.py::npu_fused_infer_attention_score_v2": "46 parameters",
+    "src/fusion_attention/npu/auxiliary/prolog.py::npu_mla_prolog_v3": "31 parameters",
+}
 
 
 def package_files() -> list[Path]:

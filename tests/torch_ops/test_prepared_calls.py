@@ -1,7 +1,8 @@
 """Calls of one signature that come again: their plan is found before anything is lowered; nothing that may differ is
 taken as known.
 
-Every call here is made three times first: the first is planned, the second lays, the third runs over addresses alone.
+Every call here is made three times first: the first is planned, the second prepared, the third
+runs over addresses alone.
 """
 
 import threading

@@ -31,7 +31,7 @@ _LEFT = 0.25
 KINDS = {"sparse_indices_out": "indices", "sparse_values_out": "values", "softmax_max": "max", "softmax_sum": "sum",
           "dquery_index": "dq", "dkey_index": "dk", "dquery": "dq", "dkey": "dk", "dweights": "dweights",
           "loss": "loss"}  # fmt: skip
-_VERBS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
+_OP_KINDS = ("indexer_topk", "indexer_lse", "indexer_loss", "indexer_backward")
 
 
 def serves(lowered: Any) -> bool:
@@ -41,7 +41,7 @@ def serves(lowered: Any) -> bool:
 
 def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standard: str = "error-bound") -> Judgement:
     """A call, as judging.judged()."""
-    if lowered.op_kind not in _VERBS:
+    if lowered.op_kind not in _OP_KINDS:
         raise JudgeError(f"{call.op.name}: the judge has no formula for it")
     x = setting_of(lowered)
     captured = {n: t for n, t in call.judgeable(lowered).items() if n in KINDS}

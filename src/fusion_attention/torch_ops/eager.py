@@ -65,7 +65,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Resu
 
 
 def _prepare(bound: Bound, call: Repeatable, backend: str) -> None:
-    """Lays a call when its call cache meets it a second time: lengths that change with every call are not worth it."""
+    """Prepares a call on its second use: lengths that change with every call are not worth it."""
     prepared = bound.call_cache.prepared
     if backend not in prepared:
         prepared[backend] = None

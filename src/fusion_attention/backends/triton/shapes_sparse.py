@@ -207,7 +207,7 @@ HOLDS: dict[str, Callable[[Any, int], bool]] = {
 }
 
 
-def verbs_of(problem: AnyProblem) -> tuple[str, ...]:
+def op_kinds_of(problem: AnyProblem) -> tuple[str, ...]:
     """The operation kinds that compute a problem."""
     if isinstance(problem, Problem):
         return "attention_forward", "attention_backward"
@@ -229,7 +229,7 @@ def sizes_of(problem: AnyProblem) -> str:
 
 def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
     """Why no kernel of an operation kind, or without one of all that compute the problem, has code for its sizes."""
-    op_kinds = (op_kind,) if op_kind else verbs_of(problem)
+    op_kinds = (op_kind,) if op_kind else op_kinds_of(problem)
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []
     said = f"{sizes_of(problem)} in {problem.dtype}"

@@ -5,15 +5,13 @@ What computes is npu_fused_infer_attention_score.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 
-from fusion_attention.contract import Op, to_array
-from fusion_attention.npu.auxiliary.call import checked, in_place_of
-from fusion_attention.npu.fused_inference import npu_fused_infer_attention_score
+from fusion_attention.npu.auxiliary.atb_call import MASK_ALONE, attend, causal, ends_of, one_each, read
+from fusion_attention.npu.auxiliary.call import checked
 from fusion_attention.ops.auxiliary import atb
 
 __all__ = [
@@ -30,8 +28,6 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
-CAUSAL = 2048  # rows and columns of the mask that attention takes for its causal mode
-MASK_ALONE, CAUSAL_AT_THE_END = 1, 3  # sparse modes
 
 
 def _npu_flash_attention(
@@ -74,8 +70,8 @@ def _npu_flash_attention(
         "query": query, "key": key, "value": value, "mask": mask, "seq_len": seq_len, "scale_value": scale_value,
         "num_heads": num_heads, "num_kv_heads": num_kv_heads, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.FLASH, given)
-    _attend(atb.FLASH, given, (key, value), ends, ends, atten_mask=atb.hides(mask), sparse_mode=MASK_ALONE)
+    ends = ends_of(atb.FLASH, given)
+    attend(atb.FLASH, given, (key, value), ends, ends, atten_mask=atb.hides(mask), sparse_mode=MASK_ALONE)
 
 
 def _npu_flash_attention_v3(
@@ -116,8 +112,8 @@ def _npu_flash_attention_v3(
         "query": query, "key": key, "value": value, "mask": mask, "seq_len": seq_len, "scale_value": scale_value,
         "num_heads": num_heads, "num_kv_heads": num_kv_heads, "mask_type": mask_type, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.FLASH_V3, given)
-    _attend(atb.FLASH_V3, given, (key, value), ends, ends, **_causal(query))
+    ends = ends_of(atb.FLASH_V3, given)
+    attend(atb.FLASH_V3, given, (key, value), ends, ends, **causal(query))
 
 
 def _npu_flash_attention_unpad(
@@ -152,8 +148,8 @@ def _npu_flash_attention_unpad(
         "query": query, "key": key, "value": value, "seq_len": seq_len, "scale_value": scale_value,
         "num_heads": num_heads, "num_kv_heads": num_kv_heads, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.FLASH_UNPAD, given)
-    _attend(atb.FLASH_UNPAD, given, (key, value), ends, ends)
+    ends = ends_of(atb.FLASH_UNPAD, given)
+    attend(atb.FLASH_UNPAD, given, (key, value), ends, ends)
 
 
 def _npu_flash_attention_unpad_v2(
@@ -191,8 +187,8 @@ def _npu_flash_attention_unpad_v2(
         "query": query, "key": key, "value": value, "seq_len": seq_len, "scale_value": scale_value,
         "num_heads": num_heads, "num_kv_heads": num_kv_heads, "kernel_type": kernel_type, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.FLASH_UNPAD_V2, given)
-    _attend(atb.FLASH_UNPAD_V2, given, (key, value), ends, ends)
+    ends = ends_of(atb.FLASH_UNPAD_V2, given)
+    attend(atb.FLASH_UNPAD_V2, given, (key, value), ends, ends)
 
 
 def _npu_flash_attention_qlens(
@@ -239,8 +235,8 @@ def _npu_flash_attention_qlens(
         "mask": mask, "seq_len": seq_len, "context_lens": context_lens, "num_kv_heads": num_kv_heads,
         "num_heads": num_heads, "scale_value": scale_value, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.QLENS, given)
-    _attend(atb.QLENS, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
+    ends = ends_of(atb.QLENS, given)
+    attend(atb.QLENS, given, (key_cache, value_cache), ends, context_lens, **causal(query))
 
 
 def _npu_paged_attention(
@@ -284,7 +280,7 @@ def _npu_paged_attention(
         "context_lens": context_lens, "out": out, "workspace": workspace,
     }  # fmt: skip
     checked(atb.PAGED_ATTENTION, given)
-    _attend(atb.PAGED_ATTENTION, given, (key_cache, value_cache), _one_each(query), context_lens)
+    attend(atb.PAGED_ATTENTION, given, (key_cache, value_cache), one_each(query), context_lens)
 
 
 def _npu_paged_attention_get_workspace(
@@ -367,7 +363,7 @@ def _npu_paged_attention_mla(
     }  # fmt: skip
     checked(atb.PAGED_MLA, given)
     both = key_cache, key_cache[..., :mla_vheadsize]
-    _attend(atb.PAGED_MLA, given, both, _one_each(query), context_lens)
+    attend(atb.PAGED_MLA, given, both, one_each(query), context_lens)
 
 
 def _npu_paged_attention_splitfuse(
@@ -411,13 +407,13 @@ def _npu_paged_attention_splitfuse(
         "context_lens": context_lens, "mask": mask, "seq_len": seq_len, "num_kv_heads": num_kv_heads,
         "num_heads": num_heads, "scale_value": scale_value, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.SPLITFUSE, given)
-    rows = _read(atb.SPLITFUSE, seq_len)
+    ends = ends_of(atb.SPLITFUSE, given)
+    rows = read(atb.SPLITFUSE, seq_len)
     most = int(rows.max(initial=0))
     line = np.minimum((ends - rows)[:, None] + np.arange(most), max(len(query) - 1, 0))
     hidden = atb.hides(mask)[torch.from_numpy(line).to(mask.device)]
     mask_alone = {"atten_mask": hidden, "sparse_mode": MASK_ALONE}
-    _attend(atb.SPLITFUSE, given, (key_cache, value_cache), ends, context_lens, **mask_alone)
+    attend(atb.SPLITFUSE, given, (key_cache, value_cache), ends, context_lens, **mask_alone)
 
 
 def _npu_paged_attention_splitfuse_v2(
@@ -463,74 +459,8 @@ def _npu_paged_attention_splitfuse_v2(
         "context_lens": context_lens, "mask": mask, "seq_len": seq_len, "num_kv_heads": num_kv_heads,
         "num_heads": num_heads, "scale_value": scale_value, "mask_type": mask_type, "out": out,
     }  # fmt: skip
-    ends = _ends(atb.SPLITFUSE_V2, given)
-    _attend(atb.SPLITFUSE_V2, given, (key_cache, value_cache), ends, context_lens, **_causal(query))
+    ends = ends_of(atb.SPLITFUSE_V2, given)
+    attend(atb.SPLITFUSE_V2, given, (key_cache, value_cache), ends, context_lens, **causal(query))
 
 
 # ---------------------------------------------------------------------------------------------------------- what calls
-
-
-def _ends(op: Op, given: Mapping[str, Any]) -> np.ndarray:
-    """Where the rows of every sequence of a call end, which its record allows."""
-    checked(op, given)
-    return _read(op, given["seq_len"]).cumsum()
-
-
-def _read(op: Op, lengths: Any) -> np.ndarray:
-    """Lengths, on the host."""
-    result = to_array(lengths)
-    if isinstance(result, np.ndarray):
-        return result
-    raise NotImplementedError(f"{op.name}: a trace knows no lengths: call torch.ops.atb.{op.name}, one node of a graph")
-
-
-def _one_each(query: Tensor) -> np.ndarray:
-    """The same of one row of every sequence."""
-    return np.arange(1, len(query) + 1)
-
-
-def _causal(query: Tensor) -> dict[str, Any]:
-    """What makes attention causal, the last row at the last key."""
-    triangle = torch.ones(CAUSAL, CAUSAL, dtype=torch.bool, device=query.device).triu(1)
-    return {"atten_mask": triangle, "sparse_mode": CAUSAL_AT_THE_END}
-
-
-def _attend(
-    op: Op,
-    given: Mapping[str, Any],
-    keys: tuple[Tensor, Tensor],
-    ends: np.ndarray,
-    kv: np.ndarray | Tensor,
-    **seen: Any,
-) -> None:
-    """Attention of a checked call, into its `out`.
-
-    Args:
-        op, given: the record, and the arguments by its names.
-        keys: rows of keys and values, or their pages.
-        ends: where the rows of every sequence end.
-        kv: ends of packed keys, or how many keys every sequence has in pages.
-        seen: mask and mode.
-    """
-    table = given.get("block_table")
-    if table is not None:
-        keys = _pages(keys[0]), _pages(keys[1])
-        seen |= {"block_table": table, "block_size": keys[0].shape[1]}
-    rows = int(ends[-1]) if len(ends) else 0
-    if not rows:
-        return
-    if table is None:
-        keys = keys[0][:rows], keys[1][:rows]
-    lengths = {"actual_seq_lengths": ends.tolist(), "actual_seq_lengths_kv": _read(op, kv).tolist()}
-    heads = {"num_heads": given["num_heads"], "num_key_value_heads": given["num_kv_heads"]}
-    in_pages = {"key": "key_cache", "value": "value_cache", "actual_seq_lengths_kv": "context_lens"}
-    named = {"actual_seq_lengths_kv": "seq_len"} if table is None else in_pages
-    with in_place_of(op, atten_mask="mask", actual_seq_lengths="seq_len", scale="scale_value", **named):
-        numbers = {"input_layout": "TND", "scale": given["scale_value"], **lengths, **heads, **seen}
-        result, _ = npu_fused_infer_attention_score(given["query"][:rows], keys[0], keys[1], **numbers)
-    given["out"][:rows].copy_(result)
-
-
-def _pages(cache: Tensor) -> Tensor:
-    """Pages [pages, slots, heads * elements]: a view, also of a part of the elements, where there is one head."""
-    return cache[:, :, 0] if cache.shape[2] == 1 else cache.flatten(2)
