@@ -21,7 +21,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
+.PHONY: help demo test test-all test-variants test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -48,6 +48,14 @@ endef
 
 test: $(VENV)/.extra-test $(VENV)/.extra-demo ## the everyday test suite
 	$(call both)
+
+# FUSION_ATTENTION_CPU caps the processor; the strongest instruction set is `make test`'s.
+VARIANTS = $(shell $(BIN)/python -c "from fusion_attention import _native; print(*_native.cpu_features()['runnable'][:-1])")
+VARIANT_TESTS ?= tests/training tests/inference tests/sparse tests/native tests/integrations tests/cli/test_doctor.py
+test-variants: $(VENV)/.extra-test $(VENV)/.extra-demo ## what ends in the native core, on each weaker instruction set of this machine
+	for name in $(VARIANTS); do \
+	  FUSION_ATTENTION_CPU=$$name OMP_WAIT_POLICY=passive \
+	  $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS) $(VARIANT_TESTS) || exit 1; done
 
 # What a kernel takes depends on the compiler: each Triton of which something is recorded, in a folder of its own, which
 # the pins do not reach.

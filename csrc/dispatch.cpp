@@ -5,7 +5,9 @@
 #include "cpu_features.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <deque>
+#include <stdexcept>
 
 namespace fusion {
 namespace {
@@ -83,11 +85,31 @@ std::vector<Parts> list_parts() {  // weakest first
     return out;
 }
 
-bool runs_here(const Parts &parts) {
-    const Names &here = cpu_features();
-    return std::all_of(parts.needs.begin(), parts.needs.end(), [&](const std::string &name) {
-        return std::find(here.begin(), here.end(), name) != here.end();
-    });
+bool has(const Names &here, const std::string &name) { return std::find(here.begin(), here.end(), name) != here.end(); }
+
+bool runs_on(const Names &here, const Parts &parts) {
+    return std::all_of(parts.needs.begin(), parts.needs.end(),
+                       [&](const std::string &name) { return has(here, name); });
+}
+
+// The features of this CPU, or those of them that the forced variant needs.
+Names visible_features() {
+    const Names here = find_features();
+    const std::string forced = forced_variant();
+    if (forced.empty()) return here;
+    std::string runnable;
+    for (const Parts &parts : list_parts()) {
+        if (!runs_on(here, parts)) continue;
+        if (forced == parts.name) {
+            Names out;
+            std::copy_if(here.begin(), here.end(), std::back_inserter(out),
+                         [&](const std::string &name) { return has(parts.needs, name); });
+            return out;
+        }
+        runnable += (runnable.empty() ? "" : ", ") + std::string(parts.name);
+    }
+    throw std::invalid_argument("FUSION_ATTENTION_CPU: expected a variant that this machine runs (" + runnable +
+                                "), got '" + forced + "'");
 }
 
 std::vector<Built> list_variants() {
@@ -95,7 +117,7 @@ std::vector<Built> list_variants() {
     std::vector<Built> out;
     for (const Parts &parts : list_parts()) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
-        if (runs_here(parts)) {
+        if (runs_on(cpu_features(), parts)) {
             put_together.push_back({*parts.dense(), parts.name, *parts.decode(), second_level_cache()});
             out.push_back({&put_together.back(), parts.name, parts.sparse()});
         } else {
@@ -107,8 +129,13 @@ std::vector<Built> list_variants() {
 
 }  // namespace
 
+std::string forced_variant() {
+    const char *name = std::getenv("FUSION_ATTENTION_CPU");
+    return name ? name : "";
+}
+
 const std::vector<std::string> &cpu_features() {
-    static const std::vector<std::string> found = find_features();
+    static const std::vector<std::string> found = visible_features();
     return found;
 }
 

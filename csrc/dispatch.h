@@ -18,6 +18,10 @@ struct Built {
     const SparseVariant *sparse;  // its third part
 };
 
+// The variant that FUSION_ATTENTION_CPU names, or "". The CPU then counts as one that has what this variant needs and
+// no more. cpu_features() throws std::invalid_argument for a name that is unknown or does not run here.
+std::string forced_variant();
+
 const std::vector<std::string> &cpu_features();  // by the names of /proc/cpuinfo
 const std::vector<Built> &built_variants();      // weakest first
 const Variant &chosen_variant();                 // the strongest that runs

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_attention import memory
+from fusion_attention import _native, memory
 from fusion_attention.testing.cases import Named
 
 # The device "npu" is compiled once for a checkout, by whichever process asks first; the others wait for it.
@@ -32,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     Named.fresh = int(os.environ.get(FRESH, "0"))
     # A shell's background job ignores interrupts, and so would Python and all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header() -> str:
+    found = _native.cpu_features()
+    return f"native core: {found['chosen']}{', FUSION_ATTENTION_CPU' if found['forced'] else ''}"
 
 
 @pytest.fixture(autouse=True)

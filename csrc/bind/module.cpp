@@ -104,6 +104,7 @@ nb::dict cpu_features() {
     out["built"] = built_names();
     out["chosen"] = fusion::chosen_variant().name;
     out["features"] = fusion::cpu_features();
+    out["forced"] = fusion::forced_variant();
     out["runnable"] = runnable_names();
     return out;
 }
@@ -150,7 +151,8 @@ NB_MODULE(_native, m) {
     m.def(
         "cpu_features", &cpu_features,
         "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen; the CPU's\n"
-        "features that a variant or a note asks about, by the names of /proc/cpuinfo.");
+        "features that a variant or a note asks about, by the names of /proc/cpuinfo; the variant that\n"
+        "FUSION_ATTENTION_CPU names.");
     m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"

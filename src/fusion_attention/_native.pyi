@@ -9,6 +9,7 @@ class _CpuFeatures(TypedDict):
     built: list[str]
     chosen: str
     features: list[str]
+    forced: str
     runnable: list[str]
 
 class _Probe(TypedDict):

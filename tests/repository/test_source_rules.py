@@ -1,22 +1,16 @@
-"""The rules of the source tree (docs/dev/design.md), held against the tree itself: layers, words, lengths, the native
-module.
+"""The rules of the source tree (docs/dev/design.md), held against the tree itself: layers, lengths, tolerances.
 
 Reads sources as text and syntax trees; knows nothing of attention. Runs from the repository root.
 """
 
 import ast
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.sources import PACKAGE, ROOT, SOURCE, modules
-
-from fusion_attention import _native
 
 # ------------------------------------------------------------------------------------------------------------- layers
 
@@ -405,74 +399,3 @@ def test_files_that_may_set_a_tolerance_still_do() -> None:
 )
 def test_the_tolerances_themselves(line: str, found: bool) -> None:
     assert bool(list(by_hand(ast.parse(line)))) is found
-
-
-# ------------------------------------------------------------------------------------------------------ native module
-
-FEATURES = _native.cpu_features()
-BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
-LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512vnni": 16, "v4+avx512bf16": 16, "asimddp": 4, "asimddp+bf16": 4}
-
-
-def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
-    assert BUILT[0] == RUNNABLE[0] == "base"
-    assert set(BUILT) <= set(LANES)
-    assert [name for name in BUILT if name in RUNNABLE] == RUNNABLE
-    assert FEATURES["chosen"] == RUNNABLE[-1]
-
-
-@pytest.mark.parametrize("variant", RUNNABLE)
-def test_every_runnable_variant_computes_the_same(variant: str) -> None:
-    i = np.arange(1003)
-    x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
-    expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
-    checksums = {"checksum": expected, "checksum_bf16": expected, "checksum_int8": bytes_expected}
-    assert _native.variant_probe(variant) == {"variant": variant, "lanes": LANES[variant], **checksums}
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'variant: expected one of base.*, got "v9" \(no such variant is built'):
-        _native.variant_probe("v9")
-    with pytest.raises(ValueError, match=r'within: expected one of base.*, got "v9"'):
-        _native.variant_probe("base", within=["base", "v9"])
-
-
-def test_a_variant_this_cpu_lacks_is_refused() -> None:
-    """Empty on a CPU that runs all of them; the next test plays a weaker one."""
-    for variant in set(BUILT) - set(RUNNABLE):
-        for given in ({}, {"within": BUILT}):
-            with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
-                _native.variant_probe(variant, **given)
-
-
-@pytest.mark.parametrize("count", range(len(BUILT)))
-def test_a_weaker_cpu_refuses_what_it_lacks(count: int) -> None:
-    """`within` plays a CPU that runs only the first variants."""
-    for variant in BUILT[count:]:
-        with pytest.raises(ValueError, match="built in, but this CPU lacks instructions"):
-            _native.variant_probe(variant, within=BUILT[:count])
-
-
-@pytest.mark.parametrize("variant", [None, 3, b"base", ["base"], "\ud800"])
-def test_a_variant_of_another_type_is_refused(variant: object) -> None:
-    with pytest.raises((TypeError, UnicodeError)):
-        _native.variant_probe(variant)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("variant", ["", "base\0", "v4 ", "é" * 10_000])
-def test_odd_names_are_unknown_variants(variant: str) -> None:
-    with pytest.raises(ValueError, match="variant: expected one of base"):
-        _native.variant_probe(variant)
-
-
-def test_the_answer_is_a_copy() -> None:
-    _native.cpu_features()["runnable"].clear()
-    assert _native.cpu_features()["runnable"] == RUNNABLE
-
-
-@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
-def test_nothing_leaks_from_the_native_module() -> None:
-    listing = subprocess.run(
-        ["nm", "-D", "--defined-only", str(_native.__file__)], capture_output=True, text=True, check=True
-    ).stdout
-    assert [line.split()[-1] for line in listing.splitlines()] == ["PyInit__native"]

@@ -67,7 +67,7 @@ def facts() -> dict[str, Any]:
     back_ends = machine.back_ends()
     problems = [f"{r.name} is not installed" for r in releases if r.says == "missing"]
     problems += [f"{r.name} {r.installed} is older than the tested {r.tested}" for r in releases if "older" in r.says]
-    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": ""}
+    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": "", "forced": ""}
     try:
         from fusion_attention import _native
 
@@ -149,7 +149,7 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("features", " ".join(native["features"]) or "none that the library asks about"),
         ("instruction sets built", " ".join(native["built"]) or "none"),
         ("usable here", " ".join(native["runnable"]) or "none"),
-        ("chosen", native["chosen"] or "none"),
+        ("chosen", (native["chosen"] or "none") + (" (FUSION_ATTENTION_CPU)" if native["forced"] else "")),
         ("cores", f"{cores['usable']} of {cores['system']}{quota}"),
         ("threads", str(found["threads"])),
         ("environment", " ".join(f"{k}={v}" for k, v in found["environment"].items()) or "says nothing of threads"),
