@@ -88,7 +88,7 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
 
 
 def keep(extents: Extents, key: Any, found: Found) -> Found:
-    """Keeps in extents.call cache what depends on lengths and strides alone."""
+    """Stores a view that depends on lengths and strides alone in extents.call_cache."""
     if len(extents.call_cache) >= _KEPT:
         extents.call_cache.clear()
     extents.call_cache[key] = found
