@@ -10,6 +10,7 @@ from support.reference_layers import HEADS, LATENT, plain
 from torch import Tensor
 
 from fusion_attention import nn as dsa
+from fusion_attention.contract import ContractError
 from fusion_attention.testing.drawn import compare_with
 
 DIM, DRAWS = 32, 16
@@ -54,6 +55,21 @@ def test_sequences_of_their_own_lengths() -> None:
     assert cache.lengths == [10, 5]
     whole = [torch.cat([x[b, :n], token[b]]).double() for b, n in enumerate(lengths)]
     compare_with("out", out[:, 0], lambda: torch.stack([plain(exact, one)[0][-1] for one in whole]), draws=DRAWS)
+
+
+@torch.no_grad()
+def test_a_call_that_fails_stores_nothing() -> None:
+    layer, x = make("grouped", "sparse"), torch.randn(2, 3, DIM)
+    cache, exact = dsa.Cache(4), copy.deepcopy(layer).double()
+    with torch.inference_mode():
+        step(layer, x[:, :2], cache)
+    layer.indexer.top_k = 0
+    with pytest.raises(ContractError):
+        step(layer, x[:, 2:] + 1, cache)
+    assert cache.lengths == [2, 2]
+    layer.indexer.top_k = 5
+    out = step(layer, x[:, 2:], cache)
+    compare_with("out", out, lambda: torch.stack([plain(exact, one.double())[0][2:] for one in x]), draws=DRAWS)
 
 
 def test_calls_that_are_refused() -> None:

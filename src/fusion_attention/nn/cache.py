@@ -50,8 +50,10 @@ class Cache:
         starts = torch.tensor(self.lengths or [0] * x.shape[0], device=x.device)
         return starts[:, None] + torch.arange(x.shape[1], device=x.device)
 
-    def append(self, rows: Mapping[str, Tensor | None], new: list[int]) -> dict[str, Tensor | None]:
-        """Stores rows [B, S, heads, dim] by name, new[b] tokens of sequence b, and returns all of each name.
+    def write(self, rows: Mapping[str, Tensor | None], new: list[int]) -> tuple[dict[str, Tensor | None], list[int]]:
+        """Writes rows [B, S, heads, dim] by name, new[b] tokens of sequence b, behind the stored ones.
+
+        Returns all rows of each name, and the lengths that the caller sets once its call has succeeded.
 
         Raises:
             ValueError: too many tokens, or rows of another batch, size, dtype or device than those stored.
@@ -59,19 +61,20 @@ class Cache:
         before = self.lengths or [0] * len(new)
         self._check(rows, before, new)
         if not self.lengths:
-            self._rows = {
-                name: zeros((len(new), self.capacity, *t.shape[2:]), t.dtype, t.device)
-                for name, t in rows.items()
-                if t is not None
-            }
+            with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
+                self._rows = {
+                    name: zeros((len(new), self.capacity, *t.shape[2:]), t.dtype, t.device)
+                    for name, t in rows.items()
+                    if t is not None
+                }
         for name, stored in self._rows.items():
             given = rows[name]
             assert given is not None
             for b, (start, count) in enumerate(zip(before, new, strict=True)):
                 stored[b, start : start + count] = given[b, :count]
-        self.lengths = [start + count for start, count in zip(before, new, strict=True)]
-        longest = max(self.lengths, default=0)
-        return {name: None if t is None else self._rows[name][:, :longest] for name, t in rows.items()}
+        lengths = [start + count for start, count in zip(before, new, strict=True)]
+        longest = max(lengths, default=0)
+        return {name: None if t is None else self._rows[name][:, :longest] for name, t in rows.items()}, lengths
 
     def _check(self, rows: Mapping[str, Tensor | None], before: list[int], new: list[int]) -> None:
         if len(before) != len(new):

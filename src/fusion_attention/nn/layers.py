@@ -155,16 +155,20 @@ class SparseAttention(nn.Module):
         if self.stage == "sparse":
             result = self.indexer(x, query, rope=index_rope, choose=False)
             stored["index"] = result.k
-        full = cache.append(stored, new)
-        rows: dict[str, Any] = {"q_len": new, "kv_len": cache.lengths}
+        full, lengths = cache.write(stored, new)
+        rows: dict[str, Any] = {"q_len": new, "kv_len": lengths}
         common = {**rows, "scale": scale, "q_rope": q_rope, "k_rope": full["k_rope"]}
         if result is None:
             values = full["k"] if full["v"] is None else full["v"]
-            return of.attention(q, full["k"], values, band=Band.causal(), **common)
+            out: Tensor = of.attention(q, full["k"], values, band=Band.causal(), **common)
+            cache.lengths = lengths
+            return out
         indices, _ = of.lightning_indexer(result.q, full["index"], result.weights, self.indexer.top_k, **rows)
         heads = stored["k"].shape[2]  # type: ignore[union-attr]
         lists = indices.expand(-1, -1, heads, -1)
-        return of.sparse_attention(q, full["k"], full["v"], lists, **common)
+        out = of.sparse_attention(q, full["k"], full["v"], lists, **common)
+        cache.lengths = lengths
+        return out
 
     if TYPE_CHECKING:
 
