@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.reference_layers import HEADS, LATENT, plain
+from support.reference_layers import DIM, LATENT, make, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,19 +23,8 @@ from fusion_attention.judging.error_bound import Expected
 from fusion_attention.testing import check
 from fusion_attention.testing.drawn import compare_with, expected_of
 
-DIM, TOP_K, LENGTHS = 32, 5, [19, 12]
+LENGTHS = [19, 12]
 DRAWS = 16
-INDEX = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
-
-
-def make(form: str, stage: str = "sparse") -> dsa.SparseAttention:
-    torch.manual_seed(0)
-    if form == "latent":
-        layer: dsa.SparseAttention = dsa.SparseLatentAttention(DIM, HEADS, **LATENT, **INDEX)
-    else:
-        layer = dsa.SparseSelfAttention(DIM, HEADS, kv_heads=2 if form == "grouped" else None, **INDEX)
-    dsa.set_stage(layer, stage)
-    return layer
 
 
 def run(layer: Any, x: Tensor, **given: Any) -> tuple[Tensor, Tensor]:

@@ -1,100 +1,334 @@
-"""Layers that decode with a cache: the outputs of whole sequences, and calls that are refused."""
+"""Layers with a cache: prompts, pieces and single tokens beside layers written plainly and one call of everything."""
 
 import copy
-import re
+from functools import cache as kept
 from typing import Any
 
 import pytest
 import torch
-from support.reference_layers import HEADS, LATENT, plain
+from support.bits import same_bits
+from support.reference_layers import DIM, LATENT, make, plain
 from torch import Tensor
 
 from fusion_attention import nn as dsa
-from fusion_attention.contract import ContractError
-from fusion_attention.testing.drawn import compare_with
+from fusion_attention.judging.error_bound import Expected
+from fusion_attention.testing import check
+from fusion_attention.testing.drawn import expected_of
 
-DIM, DRAWS = 32, 16
-STEPS = (7, 1, 4, 1, 1)
-
-
-def make(form: str, stage: str) -> dsa.SparseAttention:
-    torch.manual_seed(0)
-    index: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": 5}
-    if form == "latent":
-        layer: dsa.SparseAttention = dsa.SparseLatentAttention(DIM, HEADS, **LATENT, **index)
-    else:
-        layer = dsa.SparseSelfAttention(DIM, HEADS, kv_heads=2, **index)
-    dsa.set_stage(layer, stage)  # type: ignore[arg-type]
-    return layer.eval()
+FORMS, STAGES = ("latent", "heads", "grouped"), dsa.STAGES
+LENGTHS = [19, 12]
+# Tokens that every call appends to the two sequences: prompts, pieces, one token, none.
+CALLS = [[11, 5], [3, 4], [1, 0], *[[1, 1]] * 3, [1, 0]]
+DRAWS = 16
 
 
-def step(layer: Any, x: Tensor, cache: dsa.Cache, **given: Any) -> Tensor:
-    width = LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8
-    out: Tensor = layer(x, rope=dsa.rope_table(cache.positions(x), width), cache=cache, **given)[0]
+def rope_of(layer: Any, at: Tensor) -> tuple[Tensor, Tensor]:
+    return dsa.rope_table(at, LATENT["rope_dim"] if isinstance(layer, dsa.SparseLatentAttention) else 8)
+
+
+def run(layer: Any, x: Tensor, cache: dsa.Cache, **given: Any) -> Tensor:
+    """One call's output; evaluation has no loss."""
+    with torch.no_grad():
+        out, loss = layer(x, rope=rope_of(layer, cache.positions(x)), cache=cache, **given)
+    assert loss == 0
+    assert loss.dtype == torch.float32
     return out
 
 
-@pytest.mark.parametrize("stage", dsa.STAGES)
-@pytest.mark.parametrize("form", ["grouped", "latent"])
-@torch.no_grad()
-def test_steps_give_the_outputs_of_whole_sequences(form: str, stage: str) -> None:
-    layer, x = make(form, stage), torch.randn(2, sum(STEPS), DIM)
-    cache, exact = dsa.Cache(sum(STEPS)), copy.deepcopy(layer).double()
-    out = torch.cat([step(layer, part, cache) for part in x.split(STEPS, 1)], 1)
-    assert cache.lengths == [sum(STEPS)] * 2
-    compare_with("out", out, lambda: torch.stack([plain(exact, one.double())[0] for one in x]), draws=DRAWS)
-
-
-@torch.no_grad()
-def test_sequences_of_their_own_lengths() -> None:
-    layer, x, token = make("grouped", "sparse"), torch.randn(2, 9, DIM), torch.randn(2, 1, DIM)
-    cache, exact, lengths = dsa.Cache(10), copy.deepcopy(layer).double(), (9, 4)
-    x[1, 4:] = torch.nan  # padding
-    step(layer, x, cache, lengths=torch.tensor(lengths))
-    out = step(layer, token, cache)
-    assert cache.lengths == [10, 5]
-    whole = [torch.cat([x[b, :n], token[b]]).double() for b, n in enumerate(lengths)]
-    compare_with("out", out[:, 0], lambda: torch.stack([plain(exact, one)[0][-1] for one in whole]), draws=DRAWS)
-
-
-@torch.no_grad()
-def test_a_call_that_fails_stores_nothing() -> None:
-    layer, x = make("grouped", "sparse"), torch.randn(2, 3, DIM)
-    cache, exact = dsa.Cache(4), copy.deepcopy(layer).double()
-    with torch.inference_mode():
-        step(layer, x[:, :2], cache)
-    layer.indexer.top_k = 0
-    with pytest.raises(ContractError):
-        step(layer, x[:, 2:] + 1, cache)
-    assert cache.lengths == [2, 2]
-    layer.indexer.top_k = 5
-    out = step(layer, x[:, 2:], cache)
-    compare_with("out", out, lambda: torch.stack([plain(exact, one.double())[0][2:] for one in x]), draws=DRAWS)
-
-
-def test_calls_that_are_refused() -> None:
-    layer, x = make("grouped", "sparse"), torch.randn(2, 3, DIM)
-
-    def refused(text: str, x: Tensor, cache: dsa.Cache, **given: Any) -> None:
-        before = list(cache.lengths)
-        with pytest.raises(ValueError, match=re.escape(text)):
-            layer(x, cache=cache, **given)
-        assert cache.lengths == before
-
-    refused("SparseSelfAttention: cache: expected layer.eval() and torch.no_grad()", x, dsa.Cache(4))
+def whole(layer: Any, x: Tensor) -> Tensor:
+    """The output of one call without a cache."""
     with torch.no_grad():
-        refused("x: expected [B, S, dim] beside a cache, got [6, 32]", x.flatten(0, 1), dsa.Cache(4), lengths=[3, 3])
-        refused("lengths: expected 2 numbers from 0 to 3, got [4, 1]", x, dsa.Cache(4), lengths=[4, 1])
-        refused("capacity: expected at least 5 tokens for sequence 0, got 4", torch.randn(2, 5, DIM), dsa.Cache(4))
-        full, token = dsa.Cache(4), x[:, :1]
-        layer(x, cache=full)
-        refused("nn.Cache: expected a batch of 2 sequences, got 1", token[:1], full)
-        dsa.set_stage(layer, "dense")
-        refused("nn.Cache: expected rows k, v, index, got k, v (a cache serves one layer in one stage)", token, full)
-        dsa.set_stage(layer, "sparse")
-        layer.double()
-        with pytest.raises(ValueError, match=r"nn.Cache: capacity: expected at least 1 token, got 0"):
-            dsa.Cache(0)
-        refused("nn.Cache: k: expected rows [2, 8] float32 on cpu, got [2, 8] float64 on cpu", token.double(), full)
-        layer.float().train()
-        refused("expected layer.eval()", x, dsa.Cache(4))
+        return layer(x, rope=rope_of(layer, torch.arange(x.shape[1])))[0]
+
+
+def drawn(count: int = 19) -> Tensor:
+    return torch.randn(2, count, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def in_pieces(layer: Any, x: Tensor, cache: dsa.Cache) -> Tensor:
+    """The outputs of CALLS, every sequence's tokens one behind the other; NaN stands behind the shorter pieces."""
+    found: list[list[Tensor]] = [[], []]
+    for counts in CALLS:
+        piece = torch.full((2, max(counts), DIM), torch.nan, dtype=x.dtype)
+        for b, n in enumerate(counts):
+            piece[b, :n] = x[b, cache.lengths[b] : cache.lengths[b] + n]
+        out = run(layer, piece, cache, lengths=torch.tensor(counts))
+        for b, n in enumerate(counts):
+            assert not out[b, n:].any()
+            found[b].append(out[b, :n])
+    assert cache.lengths == LENGTHS
+    return torch.cat([torch.cat(parts) for parts in found])
+
+
+def layer_in(form: str, stage: dsa.Stage, dtype: torch.dtype) -> Any:
+    layer = make(form, stage).eval().to(dtype)
+    if dtype == torch.bfloat16:
+        layer.indexer.top_k = max(LENGTHS)  # every key, so that rounding changes no choice
+    return layer
+
+
+@kept
+def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expected]:
+    """What plain() gives of both sequences in float64, one behind the other."""
+    layer = layer_in(form, stage, dtype).double()
+    sequences = [row[:n].to(dtype).double() for row, n in zip(drawn(), LENGTHS, strict=True)]
+
+    def program() -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"out": torch.cat([plain(layer, x)[0] for x in sequences])}
+
+    found: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)}, DRAWS)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_equal_a_plain_layer(form: str, stage: dsa.Stage, dtype: torch.dtype) -> None:
+    layer, x = layer_in(form, stage, dtype), drawn().to(dtype)
+    check(form, {"out": in_pieces(layer, x, dsa.Cache(2, 19))}, expected(form, stage, dtype))
+
+
+@pytest.mark.parametrize("form", ["latent", "grouped"])
+def test_the_same_keys_are_chosen(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer: Any = make(form, "sparse").eval()
+    choose, chosen = layer.indexer._choose, []
+
+    def noted(*args: Any, **rows: Any) -> dsa.Index:
+        chosen.append(choose(*args, **rows))
+        return chosen[-1]
+
+    monkeypatch.setattr(layer.indexer, "_choose", noted)
+    x, cache = drawn(), dsa.Cache(2, 40)  # larger than what it will hold
+    whole(layer, x)
+    for piece in (x[:, :7], *x[:, 7:].split(1, dim=1)):
+        run(layer, piece, cache)
+    first, *rest = (index.indices for index in chosen)
+    assert torch.equal(torch.cat(rest, 1), first)
+
+
+def test_an_indexer_alone() -> None:
+    indexer, cache, x = make("heads").indexer.eval(), dsa.Cache(2, 19), drawn()
+    with torch.no_grad():
+        everything = indexer(x, rope=dsa.rope_table(torch.arange(19), 8))
+        found = [
+            indexer(piece, rope=dsa.rope_table(cache.positions(piece), 8), cache=cache) for piece in x.split([15, 4], 1)
+        ]
+        assert indexer(x[:, :0], cache=cache, choose=False).indices is None
+    assert torch.equal(torch.cat([index.indices for index in found], 1), everything.indices)
+    assert [list(index.k.shape) for index in found] == [[2, 15, 1, 12], [2, 19, 1, 12]]
+
+
+def test_projections_of_ones_own() -> None:
+    """attend() with rope parts and values of another size."""
+    layer: Any = make("heads").eval()
+    x, q, v = drawn(), torch.randn(2, 19, 4, 6), torch.randn(2, 19, 2, 10)
+    given = {"q": q, "k": torch.randn(2, 19, 2, 6), "v": v, "q_rope": q[..., :4], "k_rope": v[..., :4], "scale": 0.3}
+    for stage in STAGES:
+        layer.stage, cache = stage, dsa.Cache(2, 19)
+        with torch.no_grad():
+            parts = [
+                layer.attend(x[:, i:j], **{n: t if n == "scale" else t[:, i:j] for n, t in given.items()}, cache=cache)
+                for i, j in ((0, 12), (12, 13), (13, 19))
+            ]
+
+        def program(stage: dsa.Stage = stage) -> dict[str, Tensor]:
+            layer.stage = stage
+            return {"out": attended(layer, x, given)}
+
+        got = {"out": torch.cat([out for out, _ in parts], 1)}
+        check(stage, got, expected_of(program, got, DRAWS))
+
+
+def attended(layer: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
+    """attend() by a softmax over the keys that the layer sees, in float64."""
+    wide = {name: t.double() for name, t in given.items() if name != "scale"}
+    q, k = torch.cat([wide["q"], wide["q_rope"]], -1), torch.cat([wide["k"], wide["k_rope"]], -1)
+    k, v = (t.repeat_interleave(2, 2) for t in (k, wide["v"]))
+    seen = torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, 19, 19)
+    if layer.stage == "sparse":
+        lists = layer.indexer(x).indices.transpose(1, 2).long()  # -1: the place behind the last key
+        listed = torch.zeros(2, 1, 19, 20, dtype=torch.bool).scatter(3, lists.where(lists >= 0, 19), True)
+        seen = listed[..., :19]
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * given["scale"]
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("form", ["latent", "grouped"])
+def test_a_prompt_in_one_call_gives_the_bits_of_no_cache(form: str) -> None:
+    """In the sparse stage both are the same call."""
+    layer, x = make(form).eval(), drawn()
+    same_bits(run(layer, x, dsa.Cache(2, 25)), whole(layer, x))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_under_autocast(stage: dsa.Stage) -> None:
+    """The roundings are those of a model in bfloat16."""
+    layer, x = make("latent", stage).eval(), drawn()
+    layer.indexer.top_k = 19
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = in_pieces(layer, x, dsa.Cache(2, 19))
+    wide = copy.deepcopy(layer).bfloat16().double()
+    sequences = [row[:n].bfloat16().double() for row, n in zip(x, LENGTHS, strict=True)]
+
+    def program() -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"out": torch.cat([plain(wide, one)[0] for one in sequences])}
+
+    check(stage, {"out": got}, expected_of(program, {"out": got}, DRAWS))
+    rows = torch.randn(2, 19, 4, 8)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.attend(x, rows, rows[:, :, :1], query=torch.randn(2, 19, 20))[0].dtype == torch.bfloat16
+        alone = dsa.Cache(2, 19)
+        out, _ = layer.attend(x, rows, rows[:, :, :1], query=torch.randn(2, 19, 20), cache=alone)
+    assert out.dtype == alone._rows["k"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_stored(stage: dsa.Stage) -> None:
+    """Of a latent layer one row for all heads in every stage; the indexer's keys where they choose."""
+    stored = {"latent": {"k": (1, 16 + 6)}, "grouped": {"k": (2, 8), "v": (2, 8)}}
+    for form, rows in stored.items():
+        layer, cache = make(form, stage).eval(), dsa.Cache(2, 30)
+        run(layer, drawn(), cache)
+        want = rows | ({"index_k": (1, 12)} if stage == "sparse" else {})
+        assert {part: tuple(t.shape) for part, t in cache._rows.items()} == {n: (2, 30, *s) for n, s in want.items()}
+
+
+@pytest.mark.parametrize("form", ["latent", "grouped"])
+def test_compiled_layers(form: str) -> None:
+    """A graph ends where the cache begins, and no token compiles anew."""
+    torch._dynamo.reset()
+    layer, x = make(form).eval(), drawn()
+    want, got = dsa.Cache(2, 19), dsa.Cache(2, 19)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, rope=rope_of(layer, got.positions(x)), cache=got)[0]
+
+    fast = torch.compile(call, backend="eager", dynamic=True)
+    pieces = (x[:, :9], *x[:, 9:].split(1, dim=1))
+    for i, piece in enumerate(pieces):
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=i > 2):
+            out = fast(piece)
+        same_bits(out, run(layer, piece, want))
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    """Memory made in inference mode is written outside it, too."""
+    layer, x = make("latent").eval(), drawn()
+    cache = dsa.Cache(2, 19)
+    with torch.inference_mode():
+        run(layer, x[:, :9], cache)
+    other = copy.deepcopy(cache)
+    run(layer, -x[:, 9:12], other)
+    same_bits(run(layer, x[:, 9:], cache), whole(layer, x)[:, 9:])
+    assert (cache.lengths, other.lengths) == ([19, 19], [12, 12])
+
+
+def test_the_default_device_does_not_matter() -> None:
+    layer, x = make("grouped").eval(), drawn()
+    want = [run(layer, x, dsa.Cache(2, 19), lengths=lengths) for lengths in (None, LENGTHS)]
+    with torch.device("meta"):
+        got = [run(layer, x, dsa.Cache(2, 19), lengths=lengths) for lengths in (None, LENGTHS)]
+    same_bits(got, want)
+
+
+def test_an_empty_cache() -> None:
+    layer, cache = make("grouped").eval(), dsa.Cache(2, 5)
+    assert repr(cache) == "<Cache: [0, 0] of 5 tokens; nothing stored>"
+    assert not run(layer, drawn(3), cache, lengths=[0, 0]).any()
+    assert cache.lengths == [0, 0]
+    run(layer, drawn(3), cache, lengths=[3, 1])
+    assert repr(cache).startswith("<Cache: [3, 1] of 5 tokens; k float32 [2, 5, 2, 8], v float32 [2, 5, 2, 8], index_k")
+
+
+# ---------------------------------------------------------------------------------------------------------- wrong calls
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "packed": (
+        lambda x, c: (x[0], c, {"lengths": [4]}),
+        r"x: expected padded \[B, S, dim\] beside a cache, got",
+    ),
+    "batch": (lambda x, c: (x[:1], c, {}), r"x: expected 2 sequences, as its cache has, got float32 \[1, 4, 32\]"),
+    "full": (
+        lambda x, c: (x, c, {"lengths": [2, 4]}),
+        r"cache: expected at most 3 more tokens of sequence 1 \(max_length 8\), got 4",
+    ),
+    "long": (lambda x, c: (x, c, {"lengths": [2, 5]}), r"lengths: expected 2 integers from 0 to 4, got \[2, 5\]"),
+    "negative": (lambda x, c: (x, c, {"lengths": [2, -1]}), "lengths: expected 2 integers from 0 to 4, got"),
+    "few": (lambda x, c: (x, c, {"lengths": [2]}), "lengths: expected 2 integers from 0 to 4, got"),
+    "halves": (lambda x, c: (x, c, {"lengths": torch.tensor([1.0, 2])}), "lengths: expected 2 integers from 0 to 4"),
+    "no cache": (lambda x, c: (x, [x], {}), r"cache: expected a fusion_attention.nn.Cache, got"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("of", ["layer", "indexer"])
+def test_wrong_calls_store_nothing(of: str, name: str) -> None:
+    """They name the layer, and the next right call is the one that it would have been."""
+    arguments, message = WRONG[name]
+    layer: Any = make("grouped").eval()
+    layer = layer.indexer if of == "indexer" else layer
+    cache, x = dsa.Cache(2, 8), drawn(8)
+    rope = dsa.rope_table(torch.arange(4), 8)
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        before = copy.deepcopy(cache)
+        given, wrong, rest = arguments(x[:, :4], cache)
+        with pytest.raises(ValueError, match=f"{type(layer).__name__}: {message}"):
+            layer(given, rope=rope, cache=wrong, **rest)
+        assert cache.lengths == before.lengths == [5, 5]
+        same_bits(list(cache._rows.values()), list(before._rows.values()))
+
+
+def test_other_stages_layers_and_dtypes() -> None:
+    layer, cache, x = make("grouped").eval(), dsa.Cache(2, 8), drawn(4)
+    run(layer, x, cache)
+    with pytest.raises(ValueError, match=r"SparseSelfAttention: cache: .*got that of another layer \(make a Cache"):
+        run(copy.deepcopy(layer), x, cache)
+    with pytest.raises(ValueError, match=r"SparseSelfAttention: k: expected rows .*float32 on cpu, .*bfloat16 on cpu"):
+        run(layer.bfloat16(), x.bfloat16(), cache)
+    with pytest.raises(ValueError, match=r"SparseSelfAttention: k: expected rows .* on cpu, .* on meta"):
+        run(layer.float().to("meta"), x.to("meta"), cache)
+    dsa.set_stage(layer, "dense")
+    with pytest.raises(ValueError, match=r"cache: expected one with k, v, got k, v, index_k .*another stage"):
+        run(layer, x.to("meta"), cache)
+    assert cache.lengths == [4, 4]
+    with pytest.raises(ValueError, match="Cache: batch, max_length: expected positive numbers, got 0 and 3"):
+        dsa.Cache(0, 3)
+
+
+@pytest.mark.parametrize("form", ["latent", "grouped"])
+def test_gradients_want_whole_sequences(form: str) -> None:
+    layer, x, cache = make(form), drawn(4), dsa.Cache(2, 8)
+    layer(x, rope=rope_of(layer, torch.arange(4)))
+    for given in (x, x.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"cache: expected torch.no_grad\(\) around the call"):
+            layer(given, rope=rope_of(layer, torch.arange(4)), cache=cache)
+        layer.requires_grad_(False)
+    layer(x, rope=rope_of(layer, torch.arange(4)), cache=cache)  # nothing learns
+    assert cache.lengths == [4, 4]
+
+
+def test_a_call_that_fails_late_stores_nothing() -> None:
+    layer, x, cache = make("heads").eval(), drawn(4), dsa.Cache(2, 8)
+    q, kv = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 2, 8)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="sparse_attention"):
+            layer.attend(x, q[..., :7], kv, kv, cache=cache)
+        with pytest.raises(ValueError, match="SparseSelfAttention: k: expected rows of"):
+            layer.attend(x, q, kv[:, 1:], kv, cache=cache)
+        assert cache.lengths == [0, 0]
+        out, _ = layer.attend(x, q, kv, kv, cache=cache)
+        same_bits(out, layer.attend(x, q, kv, kv)[0])
+
+
+def test_a_group_has_no_cache() -> None:
+    class Group:
+        """Stands for a group of several ranks."""
+
+    layer = make("heads").eval()
+    layer.indexer.ranks = dsa.LightningIndexer(DIM, 3, 12, 5, group=Group()).ranks
+    for module in (layer, layer.indexer):
+        with torch.no_grad(), pytest.raises(ValueError, match="cache: expected None beside a group"):
+            module(drawn(4), cache=dsa.Cache(2, 8))

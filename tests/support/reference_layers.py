@@ -10,6 +10,19 @@ from fusion_attention import nn as dsa
 
 LATENT: dict[str, Any] = {"q_rank": 20, "kv_rank": 16, "nope_dim": 8, "rope_dim": 6, "v_dim": 10}
 HEADS = 4
+DIM, TOP_K = 32, 5
+INDEX: dict[str, Any] = {"index_heads": 3, "index_dim": 12, "top_k": TOP_K}
+
+
+def make(form: str, stage: dsa.Stage = "sparse") -> dsa.SparseAttention:
+    """A layer with random weights: "latent", "heads" or "grouped"."""
+    torch.manual_seed(0)
+    if form == "latent":
+        layer: dsa.SparseAttention = dsa.SparseLatentAttention(DIM, HEADS, **LATENT, **INDEX)
+    else:
+        layer = dsa.SparseSelfAttention(DIM, HEADS, kv_heads=2 if form == "grouped" else None, **INDEX)
+    dsa.set_stage(layer, stage)
+    return layer
 
 
 def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False) -> Tensor:

@@ -1,102 +1,181 @@
-"""Keys of earlier tokens, with which a layer decodes."""
+"""Cache: the keys and values of earlier tokens, for layers that generate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fusion_attention.contract import show
 from fusion_attention.memory import zeros
+from fusion_attention.nn.ranks import Lengths, Ranks
+from fusion_attention.torch_ops import dispatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """One call's view of a cache: the query, the rows of all tokens by name, and the lengths for functions."""
+
+    q: Tensor
+    rows: dict[str, Tensor]
+    lengths: dict[str, list[int] | None]
 
 
 class Cache:
-    """The key rows of one layer's earlier tokens: a call with it appends its own and attends to all.
+    """The keys, values and indexer's keys of all earlier tokens; every layer needs one of its own.
 
-    Memory for `capacity` tokens of each sequence is made by the first call, which decides batch, sizes, dtype and
-    device. Every layer has a cache of its own; causal alignment is that of the last token with the last key.
+    The first call allocates the memory, in the dtype and on the device of its rows: keys and values (MLA: the latent
+    with its rope part), and in the sparse stage the indexer's keys.
 
     Args:
-        capacity: tokens of a sequence.
-
-    Attributes:
-        lengths: stored tokens of each sequence; empty before the first call.
+        batch: number of sequences; each has its own length.
+        max_length: most tokens of a sequence.
 
     Raises:
-        ValueError: a capacity below 1.
+        ValueError: a number below 1.
 
     Source: this library.
 
     Example:
         >>> from fusion_attention.nn import SparseSelfAttention, rope_table
         >>> layer = SparseSelfAttention(64, heads=4, index_heads=2, index_dim=16, top_k=8).eval()
-        >>> cache, prompt, token = Cache(32), torch.randn(2, 10, 64), torch.randn(2, 1, 64)
+        >>> cache = Cache(2, max_length=64)
         >>> with torch.no_grad():
-        ...     for x in (prompt, token):
+        ...     for x in (torch.randn(2, 32, 64), torch.randn(2, 1, 64)):  # the prompt, then one token
         ...         out, _ = layer(x, rope=rope_table(cache.positions(x), 16), cache=cache)
         >>> out.shape, cache.lengths
-        (torch.Size([2, 1, 64]), [11, 11])
+        (torch.Size([2, 1, 64]), [33, 33])
     """
 
-    def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"nn.Cache: capacity: expected at least 1 token, got {capacity}")
-        self.capacity = capacity
-        self.lengths: list[int] = []
+    def __init__(self, batch: int, max_length: int) -> None:
+        if min(batch, max_length) < 1:
+            raise ValueError(f"Cache: batch, max_length: expected positive numbers, got {batch} and {max_length}")
+        self.batch, self.max_length = batch, max_length
+        self._lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")  # whatever the default device is
         self._rows: dict[str, Tensor] = {}
+        self._layer: weakref.ref[nn.Module] | None = None
+
+    def __repr__(self) -> str:
+        """Lengths, and what is stored."""
+        stored = ", ".join(f"{name} {show(rows)}" for name, rows in self._rows.items())
+        return f"<Cache: {self.lengths} of {self.max_length} tokens; {stored or 'nothing stored'}>"
+
+    @property
+    def lengths(self) -> list[int]:
+        """The stored tokens of every sequence."""
+        return self._lengths.tolist()
 
     def positions(self, x: Tensor) -> Tensor:
-        """The positions [B, S] of the next tokens x [B, S, dim], for rope_table()."""
-        starts = torch.tensor(self.lengths or [0] * x.shape[0], device=x.device)
-        return starts[:, None] + torch.arange(x.shape[1], device=x.device)
+        """Positions of the next tokens for rope_table(), int64 [B, S]; x: their hidden states, [B, S, dim]."""
+        return (self._lengths[:, None] + torch.arange(x.shape[1], device="cpu")).to(x.device)
 
-    def write(self, rows: Mapping[str, Tensor | None], new: list[int]) -> tuple[dict[str, Tensor | None], list[int]]:
-        """Writes rows [B, S, heads, dim] by name, new[b] tokens of sequence b, behind the stored ones.
-
-        Returns all rows of each name, and the lengths that the caller sets once its call has succeeded.
-
-        Raises:
-            ValueError: too many tokens, or rows of another batch, size, dtype or device than those stored.
-        """
-        before = self.lengths or [0] * len(new)
-        self._check(rows, before, new)
-        if not self.lengths:
-            with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
-                self._rows = {
-                    name: zeros((len(new), self.capacity, *t.shape[2:]), t.dtype, t.device)
-                    for name, t in rows.items()
-                    if t is not None
-                }
-        for name, stored in self._rows.items():
-            given = rows[name]
-            assert given is not None
-            for b, (start, count) in enumerate(zip(before, new, strict=True)):
-                stored[b, start : start + count] = given[b, :count]
-        lengths = [start + count for start, count in zip(before, new, strict=True)]
-        longest = max(lengths, default=0)
-        return {name: None if t is None else self._rows[name][:, :longest] for name, t in rows.items()}, lengths
-
-    def _check(self, rows: Mapping[str, Tensor | None], before: list[int], new: list[int]) -> None:
-        if len(before) != len(new):
-            raise ValueError(f"nn.Cache: expected a batch of {len(before)} sequences, got {len(new)}")
-        for b, (start, count) in enumerate(zip(before, new, strict=True)):
-            if start + count > self.capacity:
-                expected = f"at least {start + count} tokens for sequence {b}"
-                raise ValueError(f"nn.Cache: capacity: expected {expected}, got {self.capacity}")
-        if not self.lengths:
+    def _check_rows(self, name: str, layer: nn.Module, x: Tensor, new: dict[str, Tensor]) -> None:
+        """Raises where rows do not continue the stored ones."""
+        if x.shape[0] != self.batch:
+            raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
+        for part, t in new.items():
+            if t.shape[:2] != x.shape[:2]:
+                raise ValueError(
+                    f"{name}: {part}: expected rows of {list(x.shape[:2])} tokens, as x has, got {show(t)}"
+                )
+        if not self._rows:
             return
-        there = {name: t for name, t in rows.items() if t is not None}
-        if there.keys() != self._rows.keys():
+        if self._layer is None or self._layer() is not layer:
             raise ValueError(
-                f"nn.Cache: expected rows {', '.join(self._rows)}, got {', '.join(there)} (a cache serves one layer in "
-                "one stage)"
+                f"{name}: cache: expected one that it filled, got that of another layer (make a Cache for each layer)"
             )
-        for name, t in there.items():
-            stored = self._rows[name]
-            want, got = ((x.shape[2:], x.dtype, x.device) for x in (stored, t))
-            if want != got:
-                raise ValueError(f"nn.Cache: {name}: expected rows {_said(stored)}, got {_said(t)}")
+        if new.keys() != self._rows.keys():
+            raise ValueError(
+                f"{name}: cache: expected one with {', '.join(new)}, got {', '.join(self._rows)} "
+                "(it was filled in another stage: fill a new one)"
+            )
+        for part, t in new.items():
+            old = self._rows[part]
+            if (t.shape[2:], t.dtype, t.device) != (old.shape[2:], old.dtype, old.device):
+                raise ValueError(
+                    f"{name}: {part}: expected rows of {list(old.shape[2:])} in {old.dtype} on {old.device}, as its "
+                    f"cache has, got {list(t.shape[2:])} in {t.dtype} on {t.device}"
+                )
 
 
-def _said(t: Tensor) -> str:
-    return f"{list(t.shape[2:])} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+@contextmanager
+def step(
+    cache: Cache, layer: nn.Module, ranks: Ranks | None, x: Tensor, q: Tensor, lengths: Lengths, **rows: Tensor | None
+) -> Iterator[Step]:
+    """A layer's call: its rows [B, S, ...] stand behind the stored ones, and stay if the call succeeds."""
+    name = type(layer).__name__
+    given: dict[str, Any] = {"q": q, **{part: t for part, t in rows.items() if t is not None}}
+    dispatch.autocast(given, tuple(given))
+    _check_call(name, cache, ranks, x, list(given.values()))
+    new = {part: t for part, t in given.items() if part != "q"}
+    cache._check_rows(name, layer, x, new)
+    added = _added(name, x, lengths)
+    total = cache._lengths + added
+    if (total > cache.max_length).any():
+        i = int((total - cache.max_length).argmax())
+        raise ValueError(
+            f"{name}: cache: expected at most {cache.max_length - cache.lengths[i]} more tokens of sequence {i} "
+            f"(max_length {cache.max_length}), got {int(added[i])} (make a Cache of a larger max_length)"
+        )
+    with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
+        stored = cache._rows or {
+            part: zeros((cache.batch, cache.max_length, *t.shape[2:]), t.dtype, t.device) for part, t in new.items()
+        }
+    sequence, token = (torch.arange(x.shape[1], device="cpu") < added[:, None]).nonzero().to(x.device).unbind(1)
+    place = cache._lengths.to(x.device)[sequence] + token
+    for part, t in new.items():
+        stored[part][sequence, place] = t[sequence, token]
+    longest = max(1, int(total.max()))
+    told = {"q_len": None if lengths is None else added.tolist(), "kv_len": total.tolist()}
+    yield Step(given["q"], {part: t[:, :longest] for part, t in stored.items()}, told)
+    cache._rows, cache._lengths, cache._layer = stored, total, weakref.ref(layer)
+
+
+def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, made: list[Tensor]) -> None:
+    """Raises where a call has no cache, or is one that a layer can do without a cache alone."""
+    if not isinstance(cache, Cache):
+        raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
+    if ranks is not None:
+        raise ValueError(f"{name}: cache: expected None beside a group, got a Cache (generate without a group)")
+    if x.dim() != 3:
+        raise ValueError(
+            f"{name}: x: expected padded [B, S, dim] beside a cache, got {show(x)} (pad on the right, with lengths=)"
+        )
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in made)):
+        raise ValueError(
+            f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (a cache "
+            "keeps none; train over whole sequences)"
+        )
+
+
+def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
+    """int64 [B]: how many tokens every sequence appends."""
+    batch, tokens = x.shape[:2]
+    if lengths is None:
+        return torch.full((batch,), tokens, device="cpu")
+    added = torch.as_tensor(lengths, device="cpu")
+    whole = not (added.is_floating_point() or added.is_complex() or added.dtype == torch.bool)
+    if not whole or added.shape != (batch,) or not ((added >= 0) & (added <= tokens)).all():
+        raise ValueError(f"{name}: lengths: expected {batch} integers from 0 to {tokens}, got {show(lengths)}")
+    return added.long()
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a trace of torch.compile ends before, and goes on behind: the lengths of a cache are numbers."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from fusion_attention.torch_ops import trace_constants
+
+            return trace_constants.outside(functools.partial(function, **kwargs), *args)
+        return function(*args, **kwargs)
+
+    return call

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fusion_attention.nn.cache import Cache, step, untraced
 from fusion_attention.nn.ranks import Lengths, Ranks, functions, rows_of
 from fusion_attention.nn.rope import apply_rope
 
@@ -85,6 +86,7 @@ class LightningIndexer(nn.Module):
         lengths: Lengths = None,
         choose: bool = True,
         tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> Index:
         """The indexer's rows, and the keys that every row chooses.
 
@@ -95,6 +97,11 @@ class LightningIndexer(nn.Module):
             lengths: tokens of every sequence; packed: needed.
             choose: False: indices are None.
             tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
+            cache: keys of earlier tokens; appends those of x, and rows choose among all, which k then holds.
+
+        Raises:
+            ValueError: a cache that is full, of another batch, layer, dtype or device, or beside a group, packed rows
+                or gradients.
         """
         x = x.detach()
         query = x if query is None else query.detach()
@@ -104,12 +111,23 @@ class LightningIndexer(nn.Module):
             q, k = apply_rope(q, rope), apply_rope(k, rope)
         # weights_proj may stay in float32 where the model does not.
         weights = self.weights_proj(x.to(self.weights_proj.weight.dtype)) * (self.heads * self.head_dim) ** -0.5
-        indices = None
-        if choose:
-            with torch.no_grad():
-                rows = rows_of(x, lengths, self.ranks, tokens)
-                indices, _ = functions(self.ranks).lightning_indexer(q, k, weights, self.top_k, **rows)
-        return Index(q, k, weights, indices)
+        index = Index(q, k, weights, None)
+        if cache is not None:
+            return self._append(cache, x, index, lengths, choose)
+        return self._choose(index, **rows_of(x, lengths, self.ranks, tokens)) if choose else index
+
+    @torch.no_grad()
+    def _choose(self, index: Index, **rows: Any) -> Index:
+        """The index with the chosen keys; rows: layout and lengths, in lightning_indexer()'s words."""
+        indices, _ = functions(self.ranks).lightning_indexer(*index[:3], self.top_k, **rows)
+        return index._replace(indices=indices)
+
+    @untraced
+    def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
+        """The index over all tokens of a cache, those of x appended."""
+        with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, told):
+            index = index._replace(k=stored["index_k"])
+            return self._choose(index, **told) if choose else index
 
     if TYPE_CHECKING:
 

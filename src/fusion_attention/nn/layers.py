@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fusion_attention.api.decode import decode_attention
+from fusion_attention.api.sparse import sparse_attention
 from fusion_attention.ir.mask import Band
-from fusion_attention.nn.cache import Cache
+from fusion_attention.nn.cache import Cache, step, untraced
 from fusion_attention.nn.indexer import LightningIndexer, Rope
 from fusion_attention.nn.ranks import Lengths, functions, rows_of, tokens_of
 from fusion_attention.nn.rope import apply_rope
@@ -89,19 +91,22 @@ class SparseAttention(nn.Module):
             index_rope: (cos, sin) for the indexer's rows.
             lengths: tokens of every sequence; packed: needed. Padded: rows behind them are 0 and lose nothing.
             tokens: of whole padded sequences that ranks share; None: every rank has as many as this one.
-            cache: keys of earlier tokens; those of this call are appended. lengths count this call's tokens. Needs
-                evaluation mode, torch.no_grad(), padded rows and one process.
+            cache: keys and values of earlier tokens; appends those of x, and rows attend over all.
 
         Returns:
             (out, loss): out as q with Dv elements per head. loss is a scalar, the mean over all tokens, and 0 in
-            evaluation mode and in the dense stage; add it to the model's own loss (in warm-up it is all there is).
+            evaluation mode, in the dense stage and beside a cache; add it to the model's own loss (in warm-up it is
+            all there is).
+
+        Raises:
+            ValueError: a cache that is full, of another batch, layer, stage, dtype or device, or beside a group, packed
+                rows or gradients.
         """
-        if cache is not None:
-            stored = {"k": k, "v": v, "k_rope": k_rope}
-            new = self._new_tokens(x, lengths)
-            out = self._decode(cache, stored, new, x, q, query, q_rope, scale, index_rope)
-            return out, out.new_zeros((), dtype=torch.float32)
         ranks = self.indexer.ranks
+        if cache is not None:
+            ropes = (q_rope, k_rope, index_rope)
+            out = self._append(cache, x, q, k, v, query=query, ropes=ropes, scale=scale, lengths=lengths)
+            return out, out.new_zeros((), dtype=torch.float32)
         of, common = functions(ranks), {**rows_of(x, lengths, ranks, tokens), "scale": scale}
         common |= {"q_rope": q_rope, "k_rope": k_rope}
         indices = None
@@ -122,53 +127,34 @@ class SparseAttention(nn.Module):
         loss = of.indexer_loss(q, k, lse, index.q, index.k, index.weights, indices, **common)
         return out, loss / tokens_of(x, lengths, ranks, tokens)
 
-    def _new_tokens(self, x: Tensor, lengths: Lengths) -> list[int]:
-        """The number of a call's tokens by sequence; refuses calls that cannot have a cache."""
-        name = type(self).__name__
-        if self.training or torch.is_grad_enabled():
-            raise ValueError(f"{name}: cache: expected layer.eval() and torch.no_grad(): stored keys have no gradient")
-        if x.dim() != 3:
-            raise ValueError(f"{name}: x: expected [B, S, dim] beside a cache, got {list(x.shape)}")
-        if self.indexer.ranks is not None:
-            raise ValueError(f"{name}: cache: expected a layer without a group, got one")
-        if lengths is None:
-            return [x.shape[1]] * x.shape[0]
-        new = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-        if len(new) != x.shape[0] or not all(0 <= n <= x.shape[1] for n in new):
-            raise ValueError(f"{name}: lengths: expected {x.shape[0]} numbers from 0 to {x.shape[1]}, got {new}")
-        return new
-
-    def _decode(
+    @untraced
+    def _append(
         self,
         cache: Cache,
-        stored: dict[str, Tensor | None],
-        new: list[int],
         x: Tensor,
         q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        *,
         query: Tensor | None,
-        q_rope: Tensor | None,
+        ropes: tuple[Tensor | None, Tensor | None, Rope],
         scale: float | None,
-        index_rope: Rope,
+        lengths: Lengths,
     ) -> Tensor:
-        """Attention of new tokens to all stored keys and their own."""
-        of, result = functions(None), None
-        if self.stage == "sparse":
-            result = self.indexer(x, query, rope=index_rope, choose=False)
-            stored["index"] = result.k
-        full, lengths = cache.write(stored, new)
-        rows: dict[str, Any] = {"q_len": new, "kv_len": lengths}
-        common = {**rows, "scale": scale, "q_rope": q_rope, "k_rope": full["k_rope"]}
-        if result is None:
-            values = full["k"] if full["v"] is None else full["v"]
-            out: Tensor = of.attention(q, full["k"], values, band=Band.causal(), **common)
-            cache.lengths = lengths
-            return out
-        indices, _ = of.lightning_indexer(result.q, full["index"], result.weights, self.indexer.top_k, **rows)
-        heads = stored["k"].shape[2]  # type: ignore[union-attr]
-        lists = indices.expand(-1, -1, heads, -1)
-        out = of.sparse_attention(q, full["k"], full["v"], lists, **common)
-        cache.lengths = lengths
-        return out
+        """Attention over all tokens of a cache, those of x appended."""
+        (q_rope, k_rope, index_rope), dim, chooses = ropes, k.shape[-1], self.stage == "sparse"
+        index = self.indexer(x, query, rope=index_rope, choose=False) if chooses else None
+        if q_rope is not None and k_rope is not None:  # stored side by side: decode_attention() has no rope parts
+            q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
+        rows = {"k": k, "v": v, "index_k": None if index is None else index.k}
+        with step(cache, self, self.indexer.ranks, x, q, lengths, **rows) as (q, stored, told):
+            k, v = stored["k"], stored.get("v")
+            common: dict[str, Any] = {**told, "scale": scale, "dim_v": dim if v is None else 0}
+            if index is None:
+                return decode_attention(q, k if v is None else (k, v), **common)
+            lists = self.indexer._choose(index._replace(k=stored["index_k"]), **told).indices
+            assert lists is not None
+            return sparse_attention(q, k, v, lists.expand(*q.shape[:-2], k.shape[-2], -1), **common)
 
     if TYPE_CHECKING:
 
@@ -265,7 +251,7 @@ class SparseLatentAttention(SparseAttention):
 
     Over all keys, k and v are formed: nope + rope + v products for every pair of row and key. Over chosen keys,
     kv_b is multiplied into the query and the output instead: 2 kv_rank + rope products, but a row gathers one latent
-    for all heads. The scores are the same.
+    for all heads. The scores are the same. A cache holds latents and their rope parts, and is read absorbed.
 
     Args:
         dim: elements of a token's hidden state.
@@ -346,7 +332,7 @@ class SparseLatentAttention(SparseAttention):
         q_rope, k_rope = apply_rope(q_rope, rope, True), apply_rope(k_rope, rope, True)
         common: dict[str, Any] = {"query": q_latent, "scale": self.scale, "index_rope": rope}
         common |= {"lengths": lengths, "tokens": tokens, "cache": cache}
-        if self.stage == "sparse":
+        if self.stage == "sparse" or cache is not None:
             up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split((nope, v_dim), 1)
             absorbed = torch.einsum("...hd,hdr->...hr", q, up_k)
             mixed, loss = self.attend(x, absorbed, latent, q_rope=q_rope, k_rope=k_rope, **common)

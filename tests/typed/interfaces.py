@@ -14,7 +14,14 @@ from typing_extensions import assert_type
 
 import fusion_attention as fa
 from fusion_attention import Band, acl, aclnn, npu
-from fusion_attention.nn import Index, LightningIndexer, SparseAttention, SparseLatentAttention, SparseSelfAttention
+from fusion_attention.nn import (
+    Cache,
+    Index,
+    LightningIndexer,
+    SparseAttention,
+    SparseLatentAttention,
+    SparseSelfAttention,
+)
 
 Both = tuple[Tensor, Tensor]
 
@@ -86,7 +93,7 @@ def layers(x: Tensor, rope: Both, sizes: dict[str, Any]) -> None:
     assert_type(indexer(x, rope=rope), Index)
     assert_type(SparseAttention(indexer)(x, x, x, scale=0.1), Both)
     layer = SparseSelfAttention(64, 4, index_heads=2, index_dim=16, top_k=8, stage="warmup")
-    assert_type(layer(x, lengths=[3]), Both)
+    assert_type(layer(x, lengths=[3], cache=Cache(1, max_length=8)), Both)
     assert_type(SparseLatentAttention(64, 4, **sizes)(x, rope=rope), Both)
     indexer(x, foo=1)  # type: ignore[call-arg]
     layer(x, foo=1)  # type: ignore[call-arg]
