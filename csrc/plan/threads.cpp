@@ -117,8 +117,8 @@ private:
 };
 
 // The runtime that torch has loaded, whatever its file is called: with a second one every core would have threads of
-// two pools. So the module is linked to none, and asks when it first needs threads: torch is there by then, whatever was
-// imported first. What the whole process sees comes first, as it does for torch; the last is for programs without
+// two pools. So the module is linked to none, and asks when it first needs threads: torch is there by then, whatever
+// was imported first. What the whole process sees comes first, as it does for torch; the last is for programs without
 // torch.
 const OpenMP &openmp() {
     static const OpenMP runtime = [] {
