@@ -94,7 +94,7 @@ bool runs_on(const Names &here, const Parts &parts) {
 
 // The features of this CPU, or those of them that the forced variant needs.
 Names visible_features() {
-    const Names here = find_features();
+    Names here = find_features();
     const std::string forced = forced_variant();
     if (forced.empty()) return here;
     std::string runnable;
