@@ -157,7 +157,7 @@ def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name:
     part(case, poisoned[name], side, heads, 1)[1, 2 if side == "kv" else 1, 0] = value
     want = golden(case, poisoned)
     assert any(not t.isfinite().all() for t in want.values())
-    check(case.id, compute(case, poisoned), expected(case, args, want))
+    check(case.id, compute(case, poisoned), expected(case, poisoned, want))
 
 
 # -------------------------------------------------------------------------------------------- neighbours, threads, runs
