@@ -20,6 +20,7 @@ Tensor = torch.Tensor
 U = 2.0**-24  # half a unit of float32's last place
 EXP = 2e-7  # relative error of 2^x, as csrc/simd/vec_*.h state it
 TINY = 2.0**-126  # smaller numbers may be flushed to zero
+LEAST = 2.0**-102  # smaller weights, relative to the largest, may be zero (docs/accuracy.md)
 HALF = {torch.float32: U, torch.float64: U, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SMALLEST = {torch.float32: TINY, torch.float64: TINY, torch.bfloat16: TINY, torch.float16: 2.0**-25}
 
@@ -32,6 +33,11 @@ def narrowing(dtype: torch.dtype) -> float:
 def rounding(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     """The error of a result once it is stored in dtype."""
     return error + (value.abs() + error) * HALF[dtype] + SMALLEST[dtype]
+
+
+def vanishing(p: Tensor, count: Tensor) -> Tensor:
+    """Weights that a program may take for zero."""
+    return torch.where(p < 2 * LEAST * count.clamp(min=1), p, 0.0)
 
 
 def zeroed(rows: Tensor, used: Tensor) -> Tensor:
@@ -135,7 +141,8 @@ class Rows:
         shift = (self.score_error + self.max_error[..., None]).clamp(max=50.0)
         share = torch.expm1(shift) + (self.count.shape[-1] + 8) * U + 2 * EXP
         off = torch.minimum(self.weights * share, self.count.clamp(min=1).double())
-        return torch.where(self.seen | self.mean[..., None], off + TINY, 0.0)
+        off = off + vanishing(self.weights, self.count) + TINY
+        return torch.where(self.seen | self.mean[..., None], off, 0.0)
 
     @cached_property
     def out(self) -> Tensor:
@@ -159,7 +166,7 @@ class Rows:
         own = self._exp(peak) / total[..., None]
         p = torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), own)
         shift = self.score_error + 4 * U * (peak.abs() + total.log().abs())[..., None]
-        error = p * (torch.expm1(shift.clamp(max=50.0)) + 2 * EXP + 16 * U) + TINY
+        error = p * (torch.expm1(shift.clamp(max=50.0)) + 2 * EXP + 16 * U) + vanishing(p, self.count) + TINY
         seen = self.seen | self.mean[..., None]
         sink = None if self.sink is None else torch.where(sum_ > 0, (self.sink[:, None] - max_).exp() / total, 0.0)
         return Slopes(self, p, torch.where(seen, error, 0.0), out, torch.zeros_like(out), dy, sink)

@@ -1,10 +1,12 @@
 """Thousands of hostile calls a family, judged by formulas; the slow test draws new ones every run."""
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 
 import pytest
+from support.sources import ROOT
 
 from .core import FAMILIES, drawn, judge, told
 
@@ -37,3 +39,10 @@ def test_many_calls(family: str, calls: range, noted: list[str], pytestconfig: p
     noted.append(f"hostile: {family}: {len(calls)} calls from --seed {calls.start}")
     run(family, calls, bool(pytestconfig.getoption("--describe", False)))
     noted[-1] += f", {time.perf_counter() - start:.0f} s"
+
+
+def test_a_call_is_made_again_by_its_number() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "attention", "1234"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed" in run.stdout
