@@ -3,9 +3,9 @@ serves again when it is given back.
 
 A fresh tensor has no pages until someone writes them, and each first write of 4 KiB is a fault: a quarter of a
 microsecond and more, 8192 times for 32 MiB. Where the system hands out huge pages on request, one fault serves 2 MiB;
-but they are cleared one by one, and under a hypervisor that can take a millisecond each. So memory of large results is
-lent: what their storages give back when they die serves the next result of that size. The largest wait as memory that
-the system may take whenever it needs some.
+but they are cleared one by one, and under a hypervisor that can take a millisecond each. So large
+results come from a free list by size: a block returns when its storage dies. Free blocks over 128 MiB are marked
+MADV_FREE, so the system may take them.
 """
 
 from __future__ import annotations

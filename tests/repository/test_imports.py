@@ -4,6 +4,7 @@ Times are no test on a busy machine, so modules are counted. Every program runs 
 """
 
 import ast
+import importlib
 import json
 import pickle
 import subprocess
@@ -167,6 +168,12 @@ def test_a_submodule_that_cannot_be_loaded_says_why() -> None:
     program = "sys.modules['torch'] = None\nimport fusion_attention as fa\ntry:\n    fa.memory\n"
     program += "except ImportError as error:\n    print(json.dumps(error.name))"
     assert run(program) == "torch"
+
+
+@pytest.mark.parametrize(("former", "name"), [("seen", "visible"), ("remarks", "violations")])
+def test_former_names_of_modules(former: str, name: str) -> None:
+    modules = (importlib.import_module(f"fusion_attention.explorer.{module}") for module in (former, name))
+    assert len(set(modules)) == 1
 
 
 SUBMODULES = ["acl", "aclnn", "api", "captures", "contract", "nn", "npu", "ops", "plan", "ir", "testing"]

@@ -43,9 +43,9 @@ class CallCache:
 
     Attributes:
         lowered: what the record's lowering made of names (Bound.once).
-        run: how a forward call was laid on its outputs; templates: of a decoding call's results.
-        prepared: by back end, the plan of a dense or decoding call with its views; preparable: False where it has none.
-        two_phase: how the tensors of a two-phase call were found to lie.
+        run: statistics, clearing and views of the last forward call; templates: of a decoding call's results.
+        prepared: by back end, the prepared call of a dense or decoding call; preparable: False if it has none.
+        two_phase: the memory layouts of a two-phase call's tensors.
     """
 
     lowered: Any = None

@@ -91,7 +91,7 @@ class _Code(NamedTuple):
 
 
 def _read_code(configuration: str) -> _Code:
-    """Of the modeling module beside a configuration's; where there is none, masks are made in full."""
+    """Inspects the modeling module beside a configuration's; without one, masks are made in full."""
     module = sys.modules.get(configuration.replace("configuration_", "modeling_"))
     if module is None or "modeling_" not in module.__name__:
         return _Code(asks=True, names=False, describes=False, windows=False, both_sides=False)

@@ -1,6 +1,6 @@
 """What the judge says of a call: per output, per back end, and which mistakes explain it; as text and as JSON.
 
-Holds numbers and words, never a tensor of a call (pictures aside). Refuses to compute.
+Holds numbers and words, never a tensor of a call (pictures aside).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A warning where transformers' own NPU attention leaves out a window or a sink: wrong numbers, on the chip too.
 
 transformers asks an attention function's signature what it can do, and leaves out what it cannot: its functions for an
-NPU know no window and no sink. Refuses to compute anything: the call is made as it always was.
+NPU know no window and no sink. The call is made as it always was.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Prepared:
             out, max_, sum_ = self._results() if stats else (another(self._templates[0]), None, None)
             if core(q, k, v, table, out, max_, sum_):
                 return out, max_, sum_
-        self._core = None  # Rows that only the back end itself can complete come back with every call.
+        self._core = None  # The core left rows unfinished, and would again: run the plan.
         results = self._results()
         self._plan.run(over(self._rows, q, (k,), (v,), table, results))
         return results

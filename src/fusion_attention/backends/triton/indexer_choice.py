@@ -1,9 +1,9 @@
 """The choice of the lightning indexer: of a row's scores the largest, in order, exactly.
 
-A row's candidates stand by ascending key, each an integer: the score, as one in the same order, above what the key
-lacks to the largest one, so that the list is these integers by descending size. When their memory is full only the
-largest stay; a key that comes later loses a tie, so what is not larger than the smallest score of them need not be
-kept. Where the row is cut into pieces changes nothing.
+A row's candidates are int64 numbers in the order of their keys: the score, as an integer of the same order, in the
+high half, the largest key minus this key in the low one, so a descending sort breaks ties by the lower key. When
+their memory is full only the largest stay; a later key loses a tie, so scores not above the smallest of them are
+dropped. Where the row is cut into pieces changes nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def"

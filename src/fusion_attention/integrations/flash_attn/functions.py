@@ -1,6 +1,6 @@
 """flash_attn's functions on padded and on packed tensors, each a call of attention().
 
-Refuses to compute. Every function is differentiable in q, k and v.
+Every function is differentiable in q, k and v.
 """
 
 from __future__ import annotations

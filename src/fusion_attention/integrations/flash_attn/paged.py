@@ -1,6 +1,6 @@
 """flash_attn's calls over a cache, in pages or rows: what is appended, what is rotated, what is seen.
 
-Refuses to compute attention: decode_attention() does, and attention() where there are slopes.
+decode_attention() computes, or attention() where there are slopes.
 """
 
 from __future__ import annotations

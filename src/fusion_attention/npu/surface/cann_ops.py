@@ -1,7 +1,7 @@
 """CANN's own package of operators, cann_ops_transformer, as far as its functions are ours under other words.
 
 Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused). What is made before a call to share
-out work (..._metadata) is a tensor that says nothing. Refuses to compute anything.
+out work (..._metadata) is a tensor that says nothing.
 """
 
 from __future__ import annotations

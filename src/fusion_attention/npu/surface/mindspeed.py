@@ -1,6 +1,6 @@
 """Packages that programs for the chip import beside torch_npu, as far as their functions are ours under other names.
 
-MindSpeed's operators are compiled on first use against CANN; here they are torch_npu's. Refuses to compute anything.
+MindSpeed's operators are compiled on first use against CANN; here they are torch_npu's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from fusion_attention.ir.mask import UNLIMITED
 
 Tensor = torch.Tensor
-# MindSpeed's and torch_npu's words for what is turned against what.
+# Rotary modes: MindSpeed's number, torch_npu's name.
 _ROTARY = {0: "half", 1: "interleave"}
 _GRADIENT = {"grad_outputs": "dy", "scale": "scale_value"}
 
