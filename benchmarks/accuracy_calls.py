@@ -14,7 +14,7 @@ from fusion_attention.ops import RECORDS
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.ops.training.call import BIAS
-from fusion_attention.ops.training.run import DenseBackward, PlainForward
+from fusion_attention.ops.training.run import DenseBackward, DenseForward
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing import Case, arguments, lowered, sparse
 from fusion_attention.testing import indexer_loss as loss
@@ -48,13 +48,13 @@ def dense(dtype: str, length: int, **more: Any) -> tuple[Any, torch.Tensor]:
 
 def forward(dtype: str, length: int, **more: Any) -> Lowered:
     """Dense attention."""
-    return PlainForward(dense(dtype, length, **more)[0])
+    return DenseForward(dense(dtype, length, **more)[0])
 
 
 def backward(dtype: str, length: int, **more: Any) -> Lowered:
     """Its gradients, from what golden saved."""
     call, dy = dense(dtype, length, **more)
-    out, *stats = run(PlainForward(call), "golden").values()
+    out, *stats = run(DenseForward(call), "golden").values()
     pse = call.extras[BIAS]
     return DenseBackward(call, (dy, out, *to_lanes(call, *stats)), None if pse is None or pse.dim() != 4 else pse)
 

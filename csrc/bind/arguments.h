@@ -244,6 +244,50 @@ inline void *place_of(nb::handle tensor) {
     return found;
 }
 
+// Which tensor of a prepared call's begins which of its operands. `each` visits operands: each(operands, visit) calls
+// visit(name, pointer) for every pointer to memory, and may say a name several times. Every operand that is there must
+// be named: what is not would be read where it lay when the call was prepared.
+class Places {
+public:
+    template <class Operands, class Each> Places(Operands operands, const nb::tuple &names, Each each) {
+        std::vector<std::string> left;
+        for (nb::handle name : names) left.push_back(nb::cast<std::string>(name));
+        count_ = left.size();
+        each(operands, [&](const char *name, auto *&begin) {
+            int found = -1;
+            for (std::size_t i = 0; i < count_; ++i) {
+                if (left[i] == name) found = static_cast<int>(i);
+            }
+            if (found < 0 && begin) refuse(std::string(name) + " is read, and no tensor of the call is named so");
+            of_.push_back(begin ? found : -1);
+        });
+    }
+
+    template <class Operands, class Each> void set(Operands &operands, const nb::args &tensors, Each each) const {
+        if (tensors.size() != count_) refuse("a prepared call takes " + std::to_string(count_) + " tensors");
+        void *begins[max_tensors];
+        if (count_ > max_tensors) refuse("too many tensors");
+        for (std::size_t i = 0; i < count_; ++i) begins[i] = place_of(tensors[i]);
+        std::size_t at = 0;
+        each(operands, [&](const char *, auto *&begin) {
+            const int from = of_[at++];
+            if (from >= 0) begin = static_cast<std::remove_reference_t<decltype(begin)>>(begins[from]);
+        });
+    }
+
+private:
+    static constexpr std::size_t max_tensors = 32;
+    std::vector<int> of_;  // by operand, in the order of `each`
+    std::size_t count_ = 0;
+};
+
+inline constexpr auto each_place = [](auto &o, auto visit) {
+    visit("q", o.q.base), visit("out", o.out.base), visit("max", o.max.base), visit("sum", o.sum.base);
+    visit("q_rope", o.q_rope.base), visit("bias", o.bias.base), visit("slopes", o.slopes), visit("sink", o.sink);
+    visit("blocked", o.blocked.base), visit("drop_bits", o.drop_bits.base), visit("row_scale", o.row_scale.base);
+    visit("blocked_tiles", o.blocked_tiles.base), visit("blocked_bits", o.blocked_bits);
+};
+
 inline void require_threads(int threads) {
     if (threads < 1) refuse("threads: expected at least 1, got " + std::to_string(threads));
 }

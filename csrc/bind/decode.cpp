@@ -192,38 +192,43 @@ private:
     mutable int runs_ = 0;  // that are computing now
 };
 
-// A plan with the views of its operands, which say how rows and pages lie: a call brings only where they begin.
+// Pages of all that a cache holds stand in one table.
+constexpr auto each_cache = [](fusion::DecodeOperands &o, auto visit) {
+    each_place(o, visit);
+    const auto cache = [&](const char *name, Cache &c) {
+        visit(name, c.base);
+        visit("table", c.table);
+    };
+    cache("k", o.keys), cache("v", o.values), cache("k_rope", o.key_ropes);
+    cache("k_scale", o.quantised_keys.scale), cache("k_offset", o.quantised_keys.offset);
+    cache("v_scale", o.quantised_values.scale), cache("v_offset", o.quantised_values.offset);
+    cache("k_common", o.common_keys), cache("v_common", o.common_values);
+    visit("out_scale", o.out_scale.base), visit("out_offset", o.out_offset.base);
+};
+
+// A plan with the views of its operands, which say how they lie: a call brings only where they begin.
 struct PreparedDecode {
     nb::object plan;
     DecodeArgument given;
+    Places places;
 
-    PreparedDecode(nb::object plan_, const Decode &of, const nb::tuple &operands)
-        : plan(std::move(plan_)), given(operands, of.kinds(), of.plan().sequences()) {}
+    PreparedDecode(nb::object plan_, const Decode &of, const nb::tuple &operands, const nb::tuple &names)
+        : plan(std::move(plan_)), given(operands, of.kinds(), of.plan().sequences()),
+          places(given.operands, names, each_cache) {}
 };
 
-std::unique_ptr<PreparedDecode> prepare(nb::object self, const nb::tuple &operands) {
+std::unique_ptr<PreparedDecode> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
     const auto &of = nb::cast<const Decode &>(self);
-    const Kinds &kinds = of.kinds();
-    const fusion::DecodeProblem &p = kinds.problem;
-    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_sink ||
-        kinds.keys != fusion::Dequant::none || kinds.values != fusion::Dequant::none || p.common_keys ||
-        p.has_row_scale || p.rounding != fusion::Rounding::none) {
-        refuse("only q, k, v and a table of pages can be laid elsewhere");
-    }
-    return std::make_unique<PreparedDecode>(std::move(self), of, operands);
+    return std::make_unique<PreparedDecode>(std::move(self), of, operands, names);
 }
 
-// Tensors; None for statistics that are not read, and for the table of a cache without pages.
-std::int64_t run_prepared(const PreparedDecode &self, int threads, nb::handle q, nb::handle k, nb::handle v,
-                          nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
+// Tensors in the order of the names, None for statistics that are not read.
+std::int64_t run_prepared(const PreparedDecode &self, int threads, const nb::args &tensors) {
     require_threads(threads);
     const auto &of = nb::cast<const Decode &>(self.plan);
-    fusion::DecodeOperands o = self.given.operands;
-    if (table.is_none() != (o.keys.page_size == 0)) refuse("a table belongs to a cache of pages");
-    o.q.base = place_of(q), o.out.base = place_of(out), o.max.base = place_of(max), o.sum.base = place_of(sum);
-    o.keys.base = static_cast<const char *>(place_of(k)), o.values.base = static_cast<const char *>(place_of(v));
-    o.keys.table = o.values.table = static_cast<const std::int32_t *>(place_of(table));
-    return of.compute(o, threads);
+    fusion::DecodeOperands operands = self.given.operands;
+    self.places.set(operands, tensors, each_cache);
+    return of.compute(operands, threads);
 }
 
 }  // namespace
@@ -237,8 +242,7 @@ void bind_decode(nb::module_ &m) {
         .def_prop_ro("variant", &Decode::variant)
         .def("run", &Decode::run, "threads"_a, "operands"_a)
         .def("run_dense", &Decode::run_dense, "dense"_a, "threads"_a, "operands"_a)
-        .def("prepare", &prepare, "operands"_a);
+        .def("prepare", &prepare, "operands"_a, "names"_a);
     nb::class_<PreparedDecode>(m, "PreparedDecode", "A plan with the views of its operands.")
-        .def("run", &run_prepared, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
-             "sum"_a.none());
+        .def("run", &run_prepared, "threads"_a, "tensors"_a);
 }

@@ -31,34 +31,33 @@ std::int64_t run(const fusion::ForwardPlan &self, int threads, const nb::tuple &
     return self.run(given.operands, threads);
 }
 
-// A plan with the views of its operands, which say how rows lie: a call brings only where they begin.
+constexpr auto each_row = [](fusion::Operands &o, auto visit) {
+    each_place(o, visit);
+    visit("k", o.k.base), visit("v", o.v.base), visit("k_rope", o.k_rope.base);
+};
+
+// A plan with the views of its operands, which say how they lie: a call brings only where they begin.
 struct PreparedForward {
     nb::object plan;
     OperandsArgument given;
+    Places places;
 
-    PreparedForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands)
-        : plan(std::move(plan_)), given(operands, of.problem(), of.sequences()) {}
+    PreparedForward(nb::object plan_, const fusion::ForwardPlan &of, const nb::tuple &operands, const nb::tuple &names)
+        : plan(std::move(plan_)), given(operands, of.problem(), of.sequences()),
+          places(given.operands, names, each_row) {}
 };
 
-std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &operands) {
+std::unique_ptr<PreparedForward> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self);
-    const fusion::Problem &p = plan.problem();
-    if (p.dim_rope || p.bias != fusion::Bias::none || p.has_blocked || p.has_blocked_tiles || p.has_sink ||
-        p.dropout != fusion::Dropout::none) {
-        refuse("only q, k and v can be laid elsewhere");
-    }
-    return std::make_unique<PreparedForward>(std::move(self), plan, operands);
+    return std::make_unique<PreparedForward>(std::move(self), plan, operands, names);
 }
 
-// Tensors, or None for statistics that are not read; packed keys have no table of pages.
-std::int64_t run_prepared(const PreparedForward &self, int threads, nb::handle q, nb::handle k, nb::handle v,
-                          nb::handle table, nb::handle out, nb::handle max, nb::handle sum) {
+// Tensors in the order of the names, None for statistics that are not read.
+std::int64_t run_prepared(const PreparedForward &self, int threads, const nb::args &tensors) {
     require_threads(threads);
-    if (!table.is_none()) refuse("a table belongs to a cache of pages");
     const auto &plan = nb::cast<const fusion::ForwardPlan &>(self.plan);
     fusion::Operands operands = self.given.operands;
-    operands.q.base = place_of(q), operands.k.base = place_of(k), operands.v.base = place_of(v);
-    operands.out.base = place_of(out), operands.max.base = place_of(max), operands.sum.base = place_of(sum);
+    self.places.set(operands, tensors, each_row);
     const nb::gil_scoped_release released;
     return plan.run(operands, threads);
 }
@@ -72,8 +71,7 @@ void bind_forward(nb::module_ &m) {
         .def("workspace_bytes", &fusion::ForwardPlan::workspace_bytes, "threads"_a)
         .def_prop_ro("variant", &fusion::ForwardPlan::variant)
         .def("run", &run, "threads"_a, "operands"_a)
-        .def("prepare", &prepare, "operands"_a);
+        .def("prepare", &prepare, "operands"_a, "names"_a);
     nb::class_<PreparedForward>(m, "PreparedForward", "A plan with the views of its operands.")
-        .def("run", &run_prepared, "threads"_a, "q"_a, "k"_a, "v"_a, "table"_a.none(), "out"_a, "max"_a.none(),
-             "sum"_a.none());
+        .def("run", &run_prepared, "threads"_a, "tensors"_a);
 }

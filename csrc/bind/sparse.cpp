@@ -4,6 +4,10 @@
 #include "plan/indexer.h"
 #include "plan/sparse.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
+#include <memory>
+
 namespace {
 
 using fusion::SparseProblem;
@@ -171,6 +175,45 @@ void run_indexer(const fusion::IndexerPlan &self, int threads, const nb::tuple &
     self.run(given.operands, threads);
 }
 
+// What a forward reads and writes.
+constexpr auto each_selected = [](fusion::SparseOperands &o, auto visit) {
+    const auto keys = [&](const char *name, fusion::Keys &k) {
+        visit(name, k.rows.base);
+        visit("table", k.table);
+    };
+    visit("q", o.q.base), visit("q_rope", o.q_rope.base), visit("indices", o.indices.base);
+    keys("k", o.k), keys("k_rope", o.k_rope), keys("v", o.v);
+    visit("out", o.out.base), visit("max", o.max.base), visit("sum", o.sum.base), visit("sink", o.sink);
+    visit("weights", o.weights.base), visit("values", o.values.base);
+};
+
+// An indexer's plan with the views of its operands, which say how they lie: a call brings only where they begin.
+struct PreparedIndexer {
+    nb::object plan;
+    SparseArgument given;
+    Places places;
+
+    PreparedIndexer(nb::object plan_, const fusion::IndexerPlan &of, const nb::tuple &operands, const nb::tuple &names)
+        : plan(std::move(plan_)), given(operands, of.problem(), SparseArgument::Of::forward, of.sequences()),
+          places(given.operands, names, each_selected) {}
+};
+
+std::unique_ptr<PreparedIndexer> prepare(nb::object self, const nb::tuple &operands, const nb::tuple &names) {
+    const auto &plan = nb::cast<const fusion::IndexerPlan &>(self);
+    return std::make_unique<PreparedIndexer>(std::move(self), plan, operands, names);
+}
+
+// Tensors in the order of the names; no row is left for others to complete.
+std::int64_t run_prepared(const PreparedIndexer &self, int threads, const nb::args &tensors) {
+    require_threads(threads);
+    const auto &plan = nb::cast<const fusion::IndexerPlan &>(self.plan);
+    fusion::SparseOperands operands = self.given.operands;
+    self.places.set(operands, tensors, each_selected);
+    const nb::gil_scoped_release released;
+    plan.run(operands, threads);
+    return 0;
+}
+
 }  // namespace
 
 void bind_sparse(nb::module_ &m) {
@@ -184,5 +227,8 @@ void bind_sparse(nb::module_ &m) {
     nb::class_<fusion::IndexerPlan>(m, "IndexerPlan", "The lightning indexer's forward on given lengths.")
         .def("__init__", &construct_indexer, "problem"_a, "extents"_a, "variant"_a = nb::none())
         .def("workspace_bytes", &fusion::IndexerPlan::workspace_bytes, "threads"_a)
+        .def("prepare", &prepare, "operands"_a, "names"_a)
         .def("run", &run_indexer, "threads"_a, "operands"_a);
+    nb::class_<PreparedIndexer>(m, "PreparedIndexer", "A plan with the views of its operands.")
+        .def("run", &run_prepared, "threads"_a, "tensors"_a);
 }

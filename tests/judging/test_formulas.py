@@ -18,6 +18,7 @@ from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.fused import records as fused_records
 from fusion_attention.ops.sparse.call import SparseBackward
+from fusion_attention.ops.training.lower import FORWARD
 from fusion_attention.ops.training.run import DenseBackward, DenseForward
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare, lowered
@@ -58,7 +59,7 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
 def test_training(case: Any) -> None:
     args = dense.operands(case)
     call = lowered(case, args)
-    forward = DenseForward(call)
+    forward = DenseForward(call, FORWARD, lanes=True)
     out = agree(forward)
     saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
     agree(DenseBackward(call, saved, call.extras[2]))

@@ -13,7 +13,7 @@ from fusion_attention.backends.triton.forward import forward
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.training import fa_record
-from fusion_attention.ops.training.run import PlainForward
+from fusion_attention.ops.training.run import DenseForward
 from fusion_attention.testing import Case, arguments, check, compare, expected, expected_of, lowered, run
 
 HIGH = shapes.Tile(64, 16, 4, 1, shapes.TMA)  # from 64 rows on q comes by a descriptor too
@@ -62,4 +62,4 @@ def test_rows_that_no_descriptor_describes(key: torch.Tensor, described: bool, b
     out = fa.attention(q, key, v, band=Band.causal(), backend="triton")
     assert by_descriptors == [described]
     call = fa_record.dense_call(bind(fa_record.RECORD, {"q": q, "k": key, "v": v, "band": Band.causal()}))
-    compare("out", out, expected_of(PlainForward(call))["out"])
+    compare("out", out, expected_of(DenseForward(call))["out"])

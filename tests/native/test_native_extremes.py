@@ -19,7 +19,7 @@ from fusion_attention.backends import cpu
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.training.statistics import from_lanes, to_lanes
 from fusion_attention.testing import Case, check, expected, lowered, run
-from fusion_attention.torch_ops.dense_eager import attention, attention_backward
+from fusion_attention.testing.python_calls import attention, attention_backward
 
 Tensor = torch.Tensor
 

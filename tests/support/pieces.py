@@ -19,7 +19,7 @@ from fusion_attention.ops.training import fa_record
 from fusion_attention.ops.training.call import EXTRAS, DenseCall, owns_bias
 from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.expected import dense
-from fusion_attention.torch_ops import dense_eager
+from fusion_attention.testing.python_calls import attention, attention_backward
 
 Tensor = torch.Tensor
 SEED = 0x123456789ABCDEF
@@ -112,9 +112,9 @@ def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
     """Results and gradients of the whole call in one piece."""
     golden = backend == "golden"
     lowered = call.lowered(golden)
-    out, max_, sum_ = dense_eager.attention(lowered, backend)
+    out, max_, sum_ = attention(lowered, backend)
     dout = call.dout.double() if golden else call.dout
-    gradients = dense_eager.attention_backward(lowered, dout, out, (max_, sum_), dbias=True, backend=backend)
+    gradients = attention_backward(lowered, dout, out, (max_, sum_), dbias=True, backend=backend)
     results = {"out": out, "max": max_, "sum": sum_, **dict(zip(GRADIENTS, gradients, strict=True))}
     return {name: t for name, t in results.items() if t.numel()}
 

@@ -100,7 +100,7 @@ def test_own_decodes(name: str, prepared: list[Any]) -> None:
     out = same_bits_of(lambda: fa.decode_attention(q, **given))
     both = same_bits_of(lambda: fa.decode_attention(q, **given, return_lse=True))
     assert same(both[0], out)
-    assert bool(prepared) is (name not in ("wide ids", "a list", "few rows", "sink", "strided"))
+    assert bool(prepared) is (name not in ("wide ids", "a list", "few rows", "strided"))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -108,7 +108,7 @@ def test_own_decodes(name: str, prepared: list[Any]) -> None:
 def test_dense_calls(tokens: int, stats: bool, prepared: list[Any]) -> None:
     q, k = rows(2, tokens, 4, 16), rows(2, tokens + 3, 2, 16, seed=1)
     same_bits_of(lambda: fa.attention(q, k, k, return_lse=stats))
-    assert len(prepared) >= 2
+    assert prepared
 
 
 def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
@@ -118,7 +118,7 @@ def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
         given: dict[str, Any] = {"band": fa.Band(hi=-2), "empty_rows": "mean", "return_lse": True}
         result = same_bits_of(lambda given=given, n=tokens: fa.attention(q[:, :n], k, k, **given))  # type: ignore[misc]
         assert result[0][:, 0].any(), "a row that sees no key is a mean"
-    assert len(prepared) == 4
+    assert len(prepared) == 2
 
 
 # -------------------------------------------------------------------------------------------------- what values change

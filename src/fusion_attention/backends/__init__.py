@@ -61,11 +61,13 @@ class Backend(Protocol):
         """What an operation kind allocates besides operands and results."""
         ...
 
-    def prepare_forward(self, problem: Accepted, schedule: Any, operands: Operands, /) -> Callable[..., bool] | None:
-        """attention_forward() for many calls whose views differ in memory alone; None where there is nothing to gain.
+    def prepare(
+        self, problem: Accepted, schedule: Any, operands: Any, names: tuple[str, ...], /
+    ) -> Callable[..., bool] | None:
+        """A forward for many calls whose views differ in memory alone; None where there is nothing to gain.
 
-        The function takes (q, k, v, table, out, max, sum): the table None of a cache without pages, the last two None
-        where they are not read. It is false where its results are not complete: then attention_forward() has to run.
+        names: of the tensors that the function takes, in their order, as ir.places has them; those of max and sum are
+        None where they are not read. It is false where its results are not complete: then the operation has to run.
         """
         ...
 

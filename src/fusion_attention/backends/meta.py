@@ -25,6 +25,6 @@ def nothing(*_: Any) -> None:
     """Nothing is planned, and nothing written into memory that is not there."""
 
 
-schedule = reschedule = prepare_forward = keep = nothing
+schedule = reschedule = prepare = keep = nothing
 attention_forward = attention_backward = nothing
 indexer_topk = indexer_backward = indexer_lse = indexer_loss = nothing

@@ -21,11 +21,12 @@ import torch
 
 from fusion_attention.captures.gradients import SAVED, UPSTREAM, watch
 from fusion_attention.captures.reader import FORMAT, OUTPUT, VERSION, packed_bits
-from fusion_attention.captures.results import BACKWARD, FORWARD, OWN, returned
+from fusion_attention.captures.results import BACKWARD, FORWARD, returned
 from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.training.run import PLAIN
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dense, dispatch
 
@@ -220,14 +221,14 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
             results = layer.below(args, backend, stats=True)
-            recorder.record(RECORDS["attention"], args, dict(zip(OWN, results, strict=True)), args["seed"], backend)
+            recorder.record(RECORDS["attention"], args, dict(zip(PLAIN, results, strict=True)), args["seed"], backend)
             return results
 
         return recorded
 
     def lowered(layer: Layer) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
-            if op.again:
+            if op.repeats:
                 how["whole"] = True  # Statistics are recorded, asked for or not.
             results = layer.below(op, args, backend, **how)
             recorder.record(op, args, results, 0, backend)

@@ -24,7 +24,7 @@ _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "k
 
 def gradient_name(op: Op, name: str) -> str:
     """What the gradient of an input is called."""
-    return f"d{name}" if op.trains else _NAMES.get(name, f"d{name}")
+    return _NAMES.get(name, f"d{name}") if "keep_prob" in op.by_name else f"d{name}"
 
 
 def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: Seen) -> None:
@@ -56,31 +56,8 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: See
 
 def backward_of(call: Any, saved: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Lowered | None:
     """The lowered backward of a lowered forward, from its results and their gradients; None where there is none."""
-    # Here, since threads that first import a family and all families at once would wait for each other.
-    from fusion_attention.ops.sparse.call import Sparse, SparseBackward
-    from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
-    from fusion_attention.ops.training.statistics import to_lanes
-
-    if isinstance(call, (DenseForward, PlainForward)):
-        names = ("attention_out", "softmax_max", "softmax_sum")
-        if isinstance(call, PlainForward):
-            names = ("out", "max", "sum")
-        if not saved.keys() >= {*names}:
-            return None
-        out, top, total = (saved[n] for n in names)
-        if isinstance(call, PlainForward):
-            top, total = to_lanes(call.call, top, total)
-        dout, dlse = _above(upstream, names, out)
-        return DenseBackward(call.call, (dout, out, top, total), call.call.extras[2], dlse)
-    if isinstance(call, Sparse) and len(saved) == 3:
-        names = ("attention_out", "softmax_max", "softmax_sum")
-        out, top, total = (saved[n] for n in names)
-        dout, dlse = _above(upstream, names, out)
-        return SparseBackward(call, dout, out, top, total, dlse)
-    return None
-
-
-def _above(upstream: Mapping[str, Tensor], names: tuple[str, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the output and of the lse, which is that of the maximum."""
-    dout = upstream.get(names[0])
-    return torch.zeros_like(out) if dout is None else dout, upstream.get(names[1])
+    try:
+        backward: Lowered = call.backward(saved, upstream)
+    except (AttributeError, KeyError):  # no attention, or one that was recorded without its statistics
+        return None
+    return backward

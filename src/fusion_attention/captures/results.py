@@ -6,7 +6,6 @@ from fusion_attention.contract import Op
 
 FORWARD = ("attention_out", "softmax_max", "softmax_sum", "softmax_out", "seed", "offset", "numels")
 BACKWARD = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-OWN = ("out", "max", "sum")
 # What torch_npu's functions return, by how they are called there.
 _RETURNS: dict[str, tuple[str, ...]] = {
     "_grad": ("dq", "dk", "dv", "dpse", "dsink"),
@@ -18,8 +17,5 @@ _RETURNS: dict[str, tuple[str, ...]] = {
 
 def returned(op: Op) -> tuple[str, ...]:
     """What a function of torch_npu, or of ours, returns, by the record's names."""
-    return op.results or (OWN if op.name == "attention" else _RETURNS.get(_kind(op.name), FORWARD))
-
-
-def _kind(name: str) -> str:
-    return name.removeprefix("npu_fusion_attention")
+    kind = op.name.removeprefix("npu_fusion_attention")
+    return _RETURNS.get(kind, FORWARD) if kind != op.name else op.results

@@ -43,13 +43,12 @@ class CallCache:
 
     Attributes:
         lowered: what the record's lowering made of names (Bound.once).
-        run: statistics, clearing and views of the last forward call; templates: of a decoding call's results.
-        prepared: by back end, the prepared call of a dense or decoding call; preparable: False if it has none.
+        templates: of a decoding call's results.
+        prepared: by back end, the prepared call, None before its second use; preparable: False if it has none.
         two_phase: the memory layouts of a two-phase call's tensors.
     """
 
     lowered: Any = None
-    run: Any = None
     templates: Any = None
     prepared: dict[str, Any] = field(default_factory=dict)
     preparable: bool = True
@@ -60,15 +59,15 @@ class Bound:
     """A checked call: every canonical name with its value.
 
     Attributes:
-        args: the arguments that were bound.
+        args: the arguments that were bound; tensors: the names of those that are tensors, or lists of them.
         settled, call_cache: shared by all calls of one signature with the same arrays.
     """
 
-    __slots__ = ("_names", "_tensors", "args", "call_cache", "op", "settled")
+    __slots__ = ("_names", "args", "call_cache", "op", "settled", "tensors")
 
     def __init__(self, op: Op, args: Mapping[str, Any], tensors: tuple[str, ...], settled: _Settled) -> None:
         self.op, self.args, self.call_cache = op, args, settled.call_cache
-        self._tensors, self.settled = tensors, settled
+        self.tensors, self.settled = tensors, settled
         self._names: dict[str, Any] | None = None
 
     @property
@@ -78,8 +77,12 @@ class Bound:
         Made on first use: a fully prepared call needs none.
         """
         if self._names is None:
-            self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self._tensors)}
+            self._names = {**self.settled.names, **_tensors_of(self.op, self.args, self.tensors)}
         return self._names
+
+    def over(self, tensors: Mapping[str, Any]) -> Bound:
+        """The same call with other tensors of the same signature."""
+        return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
     def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
         """The result of lowering the names that are no tensors, made once for all calls that share a cache."""

@@ -243,8 +243,8 @@ class Op:
         lower: from a bound call (and, of what drops, seed and offset) to its ir.call.Lowered.
         results: every result that its Lowered may have; fresh: from arguments by name, whose sizes may be symbols, to
             memory for those that the call has; trains: from a result to the inputs that it is differentiable in (then
-            lower gives a Differentiable); again: the names of q, k, v and the table of pages of a forward without a
-            derivative that runs again over other memory (then lower gives a Repeatable).
+            lower gives a Differentiable); repeats: whether calls that differ in memory alone are prepared once (then
+            lower gives a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
     """
@@ -267,7 +267,7 @@ class Op:
     results: tuple[str, ...] = ()
     fresh: Callable[[Mapping[str, Any]], dict[str, torch.Tensor]] | None = None
     trains: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    again: tuple[str, ...] = ()
+    repeats: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     prototypes: Mapping[str, Prototype] = field(default_factory=dict)
@@ -277,6 +277,7 @@ class Op:
     # The positions of tensors of which rules ask whether they want a gradient.
     watched: tuple[int, ...] = field(init=False)
     by_name: dict[str, Param] = field(init=False)
+    trained: frozenset[str] = field(init=False)  # the inputs that some result is differentiable in
     asked: tuple[Rule, ...] = field(init=False)
     signatures: dict[Any, Any] = field(init=False)
     reader: Callable[..., Any] | None = field(init=False, default=None)  # of signatures; bind() makes it
@@ -291,6 +292,7 @@ class Op:
         known = self.prototypes.get(self.name)
         object.__setattr__(self, "cann", dict(zip(shown, known.names, strict=True)) if known else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
+        object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
         watched = {name for rule in self.asked for name in re.findall(r"trained\((\w+)\)", rule.check)}

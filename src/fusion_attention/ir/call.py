@@ -17,13 +17,13 @@ call.gradients() gets a `run` for the further calls that it makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fusion_attention.ir.problem import Extents, Operands
+from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
 
 
@@ -112,35 +112,47 @@ class Differentiable(Lowered, Protocol):
         results: Mapping[str, torch.Tensor],
         upstream: Mapping[str, torch.Tensor],
         run: Callable[[Lowered], dict[str, torch.Tensor]],
+        wanted: Collection[str] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The gradients of its inputs, from its results and their gradients; `run` computes further calls."""
+        """The gradients of its inputs, from its results and their gradients; `run` computes further calls. Gradients
+        of inputs that are not wanted may be left out; None: all are."""
         ...
 
 
 class Further(NamedTuple):
-    """What makes results, by name, of out, max and sum; holds no tensor of a caller. stats: it reads the last two."""
+    """What makes results, by name, of what a run writes; holds no tensor of a caller. stats: it reads all of that, not
+    the first alone."""
 
     stats: bool
     make: Callable[..., dict[str, torch.Tensor]]
 
 
 class Repeatable(Lowered, Protocol):
-    """A lowered forward that may read no more than q, k, v and a table of pages.
+    """A lowered forward that may be prepared for other memory.
 
     Attributes:
-        names: of its results: out, and max and sum where the caller wants them.
+        names: of its results, the last ones of which the caller may not want.
     """
 
-    names: tuple[str, ...]
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def repeats(self) -> bool:
+        """Whether one run over its views is all of it: nothing is drawn, cleared or copied beside it."""
+        ...
 
     @property
     def further(self) -> Further | None:
-        """What makes the call's results; None where they are out, or out, max and sum, as they are."""
+        """What makes the call's results; None where they are what a run writes, as it is."""
         ...
 
-    def again(self) -> tuple[Operands, Operands, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None:
-        """Its views, the same over no memory, and the fresh out, max and sum that they lie on; None where it reads
-        more, or something has to be cleared or copied beside it."""
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Fresh memory for what a run writes, by the names of operands."""
+        ...
+
+    def operands(self, memory: Mapping[str, torch.Tensor], /) -> Any:
+        """The views of its tensors and of such memory."""
         ...
 
 

@@ -20,7 +20,7 @@ from fusion_attention.judging.formulas import Precision
 from fusion_attention.judging.setting import Setting
 from fusion_attention.ops.inference.call import LSE, InferenceCall
 from fusion_attention.ops.sparse.call import Sparse, SparseBackward
-from fusion_attention.ops.training.run import DenseBackward, DenseForward, PlainForward
+from fusion_attention.ops.training.run import DenseBackward, DenseForward
 
 Tensor = torch.Tensor
 FLT_MAX = torch.finfo(torch.float32).max
@@ -93,12 +93,12 @@ def _forward(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterator[
             yield Output(name, "lse", tensor, _over(shown, flat.squeeze(0).mT if call.lse_by_batch else flat))
         elif name in ("softmax_max", "softmax_sum", "max", "sum"):
             kind = name.removeprefix("softmax_")
-            if isinstance(call, DenseForward):
+            if isinstance(call, DenseForward) and call.lanes:
                 yield Output(name, kind, tensor, _over(shown, _of_lanes(tensor)), "training")
             elif isinstance(call, Sparse):
                 flat = tensor.movedim(0 if call.layout == "TND" else 1, -2).flatten(-2)
                 yield Output(name, kind, tensor, _over(shown, flat), "sparse")
-            elif isinstance(call, (PlainForward, InferenceCall)):
+            elif isinstance(call, (DenseForward, InferenceCall)):
                 yield Output(name, kind, tensor, _over(shown, tensor))
 
 

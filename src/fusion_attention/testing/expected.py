@@ -82,7 +82,7 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
         By the names and in the shapes of call.results(). Rows of no sequence are exactly 0, their lse infinity.
     """
     known: dict[str, Tensor] = call.results()
-    lanes = {name for name in known if isinstance(call, DenseForward) and name.startswith("softmax_")}
+    lanes = {name for name in known if isinstance(call, DenseForward) and call.lanes and name.startswith("softmax_")}
     shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in known.items()}
     # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
     places = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}

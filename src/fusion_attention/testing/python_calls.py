@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fusion_attention.contract import Op, bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.training import fa_record, lower
 from fusion_attention.ops.training import records as training
-from fusion_attention.ops.training.call import DenseCall
-from fusion_attention.ops.training.statistics import from_lanes, to_lanes
+from fusion_attention.ops.training.call import BIAS, DenseCall
+from fusion_attention.ops.training.run import GRADIENTS, DenseBackward, DenseForward
+from fusion_attention.ops.training.statistics import to_lanes
 from fusion_attention.testing.cases import Case, Results, Tensor, hostile, in_band, prefix_fits, seen
 from fusion_attention.testing.tiles import cut_tiles
-from fusion_attention.torch_ops.dense_eager import attention, attention_backward
+from fusion_attention.torch_ops import eager
 
 
 def pythonic(case: Case, args: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -84,18 +83,33 @@ def lowered(case: Case, args: Mapping[str, Any]) -> DenseCall:
 
 
 def run(call: DenseCall, dy: Tensor, backend: str) -> Results:
-    """Every output of the two op_kinds: out, max and sum (eight lanes), dq, dk, dv, dq_rope, dk_rope, dpse, dsink."""
-    dbias = call.extras[2] is not None
-    with torch.no_grad():
-        out, *stats = attention(call, backend)
-        lanes = to_lanes(call, *stats)
-        saved = from_lanes(call, *lanes)
-        grads = attention_backward(call, dy, out, saved, dbias=dbias, backend=backend)
-    dq, dk, dv, dq_rope, dk_rope, dpse, dsink = grads
-    results = {"out": out, "max": lanes[0], "sum": lanes[1], "dq": dq, "dk": dk, "dv": dv}
-    results |= {"dq_rope": dq_rope, "dk_rope": dk_rope} if call.problem.dim_rope else {}
-    results |= {"dpse": dpse} if dbias else {}
-    return results | ({"dsink": dsink} if call.problem.has_sink else {})
+    """Every output of the two op_kinds: out, max and sum (eight lanes), and gradients by their names (GRADIENTS)."""
+    out, *stats = eager.run(DenseForward(call), backend).values()
+    lanes = to_lanes(call, *stats)
+    backward = DenseBackward(call, (dy, out, *lanes), call.extras[BIAS])
+    return {"out": out, "max": lanes[0], "sum": lanes[1], **eager.run(backward, backend)}
+
+
+def attention(call: DenseCall, backend: str = "auto") -> tuple[Tensor, ...]:
+    """(out, max, sum) of a lowered call, statistics as kernels keep them."""
+    return tuple(eager.run(DenseForward(call), backend).values())
+
+
+def attention_backward(
+    call: DenseCall,
+    dout: Tensor,
+    out: Tensor,
+    stats: tuple[Tensor, ...],
+    *,
+    dlse: Tensor | None = None,
+    dbias: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, ...]:
+    """The gradients of a lowered call in the order of GRADIENTS; of what is not there, or a bias without dbias, without
+    elements."""
+    bias = call.extras[BIAS] if dbias else None
+    made = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]
+    return tuple(made[name] if name in made else call.q.new_empty(0) for name in GRADIENTS)
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion_attention.contract import Op, bind
@@ -15,6 +16,7 @@ from fusion_attention.ir.mask import Band
 from fusion_attention.torch_ops import eager, traced
 from fusion_attention.torch_ops.autograd_guards import forward_mode
 
+_NUMBERS: tuple[Any, ...] = (int, float, torch.Tensor, torch.SymInt, torch.SymFloat, np.generic)
 _USUAL = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, str, bool, list, tuple, Band})
 
 
@@ -49,8 +51,8 @@ def autocast(args: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def drops(keep_prob: Any) -> bool:
-    """Whether a traced call drops probabilities; None keeps all, and what is no number bind() refuses."""
-    return not isinstance(keep_prob, (str, type(None))) and bool(keep_prob < 1)
+    """Whether a call drops probabilities; None keeps all, and what is no number bind() refuses."""
+    return isinstance(keep_prob, _NUMBERS) and bool(keep_prob < 1)
 
 
 def results(

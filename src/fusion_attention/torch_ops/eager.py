@@ -1,25 +1,28 @@
-"""Eager execution of a bound call of any family, with the derivative that it says itself.
-
-The general way: selections, the indexer, its loss, decoding. Dense attention has its own (dense_eager.py, which says
-why).
-"""
+"""Eager execution of a bound call of any family, with the derivative that it says itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fusion_attention.contract import Bound, Op, intact, lazy
-from fusion_attention.ir.call import Differentiable, Further, Lowered, Repeatable
-from fusion_attention.plan import compute, plan
+from fusion_attention.ir.call import Differentiable, Lowered
+from fusion_attention.plan import compute
 from fusion_attention.settings import chosen
 from fusion_attention.torch_ops.autograd_guards import once
-from fusion_attention.torch_ops.prepared import Prepared
+from fusion_attention.torch_ops.prepared import Prepared, prepare
 
 Tensors = tuple[torch.Tensor, ...]
 Results = dict[str, torch.Tensor]
+
+
+def _asked_one_by_one(*tensors: torch.Tensor | None) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+# torch 2.6 has no function that asks all of them at once.
+_any_requires_grad = getattr(torch._C, "_any_requires_grad", _asked_one_by_one)
 
 
 def run(call: Lowered, backend: str = "auto") -> Results:
@@ -29,81 +32,50 @@ def run(call: Lowered, backend: str = "auto") -> Results:
     return results
 
 
-def results(bound: Bound, backend: str = "auto", *, whole: bool = False) -> Results:
+def results(bound: Bound, backend: str = "auto", *, whole: bool = False, **drawn: int) -> Results:
     """The results of a bound call, differentiable as its record says; there may be more of them than it asks for.
 
     Args:
         bound: the call.
         backend: as plan().
         whole: with all that a derivative reads, wanted or not.
+        drawn: the seed and offset of a call that drops and has none.
     """
     op = bound.op
     backend = chosen(backend)
-    known: _Known | None = bound.call_cache.prepared.get(backend) if op.again else None
-    if known is not None:
-        return known.results(bound.args, whole)
+    prepared: Prepared | None = bound.call_cache.prepared.get(backend)
+    trains = op.trains and torch.is_grad_enabled() and _any_requires_grad(*map(bound.args.get, op.trained))
+    if prepared is not None and not trains:
+        return prepared.results(bound.args, whole)
     assert op.lower is not None
-    call = op.lower(bound)
-    if op.trains and torch.is_grad_enabled():
+    call = op.lower(bound, **drawn)
+    if trains:
         full: Differentiable = call.whole()
         inputs = full.inputs
-        trained = {name for names in op.trains.values() for name in names}
-        if any(t is not None and t.requires_grad for name, t in inputs.items() if name in trained):
-            # The tensors are torch's to keep, and to notice when they change.
-            bare = full.on(dict.fromkeys(inputs))
-            # What is not trained here is a constant: a backward must not run through, and free, what it came from.
-            tensors = [
-                t.detach() if t is not None and t.requires_grad and name not in trained else t
-                for name, t in inputs.items()
-            ]
-            result = _Run.apply(op, bare, tuple(inputs), backend, *tensors)
-            return dict(zip(op.results, result, strict=False))
-    result = run(call.whole() if whole else call, backend)
-    if op.again:
+        # The tensors are torch's to keep, and to notice when they change.
+        bare = full.on(dict.fromkeys(inputs))
+        # What is not trained here is a constant: a backward must not run through, and free, what it came from.
+        tensors = [
+            t.detach() if t is not None and t.requires_grad and name not in op.trained else t
+            for name, t in inputs.items()
+        ]
+        values = _Run.apply(op, bare, tuple(inputs), backend, prepared, *tensors)
+        result = dict(zip(op.results, values, strict=False))
+    else:
+        result = run(call.whole() if whole else call, backend)
+    if op.repeats and prepared is None:
         _prepare(bound, call, backend)
     return result
 
 
-def _prepare(bound: Bound, call: Repeatable, backend: str) -> None:
+def _prepare(bound: Bound, call: Any, backend: str) -> None:
     """Prepares a call on its second use: lengths that change with every call are not worth it."""
-    prepared = bound.call_cache.prepared
+    prepared, cache = bound.call_cache.prepared, bound.call_cache
     if backend not in prepared:
         prepared[backend] = None
-    elif bound.call_cache.preparable:
-        again = call.again() if len(call.extents) else None
-        bound.call_cache.preparable = again is not None
-        if again is not None:
-            result = plan(call.problem, call.extents, call.device, backend, call.op_kind)
-            prepared[backend] = _Known(Prepared(result, *again), bound.op.again, call.names, call.further)
-
-
-class _Known:
-    """A prepared call as its record names arguments and results."""
-
-    __slots__ = ("_further", "_given", "_names", "_prepared")
-
-    def __init__(
-        self, prepared: Prepared, given: tuple[str, ...], names: tuple[str, ...], further: Further | None
-    ) -> None:
-        """given: as Op.again; names: of out, and of max and sum if it has them; further: as Repeatable.further."""
-        self._prepared, self._given, self._names, self._further = prepared, given, names, further
-
-    def results(self, args: Mapping[str, Any], whole: bool) -> Results:
-        """The results of a call with these arguments, by name."""
-        q, keys, values, table = self._given
-        k = _one(args[keys])
-        v = k if args.get(values) is None else _one(args[values])
-        further = self._further
-        if further is not None:
-            return further.make(*self._prepared.run(args[q], k, v, args.get(table), stats=further.stats))
-        result = self._prepared.run(args[q], k, v, args.get(table), stats=whole)
-        return dict(zip(self._names if whole else self._names[:1], result, strict=False))
-
-
-def _one(tensors: Any) -> torch.Tensor:
-    """A tensor, or the one of a list."""
-    result: torch.Tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
-    return result
+    elif cache.preparable:
+        prepared[backend] = prepare(bound, call, backend)
+        cache.preparable = prepared[backend] is not None
 
 
 class _Run(torch.autograd.Function):
@@ -111,10 +83,16 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Op, bare: Differentiable, inputs: tuple[str, ...], backend: str, *tensors: Any
+        ctx: Any,
+        op: Op,
+        bare: Differentiable,
+        inputs: tuple[str, ...],
+        backend: str,
+        prepared: Prepared | None,
+        *tensors: Any,
     ) -> Tensors:
-        call = bare.on(dict(zip(inputs, tensors, strict=True)))
-        result = run(call, backend)
+        args = dict(zip(inputs, tensors, strict=True))
+        result = run(bare.on(args), backend) if prepared is None else prepared.results(args, True)
         ctx.save_for_backward(*result.values(), *tensors)
         ctx.op, ctx.bare, ctx.inputs, ctx.results, ctx.backend = op, bare, inputs, tuple(result), backend
         ctx.mark_non_differentiable(*(t for name, t in result.items() if name not in op.trains))
@@ -123,23 +101,24 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        wanted = ctx.needs_input_grad[4:]
+        wanted = ctx.needs_input_grad[5:]
         given = {
             name: t.clone() if lazy(t) else t
             for name, t in zip(ctx.results, upstream, strict=True)
             if t is not None and name in ctx.op.trains
         }
         if not given:
-            return (None,) * (4 + len(wanted))
+            return (None,) * (5 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
         names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
         intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
+        asked = frozenset(name for name, need in zip(ctx.inputs, wanted, strict=True) if need)
 
         def found() -> list[torch.Tensor | None]:
-            grads = call.gradients(results, given, lambda further: run(further, ctx.backend))
-            return [grads.get(name) if need else None for name, need in zip(ctx.inputs, wanted, strict=True)]
+            grads = call.gradients(results, given, lambda further: run(further, ctx.backend), asked)
+            return [grads.get(name) if name in asked else None for name in ctx.inputs]
 
-        return None, None, None, None, *once(found, (*given.values(), *inputs))
+        return None, None, None, None, None, *once(found, (*given.values(), *inputs))

@@ -25,9 +25,7 @@ from fusion_attention.settings import chosen, current
 
 Given = Sequence[torch.Tensor | None]
 
-CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, {seed}str call"
-# The arguments of a dense gradient record that its operator takes by themselves.
-SAVED = ("dy", "attention_in", "softmax_max", "softmax_sum")
+CALL = "Tensor?[] tensors, Tensor?[] arrays, SymInt[] ints, float[] floats, Tensor? seed, str call"
 
 
 class Names(NamedTuple):
@@ -43,9 +41,8 @@ class Names(NamedTuple):
 def names_of(op: str) -> Names:
     """The names of a record."""
     record = RECORDS[op]
-    apart = () if record.results else SAVED
     return Names(
-        tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output and p.name not in apart),
+        tuple(p.name for p in record.params if isinstance(p, Tensor) and not p.output),
         tuple(p.name for p in record.params if isinstance(p, Array)),
         tuple(p.name for p in record.params if isinstance(p, Attr)),
         tuple(p.name for p in record.params if isinstance(p, Listed)),
@@ -63,7 +60,7 @@ def constant(function: Callable[[str], Any], value: str) -> Any:
 
 
 def pack(op: str, args: Mapping[str, Any], seed: torch.Tensor | None = None, backend: str = "auto") -> tuple[Any, ...]:
-    """The arguments of an operator that takes CALL and a seed, from a record's name and arguments by canonical name.
+    """The arguments of an operator that takes CALL, from a record's name and arguments by canonical name.
 
     A list of lengths becomes a constant of the trace, a tensor an input. Numbers go by their own type, not the
     record's: what is wrong with them bind() says.

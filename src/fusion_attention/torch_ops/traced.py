@@ -23,20 +23,16 @@ from fusion_attention.torch_ops.serialize import CALL, Text, bound, check, const
 Tensor = torch.Tensor
 
 
-def _trained(op: Op) -> set[str]:
-    """The inputs that some result is differentiable in."""
-    return {name for names in op.trains.values() for name in names}
-
-
-def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, call: str) -> tuple[Text, dict[str, Any]]:
+def _arguments(tensors: Any, arrays: Any, ints: Any, floats: Any, seed: Any, call: str) -> tuple[Text, dict[str, Any]]:
     """(what the line of text says, arguments by canonical name)."""
     text = read(call)
     return text, unpack(tensors, arrays, ints, floats, text)
 
 
-def _lowered(text: Text, args: dict[str, Any]) -> Any:
+def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
+    """The checked and lowered call; a seed that was drawn for it comes as a tensor."""
     assert text.op.lower is not None
-    return text.op.lower(bound(text, args))
+    return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
 def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
@@ -46,7 +42,7 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
-    call = _lowered(text, args)
+    call = _lowered(text, args, rest[-2])
     result = eager.run(call.whole() if text.op.trains else call, text.backend)
     return _listed(result, text.op.results, tensors[0])
 
@@ -59,25 +55,29 @@ def _forward_fake(tensors: Any, *rest: Any) -> list[Tensor]:
     return _listed(op.fresh({**op.neutral, **args}), op.results, tensors[0])
 
 
-def _backward(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
+def _backward(
+    upstream: list[Tensor | None], results: list[Tensor], wanted: list[bool], tensors: Any, *rest: Any
+) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
-    call: Differentiable = _lowered(text, args).whole()
-    op = text.op
+    call: Differentiable = _lowered(text, args, rest[-2]).whole()
+    op, names = text.op, names_of(text.op.name).tensors
     known = dict(zip(op.results, results, strict=True))
-    wanted = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
-    names = (*(f"gradient of {name}" for name in wanted), *known)
-    intact(f"{op.name}, backward", names, (*wanted.values(), *known.values()))
-    result = call.gradients(known, wanted, lambda further: eager.run(further, text.backend))
+    given = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
+    shown = (*(f"gradient of {name}" for name in given), *known, "seed")
+    intact(f"{op.name}, backward", shown, (*given.values(), *known.values(), rest[-2]))
+    asked = {name for name, want in zip(names, wanted, strict=True) if want}
+    result = call.gradients(known, given, lambda further: eager.run(further, text.backend), asked)
     # A sink of fewer bits was widened on its way down.
-    result = {name: gradient.to(args[name].dtype) for name, gradient in result.items()}
-    return _listed(result, names_of(op.name).tensors, tensors[0])
+    result = {name: gradient.to(args[name].dtype) for name, gradient in result.items() if name in asked}
+    return _listed(result, names, tensors[0])
 
 
-def _backward_fake(upstream: list[Tensor | None], results: list[Tensor], tensors: Any, *rest: Any) -> list[Tensor]:
+def _backward_fake(
+    upstream: list[Tensor | None], results: list[Tensor], wanted: list[bool], tensors: Any, *rest: Any
+) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
-    op = text.op
-    names, trained = names_of(op.name).tensors, _trained(op)
-    given = {name: args[name] for name in names if name in trained and args[name] is not None}
+    names = names_of(text.op.name).tensors
+    given = {name: args[name] for name, want in zip(names, wanted, strict=True) if want}
     return _listed({name: empty(t, t.shape) for name, t in given.items()}, names, tensors[0])
 
 
@@ -91,14 +91,15 @@ class _Differentiable(_SingleLevelFunction):
     def forward(ctx: Any, rest: tuple[Any, ...], *tensors: Any) -> Any:
         with below():
             result = torch.ops.fusion_attention.lowered(list(tensors), *rest)
-        arrays, *ctx.rest = rest
+        arrays, ints, floats, seed, call = rest
+        ctx.rest = ints, floats, call
         op = read(rest[-1]).op
         ctx.smooth = [
             name in op.trains and (t.dim() > 1 or t.numel() > 0) for name, t in zip(op.results, result, strict=True)
         ]
-        ctx.save_for_backward(*result, *tensors, *arrays)
+        ctx.save_for_backward(seed, *result, *tensors, *arrays)
         ctx.counts = len(result), len(tensors)
-        ctx.trained = [name in _trained(op) for name in names_of(op.name).tensors]
+        ctx.trained = [name in op.trained for name in names_of(op.name).tensors]
         ctx.mark_non_differentiable(*(t for t, smooth in zip(result, ctx.smooth, strict=True) if not smooth))
         ctx.set_materialize_grads(False)
         return tuple(result)
@@ -109,12 +110,13 @@ class _Differentiable(_SingleLevelFunction):
         given = [t if smooth else None for t, smooth in zip(upstream, ctx.smooth, strict=True)]
         if all(t is None for t in given):
             return (None,) * (1 + len(wanted))
-        results, tensors = ctx.counts
-        saved = ctx.saved_tensors
-        result, inputs, arrays = saved[:results], saved[results : results + tensors], saved[results + tensors :]
-        grads = torch.ops.fusion_attention.lowered_grad(given, list(result), list(inputs), list(arrays), *ctx.rest)
-        needed = zip(grads, wanted, ctx.trained, strict=True)
-        return None, *(g if need and trained else None for g, need, trained in needed)
+        count, tensors = ctx.counts
+        seed, *saved = ctx.saved_tensors
+        result, inputs, arrays = saved[:count], saved[count : count + tensors], saved[count + tensors :]
+        asked = [need and trained for need, trained in zip(wanted, ctx.trained, strict=True)]
+        ints, floats, call = ctx.rest
+        grads = torch.ops.fusion_attention.lowered_grad(given, result, asked, inputs, arrays, ints, floats, seed, call)
+        return None, *(g if want else None for g, want in zip(grads, asked, strict=True))
 
 
 def _untrained(tensors: Any, *rest: Any) -> None:
@@ -130,21 +132,21 @@ def _forward_autograd(tensors: Any, *rest: Any) -> Any:
     if op.watched and torch.is_grad_enabled():
         _untrained(tensors, *rest)
     if op.trains and torch.is_grad_enabled():
-        named, trained = zip(names_of(op.name).tensors, tensors, strict=True), _trained(op)
-        if any(t is not None and t.requires_grad for name, t in named if name in trained):
+        named = zip(names_of(op.name).tensors, tensors, strict=True)
+        if any(t is not None and t.requires_grad for name, t in named if name in op.trained):
             with enable_single_level_autograd_function():
                 return list(_Differentiable.apply(rest, *tensors))  # type: ignore[attr-defined]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.fusion_attention.lowered(tensors, *rest)
 
 
-_CALL = CALL.format(seed="")
-register(f"lowered({_CALL}) -> Tensor[]", _forward, _forward_fake, _forward_autograd)
-register(f"lowered_grad(Tensor?[] upstream, Tensor[] results, {_CALL}) -> Tensor[]", _backward, _backward_fake)
+register(f"lowered({CALL}) -> Tensor[]", _forward, _forward_fake, _forward_autograd)
+register(
+    f"lowered_grad(Tensor?[] upstream, Tensor[] results, bool[] wanted, {CALL}) -> Tensor[]", _backward, _backward_fake
+)
 
 
-def results(op: Op, args: Mapping[str, Any], backend: str) -> dict[str, Tensor]:
-    """The results of a call by canonical name; those it has not are empty."""
-    tensors, arrays, ints, floats, _, text = pack(op.name, args, backend=backend)
-    result = torch.ops.fusion_attention.lowered(tensors, arrays, ints, floats, text)
-    return dict(zip(constant(names_of, op.name).results, result, strict=True))
+def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor | None = None) -> dict[str, Tensor]:
+    """The results of a call by canonical name; those it has not are empty. seed: drawn for the call."""
+    packed = pack(op.name, args, seed, backend)
+    return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))

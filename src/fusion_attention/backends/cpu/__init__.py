@@ -7,17 +7,26 @@ from typing import Any
 
 import torch
 
-from fusion_attention._native import BackwardPlan, ForwardPlan, IndexerPlan, PreparedDecode, PreparedForward, SparsePlan
+from fusion_attention._native import (
+    BackwardPlan,
+    ForwardPlan,
+    IndexerPlan,
+    PreparedDecode,
+    PreparedForward,
+    PreparedIndexer,
+    SparsePlan,
+)
 from fusion_attention.backends.cpu import decode, full_int8
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
     plan_indexer_loss,
+    prepare_lists,
     run_indexer,
     run_indexer_backward,
     run_indexer_loss,
 )
 from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_means
-from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare, run_backward, run_forward
+from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare_forward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.ir.problem import (
     AnyProblem,
@@ -123,22 +132,22 @@ def attention_forward(
         add_means(problem, extents, operands)
 
 
-def prepare_forward(
-    problem: Problem, schedule: ForwardPlan | SparsePlan | decode.Schedule | full_int8.Schedule, operands: Operands
-) -> Callable[..., bool] | None:
-    """attention_forward() for many calls whose views differ in memory alone; None where each must say its views anew.
+def prepare(problem: Any, schedule: Schedule, operands: Any, names: tuple[str, ...]) -> Callable[..., bool] | None:
+    """A forward for many calls whose views differ in memory alone; None where each must say its views anew.
 
     The function is false where empty rows still want their means.
     """
-    prepared: PreparedForward | PreparedDecode | None = None
-    if isinstance(schedule, decode.Schedule):
-        prepared = decode.prepare(schedule, problem, operands)
+    prepared: PreparedForward | PreparedDecode | PreparedIndexer
+    if isinstance(schedule, IndexerPlan):
+        prepared = prepare_lists(schedule, problem, operands, names)
+    elif isinstance(schedule, decode.Schedule) and schedule.dense is None:
+        prepared = decode.prepare(schedule, problem, operands, names)
     elif isinstance(schedule, ForwardPlan):
-        prepared = prepare(schedule, problem, operands)
-    if prepared is None:
+        prepared = prepare_forward(schedule, problem, operands, names)
+    else:
         return None
-    run, keeps_zeros = prepared.run, problem.empty_rows == "zero"
-    return lambda *given: run(torch.get_num_threads(), *given) == 0 or keeps_zeros
+    run, complete = prepared.run, not isinstance(problem, Problem) or problem.empty_rows == "zero"
+    return lambda *tensors: run(torch.get_num_threads(), *tensors) == 0 or complete
 
 
 def keep(operands: Any) -> Any:

@@ -123,16 +123,10 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
         return empty + schedule.decode.run(threads, values)
 
 
-def prepare(schedule: Schedule, problem: Problem, operands: Operands) -> _native.PreparedDecode | None:
-    """run() over other memory; None where more than q, k, v and a table of pages is read, or the dense forward has a
-    part in it."""
-    p = problem
-    plain = p.bias == "none" and not (p.has_blocked or p.has_sink or p.dim_rope) and p.out_quant == "none"
-    plain = plain and not (p.common_keys or p.has_row_scale)
-    if schedule.dense is not None or not plain or p.dequant_k != "none" or p.dequant_v != "none":
-        return None
+def prepare(schedule: Schedule, problem: Problem, operands: Operands, names: tuple[str, ...]) -> _native.PreparedDecode:
+    """run() over other memory, of a schedule without a dense part; names: of the tensors that a run gets."""
     with native.Floats() as floats:
-        return schedule.decode.prepare(_operands(p, operands, floats))
+        return schedule.decode.prepare(_operands(problem, operands, floats), names)
 
 
 def _operands(p: Problem, o: Operands, floats: native.Floats) -> tuple[Any, ...]:

@@ -56,9 +56,19 @@ def plan_indexer_loss(problem: IndexerLossProblem, extents: Extents, variant: st
 
 def run_indexer(plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands) -> None:
     """Writes indices, and values where there are any; a plan of statistics writes these."""
+    plan.run(torch.get_num_threads(), _lists(problem, operands))
+
+
+def prepare_lists(
+    plan: _native.IndexerPlan, problem: IndexerProblem, operands: IndexerOperands, names: tuple[str, ...]
+) -> _native.PreparedIndexer:
+    """run_indexer() over other memory; names: of the tensors that a run gets (ir/places.py)."""
+    return plan.prepare(_lists(problem, operands), names)
+
+
+def _lists(problem: IndexerProblem, operands: IndexerOperands) -> tuple[Any, ...]:
     dtype = torch.float32 if problem.wide_values else problem.torch_dtype
-    values = rows_of(operands.values, dtype) if operands.values else None
-    plan.run(torch.get_num_threads(), _arguments(problem, operands, values=values))
+    return _arguments(problem, operands, values=rows_of(operands.values, dtype) if operands.values else None)
 
 
 def run_indexer_backward(

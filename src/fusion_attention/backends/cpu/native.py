@@ -43,10 +43,12 @@ def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands)
         return plan.run(torch.get_num_threads(), told(_operands, problem, operands, floats))
 
 
-def prepare(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> _native.PreparedForward:
-    """run_forward() over other memory of the same dtypes; the operands hold no more than q, k, v and results."""
+def prepare_forward(
+    plan: _native.ForwardPlan, problem: Problem, operands: Operands, names: tuple[str, ...]
+) -> _native.PreparedForward:
+    """run_forward() over other memory of the same dtypes; names: of the tensors that a run gets (ir/places.py)."""
     with Floats() as floats:
-        return plan.prepare(_operands(problem, operands, floats))
+        return plan.prepare(_operands(problem, operands, floats), names)
 
 
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:

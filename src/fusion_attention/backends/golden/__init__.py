@@ -23,7 +23,7 @@ __all__ = [
     "indexer_lse",
     "indexer_topk",
     "keep",
-    "prepare_forward",
+    "prepare",
     "reasons_against",
     "reschedule",
     "schedule",
@@ -63,4 +63,4 @@ def nothing(*_: Any) -> None:
     """Nothing is planned: one sequence after the other, each as a whole."""
 
 
-schedule = reschedule = prepare_forward = keep = nothing
+schedule = reschedule = prepare = keep = nothing

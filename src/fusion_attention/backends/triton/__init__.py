@@ -220,7 +220,7 @@ def nothing(*_: Any) -> None:
     """A launch takes the addresses of every call anew."""
 
 
-prepare_forward = keep = nothing
+prepare = keep = nothing
 
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:

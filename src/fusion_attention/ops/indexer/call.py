@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fusion_attention.ir.call import Filled, buffer
+from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import IndexerGrads, IndexerOperands, IndexerProblem
 from fusion_attention.memory import empty
@@ -20,6 +20,7 @@ DIFFERENTIABLE = ("query", "key", "weights")
 INPUTS = (*DIFFERENTIABLE, "block_table")
 RESULTS = ("sparse_indices_out", "sparse_values_out")
 GRADIENTS = ("dquery", "dkey", "dweights")
+_LISTS = ("indices", "values")  # the operands that are RESULTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +43,39 @@ class Indexer(TensorCall):
         """Rows of the key side."""
         return key_view(tensor, self.layout_kv, 1, self.extents, self.tensors["block_table"])
 
-    def operands(self, indices: Tensor, values: Tensor | None) -> IndexerOperands:
-        """The views of the call's tensors and its lists."""
+    def operands(self, lists: Mapping[str, Tensor]) -> IndexerOperands:
+        """The views of the call's tensors, and of its indices and perhaps values."""
         return IndexerOperands(
             q=self.rows(self.given("query"), self.problem.heads),
             k=self.keys(self.given("key")),
             weights=self.rows(self.given("weights").unsqueeze(-2)),
-            indices=self.lists(indices),
-            values=None if values is None else self.lists(values),
+            indices=self.lists(lists["indices"]),
+            values=self.lists(lists["values"]) if "values" in lists else None,
         )
 
-    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As ir.call.Repeatable."""
+        return RESULTS[: 1 + self.problem.has_values]
+
+    @property
+    def repeats(self) -> bool:
+        """As ir.call.Repeatable."""
+        return self.covers(self.given("query"))
+
+    @property
+    def further(self) -> Further:
+        """As ir.call.Repeatable."""
+        names = self.names
+        return Further(True, lambda *lists: dict(zip(names, lists, strict=True)))
+
+    def memory(self) -> dict[str, Tensor]:
+        """As ir.call.Repeatable."""
+        return dict(zip(_LISTS, self.results().values(), strict=False))
+
+    def gradients(
+        self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         """The gradients of values."""
         unpaged(self.problem.page_size)
         result = run(IndexerBackward(self, upstream[RESULTS[1]], results[RESULTS[0]]))
@@ -83,9 +106,8 @@ class _ForwardRun(Filled):
         results = tuple(outputs[name] for name in RESULTS if name in outputs)
         buffers = tuple(buffer(tensor) for tensor in results)
         clears = () if call.covers(call.given("query")) else buffers
-        super().__init__(
-            (call.operands(buffers[0], buffers[1] if len(buffers) > 1 else None),), buffers, results, clears
-        )
+        operands = call.operands(dict(zip(_LISTS, buffers, strict=False)))
+        super().__init__((operands,), buffers, results, clears)
 
     def begin(self) -> None:
         for tensor, nothing in zip(self.clears, (-1, -torch.inf), strict=False):
@@ -123,4 +145,4 @@ class IndexerBackward(OfCall):
         )
         sides = (dq, "q"), (dk, "kv"), (dweights, "q")
         clears = tuple(tensor for tensor, side in sides if not call.covers(tensor, side))
-        return Filled((call.operands(narrow(self.indices), None), grads), buffers, result, clears)
+        return Filled((call.operands({"indices": narrow(self.indices)}), grads), buffers, result, clears)

@@ -192,6 +192,7 @@ V1 = of_cann(
     results=RESULTS,
     fresh=fresh,
     trains=TRAINS,
+    repeats=True,
     sizes=INDEXER_SIZES,
     samples={"BSND": {"sparse_count": 8}, "TND": {"sparse_count": 8, "layout_kv": "TND", **PACKED_SAMPLE}},
 )
@@ -210,6 +211,7 @@ GRAD_V1 = V1.version(
     results=GRADIENT_NAMES,
     fresh=fresh_gradients,
     trains={},
+    repeats=False,
     samples={"TND": PACKED_SAMPLE},
 )
 TORCH = V1.version(

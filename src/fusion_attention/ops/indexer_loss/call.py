@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,9 @@ class Loss(_Call):
     problem: IndexerLossProblem
     op_kind = "indexer_loss"
 
-    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
+    def gradients(
+        self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         """The gradients that came with the loss, scaled."""
         factor = upstream["loss"].reshape(())
         return {name: results[f"d{name}"] * factor for name in DIFFERENTIABLE}

@@ -18,7 +18,6 @@ from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
 from fusion_attention.ops.inference.cache import UNSCALED, Cache, Places, Scales, as_float, narrowed
-from fusion_attention.ops.shared.call import over, over_nothing
 from fusion_attention.ops.shared.layouts import (
     LAYOUTS,
     Form,
@@ -139,8 +138,9 @@ class InferenceCall:
     def _lse_shape(self, stats: Tensor) -> tuple[int, ...]:
         return (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
 
-    def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
+    def operands(self, memory: Mapping[str, Tensor]) -> Operands:
         """The views of a call, its output and its statistics."""
+        out, max_, sum_ = memory.values()
         p, e, form, places = self.problem, self.extents, Form(self.layout), self._places()
         k = places.rows(self.k, p.dim_qk)
         v = narrowed(k, p.dim_v) if self.v is None else places.rows(self.v, p.dim_v)
@@ -186,25 +186,19 @@ class InferenceCall:
             operands.blocked = self._tree(blocked) if self.tree else self._matrix(blocked)
         return operands
 
-    def pattern(self, operands: Operands) -> Operands | None:
-        """Operands without memory that over() lays on that of the next call; None where more than rows is read."""
-        p = self.problem
-        more = p.dequant_k != "none" or p.dequant_v != "none" or p.out_quant != "none" or p.has_blocked or p.has_sink
-        more = more or p.bias != "none" or p.dim_rope > 0 or p.common_keys > 0 or p.has_row_scale
-        return None if more else over_nothing(operands, (self.q, *self.k, *(self.v or ()), self.table))
-
     def whole(self) -> InferenceCall:
         """The call as it is."""
         return self
 
-    def again(self) -> tuple[Operands, Operands, tuple[Tensor, Tensor, Tensor]] | None:
+    @property
+    def repeats(self) -> bool:
         """As ir.call.Repeatable."""
-        if len(self.k) > 1 or not covered(self.q, self.layout, self.extents, "q"):
-            return None
-        results = another(self._templates()[0]), *self.stats()
-        views = self.operands(*results)
-        rows = self.pattern(views)
-        return None if rows is None else (views, rows, results)
+        forgets = self.names[1:] == (LSE,) and self.problem.has_sink
+        return len(self.k) == 1 and not forgets and covered(self.q, self.layout, self.extents, "q")
+
+    def memory(self) -> dict[str, Tensor]:
+        """As ir.call.Repeatable."""
+        return dict(zip(("out", "max", "sum"), (another(self._templates()[0]), *self.stats()), strict=True))
 
     @property
     def further(self) -> Further | None:
@@ -314,18 +308,9 @@ def _prepared(
 ) -> tuple[tuple[Operands], tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(operands, buffers, outputs, clears) of Filled."""
     buffers = buffer(out), *stats
-    last = call.call_cache.run
-    if last is None or last[0] != out.stride():
-        short = not covered(call.q, call.layout, call.extents, "q")
-        operands = call.operands(*buffers)
-        call.call_cache.run = out.stride(), short, call.pattern(operands)
-    else:
-        _, short, pattern = last
-        if pattern is None:
-            operands = call.operands(*buffers)
-        else:
-            operands = over(pattern, call.q, call.k, call.v or call.k, call.table, buffers)
-    return (operands,), buffers, (out,), buffers if short else ()
+    clears = () if covered(call.q, call.layout, call.extents, "q") else buffers
+    operands = call.operands(dict(zip(("out", "max", "sum"), buffers, strict=True)))
+    return (operands,), buffers, (out,), clears
 
 
 def extents_of(q_len: np.ndarray, kv_len: np.ndarray, band: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Extents:

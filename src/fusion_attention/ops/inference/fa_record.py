@@ -403,7 +403,7 @@ out_i &= \frac{\sum_j e^{s_{ij}}\, v_j}{\sum_j e^{s_{ij}} + e^{sink}}
     lower=lower,
     results=RESULTS,
     fresh=fresh,
-    again=("q", "k", "v", "block_table"),
+    repeats=True,
     sizes={"B": 2, "S1": 1, "S2": 6, "N1": 4, "N2": 2, "D": 8},
     samples={layout: {"cache_layout": layout, "v": True} for layout in ("BSND", "BNSD")},
 )

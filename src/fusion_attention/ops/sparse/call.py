@@ -5,7 +5,7 @@ Statistics leave as CANN has them, and return as kernels keep them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,13 +73,18 @@ class Sparse(TensorCall):
         """The same call with statistics."""
         return replace(self, stats=True)
 
-    def gradients(self, results: Results, upstream: Results, run: Run) -> dict[str, Tensor]:
-        """The gradients of a call with statistics."""
-        unpaged(self.problem.page_size)
+    def backward(self, results: Results, upstream: Results) -> SparseBackward:
+        """The call of the gradients, from the results of a call with statistics and their gradients."""
         out, top, total = (results[name] for name in RESULTS)
         dout, dlse = (upstream.get(name) for name in RESULTS[:2])
-        dout = torch.zeros_like(out) if dout is None else dout
-        result = run(SparseBackward(self, dout, out, top, total, dlse))
+        return SparseBackward(self, torch.zeros_like(out) if dout is None else dout, out, top, total, dlse)
+
+    def gradients(
+        self, results: Results, upstream: Results, run: Run, wanted: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """The gradients of a call with statistics."""
+        unpaged(self.problem.page_size)
+        result = run(self.backward(results, upstream))
         return {t: result[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in result}
 
     def results(self) -> dict[str, Tensor]:

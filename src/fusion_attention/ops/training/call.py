@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from fusion_attention.contract import CallCache
 from fusion_attention.ir.kv import MatrixView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
-from fusion_attention.ops.shared.call import over_nothing
 from fusion_attention.ops.shared.layouts import (
     LAYOUTS,
     Form,
@@ -34,8 +32,8 @@ BIAS = EXTRAS.index("bias")
 class DenseCall:
     """What is computed, how tensors lie, and the tensors; extras follow EXTRAS.
 
-    call cache is shared by all calls that differ in their tensors' memory and content alone, and set by who knows that;
-    a copy with other fields has none.
+    Args:
+        names: of the record's parameters that are q, k, v and extras; "" where there is none.
     """
 
     problem: Problem
@@ -47,7 +45,7 @@ class DenseCall:
     extras: tuple[Tensor | None, ...]
     seed: int = 0
     offset: int = 0
-    call_cache: CallCache | None = field(default=None, init=False)
+    names: tuple[str, ...] = ("q", "k", "v", *EXTRAS)
 
     @property
     def device(self) -> torch.device:
@@ -62,16 +60,15 @@ class DenseCall:
 def fresh(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for out, max and sum."""
     q, p = call.q, call.problem
-    shape = (*stats_shape(q, call.form, p.heads_q), *lanes)
+    return empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v)), *statistics(call, *lanes)
+
+
+def statistics(call: DenseCall, *lanes: int) -> tuple[Tensor, Tensor]:
+    """Memory for max and sum."""
+    q = call.q
+    shape = (*stats_shape(q, call.form, call.problem.heads_q), *lanes)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = empty(q, row_shape(q, call.form.layout, p.heads_q, p.dim_v))
-    return out, empty(q, shape, dtype), empty(q, shape, dtype)
-
-
-def pattern(call: DenseCall, views: Operands) -> Operands | None:
-    """The views of a call over no memory, for over(); None where it has more than q, k and v."""
-    plain = all(t is None for t in call.extras) and call.problem.dropout == "none"
-    return over_nothing(views, (call.q, call.k, call.v)) if plain else None
+    return empty(q, shape, dtype), empty(q, shape, dtype)
 
 
 def operands_of(call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:

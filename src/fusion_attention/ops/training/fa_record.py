@@ -38,7 +38,7 @@ from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
 from fusion_attention.ops.training.records import SIZES, rows
-from fusion_attention.ops.training.run import PlainForward
+from fusion_attention.ops.training.run import PLAIN, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
 Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]
@@ -216,6 +216,23 @@ RULES = (
 )
 
 
+# Of the tensors of a DenseCall.
+_NAMES: tuple[str, ...] = (
+    "q",
+    "k",
+    "v",
+    "q_rope",
+    "k_rope",
+    "bias",
+    "alibi_slopes",
+    "blocked",
+    "drop_bits",
+    "sink",
+    "blocked_tiles",
+)
+_NAMES += ("blocked_bits",)
+
+
 def lengths(names: dict[str, Any]) -> dict[str, Any]:
     """Lengths per sequence, and the axes B, S1, S2 where rows are packed."""
     packed = names["layout"] == "TND"
@@ -229,18 +246,17 @@ def lengths(names: dict[str, Any]) -> dict[str, Any]:
     return {"q_len": q_len, "kv_len": kv_len, "drop_rows": names["B"] * names["S1"] * names["S2"]}
 
 
-def dense_call(bound: Bound, *, seed: int = 0) -> DenseCall:
+def dense_call(bound: Bound, *, seed: int | None = None) -> DenseCall:
     """The call of a bound `attention`; seed is the one drawn where the caller gave none."""
     n = bound.names
+    seed = n["seed"] or 0 if seed is None else seed
     problem, form, extents = bound.once(_without_tensors)
     slopes, sink = n["alibi_slopes"], n["sink"]
     if slopes is not None or sink is not None:
         slopes, sink = wide(slopes, n["q"]), wide(sink, n["q"])
     tiles = n["blocked_tiles"], n["blocked_bits"]
     extras = (n["q_rope"], n["k_rope"], n["bias"], slopes, n["blocked"], n["drop_bits"], sink, *tiles)
-    call = DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"])
-    call.call_cache = bound.call_cache
-    return call
+    return DenseCall(problem, form, extents, n["q"], n["k"], n["v"], extras, seed, n["offset"], _NAMES)
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents]:
@@ -359,7 +375,11 @@ out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime
     neutral=dict.fromkeys(("B", "S1", "S2", "T1", "T2", "Dr", "bit_tiles")),
     derive=lengths,
     functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, tiles_fit, tiles_exist, trained)},
-    lower=lambda bound, *, seed=0, offset=0: PlainForward(dense_call(bound, seed=seed)),
+    lower=lambda bound, *, seed=None, offset=None: DenseForward(dense_call(bound, seed=seed)),
+    results=PLAIN,
+    fresh=lambda n: fresh_forward(PLAIN, n["q"], n["k"], n["v"], n.get("layout") or "BSND", n.get("heads")),
+    trains=dict.fromkeys(PLAIN[:2], ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")),
+    repeats=True,
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},
 )

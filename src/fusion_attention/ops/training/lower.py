@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.problem import Extents, Problem
@@ -17,33 +18,48 @@ from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import prefix_fits
 from fusion_attention.ops.training.run import DenseBackward, DenseForward
 
+FORWARD = ("attention_out", "softmax_max", "softmax_sum")
 BIAS_KINDS = {2: "slopes", 3: "slopes_sqrt"}
 
 
-def dense_call(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseCall:
-    """The call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset)."""
+def dense_call(bound: Bound, *, seed: int | None = None, offset: int | None = None) -> DenseCall:
+    """The call of a bound forward or gradient record; keep_prob < 1 without a mask draws from (seed, offset), which
+    are the call's own unless given."""
     n = bound.names
     problem, form, extents, names = bound.once(_without_tensors)
-    extras = tuple([n[name] if name else None for name in names])
-    call = DenseCall(problem, form, extents, n["query"], n["key"], n["value"], extras, seed, offset)
-    call.call_cache = bound.call_cache
-    return call
+    q, k, v = (n[name] for name in names[:3])
+    extras = tuple([n[name] if name else None for name in names[3:]])
+    drawn = (_number(n["seed"] if seed is None else seed), _number(n["offset"] if offset is None else offset))
+    return DenseCall(problem, form, extents, q, k, v, extras, *drawn, names)
 
 
-def lower(bound: Bound, *, seed: int = 0, offset: int = 0) -> DenseForward | DenseBackward:
-    """A bound forward or gradient record."""
+def _number(value: int | Tensor | None) -> int:
+    """A seed or an offset, which npu_fusion_attention_grad_v3 has as tensors; on the meta device they have no value."""
+    return 0 if value is None or (isinstance(value, Tensor) and value.is_meta) else int(value)
+
+
+def results_call(bound: Bound, out: Tensor) -> DenseCall:
+    """The call of a bound forward record as its results show it: with the output in place of what it read."""
+    problem, form, extents, _ = bound.once(_without_tensors)
+    return DenseCall(problem, form, extents, out, out, out, ())
+
+
+def lower(
+    bound: Bound, *, seed: int | None = None, offset: int | None = None, lanes: bool = True
+) -> DenseForward | DenseBackward:
+    """A bound forward or gradient record; lanes: as DenseForward."""
     call, n = dense_call(bound, seed=seed, offset=offset), bound.names
     if "dy" not in bound.op.by_name:
-        return DenseForward(call)
+        return DenseForward(call, FORWARD, lanes=lanes)
     return DenseBackward(call, (n["dy"], n["attention_in"], n["softmax_max"], n["softmax_sum"]), n["pse"])
 
 
 def _without_tensors(n: dict[str, Any]) -> tuple[Problem, Form, Extents, tuple[str, ...]]:
-    """What a signature and its lengths decide, and the names of the tensors that are the call's extras."""
+    """What a signature and its lengths decide, and DenseCall.names."""
     extents, form = dense_extents(n), _form(n)
     bias = ("", "pse") if n["pse_type"] in BIAS_KINDS else ("pse", "")
     blocked = "atten_mask" if _blocks(n) else ""
-    names = ("query_rope", "key_rope", *bias, blocked, "drop_mask", "sink", "", "")
+    names = ("query", "key", "value", "query_rope", "key_rope", *bias, blocked, "drop_mask", "sink", "", "")
     return _problem(n, form, extents), form, extents, names
 
 

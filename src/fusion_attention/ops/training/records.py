@@ -7,6 +7,7 @@ rules.py and mask_rules.py, the way down to a Problem in lower.py.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, outp
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
-from fusion_attention.ops.training.lower import lower
+from fusion_attention.ops.training.lower import FORWARD, lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 from fusion_attention.ops.training.rules import (
     ALIKE,
@@ -33,6 +34,8 @@ from fusion_attention.ops.training.rules import (
     ROPE_RULES,
     RULES,
 )
+from fusion_attention.ops.training.run import GRADIENTS, fresh_forward, fresh_gradients
+from fusion_attention.ops.training.statistics import LANES
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
@@ -396,6 +399,16 @@ SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
 
+_GIVEN = ("query", "key", "value", "query_rope", "key_rope", "pse", "sink")  # as GRADIENTS
+
+
+def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Memory for a forward's results."""
+    return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
+
+
+TRAINED = ("query", "key", "value", "pse", "sink")
+
 TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
@@ -409,6 +422,10 @@ TORCH_V1 = SCORE_V1.version(
     rules=(*RULES, *DRAWN_DROPOUT, *PRECISION, own_scale("scale")),
     rulings=RULINGS_PACKED,
     layouts=(*PADDED, *PACKED),
+    results=FORWARD,
+    fresh=_fresh,
+    trains={FORWARD[0]: TRAINED},
+    repeats=True,
 )
 TORCH_V2 = TORCH_V1.version(
     "npu_fusion_attention_v2",
@@ -433,6 +450,7 @@ TORCH_V2 = TORCH_V1.version(
         ),
     ),
     rulings=(*RULINGS_PACKED, *OF_SLOPES),
+    trains={FORWARD[0]: (*TRAINED, "query_rope", "key_rope")},
 )
 TORCH_V3 = TORCH_V1.version(
     "npu_fusion_attention_v3",
@@ -457,6 +475,10 @@ TORCH_GRAD_V1 = TORCH_V1.version(
     rules=RULES + DRAWN_DROPOUT,
     formula=BACKWARD_FORMULA,
     tex=BACKWARD_TEX,
+    results=GRADIENTS,
+    fresh=lambda n: fresh_gradients([n[name] for name in _GIVEN]),
+    trains={},
+    repeats=False,
 )
 TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "npu_fusion_attention_grad_v2",

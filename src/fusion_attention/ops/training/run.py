@@ -2,63 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from fusion_attention.ir.call import Filled, buffer
-from fusion_attention.memory import another, empty, template
-from fusion_attention.ops.shared.call import OfCall, over
-from fusion_attention.ops.shared.layouts import stats_shape
+from fusion_attention.ir.call import Filled, Lowered, buffer
+from fusion_attention.ir.problem import Operands
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.call import OfCall
+from fusion_attention.ops.shared.layouts import LAYOUTS, row_shape
 from fusion_attention.ops.training.call import (
     BIAS,
+    EXTRAS,
     DenseCall,
     clear_gradients,
     fresh,
     grads_of,
     operands_of,
-    pattern,
+    statistics,
 )
 from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
 
 Tensor = torch.Tensor
-# The outputs of a gradient in the order of grads_of().
+PLAIN = ("out", "max", "sum")
+# The outputs of a gradient in the order of grads_of(), and what they are the gradients of.
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
+INPUTS = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
 DPSE = GRADIENTS.index("dpse")
 
 
+def fresh_forward(
+    names: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, layout: str, heads: int | None, *lanes: int
+) -> dict[str, Tensor]:
+    """Memory for out, max and sum by name, of tensors whose sizes may be symbols; heads: where no axis holds them."""
+    batch, token, head = LAYOUTS[layout]
+    heads = q.shape[head] if head is not None else heads or 1
+    dim_v = v.shape[-1] if head is not None else v.shape[-1] // (k.shape[-1] // (q.shape[-1] // heads))
+    shape = (q.shape[0], heads, *lanes) if batch is None else (q.shape[batch], heads, q.shape[token], *lanes)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = empty(q, row_shape(q, layout, heads, dim_v))
+    return dict(zip(names, (out, empty(q, shape, dtype), empty(q, shape, dtype)), strict=True))
+
+
+def fresh_gradients(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Memory for the gradients of query, key, value, their rope parts, pse and sink, as far as they are there."""
+    return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
+
+
 class DenseForward(OfCall):
-    """A forward call whose statistics are finite, in eight lanes."""
+    """A forward call, with its gradients (ir.call.Differentiable and Repeatable).
+
+    Args:
+        call: the call.
+        names: of its results: out, max and sum.
+        lanes: statistics are finite, in eight lanes; else as kernels keep them, which is what a derivative reads.
+    """
 
     op_kind = "attention_forward"
+    further = None
+
+    def __init__(self, call: DenseCall, names: tuple[str, ...] = PLAIN, *, lanes: bool = False) -> None:
+        super().__init__(call)
+        self.names, self.lanes = names, lanes
 
     def results(self) -> dict[str, Tensor]:
-        """attention_out, softmax_max, softmax_sum."""
-        out, max_, sum_ = fresh(self.call, LANES)
-        return {"attention_out": out, "softmax_max": max_, "softmax_sum": sum_}
+        """The output and its statistics."""
+        return dict(zip(self.names, fresh(self.call, *((LANES,) if self.lanes else ())), strict=True))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors; kernels write statistics without lanes, which are copied after a run."""
-        return _ForwardRun(self, outputs)
+        """Views of the call's tensors and its results."""
+        out, max_, sum_ = (outputs[name] for name in self.names)
+        if self.lanes:
+            return _ForwardRun(self.call, out, max_, sum_)
+        clears = () if self.call.covers("q") else (out, max_, sum_)
+        return Filled((operands_of(self.call, out, max_, sum_),), clears=clears)
 
+    @property
+    def repeats(self) -> bool:
+        """As ir.call.Repeatable."""
+        return self.call.problem.dropout != "philox" and self.call.covers("q")
 
-class PlainForward(OfCall):
-    """A forward call whose results are the kernels' own."""
+    def memory(self) -> dict[str, Tensor]:
+        """As ir.call.Repeatable."""
+        return dict(zip(PLAIN, fresh(self.call), strict=True))
 
-    op_kind = "attention_forward"
+    def operands(self, memory: Mapping[str, Tensor]) -> Operands:
+        """As ir.call.Repeatable."""
+        return operands_of(self.call, *memory.values())
 
-    def results(self) -> dict[str, Tensor]:
-        """out, max, sum."""
-        return dict(zip(("out", "max", "sum"), fresh(self.call), strict=True))
+    @property
+    def inputs(self) -> Mapping[str, Tensor | None]:
+        """The tensors of the call by the names of its record's parameters."""
+        c = self.call
+        return {name: t for name, t in zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True) if name}
 
-    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
-        """Views of the call's tensors and of fresh results."""
-        given = outputs["out"], outputs["max"], outputs["sum"]
-        return Filled((operands_of(self.call, *given),), clears=() if self.call.covers("q") else given)
+    def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
+        """The same call on other tensors."""
+        q, k, v, *extras = (inputs[name] if name else None for name in self.call.names)
+        call = replace(self.call, q=q, k=k, v=v, extras=tuple(extras))
+        return DenseForward(call, self.names, lanes=self.lanes)
+
+    def whole(self) -> DenseForward:
+        """The call as it is: its derivative reads no more than it returns."""
+        return self
+
+    def backward(
+        self, results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], wanted: Collection[str] | None = None
+    ) -> DenseBackward:
+        """The call of the gradients, from results and their gradients; that of the maximum is the gradient of
+        max + log(sum). wanted: names of inputs; None: all."""
+        out, max_, sum_ = (results[name] for name in self.names)
+        dout, dlse = (upstream.get(name) for name in self.names[:2])
+        dout = torch.zeros_like(out) if dout is None else dout
+        bias = self.call.extras[BIAS] if wanted is None or self.call.names[3 + BIAS] in wanted else None
+        return DenseBackward(self.call, (dout, out, max_, sum_), bias, dlse, lanes=self.lanes)
+
+    def gradients(
+        self,
+        results: Mapping[str, Tensor],
+        upstream: Mapping[str, Tensor],
+        run: Callable[[Lowered], dict[str, Tensor]],
+        wanted: Collection[str] | None = None,
+    ) -> dict[str, Tensor]:
+        """The gradients of the inputs."""
+        made = run(self.backward(results, upstream, wanted))
+        of = dict(zip(("q", "k", "v", *EXTRAS), self.call.names, strict=True))
+        return {of[slot]: made[name] for name, slot in zip(GRADIENTS, INPUTS, strict=True) if name in made}
 
 
 class DenseBackward(OfCall):
-    """A gradient call, from saved statistics in eight lanes; dlse: the gradient of max + log(sum), without lanes."""
+    """A gradient call.
+
+    Args:
+        call: the forward's.
+        saved: the gradient of its output, the output, and statistics: in eight lanes, or as kernels keep them.
+        pse: the bias or the slopes, where their gradient is wanted.
+        dlse: the gradient of max + log(sum), without lanes.
+    """
 
     op_kind = "attention_backward"
 
@@ -68,15 +149,16 @@ class DenseBackward(OfCall):
         saved: tuple[Tensor, Tensor, Tensor, Tensor],
         pse: Tensor | None,
         dlse: Tensor | None = None,
+        *,
+        lanes: bool = True,
     ) -> None:
         super().__init__(call)
-        self.saved, self.pse, self.dlse = saved, pse, dlse
+        self.saved, self.pse, self.dlse, self.lanes = saved, pse, dlse, lanes
 
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
-        given = (self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink)
-        return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, given, strict=True) if t is not None}
+        return fresh_gradients((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, its saved results and its gradients."""
@@ -86,23 +168,11 @@ class DenseBackward(OfCall):
 class _ForwardRun(Filled):
     __slots__ = ("call", "lanes")
 
-    def __init__(self, forward: DenseForward, outputs: Mapping[str, Tensor]) -> None:
-        call, call_cache = forward.call, forward.call.call_cache
-        assert call_cache is not None
-        if call_cache.run is None:
-            stats = template(call.q, stats_shape(call.q, call.form, call.problem.heads_q), torch.float32)
-            call_cache.run = stats, not call.covers("q"), None
-        stats, clears, rows = call_cache.run
-        target, out = outputs["attention_out"], buffer(outputs["attention_out"])
-        self.call, self.lanes = call, (outputs["softmax_max"], outputs["softmax_sum"])
-        buffers = out, another(stats), another(stats)
-        if rows is None:
-            operands = operands_of(call, *buffers)
-            if out is target:
-                call_cache.run = stats, clears, pattern(call, operands)
-        else:
-            operands = over(rows, call.q, (call.k,), (call.v,), None, buffers)
-        super().__init__((operands,), buffers, (target,), buffers if clears else ())
+    def __init__(self, call: DenseCall, out: Tensor, max_: Tensor, sum_: Tensor) -> None:
+        self.call, self.lanes = call, (max_, sum_)
+        buffers = buffer(out), *statistics(call)
+        clears = () if call.covers("q") else buffers
+        super().__init__((operands_of(call, *buffers),), buffers, (out,), clears)
 
     def finish(self) -> None:
         super().finish()
@@ -111,7 +181,7 @@ class _ForwardRun(Filled):
 
 
 class _BackwardRun(Filled):
-    __slots__ = ("call", "gradients", "saved", "slopes", "stats", "summed", "targets")
+    __slots__ = ("call", "gradients", "lanes", "saved", "slopes", "stats", "summed", "targets")
 
     def __init__(self, backward: DenseBackward, outputs: Mapping[str, Tensor]) -> None:
         call = self.call = backward.call
@@ -122,15 +192,19 @@ class _BackwardRun(Filled):
         self.gradients = tuple(none if t is None else buffer(t) for t in self.targets)
         if self.slopes:
             self.gradients = (*self.gradients[:DPSE], none, *self.gradients[DPSE + 1 :])
-        self.stats = fresh(call)[1:]
-        grads, self.summed = grads_of(call, dy, self.gradients, backward.dlse)
+        self.lanes = backward.lanes
+        # Views of statistics count on the order in which they were written.
+        self.stats = statistics(call) if self.lanes else tuple(t.contiguous() for t in self.saved)
+        dlse = None if backward.dlse is None else backward.dlse.contiguous()
+        grads, self.summed = grads_of(call, dy, self.gradients, dlse)
         buffers = [g for g, t in zip(self.gradients, self.targets, strict=True) if g is not t and g.numel()]
-        buffers += [*self.stats, *([] if self.summed is None else [self.summed])]
+        buffers += [*(self.stats if self.lanes else ()), *([] if self.summed is None else [self.summed])]
         super().__init__((operands_of(call, attention_in, *self.stats), grads), tuple(buffers))
 
     def begin(self) -> None:
-        for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):
-            tensor.copy_(value)
+        if self.lanes:
+            for tensor, value in zip(self.stats, from_lanes(self.call, *self.saved), strict=True):
+                tensor.copy_(value)
         clear_gradients(self.call, self.gradients, self.summed)
 
     def finish(self) -> None:

@@ -1,0 +1,92 @@
+"""The tensors that a forward's operands lie in, by name: a prepared call puts others in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from fusion_attention.ir.kv import Dequant, MatrixView, PagedView, RowView
+from fusion_attention.ir.problem import IndexerOperands, Operands, Stats
+
+Some = TypeVar("Some", Operands, IndexerOperands)
+View = RowView | PagedView | MatrixView | torch.Tensor
+# Operands whose name is that of the field.
+_FIELDS: tuple[str, ...] = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "q_rope",
+    "k_rope",
+    "bias",
+    "slopes",
+    "blocked",
+    "drop_bits",
+    "sink",
+    "out_scale",
+)
+_FIELDS += ("out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits", "weights", "indices")
+_FIELDS += ("values",)
+
+
+def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
+    """The tensors by name: fields of the operands; "max" and "sum"; "k_scale" and its kin; "table" of pages.
+
+    Raises:
+        ValueError: rows that lie in several tensors, pages of two tables, or operands that have no name here.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for name, view in _views(operands):
+        if isinstance(view, PagedView) and result.setdefault("table", view.table) is not view.table:
+            raise ValueError("pages of two tables")
+        if isinstance(view, RowView) and len(view.keep) != 1:
+            raise ValueError("rows of several tensors")
+        result[name] = _tensor_of(view)
+    return result
+
+
+def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
+    """The same operands in other tensors, of which there is one for every name of places()."""
+    new: dict[str, Any] = {name: _over(view, tensors[name], tensors.get("table")) for name, view in _views(operands)}
+    changes = {name: new[name] for name in _FIELDS if name in new}
+    if "max" in new:
+        changes["stats"] = Stats(new["max"], new["sum"])
+    for side in "kv":
+        if f"{side}_scale" in new:
+            changes[f"dequant_{side}"] = Dequant(new[f"{side}_scale"], new.get(f"{side}_offset"))
+    return replace(operands, **changes)
+
+
+def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:
+    yield from ((name, view) for name in _FIELDS if (view := getattr(o, name, None)) is not None)
+    if o.stats is not None:
+        yield from (("max", o.stats.max), ("sum", o.stats.sum))
+    if isinstance(o, IndexerOperands):
+        return
+    if o.weight_scale is not None:
+        raise ValueError("attention of integers throughout")
+    for side, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
+        if dequant is not None:
+            yield f"{side}_scale", dequant.scale
+            if dequant.offset is not None:
+                yield f"{side}_offset", dequant.offset
+
+
+def _tensor_of(view: View) -> torch.Tensor:
+    if isinstance(view, RowView):
+        return view.keep[0]
+    return view.pool if isinstance(view, PagedView) else view.keep if isinstance(view, MatrixView) else view
+
+
+def _over(view: View, tensor: torch.Tensor, table: torch.Tensor | None) -> View:
+    if isinstance(view, torch.Tensor):
+        return tensor
+    if isinstance(view, MatrixView):
+        return replace(view, keep=tensor)
+    if isinstance(view, RowView):
+        return view.over(tensor)
+    assert table is not None
+    return replace(view, pool=tensor, table=table)
