@@ -28,14 +28,17 @@ class Prepared:
     __slots__ = ("_begins", "_core", "_exact", "_made", "_names", "_plan", "_templates", "_views")
 
     def __init__(
-        self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[Source, Source]]
+        self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
-        """views: the call's, over no memory; sources: by operand, of a tensor that begins there, and of the operand."""
+        """views: the call's, over no memory; sources: of its operands, as _source() says."""
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
         self._plan = p = plan(call.problem, call.extents, call.device, backend, call.op_kind)
         self._views, self._names, self._made = views, (*sources, *memory), (call.names, call.further)
-        self._begins, self._exact = zip(*sources.values(), strict=True)
+        begins, self._exact = zip(*(source[1:] for source in sources.values()), strict=True)
+        direct = [argument for argument, begin, _ in sources.values() if isinstance(begin, itemgetter)]
+        # The usual sources look a name up: all of them are one look-up.
+        self._begins = itemgetter(*direct) if 1 < len(direct) == len(begins) else lambda args: [s(args) for s in begins]
         self._core = p.module.prepare(p.problem, p.schedule, call.operands(memory), self._names)
 
     def results(self, args: Mapping[str, Any], whole: bool) -> dict[str, Tensor]:
@@ -51,7 +54,7 @@ class Prepared:
         first, *others = self._templates
         if core is not None:
             results = [another(first), *(map(another, others) if stats else [None] * len(others))]
-            if core(*[source(args) for source in self._begins], *results):
+            if core(*self._begins(args), *results):
                 return results
         self._core = None  # The core left rows unfinished, and would again: run the plan.
         results = list(map(another, self._templates))
@@ -111,8 +114,8 @@ def _narrow(given: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
 
 def _source(
     name: str, operand: Tensor, given: Mapping[str, Any], argument: str, widened: bool
-) -> tuple[Source, Source]:
-    """What finds an operand in the arguments of a call: a tensor that begins where it does, and the operand itself."""
+) -> tuple[str, Source, Source]:
+    """(argument, what finds a tensor that begins where the operand does, what finds the operand itself)."""
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):
@@ -124,8 +127,8 @@ def _source(
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
     if name in _PACKED and not (dtype == torch.float32 and operand.is_contiguous()):
-        return lambda args: _wide(exact(args)), exact
-    return exact if offset else base, exact
+        return argument, lambda args: _wide(exact(args)), exact
+    return argument, exact if offset else base, exact
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -26,9 +25,9 @@ from fusion_attention.ops.training.statistics import LANES, from_lanes, write_la
 
 Tensor = torch.Tensor
 PLAIN = ("out", "max", "sum")
-# The outputs of a gradient in the order of grads_of(), and what they are the gradients of.
+# The outputs of a gradient in the order of grads_of(), and where what they are the gradients of stands in a call.
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
-INPUTS = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
+_INPUTS = (0, 1, 2, *(3 + EXTRAS.index(name) for name in ("q_rope", "k_rope", "bias", "sink")))
 DPSE = GRADIENTS.index("dpse")
 
 
@@ -93,14 +92,15 @@ class DenseForward(OfCall):
 
     @property
     def inputs(self) -> Mapping[str, Tensor | None]:
-        """The tensors of the call by the names of its record's parameters."""
+        """The tensors of the call by the names of its record's parameters; "" stands for those that it lacks."""
         c = self.call
-        return {name: t for name, t in zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True) if name}
+        return dict(zip(c.names, (c.q, c.k, c.v, *c.extras), strict=True))
 
     def on(self, inputs: Mapping[str, Tensor | None]) -> DenseForward:
         """The same call on other tensors."""
-        q, k, v, *extras = (inputs[name] if name else None for name in self.call.names)
-        call = replace(self.call, q=q, k=k, v=v, extras=tuple(extras))
+        c = self.call
+        q, k, v, *extras = map(inputs.get, c.names)
+        call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # bare ones have no tensors
         return DenseForward(call, self.names, lanes=self.lanes)
 
     def whole(self) -> DenseForward:
@@ -127,8 +127,7 @@ class DenseForward(OfCall):
     ) -> dict[str, Tensor]:
         """The gradients of the inputs."""
         made = run(self.backward(results, upstream, wanted))
-        of = dict(zip(("q", "k", "v", *EXTRAS), self.call.names, strict=True))
-        return {of[slot]: made[name] for name, slot in zip(GRADIENTS, INPUTS, strict=True) if name in made}
+        return {self.call.names[at]: made[name] for name, at in zip(GRADIENTS, _INPUTS, strict=True) if name in made}
 
 
 class DenseBackward(OfCall):
