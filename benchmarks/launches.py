@@ -90,7 +90,7 @@ def left_out() -> Iterator[list[Any]]:
     launched: list[Any] = []
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True  # so that the CPU's memory is not refused
-        from fusion_attention.backends.triton import launch_dense
+        from fusion_attention.backends.triton.dense import launch as launch_dense
 
         real = launch_dense.launch
         launch_dense.launch = lambda kernel, *_: launched.append(kernel)

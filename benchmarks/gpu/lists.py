@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.row import Call, Row
 from fusion_attention import indexer_loss, lightning_indexer, sparse_attention
-from fusion_attention.backends.triton import launch_sparse_backward
+from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
 TOKENS, DIM, ROPE, CHOSEN = 4096, 512, 64, 2048
 INDEX_HEADS, INDEX_DIM = 64, 128

@@ -18,7 +18,8 @@ from support.triton_ahead import CUOBJDUMP, TYPES
 from triton.backends.compiler import GPUTarget
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_gluon, shapes
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.dense import launch_gluon
 from fusion_attention.ir.problem import Problem
 
 HOPPER = torch.device("cuda:0")

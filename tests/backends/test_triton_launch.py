@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 
 from triton.runtime import _allocation
 
-from fusion_attention.backends.triton import launching, shapes
+from fusion_attention.backends.triton.common import launching, shapes
 
 
 class Asking:

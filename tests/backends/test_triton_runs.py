@@ -18,7 +18,9 @@ from support.caches import Cache, made, rows
 from support.launches import constants, watch
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, launching, layout_table
+from fusion_attention.backends.triton.common import launching, layout_table
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import INFINITE

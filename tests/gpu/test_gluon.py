@@ -9,7 +9,7 @@ from support.bits import same_bits
 from support.cases import CAUSAL
 from support.on_gpu import on_gpu
 
-from fusion_attention.backends.triton import launch_gluon
+from fusion_attention.backends.triton.dense import launch_gluon
 from fusion_attention.testing import Case, arguments, check, expected
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -15,7 +15,7 @@ from support.reference_layers import plain
 
 import fusion_attention as fa
 from fusion_attention import nn
-from fusion_attention.backends.triton import launch_sparse_backward
+from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
 from fusion_attention.testing import check, indexer_loss, sparse

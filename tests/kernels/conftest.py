@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 import numpy as np
 from support import interpreter
 
-from fusion_attention.backends.triton import shapes
+from fusion_attention.backends.triton.common import shapes
 
 interpreter.repair()
 

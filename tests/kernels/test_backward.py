@@ -18,8 +18,9 @@ from support.pieces import Call
 from support.pieces import expected as expected_of_call
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_dense, shapes
-from fusion_attention.backends.triton.backward import backward_key, backward_query
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.dense import launch as launch_dense
+from fusion_attention.backends.triton.dense.backward import backward_key, backward_query
 from fusion_attention.ir.mask import INFINITE, Band
 from fusion_attention.ir.problem import Extents
 from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, run

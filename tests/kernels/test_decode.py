@@ -12,7 +12,8 @@ from support.caches import CACHES, Cache, judge, made
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, shapes
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.ir.kv import Dequant, PagedView, RowView
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Operands, Problem

@@ -8,8 +8,8 @@ from support.aligned import aligned
 from support.launches import watch
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import shapes
-from fusion_attention.backends.triton.forward import forward
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.dense.forward import forward
 from fusion_attention.contract import bind
 from fusion_attention.ir.mask import Band
 from fusion_attention.ops.training import fa_record

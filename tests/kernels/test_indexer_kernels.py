@@ -12,8 +12,11 @@ from support.bits import same_bits
 from support.selected import cloned, operands, ordered
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import indexer_choice, launch_indexer, launch_key_sum, shapes_sparse
-from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.indexer import choice as indexer_choice
+from fusion_attention.backends.triton.indexer import launch as launch_indexer
+from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.testing.expected_indexer import check_index
 from fusion_attention.testing.sparse import IndexerCase, chosen, in_float64, indexer_gradients, lowered_indexer

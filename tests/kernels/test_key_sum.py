@@ -7,8 +7,9 @@ import pytest
 import torch
 from support.bits import same_bits
 
-from fusion_attention.backends.triton import launch_key_sum, layout_table
-from fusion_attention.backends.triton.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.common import layout_table
+from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
 

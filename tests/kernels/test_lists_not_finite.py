@@ -13,10 +13,11 @@ import pytest
 import torch
 from support.selected import Args, Results, cloned
 
-from fusion_attention.backends.triton import launch_loss, shapes_loss, shapes_sparse
-from fusion_attention.backends.triton import launch_sparse_backward as launched
-from fusion_attention.backends.triton.shapes import Tile
-from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.indexer import launch_loss, shapes_loss
+from fusion_attention.backends.triton.selected import launch_backward as launched
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.backends.triton.selected.shapes_backward import Cut
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward

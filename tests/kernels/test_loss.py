@@ -13,8 +13,9 @@ from support.bits import same_bits
 from support.selected import cloned, operands
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_dense_kl_loss, launch_key_sum, launch_loss, shapes_loss
-from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, launch_loss, shapes_loss
+from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, IndexerLossProblem
 from fusion_attention.ops.indexer_loss.call import Loss

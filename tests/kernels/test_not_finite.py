@@ -167,6 +167,6 @@ def test_finite_results_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     case = dataclasses.replace(CASES[0], dtype="float32")
     args = arguments(case)
     recomputed = run(lowered(case, args), args["dy"], "triton")
-    monkeypatch.setattr("fusion_attention.backends.triton.launch_dense.launch_recompute", lambda *_: [])
+    monkeypatch.setattr("fusion_attention.backends.triton.dense.launch.launch_recompute", lambda *_: [])
     plainly = run(lowered(case, args), args["dy"], "triton")
     same_bits(recomputed, plainly)

@@ -12,7 +12,8 @@ from support.unwritten import Results, forgets, is_poison
 from support.unwritten_calls import FAMILIES
 
 import fusion_attention as fa
-from fusion_attention.backends.triton import launch_decode, launch_dense
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.testing import Case, arguments, lowered, run
 
 

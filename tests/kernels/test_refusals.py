@@ -14,7 +14,9 @@ from support.caches import Cache, judge, made, results
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_decode, launch_dense, shapes
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import IndexerProblem, Operands, Problem

@@ -15,9 +15,9 @@ from support.selected import leaves_of, shown
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_key_sum
-from fusion_attention.backends.triton import launch_sparse_backward as launched
-from fusion_attention.backends.triton.shapes_sparse_backward import Cut
+from fusion_attention.backends.triton.selected import launch_backward as launched
+from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected.shapes_backward import Cut
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse import fa_record
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward

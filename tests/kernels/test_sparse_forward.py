@@ -11,7 +11,10 @@ import torch
 from support.bits import same_bits
 
 from fusion_attention import plan as plans
-from fusion_attention.backends.triton import launch_decode, launch_sparse, launching, shapes, shapes_sparse
+from fusion_attention.backends.triton.common import launching, shapes
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.selected import launch as launch_sparse
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import Problem
 from fusion_attention.testing import check
 from fusion_attention.testing.cases import Results

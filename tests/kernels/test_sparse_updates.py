@@ -12,8 +12,8 @@ import torch
 from support.captured import Captured
 
 from fusion_attention.backends import triton as backend
-from fusion_attention.backends.triton import launch_dense_kl_loss, shapes_loss
-from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.indexer import launch_dense_kl_loss, shapes_loss
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents
 from fusion_attention.ops.indexer.call import IndexerBackward

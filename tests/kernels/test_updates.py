@@ -15,7 +15,7 @@ import torch
 from support.bits import same_bits
 from support.caches import Cache, judge, made, rows
 
-from fusion_attention.backends.triton import launching, layout_table
+from fusion_attention.backends.triton.common import launching, layout_table
 from fusion_attention.ir.mask import INFINITE
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.plan import Plan, plan

@@ -336,17 +336,17 @@ CALLERS = [
 KERNELS = "kernels/test_cases.py::test_several_tiles"
 CACHES = "kernels/test_decode.py::test_caches"
 TRITON = [
-    package("Triton: sums do not fade", "backends/triton/forward.py",
+    package("Triton: sums do not fade", "backends/triton/dense/forward.py",
           "now, l * fade + tl.sum(p, 1)", "now, l + tl.sum(p, 1)", KERNELS),
-    package("Triton: an edge tile is not masked", "backends/triton/forward.py",
+    package("Triton: an edge tile is not masked", "backends/triton/dense/forward.py",
           '            s = tl.where(seen, s, -float("inf"))', "            s = tl.where(seen | True, s, 0.0)", KERNELS),
-    package("Triton: dk without its scale", "backends/triton/backward.py",
+    package("Triton: dk without its scale", "backends/triton/dense/backward.py",
           "(dk0, dk1, dk2), scale / shrink,", "(dk0, dk1, dk2), 1.0 / shrink,", KERNELS),
-    package("Triton: a cap bends no gradient of keys", "backends/triton/backward.py",
+    package("Triton: a cap bends no gradient of keys", "backends/triton/dense/backward.py",
           "ds = ds * capped(x, scale, CAP)[1]\n        dk0", "pass\n        dk0", KERNELS),
-    package("Triton: shares of a decode joined without fading", "backends/triton/decode.py",
+    package("Triton: shares of a decode joined without fading", "backends/triton/decode/kernel.py",
           "total * tl.exp2((peak - base) * exponent)", "total", KERNELS),
-    package("Triton: every page but the first is clamped away", "backends/triton/pages.py",
+    package("Triton: every page but the first is clamped away", "backends/triton/common/pages.py",
           "return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)",
           "return tl.minimum(tl.maximum(page, 0), last - 1).to(tl.int64)", CACHES),
     *DECODES,

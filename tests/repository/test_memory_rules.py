@@ -22,7 +22,7 @@ MAY_ALLOCATE = {
     "memory::zeros": "the place itself",
     "memory::template": "the place itself",
     "memory::_lent": "the place itself",
-    "backends.triton.layout_table::of": "a table, copied from an array in the next line",
+    "backends.triton.common.layout_table::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "npu.operators::_parameter": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",

@@ -7,10 +7,11 @@ from typing import Any
 from support.ahead_run import Compiled, Config, pointers
 from support.triton_ahead import TYPES
 
-from fusion_attention.backends.triton import launch_indexer, shapes_sparse
-from fusion_attention.backends.triton.indexer_choice import index_choice, index_write
-from fusion_attention.backends.triton.indexer_gradient import index_gradient, recompute_gradient
-from fusion_attention.backends.triton.indexer_scores import index_scores
+from fusion_attention.backends.triton.indexer import launch as launch_indexer
+from fusion_attention.backends.triton.indexer.choice import index_choice, index_write
+from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
+from fusion_attention.backends.triton.indexer.scores import index_scores
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import IndexerProblem
 
 WIDEST = {"float32": 4}  # elements of 16 bytes, of others 8

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from support.ahead_run import Compiled, Config, pointers
 
-from fusion_attention.backends.triton import (
+from fusion_attention.backends.triton.indexer import (
     dense_kl_loss,
     launch_dense_kl_loss,
-    launch_indexer,
     launch_loss,
     loss_parts,
     selected_loss,
     shapes_loss,
-    shapes_sparse,
 )
-from fusion_attention.backends.triton.indexer_gradient import index_gradient
+from fusion_attention.backends.triton.indexer import launch as launch_indexer
+from fusion_attention.backends.triton.indexer.gradient import index_gradient
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")

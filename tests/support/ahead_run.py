@@ -8,8 +8,8 @@ from typing import Any
 
 from support.triton_ahead import TYPES
 
-from fusion_attention.backends.triton.launching import Constants
-from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.common.launching import Constants
+from fusion_attention.backends.triton.common.shapes import Tile
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from typing import Any
 from support.ahead_run import Compiled, Config, pointers
 from support.triton_ahead import TYPES
 
-from fusion_attention.backends.triton import key_sum, launch_key_sum, shapes
-from fusion_attention.backends.triton import launch_sparse_backward as launched
-from fusion_attention.backends.triton import shapes_sparse_backward as cuts
-from fusion_attention.backends.triton import sparse_backward as kernels
-from fusion_attention.backends.triton.backward import prepare
-from fusion_attention.backends.triton.recompute_list_gradients import recompute_rows, recompute_slots
-from fusion_attention.backends.triton.selection import read_lists
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.dense.backward import prepare
+from fusion_attention.backends.triton.selected import backward as kernels
+from fusion_attention.backends.triton.selected import key_sum, launch_key_sum
+from fusion_attention.backends.triton.selected import launch_backward as launched
+from fusion_attention.backends.triton.selected import shapes_backward as cuts
+from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
+from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.ir.problem import Problem
 
 COUNT = 2048

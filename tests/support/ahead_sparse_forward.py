@@ -7,9 +7,11 @@ from typing import Any
 from support.ahead_run import Compiled, Config, pointers
 from support.triton_ahead import problem
 
-from fusion_attention.backends.triton import launch_sparse, shapes, shapes_sparse
-from fusion_attention.backends.triton.recompute_lists import recompute_lists
-from fusion_attention.backends.triton.sparse_forward import sparse_forward
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.selected import launch as launch_sparse
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.backends.triton.selected.forward import sparse_forward
+from fusion_attention.backends.triton.selected.recompute import recompute_lists
 
 LATENT: dict[str, Any] = {"dim": 512, "dim_rope": 64, "shares_kv": True}
 SIZES: dict[str, dict[str, Any]] = {

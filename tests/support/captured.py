@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fusion_attention.backends.triton import launching
+from fusion_attention.backends.triton.common import launching
 
 
 class Captured(TorchDispatchMode):

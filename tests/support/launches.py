@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusion_attention.backends.triton import launching
+from fusion_attention.backends.triton.common import launching
 
 See = Callable[[Any, dict[str, Any]], Any]
 

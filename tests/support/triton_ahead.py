@@ -33,17 +33,12 @@ if __name__ == "__main__":
 
 from support import sass
 
-from fusion_attention.backends.triton import (
-    backward,
-    decode,
-    forward,
-    launch_decode,
-    launch_dense,
-    launching,
-    recompute,
-    shapes,
-)
-from fusion_attention.backends.triton.shapes import Tile
+from fusion_attention.backends.triton.common import launching, shapes
+from fusion_attention.backends.triton.common.shapes import Tile
+from fusion_attention.backends.triton.decode import kernel as decode
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.dense import backward, forward, recompute
+from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.ir.problem import Problem
 
 Figures = dict[str, float]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.backends.triton import shapes, shapes_sparse
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import (
     AnyProblem,
     Extents,
@@ -23,7 +24,7 @@ from fusion_attention.ir.problem import (
 )
 
 if TYPE_CHECKING:
-    from fusion_attention.backends.triton.launching import Schedule
+    from fusion_attention.backends.triton.common.launching import Schedule
 
 NAME = "triton"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -175,7 +176,8 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
 
 def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
     """What one operation kind needs on given lengths; what depends on a device is made by the first run on it."""
-    from fusion_attention.backends.triton import launch_decode, launching
+    from fusion_attention.backends.triton.common import launching
+    from fusion_attention.backends.triton.decode import launch as launch_decode
 
     if isinstance(problem, Problem) and op_kind == "attention_forward" and not problem.select_count:
         return launching.plan(extents, op_kind, launch_decode.serves(problem, extents))
@@ -186,26 +188,26 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     """What an operation kind allocates besides operands and results, at most."""
     planned = schedule(problem, extents, op_kind)
     if isinstance(problem, IndexerLossProblem) or (isinstance(problem, IndexerProblem) and op_kind == "indexer_lse"):
-        from fusion_attention.backends.triton import launch_loss
+        from fusion_attention.backends.triton.indexer import launch_loss
 
         return launch_loss.workspace_bytes(problem, planned)
     if isinstance(problem, IndexerProblem):
-        from fusion_attention.backends.triton import launch_indexer
+        from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
         return launch_indexer.workspace_bytes(problem, planned)
     if planned.decodes:
-        from fusion_attention.backends.triton import launch_decode
+        from fusion_attention.backends.triton.decode import launch as launch_decode
 
         return launch_decode.workspace_bytes(problem, planned)
     if op_kind == "attention_forward":
-        from fusion_attention.backends.triton import launch_sparse
+        from fusion_attention.backends.triton.selected import launch as launch_sparse
 
         return launch_sparse.workspace_bytes(problem, planned) if problem.select_count else 0
     if problem.select_count:
-        from fusion_attention.backends.triton import launch_sparse_backward
+        from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
         return launch_sparse_backward.workspace_bytes(problem, planned)
-    from fusion_attention.backends.triton import launch_dense
+    from fusion_attention.backends.triton.dense import launch as launch_dense
 
     return launch_dense.workspace_bytes(problem, planned)
 
@@ -225,7 +227,10 @@ prepare = keep = nothing
 
 def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, operands: Operands) -> None:
     """Writes operands.out and operands.stats for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_decode, launch_dense, launch_sparse, layout_table
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.decode import launch as launch_decode
+    from fusion_attention.backends.triton.dense import launch as launch_dense
+    from fusion_attention.backends.triton.selected import launch as launch_sparse
 
     if not len(extents):
         return
@@ -243,7 +248,7 @@ def attention_backward(
 
     The same bits in every run, but for dbias where a bias repeats: its elements are then sums in no fixed order.
     """
-    from fusion_attention.backends.triton import layout_table
+    from fusion_attention.backends.triton.common import layout_table
 
     if not len(extents):
         if grads.dsink is not None:
@@ -251,11 +256,11 @@ def attention_backward(
         return
     with layout_table.on(layout_table.tensor_of(operands.q).device):
         if problem.select_count:
-            from fusion_attention.backends.triton import launch_sparse_backward
+            from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
             launch_sparse_backward.run(problem, extents, schedule, operands, grads)
             return
-        from fusion_attention.backends.triton import launch_dense
+        from fusion_attention.backends.triton.dense import launch as launch_dense
 
         if grads.dbias is None or not grads.owns_dbias:
             launch_dense.run_backward(problem, extents, schedule, operands, grads)
@@ -269,7 +274,8 @@ def attention_backward(
 
 def indexer_topk(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
     """Writes operands.indices, and operands.values where there are any, for every row of every sequence."""
-    from fusion_attention.backends.triton import launch_indexer, layout_table
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
     if len(extents):
         with layout_table.on(layout_table.tensor_of(operands.q).device):
@@ -280,7 +286,8 @@ def indexer_backward(
     problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands, grads: IndexerGrads
 ) -> None:
     """Writes dq, dk and dweights from the chosen indices; the same bits in every run."""
-    from fusion_attention.backends.triton import launch_indexer, layout_table
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.indexer import launch as launch_indexer
 
     if len(extents):
         with layout_table.on(layout_table.tensor_of(operands.q).device):
@@ -289,7 +296,8 @@ def indexer_backward(
 
 def indexer_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, operands: IndexerOperands) -> None:
     """Writes operands.stats: max_j I_j, and sum_j exp(I_j - max), over the keys that the band shows."""
-    from fusion_attention.backends.triton import launch_dense_kl_loss, layout_table
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.indexer import launch_dense_kl_loss
 
     if len(extents):
         with layout_table.on(layout_table.tensor_of(operands.q).device):
@@ -304,7 +312,8 @@ def indexer_loss(
     grads: IndexerGrads,
 ) -> None:
     """Writes operands.loss, summed over all rows, and its gradients dq, dk and dweights; the same bits in every run."""
-    from fusion_attention.backends.triton import launch_loss, layout_table
+    from fusion_attention.backends.triton.common import layout_table
+    from fusion_attention.backends.triton.indexer import launch_loss
 
     if not len(extents):
         operands.loss.zero_()

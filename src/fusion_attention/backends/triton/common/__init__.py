@@ -1,0 +1,1 @@
+"""What all kernels and launches share: layout tables, rows in parts, pages, biases, shapes of tiles."""

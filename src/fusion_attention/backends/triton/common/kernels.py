@@ -1,0 +1,291 @@
+"""What all kernels share: addresses, intervals, dropout. A kernel's rows and keys come as broadcast axes, so
+that scores may stand either way round.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.layout_table import FIELDS, TILE_FIELDS
+from fusion_attention.ir.dropout import ROUNDS as _ROUNDS
+
+LOG2E = tl.constexpr(1.4426950408889634)
+ROUNDS = tl.constexpr(_ROUNDS)
+PER_VIEW = tl.constexpr(FIELDS)
+PER_TILE = tl.constexpr(TILE_FIELDS)
+
+BITS, PHILOX = tl.constexpr(1), tl.constexpr(2)
+DROPOUTS = {"none": 0, "bits": 1, "philox": 2}
+
+
+@triton.jit
+def heads_at(strides, count, b, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element, stride of a head, stride of a token) of a view; multiples of ALIGN (the host has looked)."""
+    at = strides + VIEW * PER_VIEW * count + b
+    first, head, token = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
+    if ALIGN > 1:
+        first, head = tl.multiple_of(first, ALIGN), tl.multiple_of(head, ALIGN)
+        token = tl.multiple_of(token, ALIGN)
+    return first, head, token
+
+
+@triton.jit
+def rows_at(strides, count, b, h, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element of head h, stride of a token) of a view."""
+    first, head, token = heads_at(strides, count, b, VIEW, ALIGN)
+    return first + h * head, token
+
+
+@triton.jit
+def matrix_at(strides, count, b, h, VIEW: tl.constexpr):
+    """(first element of head h, stride of a row, stride of a key) of a matrix."""
+    at = strides + VIEW * PER_VIEW * count + b
+    return tl.load(at) + h * tl.load(at + count), tl.load(at + 2 * count), tl.load(at + 3 * count)
+
+
+@triton.jit
+def lengths_at(lengths, count, b):
+    """(q_len, kv_len, lo, hi, prefix, shift) of sequence b."""
+    at = lengths + b
+    q_len, kv_len, lo = tl.load(at), tl.load(at + count), tl.load(at + 2 * count)
+    return q_len, kv_len, lo, tl.load(at + 3 * count), tl.load(at + 4 * count), tl.load(at + 5 * count)
+
+
+@triton.jit
+def interval(row, valid, kv_len, lo, hi, prefix):
+    """int32 (first, end) of the keys that rows see; nothing where a row is not there."""
+    wide = row.to(tl.int64)
+    first = tl.minimum(tl.maximum(wide + lo, 0), kv_len)
+    end = tl.minimum(tl.maximum(wide + hi, prefix), kv_len)
+    return first.to(tl.int32), tl.where(valid, end, 0).to(tl.int32)
+
+
+@triton.jit
+def band_at(known):
+    """int32 (q_len, kv_len, lo, hi, prefix) of what lengths_at() gave: no edge is further away than there are rows and
+    keys, so that a sum with a row or a key is one of int32 too."""
+    q_len, kv_len, lo, hi, prefix, _ = known
+    lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
+    return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
+            tl.minimum(prefix, kv_len).to(tl.int32))  # fmt: skip
+
+
+@triton.jit
+def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CUT: tl.constexpr):
+    """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows not there."""
+    d = FIRST + tl.arange(0, WIDTH)
+    at = base + offset[:, None] + d[None, :]
+    if FIRST + WIDTH > DIM:
+        return tl.load(at, mask=there[:, None] & (d < DIM)[None, :], other=0.0)
+    elif CUT:
+        return tl.load(at, mask=there[:, None], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def store_part(base, offset, there, value, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """The counterpart of load_part()."""
+    d = FIRST + tl.arange(0, WIDTH)
+    mask = there[:, None] & (d < DIM)[None, :]
+    tl.store(base + offset[:, None] + d[None, :], value.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def not_blocked(blocked, strides, count, b, h, row, key, there):
+    """Whether the matrix leaves a key to a row."""
+    first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BLOCKED)
+    at = blocked + first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
+    return tl.load(at, mask=there, other=1) == 0
+
+
+@triton.jit
+def kept_bits(bits, strides, count, b, h, row, key, there):
+    """Whether the caller's bits keep a probability; addresses count bits."""
+    first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.BITS)
+    bit = first + row.to(tl.int64) * stride_row + key.to(tl.int64) * stride_key
+    byte = tl.load(bits + (bit >> 3), mask=there, other=0).to(tl.int32)
+    return ((byte >> (bit & 7).to(tl.int32)) & 1) != 0
+
+
+@triton.jit
+def kept_drawn(seed, offset, threshold, stream, row, j0, KEYS: tl.constexpr):
+    """[rows, KEYS] bool: drawn for keys from j0 on, a multiple of 8; one draw serves eight keys."""
+    draw = (j0 // 8 + tl.arange(0, KEYS // 8))[None, :]
+    zero = tl.zeros([row.shape[0], KEYS // 8], tl.int32)
+    c0, c1, c2, c3 = zero + draw, zero + row[:, None], zero + stream, zero + offset
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3, ROUNDS)
+    # Halves in little-endian order: key 8 m + 4 a + 2 b + c is half c of word 2 a + b.
+    low = tl.interleave(tl.interleave(_low(w0), _low(w2)), tl.interleave(_low(w1), _low(w3)))
+    high = tl.interleave(tl.interleave(_high(w0), _high(w2)), tl.interleave(_high(w1), _high(w3)))
+    return tl.interleave(low, high) < threshold
+
+
+@triton.jit
+def _low(word):
+    return (word & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _high(word):
+    return (word >> 16).to(tl.int32)
+
+
+@triton.jit
+def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl.constexpr):
+    """[rows, KEYS] bool: what dropout keeps of the keys from j0 on; drop = (seed, offset, threshold)."""
+    strides, count, b, h, _ = where
+    if DROPOUT == PHILOX:
+        seed, offset, threshold = drop
+        stream, row0, key0 = matrix_at(strides, count, b, h, layout_index.BITS)  # memory.py: what is drawn has no bits
+        row, j0 = row + row0.to(tl.int32), j0 + key0.to(tl.int32)
+        return kept_drawn(seed, offset, threshold, stream.to(tl.int32), row, j0, KEYS)
+    else:
+        return kept_bits(bits, strides, count, b, h, row[:, None], (j0 + tl.arange(0, KEYS))[None, :], there)
+
+
+# ------------------------------------------------------------------------------------------------- rows in three parts
+
+
+@triton.jit
+def load_three(base, offset, there, CUT: tl.constexpr,
+               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """The parts of rows; an absent one is the first again, and is not read."""
+    x0 = load_part(base, offset, there, 0, W0, DIM, CUT)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = load_part(base, offset, there, W0, W1, DIM, CUT)
+    if W2:
+        x2 = load_part(base, offset, there, W0 + W1, W2, DIM, CUT)
+    return x0, x1, x2
+
+
+@triton.jit
+def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+            DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Where load_rows() finds rows: descriptors of their parts, which read zeros behind `count` rows, or
+    (first element, stride)."""
+    if TMA:
+        count = count.to(tl.int32)
+        x0 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W1])
+        if W2:
+            x2 = tl.make_tensor_descriptor(base, [count, DIM], [stride, 1], [ROWS, W2])
+        return x0, x1, x2
+    else:
+        return base, stride
+
+
+@triton.jit
+def load_rows(rows, j0, inside, CUT: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+              W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The parts of ROWS rows from j0 on, as load_three() gives them; rows: of rows_of()."""
+    if TMA:
+        x0 = rows[0].load([j0, 0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = rows[1].load([j0, W0])
+        if W2:
+            x2 = rows[2].load([j0, W0 + W1])
+        return x0, x1, x2
+    else:
+        base, stride = rows
+        offset = (j0 + tl.arange(0, ROWS)).to(tl.int64) * stride
+        return load_three(base, offset, inside, CUT, W0, W1, W2, DIM)
+
+
+@triton.jit
+def rows_of_group(base, head, stride, heads, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+                  W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """rows_of() for load_group(), which takes a head too."""
+    if TMA:
+        count = count.to(tl.int32)
+        x0 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W0])
+        x1, x2 = x0, x0
+        if W1:
+            x1 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W1])
+        if W2:
+            x2 = tl.make_tensor_descriptor(base, [heads, count, DIM], [head, stride, 1], [1, ROWS, W2])
+        return x0, x1, x2
+    else:
+        return base, head, stride
+
+
+@triton.jit
+def load_group(rows, h, first, inside, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+               DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """The parts of ROWS rows of head h from `first` on; rows: of rows_of_group()."""
+    if TMA:
+        x0 = rows[0].load([h, first, 0]).reshape(ROWS, W0)
+        x1, x2 = x0, x0
+        if W1:
+            x1 = rows[1].load([h, first, W0]).reshape(ROWS, W1)
+        if W2:
+            x2 = rows[2].load([h, first, W0 + W1]).reshape(ROWS, W2)
+        return x0, x1, x2
+    else:
+        base, head, stride = rows
+        return load_rows((base + h * head, stride), first, inside, True, ROWS, W0, W1, W2, DIM, TMA)
+
+
+@triton.jit
+def store_three(base, offset, there, parts, factor,
+                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """The counterpart of load_three(), times a factor per row."""
+    store_part(base, offset, there, parts[0] * factor, 0, W0, DIM)
+    if W1:
+        store_part(base, offset, there, parts[1] * factor, W0, W1, DIM)
+    if W2:
+        store_part(base, offset, there, parts[2] * factor, W0 + W1, W2, DIM)
+
+
+@triton.jit
+def zeros_three(ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr):
+    """Accumulators."""
+    x0 = tl.zeros([ROWS, W0], tl.float32)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = tl.zeros([ROWS, W1], tl.float32)
+    if W2:
+        x2 = tl.zeros([ROWS, W2], tl.float32)
+    return x0, x1, x2
+
+
+@triton.jit
+def inner_three(a, b, W1: tl.constexpr, W2: tl.constexpr):
+    """a b^T for rows in parts."""
+    x = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if W1:
+        x = tl.dot(a[1], tl.trans(b[1]), x, input_precision="ieee")
+    if W2:
+        x = tl.dot(a[2], tl.trans(b[2]), x, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def products(a, b, W1: tl.constexpr, W2: tl.constexpr):
+    """[rows] float32: a . b of rows in parts, element by element."""
+    x = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if W1:
+        x += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    if W2:
+        x += tl.sum(a[2].to(tl.float32) * b[2].to(tl.float32), 1)
+    return x
+
+
+@triton.jit
+def add_three(acc, p, x, W1: tl.constexpr, W2: tl.constexpr):
+    """acc + p x for rows x in parts; the weights are rounded to their dtype."""
+    acc0, acc1, acc2 = acc
+    p = p.to(x[0].dtype)
+    acc0 = tl.dot(p, x[0], acc0, input_precision="ieee")
+    if W1:
+        acc1 = tl.dot(p, x[1], acc1, input_precision="ieee")
+    if W2:
+        acc2 = tl.dot(p, x[2], acc2, input_precision="ieee")
+    return acc0, acc1, acc2

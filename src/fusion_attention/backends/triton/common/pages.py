@@ -1,0 +1,285 @@
+"""Rows of a cache: where they lie, in pages or at addresses, and what stored integers mean.
+
+A page number is clamped: whatever the table says, only the pool is read.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common.kernels import PER_VIEW, load_three, rows_at
+
+NO_SCALE, PER_CHANNEL, PER_TOKEN = (tl.constexpr(n) for n in range(3))
+
+
+@triton.jit
+def cache_at(strides, count, b, hk, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element of head hk, stride of a token, stride of a page) of a cache."""
+    first, token = rows_at(strides, count, b, hk, VIEW, ALIGN)
+    page = tl.load(strides + (VIEW * PER_VIEW + 3) * count + b)
+    if ALIGN > 1:
+        page = tl.multiple_of(page, ALIGN)
+    return first, token, page
+
+
+@triton.jit
+def offset_of(cache, page, j, PAGE: tl.constexpr):
+    """Where the rows of keys j lie in a cache; page: their page numbers."""
+    first, token, stride_page = cache
+    if PAGE:
+        return first + page * stride_page + (j % PAGE).to(tl.int64) * token
+    else:
+        return first + j.to(tl.int64) * token
+
+
+@triton.jit
+def dequantised(part, scale, offset):
+    """float32, as the decode kernel counts it; scale and offset broadcast."""
+    return (part.to(tl.float32) + offset) * scale
+
+
+@triton.jit
+def dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                    DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """(scale, offset) of one part of rows: per channel [1, WIDTH] or per token [rows, 1].
+
+    in_loop: what is true in every turn of a loop, and not known before it: channels' factors are then loaded in it.
+    Loaded before the loop, those of 512 channels spill.
+    """
+    wanted, added = 1.0, 0.0
+    if KIND == PER_CHANNEL:
+        d = FIRST + tl.arange(0, WIDTH)
+        wanted = tl.load(scale + at_scale + d, mask=(d < DIM) & in_loop, other=0.0)[None, :]
+        if offset is not None:
+            added = tl.load(offset + at_offset + d, mask=(d < DIM) & in_loop, other=0.0)[None, :]
+    if KIND == PER_TOKEN:
+        wanted = tl.load(scale + at_scale, mask=inside, other=0.0)[:, None]
+        if offset is not None:
+            added = tl.load(offset + at_offset, mask=inside, other=0.0)[:, None]
+    return wanted, added
+
+
+@triton.jit
+def dequantised_three(parts, scale, offset, at_scale, at_offset, inside, in_loop, KIND: tl.constexpr,
+                      W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """dequantised() for rows in parts."""
+    s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, 0, W0, DIM, KIND)
+    x0 = dequantised(parts[0], s, o)
+    x1, x2 = x0, x0
+    if W1:
+        s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, W0, W1, DIM, KIND)
+        x1 = dequantised(parts[1], s, o)
+    if W2:
+        s, o = dequant_factors(scale, offset, at_scale, at_offset, inside, in_loop, W0 + W1, W2, DIM, KIND)
+        x2 = dequantised(parts[2], s, o)
+    return x0, x1, x2
+
+
+@triton.jit
+def scale_offset(strides, count, b, hk, page, j, VIEW: tl.constexpr, KIND: tl.constexpr, PAGE: tl.constexpr):
+    """Where the scales or offsets of keys j lie."""
+    cache = cache_at(strides, count, b, hk, VIEW, 1)
+    if KIND == PER_TOKEN:
+        return offset_of(cache, page, j, PAGE)
+    else:
+        return cache[0]
+
+
+@triton.jit
+def clamped(page, last):
+    """A page number of the pool, whatever the table holds."""
+    return tl.minimum(tl.maximum(page, 0), last).to(tl.int64)
+
+
+@triton.jit
+def pages_of(table, b, step, last, j, end, PAGE: tl.constexpr):
+    """int64 page numbers of keys j; step: from one row of the table to the next."""
+    if PAGE:
+        return clamped(tl.load(table + b * step + j // PAGE, mask=j < end, other=0), last)
+    else:
+        return j.to(tl.int64)
+
+
+# ------------------------------------------------------------------ tiles of keys, and integers as they are stored
+
+
+@triton.jit
+def page_ahead(table, row, last, j0, end, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
+    """The page number of a tile of keys where it lies WITHIN one page, else those of its keys; row: of the table."""
+    if PAGE and WITHIN:
+        return clamped(tl.load(table + row + j0 // PAGE, mask=j0 < end, other=0), last)
+    else:
+        return pages_of(table, 1, row, last, j0 + tl.arange(0, BN), end, PAGE)
+
+
+@triton.jit
+def tile_at(cache, page, j0, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
+    """(first element, offsets of rows from there) of a tile of keys; WITHIN one page, offsets are int32."""
+    first, token, stride_page = cache
+    n = tl.arange(0, BN)
+    if not WITHIN:
+        return first, offset_of((0, token, stride_page), page, j0 + n, PAGE)
+    elif PAGE:
+        return first + page * stride_page + j0 % PAGE * token, n * token.to(tl.int32)
+    else:
+        return first + j0 * token, n * token.to(tl.int32)
+
+
+@triton.jit
+def load_rows(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr,
+              W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """The parts of a tile's rows."""
+    first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
+    return load_three(base + first, offset, inside, True, W0, W1, W2, DIM)
+
+
+@triton.jit
+def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.constexpr, BN: tl.constexpr):
+    """[BN] one number of each key of a tile."""
+    first, offset = tile_at(cache, page, j0, PAGE, WITHIN, BN)
+    return tl.load(base + first + offset, mask=inside, other=0.0)
+
+
+@triton.jit
+def stored(part, like):
+    """Integers of 8 bits in the dtype of `like`, which holds each of them; anything else as it is."""
+    if part.dtype != tl.int8:
+        return part
+    elif like.dtype == tl.float16:
+        # 1024 + 128 + the integer in its bits: a GPU converts to float16 at a quarter of the rate.
+        bits = (part.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return part.to(tl.float32).to(like.dtype)
+
+
+@triton.jit
+def stored_three(parts, like, W1: tl.constexpr, W2: tl.constexpr):
+    """stored() for rows in parts."""
+    x0 = stored(parts[0], like)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = stored(parts[1], like)
+    if W2:
+        x2 = stored(parts[2], like)
+    return x0, x1, x2
+
+
+@triton.jit
+def rows_summed(parts, W1: tl.constexpr, W2: tl.constexpr):
+    """[rows] float32: the sum of a row's elements."""
+    x = tl.sum(parts[0].to(tl.float32), 1)
+    if W1:
+        x += tl.sum(parts[1].to(tl.float32), 1)
+    if W2:
+        x += tl.sum(parts[2].to(tl.float32), 1)
+    return x
+
+
+@triton.jit
+def safe_unit(largest):
+    """What numbers are divided by: the largest of their sizes, 1 where that is zero or not finite."""
+    return tl.where((largest > 0.0) & (largest < float("inf")), largest, 1.0)
+
+
+@triton.jit
+def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """[1, WIDTH] one number of each channel of a part."""
+    d = FIRST + tl.arange(0, WIDTH)
+    return tl.load(base + cache[0] + d, mask=d < DIM, other=0.0)[None, :]
+
+
+@triton.jit
+def channel_product(part, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
+    """(part / unit in the dtype of `like`, the sum of what this is times the channels' offsets) of rows of a part."""
+    x = (part / unit[:, None]).to(like.dtype)
+    added = tl.zeros([part.shape[0]], tl.float32)
+    if offset is not None:
+        added = tl.sum(x.to(tl.float32) * of_channels(offset, cache, FIRST, WIDTH, DIM), 1)
+    return x, added
+
+
+@triton.jit
+def channels_folded(query, scale, offset, scales, offsets, W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+                    DIM: tl.constexpr):  # fmt: skip
+    """(rows x, a, u) such that x . stored * u + a is the product of query rows with dequantised keys.
+
+    u: a row's largest element times its scale, so that no dtype flushes what scales make small.
+    """
+    x0 = query[0].to(tl.float32) * of_channels(scale, scales, 0, W0, DIM)
+    largest = tl.max(tl.abs(x0), 1)
+    x1, x2 = x0, x0
+    if W1:
+        x1 = query[1].to(tl.float32) * of_channels(scale, scales, W0, W1, DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(x1), 1))
+    if W2:
+        x2 = query[2].to(tl.float32) * of_channels(scale, scales, W0 + W1, W2, DIM)
+        largest = tl.maximum(largest, tl.max(tl.abs(x2), 1))
+    unit = safe_unit(largest)
+    y0, added = channel_product(x0, unit, offset, offsets, 0, W0, DIM, query[0])
+    y1, y2 = y0, y0
+    if W1:
+        y1, more = channel_product(x1, unit, offset, offsets, W0, W1, DIM, query[0])
+        added += more
+    if W2:
+        y2, more = channel_product(x2, unit, offset, offsets, W0 + W1, W2, DIM, query[0])
+        added += more
+    return (y0, y1, y2), added * unit, unit
+
+
+@triton.jit
+def scaled_weights(p, fade, scales, unit, like):
+    """(weights times their keys' scales, in units; what fades the sums so far, in units; the unit).
+
+    float16 flushes what small scales make of a weight: there the largest scale so far, over 2^14, is the unit. A key
+    that no row weighs has none: where a mask hides it, its scale may be anything.
+    """
+    if like.dtype == tl.float16:
+        scales = tl.where(tl.max(p, 0) > 0.0, scales, 0.0)
+        now = tl.maximum(unit, tl.max(tl.abs(scales), 0) * (2.0**-14))
+        safe = safe_unit(now)
+        return p * (scales / safe)[None, :], fade * (unit / safe), now
+    else:
+        return p * scales[None, :], fade, unit
+
+
+@triton.jit
+def lifted_part(acc, lifted, unit, scale, offset, scales, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+                DIM: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """One part of lifted_three()."""
+    if KIND == NO_SCALE:
+        return acc
+    elif KIND == PER_CHANNEL:
+        if offset is not None:
+            acc += lifted[:, None] * of_channels(offset, offsets, FIRST, WIDTH, DIM)
+        return acc * of_channels(scale, scales, FIRST, WIDTH, DIM)
+    else:
+        return (acc + lifted[:, None]) * safe_unit(unit)
+
+
+@triton.jit
+def lifted_three(acc, lifted, unit, scale, offset, scales, offsets, KIND: tl.constexpr, W0: tl.constexpr,
+                 W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """Weighted values from weighted integers; lifted: the weights' sum, or of tokens' weights times their offsets."""
+    acc0, acc1, acc2 = acc
+    acc0 = lifted_part(acc0, lifted, unit, scale, offset, scales, offsets, 0, W0, DIM, KIND)
+    if W1:
+        acc1 = lifted_part(acc1, lifted, unit, scale, offset, scales, offsets, W0, W1, DIM, KIND)
+    if W2:
+        acc2 = lifted_part(acc2, lifted, unit, scale, offset, scales, offsets, W0 + W1, W2, DIM, KIND)
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def pairs_at(cache):
+    """Where a cache of bytes lies, counted in pairs of them."""
+    first, token, page = cache
+    return tl.multiple_of(first // 2, 8), tl.multiple_of(token // 2, 8), tl.multiple_of(page // 2, 8)
+
+
+@triton.jit
+def unpaired(pairs, like):
+    """(integers of even columns, of odd ones) in the dtype of `like`."""
+    return stored(pairs.to(tl.int8), like), stored((pairs >> 8).to(tl.int8), like)

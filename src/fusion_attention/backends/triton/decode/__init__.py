@@ -1,0 +1,1 @@
+"""Few query rows against many keys."""

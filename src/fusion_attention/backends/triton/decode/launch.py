@@ -1,0 +1,260 @@
+"""Launches of the decode kernels: work list of key ranges, page tables, memory between the two kernels."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import launching, layout_table, shapes
+from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, decode, join
+from fusion_attention.backends.triton.dense import launch as launch_dense
+from fusion_attention.backends.triton.dense.recompute import recompute_out
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.contract import BackendError
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem
+
+# The kernels' programs are meant to fill the chip a few times over; more shares only add to what is joined.
+WAVES = 3
+LEAST_TILES = 2  # of keys in a share
+INTERPRETED_PROCESSORS = 4
+MOST_PROCESSORS = 256
+FEW_ROWS, HIGHEST = 32, 128  # rows of a tile
+JOIN = shapes.Tile(0, 0, 4, 1)
+LAST_PAGE = (1 << 31) - 1  # that a page table can name
+CACHES = ("k", "v", "k_rope", "scale_k", "offset_k", "scale_v", "offset_v")
+FACTORS = CACHES[3:]  # of integers
+BY_TOKEN = ("k", "v", "k_rope")  # and scales and offsets of tokens
+
+
+def serves(problem: Problem, extents: Extents) -> bool:
+    """Whether the decode kernels compute a forward: a cache needs them, and few rows with many keys gain by them."""
+    p = problem
+    if p.page_size or p.kv_dtype:
+        return True
+    if p.dropout != "none" or p.empty_rows != "zero" or not len(extents):
+        return False
+    q_len, kv_len = extents.chosen_by
+    return int(q_len.max()) * p.group <= 64 and int(kv_len.max()) >= 512
+
+
+def tables_for(problem: Problem, rows: int) -> tuple[str, ...]:
+    """The tables that may hold a tile for so many rows of a key head, the first choice first."""
+    int8 = problem.kv_dtype == "int8"
+    if shapes_sparse.shared(problem) and not int8:
+        return "latent", "decode"
+    many = ("prefill int8" if int8 else "prefill",) if rows > FEW_ROWS else ()
+    return *many, "decode"
+
+
+def tile_for(problem: Problem, extents: Extents, device: torch.device, align: int) -> shapes.Tile:
+    """The table's tile, as low as the rows allow."""
+    chip, most = shapes.chip_of(device), int(extents.q_len.max(initial=1)) * problem.group
+    assert chip is not None  # reasons_against() has looked
+    result = (shapes.tile_of(table, problem, chip, align) for table in tables_for(problem, most))
+    tile = next(tile for tile in result if tile is not None)
+    return tile._replace(BM=min(tile.BM, shapes.power(most)))
+
+
+def decode_constants(
+    problem: Problem, tile: shapes.Tile, align: int, within: bool = True
+) -> tuple[launching.Constants, launching.Constants]:
+    """What decode and join know while compiling."""
+    p = problem
+    known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
+    known |= {
+        "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
+        "BUFFER": buffer(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
+    }  # fmt: skip
+    of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
+    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
+
+
+def buffer(problem: Problem) -> int:
+    """Floats of a row of a share: its values, its maximum and its sum, up to the next 16 bytes."""
+    return -(-(problem.dim_v + 2) // 4) * 4
+
+
+def paired(problem: Problem) -> bool:
+    """Whether integers of values are loaded two by two: what transposes a tile moves 16 bits at a time."""
+    first, second, _ = shapes.parts(problem.dim_v)
+    return (
+        problem.kv_dtype == "int8"
+        and not shapes_sparse.shared(problem)
+        and not (second or problem.dim_v % 2)
+        and first >= 32
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shares_wanted(problem: Problem, device: torch.device) -> int:
+    """Into how many shares all keys of a call are meant to be cut, for each key head."""
+    return max(1, WAVES * processors(device) // problem.heads_kv)
+
+
+def rows_of(problem: Problem, extents: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sequence, first row, end) of tiles of the rows that share a key head: row * group + head."""
+    most = extents.q_len * problem.group
+    tiles = -(-most // tile.BM)
+    seq = np.repeat(np.arange(len(extents)), tiles)
+    first = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile.BM
+    return seq, first, np.minimum(first + tile.BM, most[seq])
+
+
+def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> np.ndarray:
+    """[wanted + tiles of rows, 8] int32: seq, first row, end, first key, end, shares of its tile; then, of the n-th
+    tile in several shares, the first entry and how many there are. Each entry is a share; those that are joined stand
+    first, then the longest.
+
+    All shares of a call hold equally many keys as nearly as tiles allow: one long sequence is cut where its neighbours
+    are not. What is left over holds no row: other lengths of the same rows fit into the same list.
+    """
+    e, size = extents, tile.BN
+    seq, row0, row1 = rows_of(problem, e, tile)
+    first, last = row0 // problem.group, (row1 - 1) // problem.group
+    begin = np.clip(first + e.lo[seq], 0, e.kv_len[seq]) // size * size
+    end = np.clip(np.maximum(last + e.hi[seq], e.prefix[seq]), begin, np.maximum(e.kv_len[seq], begin))
+    turns = -(-(end - begin) // size)
+    each = max(-(-int(turns.sum()) // wanted), LEAST_TILES, -(-int(turns.max(initial=0)) // MOST_SHARES.value))
+    shares = np.maximum(-(-turns // each), 1)
+    order = np.lexsort((-turns, shares == 1))
+    of, shares = np.repeat(order, shares[order]), shares[order]
+    at = np.cumsum(shares) - shares
+    share, count = np.arange(len(of)) - np.repeat(at, shares), np.repeat(shares, shares)
+    per = -(-turns[of] // count) * size
+    start = np.minimum(begin[of] + share * per, end[of])
+    listed = np.zeros((wanted + len(seq), layout_table.TILE_FIELDS), np.int32)
+    fields = (seq[of], row0[of], row1[of], start, np.minimum(start + per, end[of]), count)
+    listed[: len(of), : len(fields)] = np.stack(fields, 1)
+    many = shares > 1
+    listed[: many.sum(), len(fields) :] = np.stack((at[many], shares[many]), 1)
+    return listed
+
+
+def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
+    """At most so many tiles of rows are cut, into at most so many shares: a tile that is cut is longer than a share."""
+    tiles = len(rows_of(problem, extents, tile)[0])
+    cut = min(wanted, tiles)
+    return cut, min(wanted + cut, tiles * MOST_SHARES.value)
+
+
+def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
+    """Whether each tile of keys lies in one page, its rows less than 2^31 elements apart."""
+    token_strides = [
+        abs(view.stride_token) for name in CACHES if isinstance(view := views.get(name), RowView | PagedView)
+    ]
+    return problem.page_size % tile.BN == 0 and max(token_strides) * tile.BN < 1 << 31
+
+
+def pool_of(view: PagedView, heads: int) -> int:
+    """The last page that lies in a pool's memory as a whole; -1 if none. Of an expanded pool any does."""
+    pool = view.pool
+    held = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
+    row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
+    if held < row_end:
+        return -1
+    return (held - row_end) // view.stride_page if view.stride_page else LAST_PAGE
+
+
+def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
+    """(table, last page of every pool; -1: some pool holds none) of the caches.
+
+    Raises:
+        BackendError: caches with tables of their own, of another kind than the problem says, or of rows in pieces.
+    """
+    caches = {name: view for name, view in views.items() if name in CACHES and view is not None}
+    paged = {name: view for name, view in caches.items() if isinstance(view, PagedView)}
+    if not problem.page_size:
+        if paged:
+            raise BackendError(
+                f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
+            )
+        return None, 0
+    in_pieces = [name for name, view in paged.items() if view.piece]
+    if in_pieces:
+        raise BackendError(f"fusion_attention: triton: expected rows in one piece, got pieces for {in_pieces[0]}")
+    first = paged.get("k")
+    rows = ("k", "v", "k_rope", *(f"scale_{side}" for side in "kv" if getattr(problem, f"dequant_{side}") == "token"))
+    strangers = [name for name in rows if name in caches and name not in paged]
+    if first is None or strangers:
+        raise BackendError(f"fusion_attention: triton: expected pages for k and v, got rows for {', '.join(strangers)}")
+    table = first.table
+    others = [
+        name
+        for name, view in paged.items()
+        if view.table.data_ptr() != table.data_ptr() or view.table.stride() != table.stride()
+    ]
+    if others:
+        raise BackendError(f"fusion_attention: triton: expected one page table, got another for {', '.join(others)}")
+    return table, min(pool_of(view, problem.heads_kv) for view in paged.values())
+
+
+def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
+    """Launches decode, join, and the kernel that recomputes."""
+    p = problem
+    views = launch_dense.views_of(p, o) | dict.fromkeys(FACTORS)
+    for name, dequant in (("k", o.dequant_k), ("v", o.dequant_v)):
+        if dequant is not None and getattr(p, f"dequant_{name}") != "none":
+            views |= {f"scale_{name}": dequant.scale, f"offset_{name}": dequant.offset}
+    given = launch_dense.given_by(p, o, views)
+    if isinstance(o.k, PagedView):
+        given["table"] = o.k.table
+    result = schedule.once(layout_table.layout(views, given), lambda: ready(p, extents, schedule, views, given))
+    result.run(given | launch_dense.draws(o))
+
+
+def ready(
+    p: Problem,
+    e: Extents,
+    schedule: launching.Schedule,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
+) -> launching.Ready:
+    """What run() does with memory as these views and arguments lie."""
+    table, last = pages(p, views)
+    device = layout_table.one_device(given)
+    if not schedule.rows:
+        return launching.Ready([], ())
+    kept, where = schedule.kept, layout_table.strides(views, len(e))
+    align = layout_table.alignment(views, where)
+    tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
+    cut, shares = buffer_for_shares(p, e, tile, wanted)
+    known, known_join = decode_constants(p, tile, align, within(p, views, tile))
+    listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    rows = min(tile.BM, int(e.q_len.max()) * p.group)
+    # Without a page no key is read.
+    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
+    arguments = launch_dense.ABSENT | launch_dense.numbers(p) | {
+        "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
+        "strides": strides.tensor, "lengths": lengths.tensor,
+    }  # fmt: skip
+    scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * buffer(p),)}
+    own = [*given, *launch_dense.DRAWS, *scratch]
+    launches = [
+        launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
+        launch_dense.FAMILY.launch(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
+        *launch_dense.launch_recompute(
+            recompute_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.recompute_out_constants(p, align)
+        ),
+    ]
+    return launching.Ready(launches, (strides, lengths, listed), scratch)
+
+
+def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
+    """At most: on a chip of MOST_PROCESSORS, with the highest tile."""
+    p, extents = problem, schedule.kept.extents
+    wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
+    most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)
+    tiles = int((-(-extents.q_len * p.group // shapes.NARROWEST)).sum())
+    return 4 * min(2 * wanted, tiles * MOST_SHARES.value) * p.heads_kv * most * buffer(p)

@@ -1,0 +1,374 @@
+"""The backward kernels: what each row needs, then dq by tiles of rows, then dk and dv by tiles of keys.
+
+    P = 2^(S * log2(e) - lse),  lse = max * log2(e) + log2(sum),  D = dout . out - dlse,  M = keep / keep_prob
+    dP = (dout . v) * M,  dS = P * (dP - D)                     beneath a cap, dS * (1 - tanh^2) for dS
+    dq = scale * dS k,  dk = scale * dS^T q,  dv = (P * M)^T dout
+
+Two kernels compute S twice, but every gradient of a row or a key has one owner, which sums in one order: the same bits
+in every run. Each has one loop, in which a tile that no mask cuts jumps over the mask: a second copy of a loop this big
+spills registers. What a mask hides is given a score of -inf: its weight is 0, and so is all that comes of it.
+
+dS is rounded to the rows' dtype before it is multiplied, and of float16's 65504 a scaled loss leaves little. So where
+some |dout| of a key head's rows exceeds 256, dS is held 256 times smaller, and dq and dk are multiplied at the end.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.bias import MATRIX, TABLE, add_dbias, biased, capped
+from fusion_attention.backends.triton.common.kernels import (
+    LOG2E,
+    PER_TILE,
+    add_three,
+    band_at,
+    heads_at,
+    inner_three,
+    kept_keys,
+    lengths_at,
+    load_group,
+    load_part,
+    load_rows,
+    load_three,
+    not_blocked,
+    products,
+    rows_at,
+    rows_of,
+    rows_of_group,
+    store_part,
+    store_three,
+    zeros_three,
+)
+
+LARGE, SHRINK = tl.constexpr(256.0), tl.constexpr(1 / 256)
+HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
+
+
+@triton.jit
+def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
+    """The largest absolute value of rows in parts."""
+    found = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
+    if W1:
+        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
+    if W2:
+        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[2]).to(tl.float32), 1), 0))
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "plane"])
+def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, strides, tiles, count: tl.int32, plane: tl.int64,
+            GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+            V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+    """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
+
+    An empty row has an lse of inf, which makes its weights 0, and a D of 0, or 1 / n in mean form. `part` receives
+    the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.load(tile + 1) + tl.arange(0, BM)
+    valid = row < tl.load(tile + 2)
+    wide = row.to(tl.int64)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    at_dout, stride_dout = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+    o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
+    do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
+    delta = products(o, do, V1, V2)
+    if dlse is not None:
+        at_dlse, stride_dlse = rows_at(strides, count, b, h, layout_index.DLSE, 1)
+        delta -= tl.load(dlse + at_dlse + wide * stride_dlse, mask=valid, other=0.0)
+    if large is not None:  # all who write here write the same
+        tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+    peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
+    total = tl.load(sum_ + at_sum + wide * stride_sum, mask=valid, other=1.0)
+    empty = peak == -float("inf")
+    lse = peak * LOG2E + tl.log2(total)
+    # inf says that a row is empty: statistics that are infinite say nothing.
+    lse = tl.where(tl.abs(lse) == float("inf"), float("nan"), lse)
+    # Where a score's last bit is worth more than float32 can hold as a weight, none may be above its lse.
+    lse = tl.where(tl.abs(lse) > HUGE, lse + tl.abs(lse) * HUGE_BITS, lse)
+    lse, delta = tl.where(empty, float("inf"), lse), tl.where(empty, 0.0, delta)
+    if SINK:
+        given = delta * tl.exp2(tl.load(sink + h) * LOG2E - lse)
+        tl.store(
+            part + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + h,
+            -tl.sum(tl.where(empty | ~valid, 0.0, given), 0),
+        )
+    if MEAN:
+        mean = empty & (total > 0)
+        delta = tl.where(mean, 1.0 / total, delta)
+    at, stride = rows_at(strides, count, b, h, layout_index.FLAT, 1)
+    at = flat + at + wide * stride
+    tl.store(at, lse, mask=valid)
+    tl.store(at + plane, delta, mask=valid)
+
+
+@triton.jit
+def row_notes(flat, plane, at, stride, row, valid):
+    """(lse, D) of rows, as prepare() wrote them; a row that is not there is an empty one."""
+    at = flat + at + row.to(tl.int64) * stride
+    return tl.load(at, mask=valid, other=float("inf")), tl.load(at + plane, mask=valid, other=0.0)
+
+
+@triton.jit
+def shrinking(large, b, hk, heads):
+    """What dS is multiplied by before it is rounded."""
+    if large is None:
+        return 1.0
+    else:
+        return tl.where(tl.load(large + b * heads + hk) > 0, SHRINK, 1.0)
+
+
+@triton.jit
+def load_notes(notes, h, row0, valid, PLANE: tl.constexpr, BM: tl.constexpr, TMA: tl.constexpr):
+    """lse (PLANE 0) or D (1) of rows of head h; notes: (descriptor or address, heads, stride of a head)."""
+    base, heads, head = notes
+    if TMA:
+        return base.load([PLANE * heads + h, row0]).reshape(BM)
+    else:
+        at = base + (PLANE * heads + h).to(tl.int64) * head + (row0 + tl.arange(0, BM))
+        return tl.load(at, mask=valid, other=0.0 if PLANE else float("inf"))
+
+
+@triton.jit
+def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, drop, GROUP: tl.constexpr,
+              DROPOUT: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """dv with what rows in mean form give, each to every key. No turn where no row is: the host has looked."""
+    dv0, dv1, dv2 = dv
+    strides, count, b, heads = where
+    for turn in tl.range(0, turns * GROUP):
+        h, row0 = (head + turn // turns).to(tl.int32), turn % turns * BM
+        row = row0 + tl.arange(0, BM)
+        valid = row < rows
+        lse, share = load_notes(notes, h, row0, valid, 0, BM, TMA), load_notes(notes, h, row0, valid, 1, BM, TMA)
+        mean = (lse == float("inf")) & (share > 0) & valid
+        weight = tl.where(mean[None, :] & inside[:, None], share[None, :], 0.0)
+        if DROPOUT:
+            keep = kept_keys(bits, (strides, count, b, h.to(tl.int64), heads), row, j0,
+                             valid[:, None] & inside[None, :], drop, DROPOUT, BN)  # fmt: skip
+            weight = tl.where(tl.trans(keep), weight, 0.0)
+        do = load_group(do_rows, h, row0, valid, BM, V0, V1, V2, DIM_V, TMA)
+        dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
+    return dv0, dv1, dv2
+
+
+@triton.jit
+def sees(row, key, band):
+    """Whether rows see keys; band: of band_at()."""
+    rows, keys, lo, hi, prefix = band
+    end = tl.minimum(tl.maximum(row + hi, prefix), keys)
+    return (key >= row + lo) & (key < tl.where(row < rows, end, 0))
+
+
+@triton.jit
+def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
+            BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """(P, S) of a tile of products x, unseen scores -inf; all as broadcast axes, which may stand either way round.
+
+    cut: whether some row does not see all keys of the tile.
+    """
+    scale, factor, exponent = numbers
+    bias, slopes, blocked = extras
+    strides, count, b, h, heads = where
+    s, seen = x, None
+    if BLOCKED or BIAS == MATRIX or BIAS == TABLE:  # noqa: SIM109 (Triton has no `in`)
+        seen = sees(row, key, band)
+    if not RAW:
+        s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, seen, lengths, BIAS, CAP)
+    if BLOCKED:
+        seen = seen & not_blocked(blocked, strides, count, b, h, row, key, seen)
+    if seen is not None:
+        s = tl.where(seen, s, -float("inf"))
+    elif cut:
+        s = tl.where(sees(row, key, band), s, -float("inf"))
+    return tl.exp2(s * exponent - lse), s
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
+def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slopes, blocked, bits, flat, large,
+                   strides, lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
+                   factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
+                   threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
+                   BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+                   DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+                   V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Writes dq of one tile of rows of one head, and adds to dbias; grid (tiles, heads_q)."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row0, row1 = tl.load(tile + 1), tl.load(tile + 2)
+    begin, turns = tl.load(tile + 3), tl.load(tile + 4)
+    row = row0 + tl.arange(0, BM)
+    valid, wide = row < row1, row.to(tl.int64)
+    known = lengths_at(lengths, count, b)
+    band = band_at(known)
+    _, end_key, lo, hi, prefix = band
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+    at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+    query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
+    do = load_three(dout, at_do + wide * stride_do, valid, True, V0, V1, V2, DIM_V)
+    k_rows = rows_of(k + at_k, stride_k, end_key, BN, D0, D1, D2, DIM, TMA)
+    v_rows = rows_of(v + at_v, stride_v, end_key, BN, V0, V1, V2, DIM_V, TMA)
+    rope, r_rows, dr = query[0], k_rows, tl.zeros([BM, R if R else 16], tl.float32)
+    if R:
+        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
+        r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
+    at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
+    lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+    shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
+    delta *= shrink
+    # Keys between these two are seen by every row.
+    whole, whole_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
+    numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (strides, count, b, h, heads_q)
+    dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)
+    for t in tl.range(0, turns):
+        j0 = begin + t * BN
+        j = j0 + tl.arange(0, BN)
+        inside = j < end_key
+        keys = load_rows(k_rows, j0, inside, True, BN, D0, D1, D2, DIM, TMA)
+        x = inner_three(query, keys, D1, D2)
+        tail = keys[0]
+        if R:
+            tail = load_rows(r_rows, j0, inside, True, BN, R, 0, 0, DIM_ROPE, TMA)[0]
+            x = tl.dot(rope, tl.trans(tail), x, input_precision="ieee")
+        p, s = weights(x, lse[:, None], (j0 < whole) | (j0 + BN > whole_end), row[:, None], j[None, :], band,
+                       numbers, extras, where, (known[0], known[1], known[5]), RAW, BIAS, BLOCKED, CAP)  # fmt: skip
+        dp = inner_three(do, load_rows(v_rows, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA), V1, V2)
+        if DROPOUT:
+            there = valid[:, None] & inside[None, :]
+            keep = kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN)
+            dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
+        ds = p * (dp * shrink - delta[:, None])
+        if dbias is not None:  # nothing recomputes what is added to it
+            seen = (s != -float("inf")) & (lse != float("inf"))[:, None]
+            ds = tl.where(seen, ds, 0.0)
+            add_dbias(
+                dbias,
+                where,
+                row[:, None],
+                j[None, :],
+                seen,
+                ds * (factor / shrink),
+                (known[0], known[1], known[5]),
+                BIAS,
+            )
+        if CAP != 0:
+            ds = ds * capped(x, scale, CAP)[1]
+        dq0, dq1, dq2 = add_three((dq0, dq1, dq2), ds, keys, D1, D2)
+        if R:
+            dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
+    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
+    store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
+    if R:
+        at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
+        store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
+def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, large, strides,
+                 lengths, tiles, count: tl.int32, heads_q: tl.int32, plane: tl.int64, scale: tl.float32,
+                 factor: tl.float32, exponent: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32,
+                 threshold: tl.int32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
+                 BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr,
+                 D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
+                 V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Writes dk and dv of one tile of keys of one key head, all its query heads in turn; grid (tiles, heads_kv).
+
+    Scores stand with keys as rows: weights go into the products as they were computed, from registers.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    j0 = tl.load(tile + 1)
+    j = j0 + tl.arange(0, BN)
+    inside, wide = j < tl.load(tile + 2), j.to(tl.int64)
+    begin, turns = tl.load(tile + 3), tl.load(tile + 4)
+    known = lengths_at(lengths, count, b)
+    band = band_at(known)
+    rows, end_key, lo, hi, prefix = band
+    at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
+    keys = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
+    values = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
+    # Places are read before the loop: an address that is read in it keeps the rows behind it from being loaded ahead.
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_do, head_do, stride_do = heads_at(strides, count, b, layout_index.DOUT, ALIGN)
+    at_flat, head_flat, _ = heads_at(strides, count, b, layout_index.FLAT, 1)
+    q_rows = rows_of_group(q + at_q, head_q, stride_q, heads_q, rows, BM, D0, D1, D2, DIM, TMA)
+    do_rows = rows_of_group(dout + at_do, head_do, stride_do, heads_q, rows, BM, V0, V1, V2, DIM_V, TMA)
+    noted = flat + at_flat
+    if TMA:
+        noted = tl.make_tensor_descriptor(flat + at_flat, [2 * heads_q, rows], [head_flat, 1], [1, BM])
+    notes = (noted, heads_q, head_flat)
+    tail, r_rows, dr = keys[0], q_rows, tl.zeros([BN, R if R else 16], tl.float32)
+    if R:
+        at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
+        r_rows = rows_of_group(q_rope + at_qr, head_qr, stride_qr, heads_q, rows, BM, R, 0, 0, DIM_ROPE, TMA)
+    dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
+    dv0, dv1, dv2 = zeros_three(BN, V0, V1, V2)
+    numbers, extras = (scale, factor, exponent), (bias, slopes, blocked)
+    shrink = shrinking(large, b, hk, heads_q // GROUP)
+    h, row0, last = (hk * GROUP).to(tl.int32), begin, begin + turns * BM
+    for _ in tl.range(0, turns * GROUP):
+        row = row0 + tl.arange(0, BM)
+        valid = row < rows
+        query = load_group(q_rows, h, row0, valid, BM, D0, D1, D2, DIM, TMA)
+        x = inner_three(keys, query, D1, D2)
+        rope = query[0]
+        if R:
+            rope = load_group(r_rows, h, row0, valid, BM, R, 0, 0, DIM_ROPE, TMA)[0]
+            x = tl.dot(tail, tl.trans(rope), x, input_precision="ieee")
+        lse = load_notes(notes, h, row0, valid, 0, BM, TMA)
+        end = tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
+        where = (strides, count, b, h.to(tl.int64), heads_q)
+        p, _ = weights(x, lse[None, :], (row0 + BM > rows) | (row0 + BM - 1 + lo > j0) | (end < j0 + BN),
+                       row[None, :], j[:, None], band, numbers, extras, where, (known[0], known[1], known[5]), RAW,
+                       BIAS, BLOCKED, CAP)  # fmt: skip
+        weight = p
+        if DROPOUT:
+            there = valid[:, None] & inside[None, :]
+            keep = tl.trans(kept_keys(bits, where, row, j0, there, (seed, offset, threshold), DROPOUT, BN))
+            weight = tl.where(keep, weight, 0.0)
+        do = load_group(do_rows, h, row0, valid, BM, V0, V1, V2, DIM_V, TMA)
+        if TMA:  # dv first: the scores of 64 x 128 then need no stack
+            dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
+            dp = inner_three(values, do, V1, V2)
+        else:  # dP first: 768 elements need none on sm_80
+            dp = inner_three(values, do, V1, V2)
+            dv0, dv1, dv2 = add_three((dv0, dv1, dv2), weight, do, V1, V2)
+        if DROPOUT:
+            dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
+        # Read as late as this, it takes no registers before.
+        ds = p * (dp * shrink - (load_notes(notes, h, row0, valid, 1, BM, TMA) * shrink)[None, :])
+        if CAP != 0:
+            ds = ds * capped(x, scale, CAP)[1]
+        dk0, dk1, dk2 = add_three((dk0, dk1, dk2), ds, query, D1, D2)
+        if R:
+            dr = tl.dot(ds.to(rope.dtype), rope, dr, input_precision="ieee")
+        row0 += BM
+        over = row0 >= last
+        h, row0 = tl.where(over, h + 1, h), tl.where(over, begin, row0)
+    if MEAN:
+        acc = add_means((dv0, dv1, dv2), do_rows, notes, tl.load(tile + 5), hk * GROUP, rows, j0, inside, bits,
+                        (strides, count, b, heads_q), (seed, offset, threshold), GROUP, DROPOUT, V0, V1, V2, DIM_V, BM,
+                        BN, TMA)  # fmt: skip
+        dv0, dv1, dv2 = acc
+    at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
+    at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
+    store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
+    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+    if R:
+        at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
+        store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

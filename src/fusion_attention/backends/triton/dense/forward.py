@@ -1,0 +1,204 @@
+"""The forward kernel: a tile of query rows of one head meets the keys that its band leaves, in two loops.
+
+The first loop meets the tiles of keys that a mask cuts, on both sides; the second those that every row sees whole, with
+no mask at all. Scores stay as the product gave them where nothing is added to them (RAW): the scale is then part of
+the exponent's factor, and the maximum is scaled once, when it is stored.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.bias import biased
+from fusion_attention.backends.triton.common.kernels import (
+    LOG2E,
+    PER_TILE,
+    add_three,
+    inner_three,
+    interval,
+    kept_keys,
+    lengths_at,
+    load_rows,
+    not_blocked,
+    rows_at,
+    rows_of,
+    store_three,
+    zeros_three,
+)
+
+
+@triton.jit
+def weigh(s, m, l, exponent):
+    """(weights of scores, what earlier weights fade by, max of the rows so far, sum of their weights)."""
+    now = tl.maximum(m, tl.max(s, 1))
+    # A row that has seen nothing yet has -inf: 0 in its place makes the weights 2^-inf, not NaN.
+    base = tl.where(now == -float("inf"), 0.0, now)
+    p = tl.exp2(s * exponent - (base * exponent)[:, None])
+    # The difference first: of two products a GPU rounds one only, and earlier weights would fade a little every turn.
+    fade = tl.exp2((m - base) * exponent)
+    return p, fade, now, l * fade + tl.sum(p, 1)
+
+
+@triton.jit
+def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbers, drop, keys,
+           CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+           D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+           DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+           BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """One loop: `left` tiles of keys from `begin` on and `right` ones from `again` on; keys = these four."""
+    acc0, acc1, acc2, m, l = state
+    k, v, kr = memory
+    bias, slopes, blocked, bits = extras
+    strides, count, b, h, heads = where
+    valid, first_key, end_key = edges
+    scale, factor, exponent = numbers
+    begin, left, again, right = keys
+    for t in tl.range(0, left + right):
+        j0 = begin + t * BN
+        if CUT:
+            j0 = tl.where(t < left, j0, again + (t - left) * BN)
+        j = j0 + tl.arange(0, BN)
+        inside = j < lengths[1]
+        s = inner_three(query, load_rows(k, j0, inside, CUT, BN, D0, D1, D2, DIM, TMA), D1, D2)
+        if R:
+            part = load_rows(kr, j0, inside, CUT, BN, R, 0, 0, DIM_ROPE, TMA)[0]
+            s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
+        there = valid[:, None] & inside[None, :]
+        if not RAW:
+            s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row[:, None], j[None, :], there,
+                       lengths, BIAS, CAP)  # fmt: skip
+        if CUT:
+            seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
+            s = tl.where(seen, s, -float("inf"))
+        p, fade, m, l = weigh(s, m, l, exponent)
+        if DROPOUT:
+            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+        acc0 = acc0 * fade[:, None]
+        if V1:
+            acc1 = acc1 * fade[:, None]
+        if V2:
+            acc2 = acc2 * fade[:, None]
+        values = load_rows(v, j0, inside, CUT, BN, V0, V1, V2, DIM_V, TMA)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+    return acc0, acc1, acc2, m, l
+
+
+@triton.jit
+def add_means(acc, mean, v, bits, where, row, valid, drop, kv_len, DROPOUT: tl.constexpr,
+              V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BN: tl.constexpr,
+              TMA: tl.constexpr):  # fmt: skip
+    """What the rows in mean form sum: every key that dropout keeps, seen or not. No turn where no row is."""
+    acc0, acc1, acc2 = acc
+    end = tl.where(tl.max(mean.to(tl.int32), 0) > 0, kv_len, 0).to(tl.int32)
+    for j0 in tl.range(0, end, BN):
+        j = j0 + tl.arange(0, BN)
+        inside = j < kv_len
+        there = valid[:, None] & inside[None, :]
+        p = tl.where(mean[:, None] & there, 1.0, 0.0)
+        if DROPOUT:
+            p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
+        values = load_rows(v, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+    return acc0, acc1, acc2
+
+
+@triton.jit
+def finish(m, l, sink, h, unit, SINK: tl.constexpr):
+    """(max, sum, factor of the accumulator) of rows, the sink counted in."""
+    nothing = m == -float("inf")
+    top = tl.where(nothing, -float("inf"), m * unit)
+    fade = tl.where(nothing, 0.0, 1.0)
+    if SINK:
+        logit = tl.load(sink + h)
+        joint = tl.maximum(top, logit)
+        base = tl.where(joint == -float("inf"), 0.0, joint)
+        fade = tl.where(top == joint, fade, tl.exp2((top - base) * LOG2E))
+        l = l * fade + tl.where(logit == -float("inf"), 0.0, tl.exp2((logit - base) * LOG2E))
+        top = joint
+    # A NaN among the scores is in the sum alone: maxima pass it over.
+    top = tl.where((l != l) & (top != float("inf")), float("nan"), top)
+    return top, l, fade
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold"])
+def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, sink, strides, lengths, tiles,
+            count: tl.int32, heads_q: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
+            unit: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+            GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+            SINK: tl.constexpr, MEAN: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+            DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+            V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Writes out, max and sum of one tile of rows of one head; grid (tiles, heads_q).
+
+    MEAN: 0, empty rows are zeros; 1, means of all keys; 2, means where the band leaves keys.
+    """
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row0 = tl.load(tile + 1)
+    row = row0 + tl.arange(0, BM)
+    valid = row < tl.load(tile + 2)
+    begin, left, full, again, right = (
+        tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6), tl.load(tile + 7)
+    )  # fmt: skip
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
+    at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+    at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+    wide = row.to(tl.int64)
+    # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
+    TMA_Q: tl.constexpr = TMA and BM >= 64
+    query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
+                      D0, D1, D2, DIM, TMA_Q)  # fmt: skip
+    keys = rows_of(k + at_k, stride_k, kv_len, BN, D0, D1, D2, DIM, TMA)
+    values = rows_of(v + at_v, stride_v, kv_len, BN, V0, V1, V2, DIM_V, TMA)
+    rope, kr = query[0], keys
+    if R:
+        at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+        at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        rope = load_rows(rows_of(q_rope + at_qr, stride_qr, q_len, BM, R, 0, 0, DIM_ROPE, TMA_Q), row0, valid, True,
+                         BM, R, 0, 0, DIM_ROPE, TMA_Q)[0]  # fmt: skip
+        kr = rows_of(k_rope + at_kr, stride_r, kv_len, BN, R, 0, 0, DIM_ROPE, TMA)
+
+    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
+    memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (strides, count, b, h, heads_q)
+    numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
+    edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
+    state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
+                   (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
+                   V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
+    if not BLOCKED:
+        state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
+                       (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
+                       DIM_ROPE, V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
+    acc0, acc1, acc2, m, l = state
+    top, l, fade = finish(m, l, sink, h, unit, SINK)
+    none = top == -float("inf")
+    mean = none
+    if MEAN:
+        mean = none & (row < tl.where(kv_len > 0, tl.load(tile + 2), 0))
+        if MEAN == 2:
+            mean = mean & (end_key > first_key)
+        acc = add_means((acc0, acc1, acc2), mean, values, bits, where, row, valid, drop, kv_len, DROPOUT, V0, V1,
+                        V2, DIM_V, BN, TMA)  # fmt: skip
+        acc0, acc1, acc2 = acc
+        l = tl.where(mean, kv_len.to(tl.float32), l)
+        fade = tl.where(mean, 1.0, fade)
+        none = none & ~mean
+    l = tl.where(none, 0.0, l)
+    share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
+
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
+    at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+    tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
+    tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)

@@ -1,0 +1,424 @@
+"""From a problem to launches: what a kernel knows while compiling, which tiles it walks, which memory it gets.
+
+The constants made here are also what the tests compile ahead of time, so that what is checked is what is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import bias, layout_table, shapes
+from fusion_attention.backends.triton.common import kernels as common
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.decode.kernel import decode, join
+from fusion_attention.backends.triton.dense import launch_gluon
+from fusion_attention.backends.triton.dense.backward import backward_key, backward_query, prepare
+from fusion_attention.backends.triton.dense.forward import forward
+from fusion_attention.backends.triton.dense.recompute import recompute_key, recompute_out, recompute_query
+from fusion_attention.ir import dropout, tiles
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
+
+DEQUANTS = {"none": 0, "channel": 1, "token": 2}
+MEANS = {"zero": 0, "mean": 1, "mean_in_band": 2}
+PLANES = 2  # of what prepare() notes of each row
+_NOTES = 4  # float32 numbers in 16 bytes, on which a sequence's notes start
+FAMILY = Family(
+    forward, prepare, backward_query, backward_key, decode, join, recompute_out, recompute_query, recompute_key
+)
+# Arguments of what a problem may lack.
+ABSENT: dict[str, Any] = dict.fromkeys(
+    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "part",
+     "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
+) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
+DRAWS = ("seed", "offset")
+LEAST_KEEP = 2.0**-60  # of keep_prob, as kernels take it; what is left is multiplied by later
+# What kernels call views that have another name in the table of places.
+ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_", "drop_bits": "bits"}
+
+
+def widths(problem: Problem) -> Constants:
+    """The parts of rows, as the kernels name them."""
+    d, v = shapes.parts(problem.dim_qk), shapes.parts(problem.dim_v)
+    rope = shapes.power(problem.dim_rope) if problem.dim_rope else 0
+    sizes = {"DIM": problem.dim_qk, "R": rope, "DIM_ROPE": problem.dim_rope, "DIM_V": problem.dim_v}
+    return {f"D{n}": w for n, w in enumerate(d)} | {f"V{n}": w for n, w in enumerate(v)} | sizes
+
+
+def constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
+    """What every dense kernel knows while compiling; align: elements of which every row's start is a multiple.
+
+    MEAN is the problem's: kernels of their own for batches without an empty row would be compiled in mid-training.
+    """
+    p = problem
+    return widths(p) | {
+        "GROUP": p.group,
+        "BIAS": bias.BIASES[p.bias],
+        "CAP": p.softcap,
+        "BLOCKED": p.has_blocked,
+        "DROPOUT": common.DROPOUTS[p.dropout],
+        "MEAN": MEANS[p.empty_rows],
+        "ALIGN": align,
+        "BM": tile.BM,
+        "BN": tile.BN,
+    }
+
+
+def raw(problem: Problem) -> bool:
+    """Whether scores stay as the product gave them: nothing is added, and the scale keeps their order."""
+    return problem.bias == "none" and problem.softcap == 0 and problem.scale > 1e-30
+
+
+def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
+    """What the forward kernel knows while compiling."""
+    known = constants(problem, tile, align)
+    return known | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
+
+
+def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0, row1, and tiles of keys: `left` cut ones from `begin`, whole ones from `full` to
+    `again`, `right` cut ones from there. The longest first, so that the last ones to finish are short."""
+    t, size = tiles.by_query(extents, tile.BM), tile.BN
+    begin = t.begin // size * size
+    end = np.where(t.end > t.begin, t.end, begin)
+    full, again = -(-t.full_begin // size) * size, t.full_end // size * size
+    complete = (again > full) & (not problem.has_blocked)
+    left = np.where(complete, full - begin, end - begin)
+    full = np.where(complete, full, begin)
+    again = np.where(complete, again, begin)
+    right = np.where(complete, end - again, 0)
+    fields = (t.seq, t.row0, t.row1, begin, -(-left // size), full, again, -(-right // size))
+    order = np.argsort(begin - end, kind="stable")
+    return np.stack(fields, 1)[order].astype(np.int32)
+
+
+def query_tiles(extents: Extents, tile: shapes.Tile) -> np.ndarray:
+    """[tiles, 8] int32: seq, row0, row1, the first key and the number of tiles of keys; the longest first."""
+    t = tiles.by_query(extents, tile.BM)
+    begin = t.begin // tile.BN * tile.BN
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BN)
+
+
+def key_tiles(extents: Extents, tile: shapes.Tile, mean: bool) -> np.ndarray:
+    """[tiles, 8] int32: seq, key0, key1, the first row and the number of tiles of rows, and how many tiles may hold
+    rows in mean form, which give to every key; the longest first."""
+    t = tiles.by_key(extents, tile.BN)
+    begin = t.begin // tile.BM * tile.BM
+    means = -(-extents.q_len[t.seq] // tile.BM) if mean else 0
+    return _turns(t, begin, np.where(t.end > t.begin, t.end, begin), tile.BM, means)
+
+
+def _turns(t: tiles.Tiles, begin: np.ndarray, end: np.ndarray, size: int, means: np.ndarray | int = 0) -> np.ndarray:
+    none = np.zeros_like(begin)
+    turns = -(-(end - begin) // size)
+    order = np.argsort(-turns, kind="stable")
+    return np.stack((t.seq, t.row0, t.row1, begin, turns, none + means, none, none), 1)[order].astype(np.int32)
+
+
+def may_be_empty(problem: Problem, extents: Extents) -> bool:
+    """Whether some row of a sequence with keys may see none, by the band or the matrix."""
+    if problem.has_blocked:
+        return True
+    t = tiles.by_query(extents, 1)
+    return bool(((t.full_end <= t.full_begin) & (extents.kv_len[t.seq] > 0)).any())
+
+
+def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> shapes.Tile:
+    """The tile of a kernel on a device."""
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else shapes.tile_of(kernel, problem, chip, align)
+    assert tile is not None  # reasons_against() has looked
+    return tile
+
+
+def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
+    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
+    flags = 4 * len(schedule.kept.extents) * problem.heads_kv if problem.dtype == "float16" else 0
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks) + flags
+
+
+def noted(extents: Extents) -> np.ndarray:
+    """How many rows of each sequence prepare() has room for: rows that a descriptor reads start on 16 bytes."""
+    return -(-extents.q_len // _NOTES) * _NOTES
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def bytes_of(view: Any) -> torch.Tensor | None:
+    """A matrix of bools or bytes, as bytes."""
+    if view is None:
+        return None
+    tensor = view.keep
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
+    """The operands' views that the problem uses, by their names in the table of places."""
+    p = problem
+    return {
+        "q": o.q, "k": o.k, "v": o.v, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
+        "q_rope": o.q_rope if p.dim_rope else None,
+        "k_rope": o.k_rope if p.dim_rope else None,
+        "bias": o.bias if p.bias in ("matrix", "table") else None,
+        "blocked": o.blocked if p.has_blocked else None,
+        "drop_bits": o.drop_bits if p.dropout == "bits" else None,
+    }  # fmt: skip
+
+
+def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
+    """What dropout counts by where it has no bits: the stream of head 0, the first row and the first key."""
+    if problem.dropout != "philox":
+        return None
+    if (part := extents.part) is not None:
+        return part.stream, part.first_row, part.first_key
+    count = np.arange(len(extents), dtype=np.int64)
+    return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
+
+
+def given_by(problem: Problem, o: Operands, views: dict[str, layout_table.View | None]) -> dict[str, Any]:
+    """The kernels' arguments that are a run's own memory; what the problem lacks is absent."""
+    p = problem
+    given: dict[str, Any] = {
+        ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None
+    }
+    if p.has_blocked:
+        given["blocked"] = bytes_of(views["blocked"])
+    if p.bias in ("slopes", "slopes_sqrt"):
+        given["slopes"] = float32(o.slopes)
+    if p.has_sink:
+        given["sink"] = float32(o.sink)
+    return given
+
+
+def draws(o: Operands) -> dict[str, int]:
+    """DRAWS of dropout, as kernels take them."""
+    seed = o.seed & (1 << 64) - 1
+    return {
+        "seed": seed - (1 << 64) if seed >> 63 else seed,
+        "offset": ((o.offset & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000,
+    }
+
+
+def float32(values: torch.Tensor | None) -> torch.Tensor | None:
+    """One float32 array: often it is a row that serves all sequences."""
+    return None if values is None else values.to(torch.float32).contiguous()
+
+
+def numbers(problem: Problem) -> dict[str, Any]:
+    """The kernels' arguments that are the problem's numbers."""
+    p = problem
+    unit = p.scale if raw(p) else 1.0
+    return {
+        "heads_q": p.heads_q,
+        "unit": unit,
+        "exponent": unit * common.LOG2E.value,
+        "scale": p.scale,
+        "factor": p.scale if p.bias_scaled else 1.0,
+        "keep_prob": max(p.keep_prob, LEAST_KEEP),
+        "threshold": dropout.threshold(p.keep_prob),
+    }
+
+
+def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
+    """What a kernel knows that recomputes rows."""
+    known = constants(problem, shapes.recompute_tile(kernel, problem), align)
+    return {name: value for name, value in known.items() if name != "MEAN"}
+
+
+def cache_constants(problem: Problem, align: int) -> Constants:
+    """What a kernel knows of a cache; ALIGN_KV counts as ALIGN does, in the cache's elements."""
+    p = problem
+    return {
+        "PAGE": p.page_size,
+        "DEQUANT_K": DEQUANTS[p.dequant_k],
+        "DEQUANT_V": DEQUANTS[p.dequant_v],
+        "ALIGN_KV": align * 16 // shapes.widest(p) if p.kv_dtype == "int8" and align > 1 else align,
+    }
+
+
+def recompute_out_constants(problem: Problem, align: int) -> Constants:
+    """What recompute_out knows, whose rows may lie in a cache."""
+    return recompute_constants("recompute_out", problem, align) | cache_constants(problem, align)
+
+
+def launch_recompute(
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, kept: dict[str, Any], given: Iterable[str],
+    known: Constants,
+) -> list[Launch]:  # fmt: skip
+    """The launch of a kernel that recomputes, if there is a row: a program for every few of every sequence, or keys."""
+    tile = shapes.recompute_tile(kernel.__name__, p)
+    blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
+    grid = blocks * len(lengths), heads
+    return [FAMILY.launch(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
+
+
+def keep_rest(problem: Problem) -> float:
+    """What kept weights are to be multiplied by besides 1 / max(keep_prob, LEAST_KEEP)."""
+    return LEAST_KEEP / problem.keep_prob if problem.keep_prob < LEAST_KEEP else 1.0
+
+
+def enlarge(tensor: torch.Tensor, by: float) -> None:
+    """Multiplies by a factor of at least 1, in steps that float32 holds: 0 stays 0."""
+    while by > 1:
+        step = min(by, 2.0**120)
+        tensor.mul_(step)
+        by /= step
+
+
+def enlarge_rows(view: RowView | None, heads: int, lengths: np.ndarray, by: float) -> None:
+    """enlarge() of the rows of a view."""
+    for b, length in enumerate(lengths.tolist() if view is not None else ()):
+        assert view is not None
+        enlarge(view.sequence(b, heads, length), by)
+
+
+def reduced(view: RowView, heads: int, lengths: np.ndarray, by: float) -> RowView:
+    """A float32 copy of rows, divided."""
+    rows = [(view.sequence(b, heads, n).double() / by).float().flatten() for b, n in enumerate(lengths.tolist())]
+    sizes = heads * lengths * view.dim
+    return RowView((torch.cat(rows),), np.cumsum(sizes) - sizes, view.dim, lengths * view.dim, view.dim)
+
+
+def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands) -> None:
+    """Launches the forward kernel, and the one that recomputes."""
+    views = views_of(problem, o)
+    given = given_by(problem, o, views)
+    ready = schedule.once(
+        layout_table.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
+    )
+    ready.run(given | draws(o))
+    enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
+
+
+def ready_forward(
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Ready:
+    """What run_forward() does with memory as these views and arguments lie."""
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
+    align = layout_table.alignment(views, table)
+    tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
+    kernel, known, options = forward, forward_constants(p, tile, align), {}
+    if launch_gluon.serves(p, device, tile):
+        kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
+        known = launch_gluon.constants(p, align)
+    tiled = kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
+    count = len(tiled.tensor)
+    if not count:
+        return Ready([], ())
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    arguments = ABSENT | numbers(p) | {
+        "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
+    }  # fmt: skip
+    own = [*given, *DRAWS]
+    launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
+    launches += launch_recompute(
+        recompute_out, p, e.q_len, p.heads_q, arguments, own, recompute_out_constants(p, align)
+    )
+    return Ready(launches, (strides, lengths, tiled))
+
+
+def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
+    """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
+    known = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
+    names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
+    of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
+    return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
+
+
+def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """Launches the three kernels of the backward, and those that recompute.
+
+    Where keep_prob is tiny, the kernels compute gradients that are keep_rest() times smaller: multiplied by M = 1 /
+    keep_prob before they are added up, dP * M - D would overflow.
+    """
+    p, by = problem, keep_rest(problem)
+    if by == 1:
+        launch_backward(p, extents, schedule, o, g)
+        return
+    out = reduced(o.out, p.heads_q, extents.q_len, by)
+    dlse = None if g.dlse is None else reduced(g.dlse, p.heads_q, extents.q_len, by)
+    before = None if g.dbias is None else g.dbias.keep.clone()
+    if g.dbias is not None:
+        g.dbias.keep.zero_()
+    launch_backward(p, extents, schedule, replace(o, out=out), replace(g, dlse=dlse))
+    for view in (g.dq, g.dq_rope):
+        enlarge_rows(view, p.heads_q, extents.q_len, by)
+    for view in (g.dk, g.dv, g.dk_rope):
+        enlarge_rows(view, p.heads_kv, extents.kv_len, by)
+    if g.dsink is not None:
+        enlarge(g.dsink, by)
+    if g.dbias is not None and before is not None:
+        enlarge(g.dbias.keep, by)
+        g.dbias.keep.add_(before)
+
+
+def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """What run_backward() launches."""
+    p = problem
+    views = views_of(p, o) | {
+        "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
+        "dq_rope": g.dq_rope if p.dim_rope else None,
+        "dk_rope": g.dk_rope if p.dim_rope else None,
+        "dbias": g.dbias if p.bias in ("matrix", "table") else None,
+    }  # fmt: skip
+    given = given_by(p, o, views)
+    if p.dtype == "float16":
+        given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
+    ready = schedule.once(
+        layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule.kept, views, given)
+    )
+    given |= draws(o)
+    ready.run(given)
+    if g.dsink is not None:
+        part = given.get("part")
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+
+
+def ready_backward(
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Ready:
+    """What run_backward() does with memory as these views and arguments lie."""
+    device, rows, count = layout_table.one_device(given), noted(e), len(e)
+    buffer = int(rows.sum())
+    flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
+    table = layout_table.strides(views | {"flat": flat}, count, drawn(p, e))
+    align, apart = layout_table.alignment(views, table), layout_table.apart(views)
+    query = tile_on("query", p, device, align if apart else 1)
+    key = tile_on("key", p, device, align if apart and layout_table.heads_apart(views) else 1)
+    known_prepare, known_query, _ = backward_constants(p, query, align)
+    known_key = backward_constants(p, key, align)[2]
+    mean = p.empty_rows != "zero"
+    by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
+    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
+    tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
+    if p.has_sink:
+        scratch["part"] = tiles_of_rows, p.heads_q
+    own = [*given, *DRAWS, *scratch]
+    shared = ABSENT | numbers(p) | {
+        "strides": strides.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
+    }  # fmt: skip
+    launches: list[Launch] = []
+    if tiles_of_rows:
+        grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
+        launches += (
+            FAMILY.launch(prepare, grid, of_rows, own, known_prepare, query),
+            FAMILY.launch(backward_query, grid, of_rows, own, known_query, query),
+            *launch_recompute(
+                recompute_query, p, e.q_len, p.heads_q, shared, own, recompute_constants("recompute_query", p, align)
+            ),
+        )
+    if tiles_of_keys:
+        keys, known = kept.capacity.kv_len, recompute_constants("recompute_key", p, align)
+        of_keys = shared | {"tiles": by_key.tensor}
+        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
+        launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, own, known)
+    return Ready(launches, (strides, lengths, by_query, by_key), scratch)

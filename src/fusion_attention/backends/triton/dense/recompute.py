@@ -1,0 +1,405 @@
+"""Rows of results that are not finite, computed once more, one by one, with nothing that they do not see.
+
+A product of tiles multiplies what a row does not see by zero, and 0 * NaN is NaN: so a value that is not finite reaches
+rows of its tile that do not see it. These kernels follow the others, read each result once, and return where all of it
+is finite, as it nearly always is. Where it is not, they select before they multiply: what a mask hides counts nothing,
+and neither does a key whose score is -inf. A branch in the other kernels would do too, but it would take registers from
+every loop.
+
+One row at a time is slow, and where a training run diverges everything is NaN. So nothing is formed anew that stays as
+it is - a row whose statistics are NaN is NaN, whatever it meets - and a sum is left once all that was NaN is NaN again:
+then what a diverged run costs grows with its rows, not with their square. An infinity is right as it stands, for zero
+times one is NaN; but what integers of values mean is multiplied last, and float16 rounds what float32 still holds.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.bias import biased, capped
+from fusion_attention.backends.triton.common.kernels import (
+    LOG2E,
+    interval,
+    kept_keys,
+    lengths_at,
+    load_part,
+    load_three,
+    not_blocked,
+    products,
+    rows_at,
+    store_part,
+    zeros_three,
+)
+from fusion_attention.backends.triton.common.pages import cache_at, dequantised_three, offset_of, pages_of, scale_offset
+from fusion_attention.backends.triton.dense.backward import row_notes
+
+LEAST = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def wrong(x, INF: tl.constexpr):
+    """Whether elements of a result may be wrong: NaN, and infinities where those may be what was rounded or scaled."""
+    x = x.to(tl.float32)
+    return ~(tl.abs(x) < float("inf")) if INF else x != x
+
+
+@triton.jit
+def wrong_three(base, offset, there, INF: tl.constexpr,
+                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """Whether some element of rows in parts is wrong: 0 or 1."""
+    parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
+    found = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
+    if W1:
+        found = tl.maximum(found, tl.max(wrong(parts[1], INF).to(tl.int32), 1))
+    if W2:
+        found = tl.maximum(found, tl.max(wrong(parts[2], INF).to(tl.int32), 1))
+    return found
+
+
+@triton.jit
+def left(acc, old, INF: tl.constexpr):
+    """Whether some element of a row is wrong that a sum has not found to be NaN, which stays so: 0 or 1."""
+    return tl.max(tl.max((wrong(old, INF) & (acc == acc)).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def left_three(acc, base, offset, there, INF: tl.constexpr,
+               W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """left() of a row in parts."""
+    old = load_three(base, offset, there, True, W0, W1, W2, DIM)
+    found = left(acc[0], old[0], INF)
+    if W1:
+        found = tl.maximum(found, left(acc[1], old[1], INF))
+    if W2:
+        found = tl.maximum(found, left(acc[2], old[2], INF))
+    return found
+
+
+@triton.jit
+def recomputed(base, offset, there, acc, factor, INF: tl.constexpr, FIRST: tl.constexpr, W: tl.constexpr,
+               DIM: tl.constexpr):  # fmt: skip
+    """Writes those elements of a row's part that are wrong: of others the sum need not be whole."""
+    old = load_part(base, offset, there, FIRST, W, DIM, True)
+    store_part(base, offset, there, tl.where(wrong(old, INF), acc * factor, old.to(tl.float32)), FIRST, W, DIM)
+
+
+@triton.jit
+def recomputed_three(base, offset, there, acc, factor, INF: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+                     W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
+    """recomputed() of a row in parts."""
+    recomputed(base, offset, there, acc[0], factor, INF, 0, W0, DIM)
+    if W1:
+        recomputed(base, offset, there, acc[1], factor, INF, W0, W1, DIM)
+    if W2:
+        recomputed(base, offset, there, acc[2], factor, INF, W0 + W1, W2, DIM)
+
+
+@triton.jit
+def outlasting(weight):
+    """The weight of a key that is seen, as an infinity meets it: what no float holds is still more than nothing."""
+    return tl.where(weight == 0.0, LEAST, weight)
+
+
+@triton.jit
+def product(weight, x):
+    """weight * x, as an infinity meets it."""
+    return tl.where(tl.abs(x) < float("inf"), weight, outlasting(weight)) * x
+
+
+@triton.jit
+def gathered(weight, wild, counted, x):
+    """[1, W]: the sum of the rows of x that count, times their weights; all [rows, 1].
+
+    wild: the weights of elements that are not finite.
+    """
+    x = x.to(tl.float32)
+    weighed = tl.where(tl.abs(x) < float("inf"), weight, wild) * x
+    return tl.sum(tl.where(counted, weighed, 0.0), 0)[None, :]
+
+
+@triton.jit
+def gather_three(acc, weight, wild, counted, x, W1: tl.constexpr, W2: tl.constexpr):
+    """gathered() of rows in parts, added to `acc`."""
+    acc0, acc1, acc2 = acc
+    acc0 += gathered(weight, wild, counted, x[0])
+    if W1:
+        acc1 += gathered(weight, wild, counted, x[1])
+    if W2:
+        acc2 += gathered(weight, wild, counted, x[2])
+    return acc0, acc1, acc2
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "width", "step", "last", "seed", "offset", "threshold"])
+def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bits, table, scale_k, offset_k,
+                  scale_v, offset_v, strides, lengths, count: tl.int32, heads_q: tl.int32, blocks: tl.int32,
+                  width: tl.int32, step: tl.int64, last: tl.int32, scale: tl.float32, factor: tl.float32,
+                  keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32, GROUP: tl.constexpr,
+                  BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                  D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr,
+                  V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, PAGE: tl.constexpr, DEQUANT_K: tl.constexpr,
+                  DEQUANT_V: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KV: tl.constexpr, BM: tl.constexpr,
+                  BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """Computes rows of out anew from the statistics; grid (sequences * blocks of BM rows, heads_q)."""
+    b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    if PAGE:
+        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+    begin = tl.program_id(0) % blocks * BM
+    row = begin + tl.arange(0, BM)
+    at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+    INF: tl.constexpr = DEQUANT_V != 0
+    found = wrong_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, INF, V0, V1, V2, DIM_V)
+    at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+    sums = tl.load(sum_ + at_sum + row.to(tl.int64) * stride_sum, mask=row < q_len, other=0.0)
+    found = tl.max(tl.where(sums == sums, found, 0), 0)
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        there, wide = one < q_len, one.to(tl.int64)
+        at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
+        bad = wrong_three(out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V) > 0
+        first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
+        at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
+        at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
+        peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
+        bad = bad & (total == total)
+        empty = peak == -float("inf")
+        mean = empty & (total > 0)
+        first_key = tl.where(mean, 0, first_key)
+        end_key = tl.where(mean & bad, kv_len.to(tl.int32), tl.where(empty | ~bad, 0, end_key))
+        at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
+        cache_k = cache_at(strides, count, b, h // GROUP, layout_index.K, ALIGN_KV)
+        cache_v = cache_at(strides, count, b, h // GROUP, layout_index.V, ALIGN_KV)
+        rope, cache_r = query[0], cache_k
+        if R:
+            at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+            cache_r = cache_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+        acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
+        j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
+        while j0 < end:
+            j = j0 + tl.arange(0, BN)
+            inside = j < end
+            page = pages_of(table, b, step, last, j, end, PAGE)
+            keys = load_three(k, offset_of(cache_k, page, j, PAGE), inside, True, D0, D1, D2, DIM)
+            if DEQUANT_K:
+                at_scale = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.SCALE_K, DEQUANT_K, PAGE)
+                at_offset = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.OFFSET_K, DEQUANT_K, PAGE)
+                keys = dequantised_three(keys, scale_k, offset_k, at_scale, at_offset, inside, j0 < end,
+                                         DEQUANT_K, D0, D1, D2, DIM)  # fmt: skip
+            s = products(query, keys, D1, D2)
+            if R:
+                tail = load_part(k_rope, offset_of(cache_r, page, j, PAGE), inside, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            counted = (inside & (j >= first_key))[:, None]
+            s = biased(s[:, None], scale, factor, bias, slopes, strides, count, b, h, heads_q, one[None, :], j[:, None],
+                       counted & ~mean[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+            if BLOCKED:
+                left = not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], counted)
+                counted = counted & (left | mean[None, :])
+            counted = counted & ((s != -float("inf")) | mean[None, :])
+            p = tl.where(mean[None, :], 1.0, tl.exp2((s - peak[None, :]) * LOG2E))
+            wild = outlasting(p)
+            if DROPOUT:
+                counted = counted & tl.trans(kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
+                                                       (seed, offset, threshold), DROPOUT, BN))  # fmt: skip
+            values = load_three(v, offset_of(cache_v, page, j, PAGE), inside, True, V0, V1, V2, DIM_V)
+            if DEQUANT_V:
+                at_scale = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.SCALE_V, DEQUANT_V, PAGE)
+                at_offset = scale_offset(strides, count, b, h // GROUP, page, j, layout_index.OFFSET_V, DEQUANT_V, PAGE)
+                values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
+                                           DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
+            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
+            more = left_three((acc0, acc1, acc2), out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V)
+            j0 = tl.where(more > 0, j0 + BN, end)
+        share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
+        recomputed_three(
+            out, at_out + wide * stride_out, there & bad, (acc0, acc1, acc2), share, INF, V0, V1, V2, DIM_V
+        )
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
+def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, blocked, bits, flat, strides, lengths,
+                    count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+                    factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+                    GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+                    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+                    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """Computes rows of dq, and of its rope tail, anew; grid (sequences * blocks of BM rows, heads_q)."""
+    b, h = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    begin = tl.program_id(0) % blocks * BM
+    row = begin + tl.arange(0, BM)
+    at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
+    INF: tl.constexpr = q.dtype.element_ty == tl.float16
+    found = wrong_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, INF, D0, D1, D2, DIM)
+    if R:
+        at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
+        part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
+    at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
+    note = tl.load(flat + at_flat + row.to(tl.int64) * stride_flat, mask=row < q_len, other=0.0)
+    found = tl.max(tl.where(note == note, found, 0), 0)
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        there, wide = one < q_len, one.to(tl.int64)
+        first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
+        at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
+        lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
+        bad = wrong_three(dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
+        if R:
+            end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+            bad = tl.maximum(bad, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
+        end_key = tl.where((tl.abs(lse) == float("inf")) | (lse != lse) | (bad == 0), 0, end_key)
+        there = there & (lse == lse)
+        at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+        at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
+        at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
+        at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
+        do = load_three(dout, at_do + wide * stride_do, there, True, V0, V1, V2, DIM_V)
+        rope, dr = query[0], tl.zeros([1, R if R else 16], tl.float32)
+        if R:
+            at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+            at_kr, stride_kr = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
+            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+        dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
+        j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
+        while j0 < end:
+            j = j0 + tl.arange(0, BN)
+            inside, at = j < end, j.to(tl.int64)
+            keys = load_three(k, at_k + at * stride_k, inside, True, D0, D1, D2, DIM)
+            s, tail = products(query, keys, D1, D2), keys[0]
+            if R:
+                tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            seen, x = (inside & (j >= first_key))[:, None], s[:, None]
+            s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, one[None, :], j[:, None],
+                       seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], seen)
+            seen = seen & (s != -float("inf"))
+            dp = products(do, load_three(v, at_v + at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)[:, None]
+            if DROPOUT:
+                keep = kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
+                                 (seed, offset, threshold), DROPOUT, BN)  # fmt: skip
+                dp = tl.where(tl.trans(keep), dp / keep_prob, 0.0)
+            ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
+            if CAP != 0:
+                ds = ds * capped(x, scale, CAP)[1]
+            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
+            more = left_three((dq0, dq1, dq2), dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
+            if R:
+                dr += gathered(ds, ds, seen, tail)
+                end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+                more = tl.maximum(more, left(dr, end_of_row, INF))
+            j0 = tl.where(more > 0, j0 + BN, end)
+        recomputed_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
+        if R:
+            recomputed(dq_rope, at_dr + wide * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
+def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, blocked, bits, flat, strides, lengths,
+                  count: tl.int32, heads_q: tl.int32, blocks: tl.int32, plane: tl.int64, scale: tl.float32,
+                  factor: tl.float32, keep_prob: tl.float32, seed: tl.int64, offset: tl.int32, threshold: tl.int32,
+                  GROUP: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+                  D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                  DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
+                  ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """Computes rows of dk, of its rope tail and of dv anew; grid (sequences * blocks of BN keys, heads_kv)."""
+    b, hk = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    q_len, kv_len, lo, hi, prefix, shift = lengths_at(lengths, count, b)
+    begin = tl.program_id(0) % blocks * BN
+    j = begin + tl.arange(0, BN)
+    at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
+    at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
+    INF: tl.constexpr = q.dtype.element_ty == tl.float16
+    found = wrong_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, INF, D0, D1, D2, DIM)
+    in_dv = wrong_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, False, V0, V1, V2, DIM_V)
+    found = tl.maximum(found, in_dv)
+    if R:
+        at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
+        part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
+        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
+    found = tl.max(found, 0)
+    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
+        one = n + tl.zeros([1], tl.int32)
+        inside, wide = one < kv_len, one.to(tl.int64)
+        wrong_k = wrong_three(dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
+        wrong_v = wrong_three(dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V) > 0
+        if R:
+            end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+            wrong_k = tl.maximum(wrong_k, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
+        wrong_k = wrong_k > 0
+        at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
+        at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
+        key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
+        value = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
+        tail, dr = key[0], tl.zeros([1, R if R else 16], tl.float32)
+        if R:
+            at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+            tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
+        dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
+        dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
+        turns = tl.cdiv(q_len, BM).to(tl.int32)
+        # From the first row that sees the key: where all is NaN, one turn shows it.
+        first = tl.where(n < prefix, 0, tl.maximum(n - hi + 1, 0))
+        first = tl.minimum(first // BM, turns - 1).to(tl.int32)
+        turn, end = 0, tl.where(tl.max((wrong_k | wrong_v).to(tl.int32), 0) > 0, turns * GROUP, 0)
+        while turn < end:
+            h = hk * GROUP + turn // turns
+            row = (first + turn) % turns * BM + tl.arange(0, BM)
+            valid, at = row < q_len, row.to(tl.int64)
+            at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
+            query = load_three(q, at_q + at * stride_q, valid, True, D0, D1, D2, DIM)
+            s, rope = products(key, query, D1, D2), query[0]
+            if R:
+                at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
+                rope = load_part(q_rope, at_qr + at * stride_qr, valid, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
+            lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
+            there = valid & ~(tl.abs(lse) == float("inf"))
+            first_key, end_key = interval(row, there, kv_len, lo, hi, prefix)
+            seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
+            s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, row[:, None],
+                       one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+            if BLOCKED:
+                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], one[None, :], seen)
+            seen = seen & (s != -float("inf"))
+            mean = ((lse == float("inf")) & (delta > 0))[:, None]
+            p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
+            at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
+            do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
+            dp, counted = products(value, do, V1, V2)[:, None], seen | mean
+            if DROPOUT:  # one draw serves eight keys
+                eight = n // 8 * 8
+                keys = eight + tl.arange(0, 8)
+                there = valid[:, None] & (keys < kv_len)[None, :]
+                keep = kept_keys(bits, (strides, count, b, h, heads_q), row, eight, there, (seed, offset, threshold),
+                                 DROPOUT, 8)  # fmt: skip
+                keep = tl.sum(tl.where(keep & (keys == n)[None, :], 1, 0), 1)[:, None] > 0
+                counted = counted & keep
+                dp = tl.where(keep, dp / keep_prob, 0.0)
+            dv0, dv1, dv2 = gather_three((dv0, dv1, dv2), p, outlasting(p), counted, do, V1, V2)
+            ds = product(p, dp - delta[:, None])
+            if CAP != 0:
+                ds = ds * capped(x, scale, CAP)[1]
+            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
+            more = left_three((dk0, dk1, dk2), dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
+            if R:
+                dr += gathered(ds, ds, seen, rope)
+                end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+                more = tl.maximum(more, left(dr, end_of_row, INF))
+            of_dv = left_three((dv0, dv1, dv2), dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V)
+            turn = tl.where(tl.maximum(more, of_dv) > 0, turn + 1, end)
+        recomputed_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
+        recomputed_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
+                     V0, V1, V2, DIM_V)  # fmt: skip
+        if R:
+            recomputed(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)

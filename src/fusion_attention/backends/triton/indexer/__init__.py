@@ -1,0 +1,1 @@
+"""The lightning indexer: scores, the choice of keys, gradients, losses."""

@@ -1,0 +1,150 @@
+"""The choice of the lightning indexer: of a row's scores the largest, in order, exactly.
+
+A row's candidates are int64 numbers in the order of their keys: the score, as an integer of the same order, in the
+high half, the largest key minus this key in the low one, so a descending sort breaks ties by the lower key. When
+their memory is full only the largest stay; a later key loses a tie, so scores not above the smallest of them are
+dropped. Where the row is cut into pieces changes nothing.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import PER_TILE, lengths_at, rows_at
+from fusion_attention.backends.triton.selected.selection import band_of
+
+UNSEEN = tl.constexpr(-0x7F800001)  # the rank of -inf, which counts as not seen
+NO_RANK = tl.constexpr(-0x80000000)  # below all
+NO_ENTRY = tl.constexpr(-0x8000000000000000)
+LARGEST = tl.constexpr(0x7FFFFFFF)
+# Bits of one of three counts in an integer of 64, more than there are candidates; of two; the largest count.
+COUNT, TWO_COUNTS, MOST_COUNTED = tl.constexpr(21), tl.constexpr(42), tl.constexpr((1 << 21) - 1)
+
+
+@triton.jit
+def rank_of(score):
+    """int32 in the order of scores: NaN above all, both zeros one."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(score == score, tl.where(bits < 0, bits ^ LARGEST, bits), LARGEST)
+
+
+@triton.jit
+def score_of(rank):
+    """The score of a rank."""
+    return tl.where(rank < 0, rank ^ LARGEST, rank).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def seen_ranks(scores, j, first, end):
+    """Ranks of keys j; UNSEEN of those that the row does not see."""
+    return rank_of(tl.load(scores + j, mask=(j >= first) & (j < end), other=-float("inf")))
+
+
+@triton.jit
+def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
+    """(the TOP-th largest rank of `held` candidates, how many are larger)."""
+    floor = tl.full([], NO_RANK, tl.int64)
+    n = tl.arange(0, BN)
+    larger = tl.full([], 0, tl.int64)
+    for turn in range(16):  # two bits of it each, from the highest on
+        step = tl.full([], 1, tl.int64) << (30 - 2 * turn)
+        one, two = (floor + step).to(tl.int32), (floor + 2 * step).to(tl.int32)
+        three = (floor + 3 * step).to(tl.int32)
+        found = tl.zeros([BN], tl.int64)
+        for s0 in tl.range(0, held, BN):
+            rank = (tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY) >> 32).to(tl.int32)
+            found += (rank >= one).to(tl.int64)
+            found += ((rank >= two).to(tl.int64) << COUNT) + ((rank >= three).to(tl.int64) << TWO_COUNTS)
+        total = tl.sum(found, 0)
+        of_one, of_two, of_three = total & MOST_COUNTED, (total >> COUNT) & MOST_COUNTED, total >> TWO_COUNTS
+        reached = (of_one >= TOP).to(tl.int64) + (of_two >= TOP).to(tl.int64) + (of_three >= TOP).to(tl.int64)
+        next_one = tl.where(reached == 0, of_one, tl.where(reached == 1, of_two, of_three))
+        larger = tl.where(reached == 3, larger, next_one)
+        floor += reached * step
+    return floor.to(tl.int32), larger.to(tl.int32)
+
+
+@triton.jit
+def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
+    """Leaves the TOP largest of `held` candidates, the first among equals; returns the smallest rank that stays."""
+    floor, larger = floor_of(entries, held, TOP, BN)
+    kept, equals = tl.full([], 0, tl.int32), TOP - larger
+    n = tl.arange(0, BN)
+    for s0 in tl.range(0, held, BN):
+        entry = tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY)
+        rank = (entry >> 32).to(tl.int32)
+        equal = (rank == floor).to(tl.int32)
+        stays = ((rank > floor) | ((equal > 0) & (tl.cumsum(equal, 0) <= equals))).to(tl.int32)
+        equals -= tl.sum(equal, 0)
+        tl.debug_barrier()  # all have read before one writes
+        tl.store(entries + kept + tl.cumsum(stays, 0) - 1, entry, mask=stays > 0)
+        kept += tl.sum(stays, 0)
+    tl.debug_barrier()
+    return floor
+
+
+@triton.jit(do_not_specialize=["count", "begin", "width", "pitch"])
+def index_choice(scores, entries, held, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
+                 pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+                 BN: tl.constexpr):  # fmt: skip
+    """The TOP best keys of one row, its first `held` entries in no order, from its scores BN at a time; grid (rows of
+    tiles from `begin` on). entries: room for BUFFER candidates of each row, for TOP and a piece at least."""
+    tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
+    b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
+    if row < tl.load(tile + 2):
+        _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+        if PAGE:
+            kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+        first, end = band_of(row, kv_len, lo, hi, prefix)
+        slot = tl.program_id(0).to(tl.int64)
+        scores, entries = scores + slot * pitch, entries + slot * BUFFER
+        have, floor = tl.full([], 0, tl.int32), tl.full([], UNSEEN, tl.int32)
+        n = tl.arange(0, BN)
+        ahead = seen_ranks(scores, first // BN * BN + n, first, end)
+        for j0 in tl.range(first // BN * BN, end + BN, BN):  # the last turn finds nothing, and prunes
+            rank, j = ahead, j0 + n
+            ahead = seen_ranks(scores, j + BN, first, end)
+            takes = (rank > floor).to(tl.int32)
+            found = tl.sum(takes, 0)
+            if (have + found > BUFFER) | ((j0 >= end) & (have > TOP)):
+                floor = prune(entries, have, TOP, BN)
+                have = tl.full([], TOP, tl.int32)
+            tl.store(entries + have + tl.cumsum(takes, 0) - 1, entry_of(rank, j), mask=takes > 0)
+            have += found
+            tl.debug_barrier()  # another thread reads them
+        tl.store(held + slot, have)
+
+
+@triton.jit
+def entry_of(rank, key):
+    """A candidate."""
+    return (rank.to(tl.int64) << 32) | (key ^ LARGEST).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["count", "begin"])
+def index_write(entries, held, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
+                TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
+                BN: tl.constexpr):  # fmt: skip
+    """Writes a row's list and its values, BN entries of it; grid (rows of tiles from `begin` on, pieces of TOP).
+
+    SORTS: the entries are in no order, and in one piece; else the rows have TOP of them, in order.
+    """
+    tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
+    b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
+    if row < tl.load(tile + 2):
+        s = tl.program_id(1) * BN + tl.arange(0, BN)
+        slot = tl.program_id(0).to(tl.int64)
+        entry = tl.load(entries + slot * BUFFER + s, mask=s < tl.load(held + slot), other=NO_ENTRY)
+        if SORTS:
+            entry = tl.sort(entry, descending=True)
+        there = entry != NO_ENTRY
+        at, stride = rows_at(strides, count, b, 0, layout_index.INDICES, 1)
+        key = tl.where(there, (entry & LARGEST).to(tl.int32) ^ LARGEST, -1)
+        tl.store(indices + at + row * stride + s, key, mask=s < TOP)
+        if values is not None:
+            at, stride = rows_at(strides, count, b, 0, layout_index.VALUES, 1)
+            value = tl.where(there, score_of((entry >> 32).to(tl.int32)), -float("inf"))
+            tl.store(values + at + row * stride + s, value.to(values.dtype.element_ty), mask=s < TOP)

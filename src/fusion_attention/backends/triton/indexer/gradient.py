@@ -1,0 +1,197 @@
+"""From the gradient of the lightning indexer's scores, dI, to those of its query rows and weights, a token at a time,
+and to what it gives to every key of its list, which key_sum.py adds up.
+
+    dw_h = sum_j dI_j * max(0, S_hj),  dS = dI * w * [S > 0],  dq = dS k,  rows = dS^T q
+
+dI is the gradient of values that were chosen, or y - p of a loss over lists. selection.read_lists() has said which keys
+count. A product that is not above 0 still multiplies, and 0 * inf is NaN: recompute_gradient() computes anew what
+index_gradient() has noted.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import (
+    add_three,
+    heads_at,
+    load_three,
+    products,
+    rows_at,
+    store_three,
+    zeros_three,
+)
+from fusion_attention.backends.triton.common.pages import safe_unit
+from fusion_attention.backends.triton.dense.recompute import gather_three, recomputed_three, wrong_three
+from fusion_attention.backends.triton.indexer.loss_parts import is_finite
+from fusion_attention.backends.triton.indexer.scores import index_product
+from fusion_attention.backends.triton.selected.selection import SCANNED, token_at
+
+
+@triton.jit
+def largest_of(dscores, slots):
+    """The largest size among the finite ones of the first `slots` numbers; 1 where it is zero."""
+    found = tl.full([], 0.0, tl.float32)
+    for n0 in tl.range(0, slots, SCANNED):
+        n = n0 + tl.arange(0, SCANNED)
+        g = tl.load(dscores + n, mask=n < slots, other=0.0).to(tl.float32)
+        found = tl.maximum(found, tl.max(tl.where(is_finite(g), tl.abs(g), 0.0), 0))
+    return safe_unit(found)
+
+
+@triton.jit
+def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
+    """(keys, dI in float32) of slots n. Loaded more than once, so that there is one for each thread: of fewer elements
+    Triton loads anew what each layout of the turn wants of them, half of all its instructions; more take registers."""
+    COPIES: tl.constexpr = THREADS // n.shape[0]
+    copy = tl.zeros([1, COPIES], tl.int32)
+    s = n[:, None] + copy
+    value = tl.load(dscores + s, mask=s < slots, other=0.0).to(tl.float32)
+    return tl.max(tl.load(keys + s, mask=s < slots, other=-1), 1), tl.max(value, 1)
+
+
+@triton.jit
+def dscores_at(dscores, strides, count, b, row, own, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
+    """Where dI of a token begins; VIEWED: in a view of the caller's, else in memory of the chunk."""
+    if VIEWED:
+        at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
+        return dscores + at + row * token
+    else:
+        return dscores + own * SLOTS
+
+
+@triton.jit
+def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
+    """Whether something of rows in parts is not finite: 0 or 1."""
+    found = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
+    if W1:
+        found = tl.maximum(found, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))
+    if W2:
+        found = tl.maximum(found, tl.max(tl.max((~is_finite(x[2])).to(tl.int32), 1), 0))
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "first", "head0"])
+def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dweights, rows, strides, tokens,
+                   count: tl.int32, first: tl.int64, head0: tl.int32, HEADS: tl.constexpr, ADDS: tl.constexpr,
+                   D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+                   UNITS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
+                   VIEWED: tl.constexpr, THREADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """dq and dweights of one token's BM heads from head0 on, and the row of each of its SLOTS slots, BN at a time,
+    added to that of heads before where ADDS; grid (tokens from `first` on).
+
+    UNITS: dS is rounded to float16, so dI and weights are held in units of the largest. Q, K: the views of rows.
+    """
+    own = tl.program_id(0).to(tl.int64)
+    b, row = token_at(tokens, first + own)
+    slots = tl.load(used + own)
+    keys += own * SLOTS
+    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
+    rows += own * SLOTS * DIM
+
+    h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
+    there = h < HEADS
+    at, head, token = heads_at(strides, count, b, Q, ALIGN)
+    query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
+    tl.store(noted + own, 1, mask=strange_three(query, D1, D2) > 0)
+    at, token = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
+    unit, unit_w = 1.0, 1.0
+    if UNITS:
+        unit, unit_w = largest_of(dscores, slots), safe_unit(tl.max(tl.abs(weight), 0))
+        weight = weight / unit_w
+    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
+    acc0, acc1, acc2 = zeros_three(BM, D0, D1, D2)
+    dw = tl.zeros([BM], tl.float32)
+    ahead, upstream = slots_ahead(keys, dscores, n, slots, THREADS)
+    for s0 in tl.range(0, slots, BN):
+        key, g = ahead, upstream
+        s = s0 + n
+        ahead, upstream = slots_ahead(keys, dscores, s + BN, slots, THREADS)
+        chosen = key >= 0
+        g = tl.where(chosen, g, 0.0)
+        if UNITS:
+            g = g / unit
+        listed = load_three(index_k + at_k, tl.maximum(key, 0).to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+        x = tl.where(chosen[None, :], index_product(query, listed, D1, D2), 0.0)
+        dw += tl.sum(x * g[None, :], 1)
+        ds = tl.where(x > 0.0, weight[:, None] * g[None, :], 0.0).to(query[0].dtype)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), ds, listed, D1, D2)
+        part0, part1, part2 = zeros_three(BN, D0, D1, D2)
+        parts = add_three((part0, part1, part2), tl.trans(ds), query, D1, D2)
+        if UNITS:
+            parts = parts[0] * unit * unit_w, parts[1] * unit * unit_w, parts[2] * unit * unit_w
+        if ADDS:
+            before = load_three(rows, s * DIM, chosen, True, D0, D1, D2, DIM)
+            parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
+        store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
+    tl.store(noted + own, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
+    at, head, token = heads_at(strides, count, b, layout_index.DQ, ALIGN)
+    if UNITS:
+        acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
+        dw = dw * unit
+    store_three(dq + at + row * token, h * head, there, (acc0, acc1, acc2), 1.0, D0, D1, D2, DIM)
+    at, token = rows_at(strides, count, b, 0, layout_index.DWEIGHTS, 1)
+    tl.store(dweights + at + row * token + h, dw.to(dweights.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def slots_weighed(listed, query, weight, g, chosen, W1: tl.constexpr, W2: tl.constexpr):
+    """(dS of one head, whether it counts), [slots, 1]."""
+    live = chosen & (products(query, listed, W1, W2) > 0.0)
+    return (weight * g)[:, None], live[:, None]
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, rows, strides, tokens,
+                       count: tl.int32, first: tl.int64, HEADS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                       D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
+                       K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """The rows of slots of noted tokens anew, and what of their dq is NaN, head by head; grid (tokens)."""
+    own = tl.program_id(0).to(tl.int64)
+    b, row = token_at(tokens, first + own)
+    slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)
+    keys += own * SLOTS
+    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
+    at_q, head_q, token_q = heads_at(strides, count, b, Q, ALIGN)
+    at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
+    at_w, token_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    index_q += at_q + row * token_q
+    index_k += at_k
+    weights += at_w + row * token_w
+    at_dq, head_dq, token_dq = heads_at(strides, count, b, layout_index.DQ, ALIGN)
+    dq += at_dq + row * token_dq
+    n, heads = tl.arange(0, BN), tl.where(slots > 0, HEADS, 0)
+    for s0 in tl.range(0, slots, BN):
+        s = s0 + n
+        key, g = slots_ahead(keys, dscores, s, slots, THREADS)
+        chosen = key >= 0
+        listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+        part0, part1, part2 = zeros_three(BN, D0, D1, D2)
+        for one in tl.range(0, HEADS):
+            h = one + tl.zeros([1], tl.int64)
+            query = load_three(index_q, h * head_q, h >= 0, True, D0, D1, D2, DIM)
+            ds, live = slots_weighed(listed, query, tl.load(weights + h).to(tl.float32), g, chosen, D1, D2)
+            part0 += tl.where(live, ds * query[0].to(tl.float32), 0.0)
+            if D1:
+                part1 += tl.where(live, ds * query[1].to(tl.float32), 0.0)
+            if D2:
+                part2 += tl.where(live, ds * query[2].to(tl.float32), 0.0)
+        store_three(rows, (own * SLOTS + s) * DIM, chosen, (part0, part1, part2), 1.0, D0, D1, D2, DIM)
+    for one in tl.range(0, heads):
+        h = one + tl.zeros([1], tl.int64)
+        there = h >= 0
+        found = tl.max(wrong_three(dq, h * head_dq, there, False, D0, D1, D2, DIM), 0)
+        query = load_three(index_q, h * head_q, there, True, D0, D1, D2, DIM)
+        weight = tl.load(weights + h).to(tl.float32)
+        acc0, acc1, acc2 = zeros_three(1, D0, D1, D2)
+        for s0 in tl.range(0, tl.where(found > 0, slots, 0), BN):
+            key, g = slots_ahead(keys, dscores, s0 + n, slots, THREADS)
+            chosen = key >= 0
+            listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)
+            ds, live = slots_weighed(listed, query, weight, g, chosen, D1, D2)
+            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), ds, ds, live, listed, D1, D2)
+        recomputed_three(dq, h * head_dq, there, (acc0, acc1, acc2), 1.0, False, D0, D1, D2, DIM)

@@ -1,0 +1,325 @@
+"""From the warm-up pair to launches: shares of keys, chunks of rows and their scratch, the order of sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import kernels as common
+from fusion_attention.backends.triton.common import layout_table, shapes
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Ready, Schedule
+from fusion_attention.backends.triton.indexer import dense_kl_loss, loss_parts, shapes_loss
+from fusion_attention.ir import tiles
+from fusion_attention.ir.mask import INFINITE
+from fusion_attention.ir.problem import (
+    Extents,
+    IndexerLossProblem,
+    IndexerOperands,
+    IndexerProblem,
+)
+from fusion_attention.memory import empty
+
+BUFFER = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
+SHARE = 4096  # keys whose statistics one program finds
+SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
+MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
+FINISH = shapes.Tile(0, 0, 16, 1)  # of the kernel that writes keys: fewer warps spill
+NOTE = shapes.Tile(0, 0, 4, 1)  # warps and stages of kernels without products; their sizes are those of others
+Buffers = dict[str, tuple[int, torch.dtype, bool]]  # scratch: elements, dtype, whether it starts as zeros
+ARGUMENTS = {name: name for name in layout_table.VIEWS} | {"max": "max_", "sum": "sum_"}
+FAMILY = Family(
+    dense_kl_loss.warm_lse, dense_kl_loss.join_lse, dense_kl_loss.warm_target, dense_kl_loss.warm_difference,
+    dense_kl_loss.warm_query, dense_kl_loss.warm_key, loss_parts.note, loss_parts.clean_keys, loss_parts.finish_keys,
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Roomy(Ready):
+    """Ready, with scratch of any dtype, cleared or not."""
+
+    buffers: Buffers = field(default_factory=dict)
+
+    def run(self, given: dict[str, Any]) -> None:
+        """Launches, with scratch."""
+        for name, (count, dtype, cleared) in self.buffers.items():
+            given[name] = empty(given["like"], (count,), dtype)
+            if cleared:
+                given[name].zero_()
+        super().run(given)
+
+
+def tiles_on(problem: IndexerProblem | IndexerLossProblem, device: torch.device, align: int = 8) -> shapes_loss.Warm:
+    """The tiles of the warm-up pair on a device."""
+    chip = shapes.chip_of(device)
+    result = None if chip is None else shapes_loss.warm_tiles(problem, chip, align)
+    assert result is not None  # reasons_against() has looked
+    return result
+
+
+def given_by(views: dict[str, layout_table.View | None]) -> dict[str, Any]:
+    """Arguments that are a run's own memory."""
+    return {ARGUMENTS[name]: layout_table.tensor_of(view) for name, view in views.items() if view is not None}
+
+
+def turns_of(e: Extents, tile: shapes.Tile) -> tuple[tiles.Tiles, np.ndarray, np.ndarray]:
+    """Tiles of rows, and of each the first tile of keys that it meets, as a key, and how many there are."""
+    t = tiles.by_query(e, tile.BM)
+    begin = t.begin // tile.BN * tile.BN
+    return t, begin, np.where(t.end > t.begin, -(-(t.end - begin) // tile.BN), 0)
+
+
+def most_turns(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+    """At most so many tiles of keys does each tile of rows meet, whatever Plan.update says.
+
+    Bands move with the last key and get no wider; but one that has a first key may then lie across one tile more.
+    """
+    t, _, turns = turns_of(capacity, tile)
+    across = np.minimum((t.end - t.begin + 2 * tile.BN - 2) // tile.BN, -(-capacity.kv_len[t.seq] // tile.BN))
+    return np.where((capacity.lo[t.seq] > -INFINITE // 2) & (turns > 0), across, turns)
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: IndexerOperands) -> None:
+    """Writes the indexer's statistics."""
+    assert o.stats is not None
+    views: dict[str, layout_table.View | None] = {
+        "q": o.q, "k": o.k, "weights": o.weights, "max": o.stats.max, "sum": o.stats.sum
+    }  # fmt: skip
+    given = given_by(views)
+    layout = layout_table.layout(views, given)
+    schedule.once(layout, lambda: ready_lse(problem, schedule.kept, views, given)).run(given | {"like": given["q"]})
+
+
+def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
+    """What warm_lse and join_lse know while compiling."""
+    known = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
+    return known, {"BM": tile.BM}
+
+
+def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
+    """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
+    (t, begin, turns), most = turns_of(e, tile), max(SHARE // tile.BN, 1)
+    count = -(-turns // most)
+    of = np.repeat(np.arange(len(t)), count)
+    share = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    none, flat = np.zeros_like(count), e.q_start[t.seq] + t.row0
+    left = np.minimum(turns[of] - share * most, most)
+    cut = t.seq[of], t.row0[of], t.row1[of], begin[of] + share * SHARE, left, share, none[of], flat[of]
+    order = np.argsort(-left, kind="stable")
+    full = t.seq, t.row0, t.row1, begin, turns, count, none, flat
+    return np.stack(cut, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
+
+
+def most_shares(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
+    """most_turns() in shares."""
+    return -(-most_turns(capacity, tile) // max(SHARE // tile.BN, 1))
+
+
+def ready_lse(
+    p: IndexerProblem, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Roomy:
+    """What run_lse() does with memory as these views lie."""
+    e = kept.capacity
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
+    align = layout_table.alignment(views, table)
+    tile = tiles_on(p, device, align).lse
+    buffer = int(most_shares(e, tile).sum())
+    known, known_join = lse_constants(p, tile, align)
+    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
+    of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
+    cut, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    numbers = {
+        "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
+    }  # fmt: skip
+    own = [*given, "partial"]
+    launches = []
+    if len(cut):
+        launches.append(FAMILY.launch(dense_kl_loss.warm_lse, (len(cut),), numbers | {"tiles": cut}, own, known, tile))
+    if len(full):
+        launches.append(
+            FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, own, known_join, tile)
+        )
+    return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
+
+
+def lse_buffers(capacity: Extents, tile: shapes.Tile) -> Buffers:
+    """Scratch of indexer_lse: statistics of every share of a row's keys."""
+    most = int(most_shares(capacity, tile).max(initial=0))
+    return {"partial": (2 * int(capacity.q_len.sum()) * most, torch.float32, False)}
+
+
+# ------------------------------------------------------------------------------------------------ loss without lists
+
+
+class Chunk(NamedTuple):
+    """Tiles of rows whose differences lie in scratch at one time."""
+
+    first_tile: int
+    tiles: int
+    first_block: int
+    blocks: int
+    turns: int  # of its longest tile
+
+
+def chunks(turns: np.ndarray, most: int) -> list[Chunk]:
+    """Tiles in their order, cut so that a chunk has at most so many blocks, or one tile."""
+    results: list[Chunk] = []
+    first, block = 0, 0
+    ends = np.cumsum(turns)
+    while first < len(turns):
+        end = max(int(np.searchsorted(ends, block + most, side="right")), first + 1)
+        end = min(end, first + MOST)
+        last = int(ends[end - 1])
+        results.append(Chunk(first, end - first, block, last - block, int(turns[first:end].max())))
+        first, block = end, last
+    return results
+
+
+@dataclass(eq=False)
+class Work:
+    """What a loss without lists makes of its lengths: room for those that were planned, tables of those that are."""
+
+    tile: shapes.Tile
+    buffer: np.ndarray  # of each tile of rows, in turns
+    chunks: list[Chunk]
+    block: np.ndarray  # of each tile of rows, its first in its chunk
+    key_at: np.ndarray  # of each sequence, its first line
+    padded_keys: int
+
+    @classmethod
+    def of(cls, capacity: Extents, tile: shapes.Tile) -> Work:
+        """Chunks of rows, and where things lie."""
+        buffer = most_turns(capacity, tile)
+        cut = chunks(buffer, BUFFER // (tile.BM * tile.BN))
+        block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
+        lines = -(-capacity.kv_len // tile.BN) * tile.BN
+        return cls(tile, buffer, cut, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
+
+    def rows(self, e: Extents) -> np.ndarray:
+        """The tiles of rows."""
+        t, begin, turns = turns_of(e, self.tile)
+        assert (turns <= self.buffer).all()  # memory of other tiles lies behind
+        at = self.key_at[t.seq] + begin
+        rows = t.seq, t.row0, t.row1, begin, turns, self.block, at, e.q_start[t.seq] + t.row0
+        return np.stack(rows, 1).astype(np.int32)
+
+    def keys(self, e: Extents) -> np.ndarray:
+        """The tiles of keys."""
+        t, k = tiles.by_query(e, self.tile.BM), tiles.by_key(e, self.tile.BN)
+        wide = np.int64(1) << 32
+        starts = t.seq * wide + t.row0
+        first, end = (np.searchsorted(starts, k.seq * wide + row, side="right") - 1 for row in (k.begin, k.end - 1))
+        some = k.end > k.begin
+        lines_of, none = np.full_like(first, self.tile.BN), np.zeros_like(first)
+        at = self.key_at[k.seq] + k.row0
+        keys = k.seq, k.row0, k.row1, np.where(some, first, 0), np.where(some, end + 1, 0), at, lines_of, none
+        return np.stack(keys, 1).astype(np.int32)
+
+
+def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> dict[str, Constants]:
+    """What each kernel of a loss without lists knows while compiling."""
+    index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index}
+    tile = {"BM": t.target.BM, "BN": t.target.BN}
+    return {
+        "note": {"BM": tile["BM"]},
+        "clean_keys": index | {"ALIGN": align, "BN": tile["BN"]},
+        "warm_difference": index | {"BM": tile["BM"], "BN": tile["BN"], "ALIGN": align},
+        "warm_target": tile | {
+            "GROUP": p.heads_q // p.heads_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "BC": t.columns, "ALIGN": align,
+        },
+        "warm_query": index | tile | {
+            "UNIT": loss_parts.UNIT.value if p.dtype == "float16" else 1.0, "ALIGN": align, "BK": t.query.BN,
+        },
+        "warm_key": tile | {"SPLITS": SPLITS, "E": index["E"], "BR": t.key.BM},
+        "finish_keys": index | {"SPLITS": SPLITS, "BN": tile["BN"]},
+    }  # fmt: skip
+
+
+def ready_warm(
+    p: IndexerLossProblem, held: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Roomy:
+    """What launch_loss.run_loss() does without lists, with memory as these views lie."""
+    e = held.capacity
+    device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
+    align = layout_table.alignment(views, table)
+    t = tiles_on(p, device, align)
+    work, known = Work.of(e, t.target), warm_constants(p, t, align)
+    tables = (
+        layout_table.Copied.of(table, device),
+        held.on(device, "lengths", layout_table.lengths),
+        held.on(device, f"rows {t.target}", work.rows),
+        held.on(device, f"keys {t.target}", work.keys),
+    )
+    strides, lengths, of_rows, of_keys = (each.tensor for each in tables)
+    width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
+    plane = {"step_head": rows, "step_row": 1, "plane": rows}
+    numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
+    kept = numbers | plane | {
+        "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+        **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
+    }  # fmt: skip
+    added = {"plane": work.padded_keys * width}
+    buffers = buffers_of(p, work, t.target, width, rows)
+    if "largest" in buffers:
+        del kept["largest"]
+    own = [*given, *buffers]
+    launches: list[Launch] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
+        launches.append(FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile))
+
+    if len(of_rows):
+        launch(loss_parts.note, (len(of_rows),), NOTE)
+    if len(of_keys):
+        launch(loss_parts.clean_keys, (len(of_keys),), NOTE, tiles=of_keys)
+    for c in work.chunks:
+        chunk = {"first_tile": c.first_tile, "tiles_of_chunk": c.tiles, "first_block": c.first_block}
+        if c.turns:
+            launch(dense_kl_loss.warm_target, (c.turns, c.tiles), t.target, **chunk)
+            launch(dense_kl_loss.warm_difference, (c.turns, c.tiles), t.difference, **chunk)
+        launch(dense_kl_loss.warm_query, (c.tiles, p.heads_index), t.query, **chunk)
+        if len(of_keys):
+            launch(dense_kl_loss.warm_key, (len(of_keys), SPLITS), t.key, key_tiles=of_keys, **chunk, **added)
+    if len(of_keys):
+        launch(loss_parts.finish_keys, (len(of_keys),), FINISH, **added, tiles=of_keys)
+    return Roomy(launches, tables, {}, buffers)
+
+
+def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
+    """Scratch of a loss without lists."""
+    wide = torch.float32
+    most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
+    blocks = max((c.blocks for c in work.chunks), default=0)
+    results = {
+        "notes": ((p.heads_q + 1) * rows, wide, False),
+        "keys": (work.padded_keys * width, p.torch_dtype, False),
+        "differences": (blocks * tile.BM * tile.BN, wide, False),
+        "rows": (most * width, p.torch_dtype, False),
+        "factors": (most, wide, False),
+        "added": (SPLITS * work.padded_keys * width, wide, True),
+        "losses": (int(work.buffer.sum()), wide, True),
+    }
+    return results | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
+
+
+def bytes_of(buffers: Buffers) -> int:
+    """What scratch takes."""
+    return sum(count * dtype.itemsize for count, dtype, _ in buffers.values())
+
+
+def lse_bytes(p: IndexerProblem, e: Extents) -> int:
+    """What indexer_lse allocates."""
+    return bytes_of(lse_buffers(e, tiles_on(p, torch.device("cuda")).lse))
+
+
+def warm_bytes(p: IndexerLossProblem, e: Extents) -> int:
+    """What a loss without lists allocates, at most: which tiles it takes depends on where rows start."""
+    width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
+    served = {tiles_on(p, torch.device("cuda"), align).target for align in (8, 1)}
+    return max(bytes_of(buffers_of(p, Work.of(e, tile), tile, width, rows)) for tile in served)

@@ -1,0 +1,198 @@
+"""From the indexer's loss to launches: over whole bands by launch_dense_kl_loss.py, over selected keys here.
+
+Selected keys: a chunk of rows has four kernels that find dI, after which all is as in launch_indexer.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import kernels as common
+from fusion_attention.backends.triton.common import layout_table, shapes
+from fusion_attention.backends.triton.common.launching import Constants, Family, Launch, Schedule
+from fusion_attention.backends.triton.indexer import loss_parts, selected_loss, shapes_loss
+from fusion_attention.backends.triton.indexer.gradient import index_gradient, recompute_gradient
+from fusion_attention.backends.triton.indexer.launch import (
+    Gradient,
+    gradient_buffers,
+    gradient_launches,
+    list_constants,
+    tile_on,
+)
+from fusion_attention.backends.triton.indexer.launch_dense_kl_loss import (
+    MOST,
+    NOTE,
+    given_by,
+    lse_bytes,
+    ready_warm,
+    run_lse,
+    warm_bytes,
+)
+from fusion_attention.backends.triton.selected import launch as launch_sparse
+from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.backends.triton.selected.launch_key_sum import Where
+from fusion_attention.backends.triton.selected.selection import read_lists
+from fusion_attention.backends.triton.selected.shapes_backward import LISTS
+from fusion_attention.ir import tiles
+from fusion_attention.ir.problem import (
+    Extents,
+    IndexerGrads,
+    IndexerLossOperands,
+    IndexerLossProblem,
+    IndexerProblem,
+)
+
+__all__ = ["run_loss", "run_lse", "workspace_bytes"]
+
+BUFFER = 1 << 27  # elements of rows for keys that a chunk holds
+ROWS = 64  # rows of a program of note()
+SLOTS = 1024  # entries that compare() takes at a time, at most
+FAMILY = Family(
+    read_lists, selected_loss.target, selected_loss.score, selected_loss.compare, index_gradient, recompute_gradient,
+    loss_parts.note,
+)  # fmt: skip
+
+
+def run_loss(
+    problem: IndexerLossProblem, extents: Extents, schedule: Schedule, o: IndexerLossOperands, g: IndexerGrads
+) -> None:
+    """Writes the loss and its gradients."""
+    p, index = problem, o.index
+    views: dict[str, layout_table.View | None] = {
+        "q": o.q, "k": o.k, "max": o.stats.max, "sum": o.stats.sum,
+        "q_rope": o.q_rope if p.dim_rope else None,
+        "k_rope": o.k_rope if p.dim_rope else None,
+        "index_q": index.q, "index_k": index.k, "weights": index.weights,
+        "dq": g.dq, "dk": g.dk, "dweights": g.dweights,
+    }  # fmt: skip
+    if p.select_count:
+        views["indices"] = index.indices
+    else:
+        assert index.stats is not None
+        views |= {"index_max": index.stats.max, "index_sum": index.stats.sum}
+    given = given_by(views)
+    if p.has_sink:
+        assert o.sink is not None
+        given["sink"] = o.sink.to(torch.float32).contiguous()
+    make = ready_selected if p.select_count else ready_warm
+    ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.kept, views, given))
+    given["like"] = given["q"]
+    ready.run(given)
+    # In one order, whatever the chunks were.
+    o.loss.copy_(given["losses"].sum(dtype=torch.float64).expand(1))
+
+
+def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
+    """What an operation kind allocates besides operands and results, at most."""
+    e = schedule.kept.capacity
+    if isinstance(problem, IndexerProblem):
+        return lse_bytes(problem, e)
+    if not problem.select_count:
+        return warm_bytes(problem, e)
+    keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
+    entries = rows * problem.select_count
+    sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
+    held = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
+    return held + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+
+
+# ------------------------------------------------------------------------------------------------- loss of selections
+
+
+def rows_of_chunk(p: IndexerLossProblem) -> int:
+    """Rows whose lists are in scratch at one time."""
+    return launch_key_sum.whole_blocks(min(BUFFER // (p.select_count * p.dim_index), MOST), p.select_count)
+
+
+def row_table(e: Extents) -> np.ndarray:
+    """[tiles, 8] int32: those of rows, as note() reads them."""
+    t = tiles.by_query(e, ROWS)
+    none = np.zeros_like(t.seq)
+    rows = t.seq, t.row0, t.row1, none, none, none, none, e.q_start[t.seq] + t.row0
+    return np.stack(rows, 1).astype(np.int32)
+
+
+def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: int) -> dict[str, Constants]:
+    """What each kernel of a loss over selected keys knows while compiling."""
+    index = {"E": shapes.power(p.dim_index), "DIM_INDEX": p.dim_index, "ALIGN": align}
+    group, slots = p.heads_q // p.heads_kv, min(SLOTS, shapes.power(p.select_count))
+    heads = shapes.power(p.heads_index)
+    return {
+        "note": {"BM": ROWS},
+        "read_lists": list_constants(p.select_count),
+        "target": {
+            "GROUP": group, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "ALIGN": align,
+            "BH": min(shapes.power(group), t.target.BN), "BK": t.target.BM, "BC": t.columns,
+        },
+        "score": index | {"HI": heads, "PADDED": heads != p.heads_index, "BK": t.score.BM},
+        "compare": {"BK": slots},
+    }  # fmt: skip
+
+
+def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
+    """Scratch of a loss over selected keys, but for the sums per key."""
+    wide, rows = torch.float32, int(e.q_len.sum())
+    tokens = min(rows, rows_of_chunk(p))
+    entries = tokens * p.select_count
+    return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
+        "notes": (rows * (p.heads_q + 1), wide),
+        "scores": (entries, wide),
+        "dscores": (entries, wide),
+        "losses": (rows, wide),
+    }
+
+
+def ready_selected(
+    p: IndexerLossProblem, held: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> Gradient:
+    """What run_loss() does over selected keys, with memory as these views lie."""
+    e, device = held.capacity, layout_table.one_device(given)
+    table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
+    t, align = tiles_on(p, device), layout_table.alignment(views, table)
+    known, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
+    tables = (
+        layout_table.Copied.of(table, device),
+        held.on(device, "lengths", layout_table.lengths),
+        held.on(device, "tokens", launch_sparse.tokens),
+        held.on(device, "rows", row_table),
+        held.on(device, "written", launch_key_sum.key_tiles),
+    )
+    strides, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
+    buffers, rows = buffers_of(p, e), int(e.q_len.sum())
+    absent = {"q_rope", "k_rope", "sink"} - given.keys()
+    kept = dict.fromkeys(absent) | {
+        "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
+        "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "strides": strides, "lengths": lengths,
+        "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
+    }  # fmt: skip
+    own = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
+    tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
+
+    def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
+        return FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile)
+
+    first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) else []
+    chunks = []
+    for at in range(0, rows, rows_of_chunk(p)):
+        count, here = min(rows - at, rows_of_chunk(p)), {"first": at}
+        launches = [
+            launch(read_lists, (count, 1), LISTS, **here),
+            launch(selected_loss.target, (-(-p.select_count // t.target.BM), count), t.target, **here),
+            launch(selected_loss.score, (count,), t.score, **here),
+            launch(selected_loss.compare, (count,), NOTE, **here),
+        ]
+        chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, kept | here, own)))
+    where, keys = Where(strides, to_write, len(e)), int(e.kv_len.sum())
+    return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
+
+
+def tiles_on(problem: IndexerLossProblem, device: torch.device) -> shapes_loss.Selected:
+    """The tiles of a loss over selected keys on a device."""
+    chip = shapes.chip_of(device)
+    result = None if chip is None else shapes_loss.selected_tiles(problem, chip)
+    assert result is not None  # reasons_against() has looked
+    return result

@@ -1,0 +1,158 @@
+"""What the kernels of the indexer's loss share: notes of the attention's statistics, rows without what is not finite,
+and the last step of sums per key.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import math
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import LOG2E, PER_TILE, heads_at, load_part, rows_at, store_part
+
+LEAST = tl.constexpr(1e-8)  # below it probabilities enter the logarithms as this
+LN_LEAST = tl.constexpr(math.log(1e-8))
+# float16 products take differences as so many times themselves. These are at most 1 where the statistics are the row's
+# own, and may be 255; where 128k keys share all alike, a thirtieth of one's share still has all its digits.
+UNIT = tl.constexpr(256.0)
+
+
+@triton.jit
+def at_least(x, least):
+    """x where that is more; NaN stays."""
+    return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def is_finite(x):
+    """Whether numbers are neither NaN nor infinite."""
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def finite_rows(x):
+    """Rows; zeros where one holds something that is not finite.
+
+    Its products are then 0, and nothing goes through them, as the formulas want it: a product that is NaN or -inf is
+    not above 0. What such a row does to a score is known already, from the rows as they are.
+    """
+    bad = tl.max((~is_finite(x)).to(tl.int32), 1)
+    return tl.where(bad[:, None] > 0, tl.zeros_like(x), x)
+
+
+@triton.jit
+def finite_weights(w):
+    """Weights; 1 where one is not finite: the differences of such a row are NaN wherever it sees a key."""
+    return tl.where(is_finite(w), w, 1.0)
+
+
+@triton.jit
+def unit_of(largest):
+    """A power of two that makes differences times weights as large as float16 wants them; 1 without `largest`.
+
+    Of weights so small that float16 holds no gradient of them it is one that float32 still holds.
+    """
+    if largest is None:
+        return 1.0
+    else:
+        w = tl.load(largest).to(tl.float32, bitcast=True)
+        exponent = tl.ceil(tl.log2(tl.where(w > 0, w, 1.0)))
+        return UNIT / tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 127.0))
+
+
+@triton.jit
+def difference(p, x, top, total, seen, SELECTED: tl.constexpr):
+    """(y - p, terms of the loss) of scores x, given the indexer's statistics; 0 where a key is not seen."""
+    y = tl.exp2((x - top) * LOG2E) / total
+    log_y = (x - top) - tl.log(total)
+    clamped = at_least(p, LEAST)
+    factor = clamped if SELECTED else p
+    loss = factor * (tl.log(clamped) - at_least(log_y, LN_LEAST))
+    return tl.where(seen, y - p, 0.0), tl.where(seen, loss, 0.0)
+
+
+@triton.constexpr_function
+def steps(dim, columns):
+    """In how many pieces of so many columns rows are read."""
+    return -(-dim // columns)
+
+
+@triton.jit
+def columns_at(c, base, rope, at, at_rope, stride, stride_rope, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
+               BC: tl.constexpr):  # fmt: skip
+    """(where piece c of a row begins, the stride of rows, how many columns there are from there on); pieces of the
+    rope part follow those of the row itself."""
+    first = c * BC
+    place, left = base + at + first, DIM - first
+    if DIM_ROPE:
+        behind = first - steps(DIM, BC) * BC
+        is_rope = behind >= 0
+        place = tl.where(is_rope, rope + at_rope + behind, place)
+        stride, left = tl.where(is_rope, stride_rope, stride), tl.where(is_rope, DIM_ROPE - behind, left)
+    return place, stride, left
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["count", "heads_q", "heads_index", "step_head", "step_row"])
+def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.int32, heads_q: tl.int32,
+         heads_index: tl.int32, step_head: tl.int64, step_row: tl.int64, BM: tl.constexpr):  # fmt: skip
+    """Writes of each row, for every head, log2 of what its weights are divided by, then how many heads the mean counts;
+    of float16, the bits of the largest weight of all; grid (tiles)."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, row0, row1, flat = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 7)
+    row = (row0 + tl.arange(0, BM)).to(tl.int64)
+    valid = row < row1
+    at_max, head_max, stride_max = heads_at(strides, count, b, layout_index.MAX, 1)
+    at_sum, head_sum, stride_sum = heads_at(strides, count, b, layout_index.SUM, 1)
+    to = notes + (flat + tl.arange(0, BM)).to(tl.int64) * step_row
+    heads = tl.zeros([BM], tl.float32) + heads_q
+    for h in tl.range(0, heads_q):
+        m = tl.load(max_ + at_max + h * head_max + row * stride_max, mask=valid, other=0.0)
+        s = tl.load(sum_ + at_sum + h * head_sum + row * stride_sum, mask=valid, other=1.0)
+        tl.store(to + h * step_head, m * LOG2E + tl.log2(s), mask=valid)
+        if sink is not None:
+            heads -= tl.exp2((tl.load(sink + h) - m) * LOG2E) / s
+    tl.store(to + heads_q * step_head, heads, mask=valid)
+    if largest is not None:
+        at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+        found = tl.zeros([BM], tl.float32)
+        for h in tl.range(0, heads_index):
+            w = tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32)
+            found = tl.maximum(found, tl.where(is_finite(w), tl.abs(w), 0.0))
+        tl.atomic_max(largest, tl.max(found, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def clean_keys(index_k, keys, strides, tiles, count: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr,
+               ALIGN: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes finite_rows() of one tile of the indexer's keys, and zeros where the tile has more lines; grid (tiles)."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, key0, key1, to = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
+    key = (key0 + tl.arange(0, BN)).to(tl.int64)
+    at, stride = rows_at(strides, count, b, 0, layout_index.INDEX_K, ALIGN)
+    rows = load_part(index_k + at, key * stride, key < key1, 0, E, DIM_INDEX, True)
+    out = (to + tl.arange(0, BN)).to(tl.int64) * E
+    there = tl.arange(0, BN) < tl.load(tile + 6)
+    tl.store(keys + out[:, None] + tl.arange(0, E)[None, :], finite_rows(rows), mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["count", "plane"])
+def finish_keys(added, dk, largest, strides, tiles, count: tl.int32, plane: tl.int64, SPLITS: tl.constexpr,
+                E: tl.constexpr, DIM_INDEX: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes dk of one tile of keys, the sum of what SPLITS have added up; grid (tiles)."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, key0, key1, at = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 5)
+    key = (key0 + tl.arange(0, BN)).to(tl.int64)
+    offset = (at + tl.arange(0, BN)).to(tl.int64) * E
+    place = added + offset[:, None] + tl.arange(0, E)[None, :]
+    total = tl.load(place)
+    for _ in tl.static_range(1, SPLITS):
+        place += plane
+        total += tl.load(place)
+    at_dk, stride_dk = rows_at(strides, count, b, 0, layout_index.DK, 1)
+    store_part(dk + at_dk, key * stride_dk, key < key1, total / unit_of(largest), 0, E, DIM_INDEX)

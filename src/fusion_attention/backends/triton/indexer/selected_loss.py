@@ -1,0 +1,128 @@
+"""The indexer's loss over the keys that rows select, a chunk of rows at a time.
+
+selection.read_lists() says which entries of a list count; target() and score() form what attention and indexer think of
+each entry; compare() takes one from the other, and leaves the gradients of scores to indexer_gradient.py. An entry that
+does not count loads zeros, and belongs to no key.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import heads_at, load_part, rows_at
+from fusion_attention.backends.triton.indexer.loss_parts import at_least, columns_at, difference, steps
+from fusion_attention.backends.triton.selected.selection import token_at
+
+
+@triton.jit
+def listed(keys, k, slots):
+    """Keys of entries; -1 where one does not count, and behind the last."""
+    return tl.load(keys + k, mask=k < slots, other=-1)
+
+
+@triton.jit(do_not_specialize=["count", "first", "slots", "heads_kv"])
+def target(q, k, q_rope, k_rope, notes, keys, dscores, strides, tokens, count: tl.int32, first: tl.int64,
+           slots: tl.int32, heads_kv: tl.int32, exponent: tl.float32, GROUP: tl.constexpr, DIM: tl.constexpr,
+           DIM_ROPE: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+           BC: tl.constexpr):  # fmt: skip
+    """Writes p, the mean over heads of the attention's probabilities, of BK entries of a token's list, where compare()
+    puts dI in its place; grid (tiles of entries, tokens)."""
+    STEPS: tl.constexpr = steps(DIM, BC) + steps(DIM_ROPE, BC)
+    BLOCKS: tl.constexpr = steps(GROUP, BH)  # of the heads that share a key head
+    at_token = tl.program_id(1).to(tl.int64)
+    b, row = token_at(tokens, first + at_token)
+    slot, lane, d = tl.program_id(0) * BK + tl.arange(0, BK), tl.arange(0, BH), tl.arange(0, BC)
+    key = listed(keys + at_token * slots, slot, slots).to(tl.int64)
+    there = key >= 0
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    at_k, head_k, stride_k = heads_at(strides, count, b, layout_index.K, ALIGN)
+    at_q += row * stride_q
+    at_qr, head_qr, at_kr, head_kr, stride_kr = at_q, head_q, at_k, head_k, stride_k
+    if DIM_ROPE:
+        at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        at_kr, head_kr, stride_kr = heads_at(strides, count, b, layout_index.K_ROPE, ALIGN)
+        at_qr += row * stride_qr
+    of_notes = notes + (first + at_token) * (heads_kv * GROUP + 1)
+    s, p = tl.zeros([BK, BH], tl.float32), tl.zeros([BK], tl.float32)
+    for t in tl.range(0, heads_kv * (BLOCKS * STEPS)):
+        c, n = t % STEPS, t // STEPS
+        hk, inner = n // BLOCKS, n % BLOCKS * BH
+        h = hk * GROUP + inner + lane
+        in_group = lane < GROUP - inner
+        lse = tl.load(of_notes + h, mask=in_group, other=float("inf"))
+        of_q, step_q, width = columns_at(c, q, q_rope, at_q, at_qr, head_q, head_qr, DIM, DIM_ROPE, BC)
+        of_k, step_k, _ = columns_at(c, k, k_rope, at_k + hk * head_k, at_kr + hk * head_kr, stride_k, stride_kr, DIM,
+                                     DIM_ROPE, BC)  # fmt: skip
+        there_q, there_k = in_group[:, None], there[:, None]
+        if (DIM % BC != 0) or (DIM_ROPE % BC != 0):
+            there_q, there_k = there_q & (d < width)[None, :], there_k & (d < width)[None, :]
+        query = tl.load(of_q + h[:, None] * step_q + d[None, :], mask=there_q, other=0.0)
+        rows = tl.load(of_k + key[:, None] * step_k + d[None, :], mask=there_k, other=0.0)
+        s = tl.dot(rows, tl.trans(query), s, input_precision="ieee")
+        if c == STEPS - 1:
+            each = tl.exp2(s * exponent - lse[None, :])
+            if GROUP % BH != 0:  # a lane without a head multiplies zeros, and an infinite key
+                each = tl.where(in_group[None, :], each, 0.0)
+            p += tl.sum(each, 1)
+            s = tl.zeros([BK, BH], tl.float32)
+    p /= tl.load(of_notes + heads_kv * GROUP)
+    tl.store(dscores + at_token * slots + slot, tl.where(there, p, 0.0), mask=slot < slots)
+
+
+@triton.jit(do_not_specialize=["count", "first", "slots", "heads_index"])
+def score(index_q, index_k, weights, keys, scores, strides, tokens, count: tl.int32, first: tl.int64, slots: tl.int32,
+          heads_index: tl.int32, E: tl.constexpr, DIM_INDEX: tl.constexpr, ALIGN: tl.constexpr, HI: tl.constexpr,
+          PADDED: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Writes I, the indexer's score of every entry of a token's list; grid (tokens)."""
+    at_token = tl.program_id(0).to(tl.int64)
+    b, row = token_at(tokens, first + at_token)
+    h = tl.arange(0, HI)
+    at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.INDEX_Q, ALIGN)
+    at_k, stride_k = rows_at(strides, count, b, 0, layout_index.INDEX_K, ALIGN)
+    at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
+    there = h < heads_index
+    query = load_part(index_q + at_q + row * stride_q, h * head_q, there, 0, E, DIM_INDEX, True)
+    w = tl.load(weights + at_w + row * stride_w + h, mask=there, other=0.0).to(tl.float32)
+    of_keys, out = keys + at_token * slots, scores + at_token * slots
+    # One turn ahead: a row can be loaded while the one before is multiplied.
+    ahead = listed(of_keys, tl.arange(0, BK), slots)
+    for k0 in tl.range(0, slots, BK):
+        k, key = k0 + tl.arange(0, BK), ahead
+        ahead = listed(of_keys, k + BK, slots)
+        rows = load_part(index_k + at_k, key.to(tl.int64) * stride_k, key >= 0, 0, E, DIM_INDEX, True)
+        s = tl.dot(rows, tl.trans(query), input_precision="ieee")
+        each = at_least(s, 0.0) * w[None, :]
+        if PADDED:  # a lane without a head multiplies zeros, and an infinite key
+            each = tl.where(there[None, :], each, 0.0)
+        tl.store(out + k, tl.sum(each, 1), mask=k < slots)
+
+
+@triton.jit(do_not_specialize=["first", "slots"])
+def compare(keys, scores, dscores, losses, first: tl.int64, slots: tl.int32, BK: tl.constexpr):
+    """Overwrites p of a token's list by dI = y - p, where y = softmax(I), and writes its loss; grid (tokens)."""
+    at_token = tl.program_id(0).to(tl.int64)
+    of_keys, of_scores, of_p = keys + at_token * slots, scores + at_token * slots, dscores + at_token * slots
+    top = tl.full([BK], -float("inf"), tl.float32)
+    for k0 in tl.range(0, slots, BK):
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(of_scores + k, mask=k < slots, other=0.0)
+        top = tl.maximum(top, tl.where(listed(of_keys, k, slots) >= 0, x, -float("inf")))
+    most = tl.max(top, 0)
+    total = tl.zeros([BK], tl.float32)
+    for k0 in tl.range(0, slots, BK):
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(of_scores + k, mask=k < slots, other=0.0)
+        total += tl.where(listed(of_keys, k, slots) >= 0, tl.exp(x - most), 0.0)
+    whole = tl.sum(total, 0)
+    lost = tl.zeros([BK], tl.float32)
+    for k0 in tl.range(0, slots, BK):
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(of_scores + k, mask=k < slots, other=0.0)
+        p = tl.load(of_p + k, mask=k < slots, other=0.0)
+        gap, loss = difference(p, x, most, whole, listed(of_keys, k, slots) >= 0, True)
+        lost += loss
+        tl.store(of_p + k, gap, mask=k < slots)
+    tl.store(losses + first + at_token, tl.sum(lost, 0))

@@ -1,0 +1,124 @@
+"""Tile shapes of the indexer's loss and of the warm-up pair.
+
+Found as those of shapes.py were: by compiling, not by timing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fusion_attention.backends.triton.common.shapes import Tile, power, widest
+from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
+
+WIDEST_INDEX = 256  # elements of an indexer's row, which kernels hold as one
+
+
+class Warm(NamedTuple):
+    """Tiles without selection. Differences of rows and keys lie in blocks of the target's tile."""
+
+    lse: Tile
+    target: Tile
+    difference: Tile  # the target's, with its own warps and stages
+    query: Tile  # the target's rows; keys of a turn, which divide its keys
+    key: Tile  # rows of a turn, which divide the target's rows; its keys
+    columns: int  # elements of a row that the target reads at a time
+
+
+# Chip (CHIPS) and bytes of an element -> (most elements of an indexer's row, tiles).
+WARM: dict[tuple[int, int], tuple[tuple[int, Warm], ...]] = {
+    (90, 2): (
+        (
+            128,
+            Warm(
+                Tile(64, 128, 8, 3),
+                Tile(128, 128, 8, 3),
+                Tile(128, 128, 8, 3),
+                Tile(128, 64, 8, 3),
+                Tile(64, 128, 8, 3),
+                64,
+            ),
+        ),
+        (
+            256,
+            Warm(
+                Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), 64
+            ),
+        ),
+    ),
+    (80, 2): (
+        (
+            128,
+            Warm(
+                Tile(64, 64, 8, 3),
+                Tile(128, 64, 8, 3),
+                Tile(128, 64, 8, 3),
+                Tile(128, 32, 8, 3),  # of 64 keys nothing is loaded ahead within 99 KB
+                Tile(64, 64, 8, 3),
+                64,
+            ),
+        ),
+        (
+            256,
+            Warm(
+                Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), 64
+            ),
+        ),
+    ),
+    (90, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
+    (80, 4): ((256, Warm(*(Tile(16, 16, 8, 1),) * 5, 16)),),
+}
+for _width in (2, 4):
+    WARM[86, _width] = WARM[80, _width]
+
+
+def warm_tiles(problem: IndexerProblem | IndexerLossProblem, chip: int, align: int = 8) -> Warm | None:
+    """The tiles of the warm-up pair for a problem; None: such sizes were never compiled.
+
+    Rows that do not start on 16 bytes (align: elements of which their starts are multiples) take the smallest tiles.
+    """
+    dim = problem.dim if isinstance(problem, IndexerProblem) else problem.dim_index
+    rows = WARM[chip, 4 if problem.dtype == "float32" else 2]
+    fits = [tiles for most, tiles in rows if power(dim) <= most]
+    if not fits:
+        return None
+    return fits[0] if align >= widest(problem) else fits[-1]
+
+
+class Selected(NamedTuple):
+    """Tiles of the loss over selected keys: BM entries of a list meet BN heads."""
+
+    target: Tile
+    score: Tile
+    columns: int
+
+
+# Chip and bytes of an element -> (most elements of an indexer's row, most of its heads, tiles).
+SELECTED: dict[tuple[int, int], tuple[tuple[int, int, Selected], ...]] = {
+    (90, 2): (
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), 64)),
+        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), 64)),
+        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 2), 64)),
+    ),
+    (80, 2): (
+        (128, 64, Selected(Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), 64)),
+        (128, 128, Selected(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), 64)),
+        (256, 128, Selected(Tile(128, 128, 8, 3), Tile(32, 128, 8, 2), 64)),
+    ),
+    (90, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
+    (80, 4): ((256, 128, Selected(*(Tile(16, 16, 8, 1),) * 2, 16)),),
+}
+for _width in (2, 4):
+    SELECTED[86, _width] = SELECTED[80, _width]
+
+
+def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
+    """The tiles of the loss over selected keys for a problem; None: such sizes were never compiled."""
+    p = problem
+    rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
+    held = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
+    return next((tiles for tiles, fits in held if fits), None)
+
+
+def holds_lse(problem: IndexerProblem, chip: int) -> bool:
+    """Whether some tiles serve statistics."""
+    return warm_tiles(problem, chip) is not None

@@ -1,0 +1,213 @@
+"""The backward over selected keys: products over all heads of a token, then a sum per key (key_sum.py).
+
+    P = 2^(S * log2(e) - lse),  dP = dout . v,  dS = scale * P * (dP - D)        of a token, its heads and its slots
+    dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row for each slot, summed over the heads
+
+A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() says once which
+key is in each slot, or that none is (selection.py); what follows loads zeros there. No more than one accumulator stands
+across a loop: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+
+dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
+
+A slot that weighs nothing still multiplies, and 0 * inf is NaN. So the kernels note the tokens where that may be, and
+recompute_list_gradients.py computes those once more.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import heads_at, rows_at
+from fusion_attention.backends.triton.dense.backward import shrinking
+from fusion_attention.backends.triton.selected.selection import token_at
+
+
+@triton.jit
+def load_tile(base, offset, there, c, DIM: tl.constexpr, CUT: tl.constexpr):
+    """Columns c of rows at `offset`: zeros in rows not there and, where CUT, behind DIM."""
+    at = base + offset[:, None] + c[None, :]
+    if CUT:
+        return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def inner(acc, a, b, FIRST: tl.constexpr, DIM: tl.constexpr, BC: tl.constexpr):
+    """acc + a b^T over the columns from FIRST on; a, b: (memory, offsets of rows, whether they are there)."""
+    for c0 in tl.range(FIRST, DIM, BC):
+        c = c0 + tl.arange(0, BC)
+        x = load_tile(a[0], a[1], a[2], c, DIM, DIM % BC != 0)
+        y = load_tile(b[0], b[1], b[2], c, DIM, DIM % BC != 0)
+        acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def heads_of(strides, count, b, row, head, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the rows of heads of one token start in a view."""
+    at, stride_head, stride = heads_at(strides, count, b, VIEW, ALIGN)
+    return at + row.to(tl.int64) * stride + head * stride_head
+
+
+@triton.jit
+def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """Where the rows of keys of one head start in a view; of -1, nowhere."""
+    at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
+    return at + j.to(tl.int64) * stride
+
+
+@triton.jit(do_not_specialize=["count", "first", "plane"])
+def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, strides, tokens,
+                count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32, exponent: tl.float32,
+                GROUP: tl.constexpr, HEADS_KV: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
+                DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+                BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Writes P and dS of BH heads and BN slots; grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
+    own = tl.program_id(2).to(tl.int64)
+    if tl.program_id(0) * BN < tl.load(used + own):
+        hk = own % HEADS_KV
+        b, row = token_at(tokens, first + own // HEADS_KV)
+        slot = tl.program_id(0) * BN + tl.arange(0, BN)
+        h = tl.program_id(1) * BH + tl.arange(0, BH)
+        valid, head = h < GROUP, hk * GROUP + h
+        j = tl.load(keys + own * SLOTS + slot)
+        chosen = j >= 0
+        at_q = (q, heads_of(strides, count, b, row, head, layout_index.Q, ALIGN), valid)
+        at_do = (dout, heads_of(strides, count, b, row, head, layout_index.DOUT, ALIGN), valid)
+        at_k = (k, keys_of(strides, count, b, hk, j, layout_index.K, ALIGN), chosen)
+        s, dp = tl.zeros([BH, BN], tl.float32), tl.zeros([BH, BN], tl.float32)
+        # The first elements of a key are its value: they are loaded once for both products.
+        BOTH: tl.constexpr = DIM_V // BC * BC if SHARED else 0
+        for c0 in tl.range(0, BOTH, BC):
+            c = c0 + tl.arange(0, BC)
+            both = tl.trans(load_tile(at_k[0], at_k[1], chosen, c, DIM, False))
+            s = tl.dot(load_tile(q, at_q[1], valid, c, DIM, False), both, s, input_precision="ieee")
+            dp = tl.dot(load_tile(dout, at_do[1], valid, c, DIM, False), both, dp, input_precision="ieee")
+        if BOTH < DIM:
+            s = inner(s, at_q, at_k, BOTH, DIM, BC)
+        if BOTH < DIM_V:
+            at_v = at_k
+            if not SHARED:
+                at_v = (v, keys_of(strides, count, b, hk, j, layout_index.V, ALIGN), chosen)
+            dp = inner(dp, at_do, at_v, BOTH, DIM_V, BC)
+        if DIM_ROPE:
+            at_qr = (q_rope, heads_of(strides, count, b, row, head, layout_index.Q_ROPE, ALIGN), valid)
+            at_kr = (k_rope, keys_of(strides, count, b, hk, j, layout_index.K_ROPE, ALIGN), chosen)
+            s = inner(s, at_qr, at_kr, 0, DIM_ROPE, BC)
+        notes = flat + heads_of(strides, count, b, row, head, layout_index.FLAT, 1)
+        lse = tl.load(notes, mask=valid, other=float("inf"))
+        delta = tl.load(notes + plane, mask=valid, other=0.0)
+        # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
+        wild = ~(tl.abs(delta) < float("inf"))
+        strange = wild[:, None] | ~(tl.abs(s) < float("inf"))
+        tl.store(noted + own, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
+        shrink = shrinking(large, b, hk, HEADS_KV)
+        s = s * exponent
+        seen = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
+        weight = tl.exp2(s - lse[:, None])
+        # An infinity meets a weight that no number of this size holds: still more than nothing.
+        LEAST: tl.constexpr = 2.0**-24 if weights.dtype.element_ty == tl.float16 else 2.0**-126
+        weight = tl.where(seen, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
+        gradient = tl.where(seen, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
+        at = own * GROUP * SLOTS
+        offset = h[:, None] * SLOTS + slot[None, :]
+        tl.store(weights + at + offset, weight.to(weights.dtype.element_ty), mask=valid[:, None])
+        tl.store(ds + at + offset, gradient.to(ds.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int32, first: tl.int64,
+                  GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+                  ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, FIRST: tl.constexpr,
+                  BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Writes columns from FIRST on of dq, or of its rope tail, of BH heads: dS k over all slots.
+
+    Grid (panels of BC columns, tiles of heads, tokens * heads_kv). READ, WRITTEN: the views of k and of dq.
+    """
+    own = tl.program_id(2).to(tl.int64)
+    hk = own % HEADS_KV
+    b, row = token_at(tokens, first + own // HEADS_KV)
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    valid, head = h < GROUP, hk * GROUP + h
+    c = FIRST + tl.program_id(0) * BC + tl.arange(0, BC)
+    end = tl.load(used + own)
+    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
+    keys += own * SLOTS
+    ds += own * GROUP * SLOTS
+    acc = tl.zeros([BH, BC], tl.float32)
+    # One turn ahead: a key's row is loaded as early as what it is multiplied by.
+    ahead = tl.load(keys + tl.arange(0, BN))
+    for slot0 in tl.range(0, end, BN):
+        slot = slot0 + tl.arange(0, BN)
+        j = ahead
+        ahead = tl.load(keys + slot + BN, mask=slot + BN < SLOTS, other=-1)
+        key = load_tile(k + at_k, j.to(tl.int64) * stride, j >= 0, c, DIM, DIM % BC != 0)
+        offset = h[:, None] * SLOTS + slot[None, :]
+        weights = tl.load(ds + offset, mask=valid[:, None], other=0.0)
+        acc = tl.dot(weights, key, acc, input_precision="ieee")
+    acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
+    at = heads_of(strides, count, b, row, head, WRITTEN, ALIGN)
+    there = valid[:, None] & (c < DIM)[None, :]
+    tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def add_heads(acc, weights, at, stride, slot, h, c, GROUP: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr):
+    """acc + weights^T x over heads h, of columns c of their rows x at `at`, and of slots."""
+    there = h < GROUP
+    weight = tl.load(weights + h[None, :] * SLOTS + slot[:, None], mask=there[None, :], other=0.0)
+    return tl.dot(weight, load_tile(at, h * stride, there, c, DIM, True), acc, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strides, tokens, count: tl.int32,
+                   first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, COLUMNS: tl.constexpr,
+                   DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+                   VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr,
+                   ATOMIC: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Writes BC columns of the rows of BN slots: weights^T x, and weights_also^T also where there is one.
+
+    Columns count from FIRST in x and from AT in a row. Grid (tiles of slots, panels of columns, tokens * heads_kv), and
+    ATOMIC, where rows are the sums of keys and are added to, the panels last: one panel of all keys stays in the cache.
+    """
+    panel, at_token = tl.program_id(1), tl.program_id(2)
+    if ATOMIC:
+        panel, at_token = at_token, panel
+    own = at_token.to(tl.int64)
+    if tl.program_id(0) * BN < tl.load(used + own):
+        hk = own % HEADS_KV
+        b, row = token_at(tokens, first + own // HEADS_KV)
+        slot = tl.program_id(0) * BN + tl.arange(0, BN)
+        c = panel * BC + tl.arange(0, BC)
+        acc = tl.zeros([BN, BC], tl.float32)
+        weights += own * GROUP * SLOTS
+        at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
+        at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
+        BOTH: tl.constexpr = also is not None and large is None
+        at_also, head_also = at_x, head_x
+        if also is not None:
+            weights_also += own * GROUP * SLOTS
+            at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
+            at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
+        for h0 in tl.range(0, GROUP, BH):
+            h = h0 + tl.arange(0, BH)
+            acc = add_heads(acc, weights, at_x, head_x, slot, h, FIRST + c, GROUP, SLOTS, DIM)
+            if BOTH:
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
+        acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
+        if also is not None and not BOTH:  # only the first product was held smaller
+            for h0 in tl.range(0, GROUP, BH):
+                h = h0 + tl.arange(0, BH)
+                acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
+        there = (FIRST + c < DIM)[None, :]
+        if ATOMIC:
+            key = tl.load(ids + own * SLOTS + slot)
+            at = rows + key.to(tl.int64)[:, None] * COLUMNS + AT + c[None, :]
+            tl.atomic_add(at, acc, mask=there & (key >= 0)[:, None], sem="relaxed")
+        else:
+            at = rows + own * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
+            tl.store(at, acc.to(rows.dtype.element_ty), mask=there)

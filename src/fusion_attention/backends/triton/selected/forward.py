@@ -1,0 +1,173 @@
+"""Attention to lists of selected keys: one token's heads that share a list meet the rows that it names.
+
+Where tokens are few, programs share out a list, and decode.join() joins what they found.
+
+Entries are loaded two turns before the rows that they name, page numbers one turn before: so rows can be loaded ahead.
+Every value that a turn hands on is computed in it: of a loop that only passes one on, Triton loads nothing ahead.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import (
+    add_three,
+    heads_at,
+    inner_three,
+    lengths_at,
+    load_part,
+    load_three,
+    store_three,
+    zeros_three,
+)
+from fusion_attention.backends.triton.common.pages import cache_at, clamped
+from fusion_attention.backends.triton.decode.kernel import share_at, write_rows
+from fusion_attention.backends.triton.dense.forward import weigh
+from fusion_attention.backends.triton.selected.selection import (
+    band_of,
+    entry_ahead,
+    in_band,
+    list_at,
+    named,
+    slots_read,
+    token_at,
+)
+
+COPIES = tl.constexpr(4)  # of an entry, as it is loaded
+
+
+@triton.jit
+def entry_once(entries, n, slots, BLOCK: tl.constexpr):
+    """entry_ahead(), loaded several times: of fewer elements than threads Triton loads anew what each layout of a turn
+    wants of them, a fifth of all its instructions. Not of 16, where multiply-adds need the registers, nor of 64, where
+    sm_90's products would then wait for one another."""
+    if n.shape[0] != 32:
+        return entry_ahead(entries, n, slots, BLOCK)
+    else:
+        copies = n[:, None] + tl.zeros([1, COPIES], tl.int32)
+        return tl.max(entry_ahead(entries, copies, slots, BLOCK), 1)
+
+
+@triton.jit
+def page_of(table, key, there, last, PAGE: tl.constexpr):
+    """int64 page numbers of keys; table: a sequence's row of it. Those of a cache without pages are never read."""
+    if PAGE:
+        return clamped(tl.load(table + key // PAGE, mask=there, other=0), last)
+    else:
+        return key
+
+
+@triton.jit
+def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
+    """Offsets of keys' rows from their cache's first element; NEAR: int32 holds them."""
+    _, token, stride_page = cache
+    if NEAR:
+        token, stride_page, page = token.to(tl.int32), stride_page.to(tl.int32), page.to(tl.int32)
+    else:
+        key = key.to(tl.int64)
+    if PAGE:
+        return page * stride_page + key % PAGE * token
+    else:
+        return key * token
+
+
+@triton.jit
+def heads_of(part, GROUP: tl.constexpr, BM: tl.constexpr):
+    """(key head, int64 query heads, whether each is there) of the part-th program of a token; there are no more than
+    GROUP query heads, of which those that are not there are the last again."""
+    BLOCKS: tl.constexpr = (GROUP + BM - 1) // BM
+    hk = (part // BLOCKS).to(tl.int64)
+    g = part % BLOCKS * BM + tl.arange(0, BM)
+    return hk, hk * GROUP + tl.minimum(g, GROUP - 1), g < GROUP
+
+
+@triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last", "per"])
+def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, part, strides, lengths, tokens,
+                   count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32, per: tl.int32,
+                   scale: tl.float32, exponent: tl.float32, unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr,
+                   SINK: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
+                   PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
+                   DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+                   V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, CUT: tl.constexpr, ALIGN: tl.constexpr,
+                   BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, shares of a list).
+
+    Programs of a token are neighbours: what one of them reads of its list's rows the next finds in the cache. SHARED:
+    values are the first parts of the keys. CUT: one share of `per` slots, of which (weighted values, max, sum) go into
+    `part`, BUFFER floats of each head.
+    """
+    programs = heads_kv * ((GROUP + BM - 1) // BM)
+    b, row = token_at(tokens, tl.program_id(0) // programs)
+    hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
+    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    if PAGE:
+        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+        table += b * step
+    first, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = list_at(indices, strides, count, b, hk, row)
+    slots = slots_read(entries, end, SELECT, BLOCK)
+
+    at_q, head_q, token_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
+    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
+    cache_v, cache_r, rope = cache_k, cache_k, query[0]
+    if not SHARED:
+        cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
+    if R:
+        at_r, head_r, token_r = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
+        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+
+    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    begin = 0
+    if CUT:
+        begin = tl.program_id(1) * per
+        slots = tl.minimum(slots, begin + per)
+    n = tl.arange(0, BN)
+    key = named(entry_once(entries, begin + n, slots, BLOCK), begin + n, end, BLOCK)
+    page = page_of(table, key, in_band(key, first, end), last, PAGE)
+    entry_next = entry_once(entries, begin + BN + n, slots, BLOCK)
+    for n0 in tl.range(begin, slots, BN):
+        key_next = named(entry_next, n0 + BN + n, end, BLOCK)
+        page_next = page_of(table, key_next, in_band(key_next, first, end), last, PAGE)
+        entry_next = entry_once(entries, n0 + 2 * BN + n, slots, BLOCK)
+        there = in_band(key, first, end)
+        keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), there, True, D0, D1, D2, DIM)
+        s = inner_three(query, keys, D1, D2)
+        if R:
+            offset = offset_within(cache_r, key, page, PAGE, NEAR)
+            tail = load_part(k_rope + cache_r[0], offset, there, 0, R, DIM_ROPE, True)
+            s = tl.dot(rope, tl.trans(tail), s, input_precision="ieee")
+        if not RAW:
+            s = s * scale
+        s = tl.where(there[None, :], s, -float("inf"))
+        p, fade, m, l = weigh(s, m, l, exponent)
+        acc0 = acc0 * fade[:, None]
+        if V1:
+            acc1 = acc1 * fade[:, None]
+        if V2:
+            acc2 = acc2 * fade[:, None]
+        values = keys
+        if not SHARED:
+            offset = offset_within(cache_v, key, page, PAGE, NEAR)
+            values = load_three(v + cache_v[0], offset, there, True, V0, V1, V2, DIM_V)
+        acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
+        key, page = key_next, page_next
+    # Read and formed again: across the loop they would take registers. No sequence has a number below 0.
+    at = tokens + tl.program_id(0) // programs * 2
+    b, row = tl.load(at, volatile=True).to(tl.int64), tl.load(at + 1, volatile=True).to(tl.int64)
+    hk, h, valid = heads_of(tl.program_id(0) % programs + tl.minimum(b, 0).to(tl.int32), GROUP, BM)
+    if CUT:
+        slot = tl.program_id(0) // programs * tl.num_programs(1) + tl.program_id(1)
+        at = share_at(slot, hk, GROUP, h - hk * GROUP, heads_kv, BUFFER)
+        store_three(part, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
+        tl.store(part + at + DIM_V, m, mask=valid)
+        tl.store(part + at + DIM_V + 1, l, mask=valid)
+    else:
+        write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, (acc0, acc1, acc2), m, l, unit, SINK, V0,
+                   V1, V2, DIM_V, ALIGN)  # fmt: skip

@@ -1,0 +1,145 @@
+"""Sums of rows by the key that each belongs to: what tokens that chose a key give to its gradient.
+
+A list says of every row whose it is. It is sorted first, stably, so that the rows of a key stand side by side in the
+order in which they were given. Blocks of a fixed number of entries have sums of their own: what a block has for a key
+is added one row after the other, and then to what the key has so far, block after block. One program does so for a key;
+of one with many rows, others have summed the blocks before. No two programs add to one element, and a sum that is taken
+up again at a block depends neither on where that was, nor on who summed the block: the same bits in every run, and for
+any number of chunks.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import PER_TILE, rows_at
+
+TURN = tl.constexpr(8)  # rows whose loads are in flight together
+
+
+@triton.jit
+def _listed(marked, e, end):
+    """The next TURN entries of a sorted list from e on."""
+    return (
+        tl.load(marked + e, mask=e < end, other=0), tl.load(marked + e + 1, mask=e + 1 < end, other=0),
+        tl.load(marked + e + 2, mask=e + 2 < end, other=0), tl.load(marked + e + 3, mask=e + 3 < end, other=0),
+        tl.load(marked + e + 4, mask=e + 4 < end, other=0), tl.load(marked + e + 5, mask=e + 5 < end, other=0),
+        tl.load(marked + e + 6, mask=e + 6 < end, other=0), tl.load(marked + e + 7, mask=e + 7 < end, other=0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_of(mark):
+    """The row of an entry."""
+    return tl.where(mark < 0, -1 - mark, mark)
+
+
+@triton.jit
+def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
+    """acc, and to it the sums of the blocks of entries [begin, end) of a sorted list, one after the other."""
+    part = tl.zeros_like(acc)
+    # One turn ahead: where a row lies is known when its turn comes.
+    ahead = _listed(marked, begin, end)
+    for e in tl.range(begin, end, TURN):
+        now = ahead
+        ahead = _listed(marked, e + TURN, end)
+        for n in tl.static_range(TURN):
+            at = rows + _row_of(now[n]).to(tl.int64) * COLUMNS + c
+            row = tl.load(at, mask=there & (e + n < end), other=0.0).to(tl.float32)
+            acc = tl.where(now[n] < 0, acc + part, acc)
+            part = tl.where(now[n] < 0, 0.0, part) + row
+    return acc + part
+
+
+@triton.jit
+def _first_of(marked, row, begin, end):
+    """The first of a key's entries [begin, end) that is not before a row."""
+    while begin < end:
+        middle = (begin + end) // 2
+        is_before = _row_of(tl.load(marked + middle)) < row
+        begin, end = tl.where(is_before, middle + 1, begin), tl.where(is_before, end, middle)
+    return begin
+
+
+@triton.jit(do_not_specialize=["entries", "per"])
+def mark(order, marked, entries: tl.int32, per: tl.int32, BN: tl.constexpr):
+    """Writes the row of each entry of a sorted list, and -1 less that where its block is another than that of the entry
+    before; grid (pieces of BN entries). per: rows of a block."""
+    e = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = e < entries
+    row = tl.load(order + e, mask=there, other=0).to(tl.int32)
+    before = tl.load(order + e - 1, mask=there & (e > 0), other=0).to(tl.int32)
+    tl.store(marked + e, tl.where(row // per == before // per, row, -1 - row), mask=there)
+
+
+@triton.jit(do_not_specialize=["keys"])
+def find_hot(starts, hot, strides, keys: tl.int32, HOT: tl.constexpr, BN: tl.constexpr):
+    """Lists the keys with more than HOT rows, in no order, behind how many they are, and writes of every key its place
+    in this list, or -1; grid (pieces of BN keys)."""
+    key = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = key < keys
+    rows = tl.load(starts + key + 1, mask=there, other=0) - tl.load(starts + key, mask=there, other=0)
+    place = tl.atomic_add(hot + key * 0, 1, mask=rows > HOT, sem="relaxed")
+    tl.store(hot + 1 + place, key, mask=rows > HOT)
+    tl.store(strides + key, tl.where(rows > HOT, place, -1), mask=there)
+
+
+@triton.jit(do_not_specialize=["count", "per"])
+def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32, COLUMNS: tl.constexpr,
+               W: tl.constexpr):  # fmt: skip
+    """Writes what one block has for a key of many rows, W columns of it; grid (such keys at most, blocks, panels of
+    columns)."""
+    place, block = tl.program_id(0), tl.program_id(1)
+    if place < tl.load(hot):
+        key = tl.load(hot + 1 + place)
+        last = tl.load(starts + key + 1)
+        begin = _first_of(marked, block * per, tl.load(starts + key), last)
+        end = _first_of(marked, (block + 1) * per, begin, last)
+        c = tl.program_id(2) * W + tl.arange(0, W)
+        part = _added(tl.zeros([W], tl.float32), rows, marked, begin, end, c, c < COLUMNS, COLUMNS)
+        tl.store(parts + (place * count + block).to(tl.int64) * COLUMNS + c, part, mask=c < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUMNS: tl.constexpr,
+             W: tl.constexpr):  # fmt: skip
+    """Adds a key's rows to its row of `total`, W columns of it; grid (keys, panels of columns).
+
+    marked: the list, sorted by key; starts: where each key's entries begin, and where the last one's end; parts: the
+    sums of `count` blocks of keys with a place.
+    """
+    key = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(starts + key), tl.load(starts + key + 1)
+    if begin < end:
+        c = tl.program_id(1) * W + tl.arange(0, W)
+        there = c < COLUMNS
+        at = total + key * COLUMNS + c
+        acc = tl.load(at, mask=there, other=0.0)
+        place = tl.load(strides + key)
+        if place < 0:
+            acc = _added(acc, rows, marked, begin, end, c, there, COLUMNS)
+        else:
+            of_key = parts + place.to(tl.int64) * count * COLUMNS + c
+            for n in tl.range(0, count):
+                acc += tl.load(of_key + n * COLUMNS, mask=there, other=0.0)
+        tl.store(at, acc, mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, COLUMNS: tl.constexpr,
+               FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes DIM columns of `total` from FIRST on to the rows of a view; grid (tiles of keys, heads, panels)."""
+    tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
+    b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
+    j = tl.load(tile + 1) + tl.arange(0, BN)
+    c = tl.program_id(2) * W + tl.arange(0, W)
+    there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
+    first, step = rows_at(strides, count, b, h, layout_index.IDS, 1)
+    key = first + j.to(tl.int64) * step
+    found = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
+    at, stride = rows_at(strides, count, b, h, VIEW, 1)
+    at = out + at + j.to(tl.int64)[:, None] * stride + c[None, :]
+    tl.store(at, found.to(out.dtype.element_ty), mask=there)

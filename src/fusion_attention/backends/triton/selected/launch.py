@@ -1,0 +1,192 @@
+"""Launches of attention to lists of selected keys: one program for a token and a few heads, several where such programs
+are too few for the chip.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import launching, layout_table, shapes
+from fusion_attention.backends.triton.decode import launch as launch_decode
+from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, join
+from fusion_attention.backends.triton.dense import launch as launch_dense
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.backends.triton.selected.forward import sparse_forward
+from fusion_attention.backends.triton.selected.recompute import recompute_lists
+from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.problem import Extents, Operands, Problem
+
+FAMILY = launching.Family(sparse_forward, join, recompute_lists)
+ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "part", "work")) | dict.fromkeys(
+    ("width", "step", "last", "per", "rows"), 0
+)
+NEAR = 1 << 31  # elements: int32 counts to them
+KEYS = ("k", "v", "k_rope")
+
+
+def tokens(extents: Extents) -> np.ndarray:
+    """[tokens, 2] int32: (sequence, row) of every token of all sequences."""
+    seq = np.repeat(np.arange(len(extents)), extents.q_len)
+    row = np.arange(len(seq)) - np.repeat(np.cumsum(extents.q_len) - extents.q_len, extents.q_len)
+    return np.stack((seq, row), 1).astype(np.int32)
+
+
+def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
+    """Whether int32 holds every offset of a key's row from its sequence's first, or from the pool's."""
+    most = int(extents.kv_len.max(initial=0))
+    for view in (views[name] for name in KEYS):
+        if isinstance(view, PagedView):
+            if view.pool.untyped_storage().nbytes() >= NEAR * view.pool.element_size():
+                return False
+        elif isinstance(view, RowView) and most * view.stride_token >= NEAR:
+            return False
+    return True
+
+
+def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | None]:
+    """The operands' views that the problem uses; of values that are the first parts of keys there is none."""
+    p = problem
+    return {
+        "q": o.q, "k": o.k, "v": None if shapes_sparse.shared(p) else o.v, "out": o.out,
+        "max": o.stats.max, "sum": o.stats.sum,
+        "q_rope": o.q_rope if p.dim_rope else None,
+        "k_rope": o.k_rope if p.dim_rope else None,
+        "indices": o.indices,
+    }  # fmt: skip
+
+
+def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Constants:
+    """What every kernel of lists knows while compiling."""
+    p = problem
+    return launch_dense.widths(p) | {
+        "GROUP": p.group,
+        "RAW": launch_dense.raw(p),
+        "SELECT": p.select_count,
+        "BLOCK": p.select_block,
+        "ALIGN": align,
+        "BM": tile.BM,
+        "BN": tile.BN,
+    }
+
+
+def forward_constants(
+    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, cut: bool = False
+) -> launching.Constants:
+    """What the forward kernel knows while compiling; cut: programs share out a list."""
+    p = problem
+    more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
+    return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "CUT": cut}
+
+
+def join_constants(problem: Problem, align: int) -> launching.Constants:
+    """What join() knows."""
+    known = forward_constants(problem, launch_decode.JOIN, align)
+    return {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
+
+
+def recompute_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
+    """What the kernel that recomputes knows."""
+    known = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
+    return {name: value for name, value in known.items() if name not in ("RAW", "SINK", "BUFFER", "CUT")}
+
+
+def programs(problem: Problem, tile: shapes.Tile) -> int:
+    """Of a token."""
+    return problem.heads_kv * -(-problem.group // tile.BM)
+
+
+def share_of(problem: Problem, rows: int, tile: shapes.Tile, processors: int) -> int:
+    """Slots of a list that one program of so many tokens meets: of few tokens fewer than a list has, so that shares,
+    which are all alike, fill the chip once."""
+    p = problem
+    turns = -(-p.select_count * p.select_block // tile.BN)
+    shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
+    return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
+
+
+def shares_of(problem: Problem, share: int) -> int:
+    """Of a list."""
+    return -(-problem.select_count * problem.select_block // share)
+
+
+def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
+    """[tokens * shares, 8] int32, as join() reads it: of the first share of a token (sequence, its first row and end
+    among rows * group); of the n-th token, in the n-th row, its first share and how many there are."""
+    listed, group = tokens(extents), problem.group
+    result = np.zeros((len(listed) * shares, layout_table.TILE_FIELDS), np.int32)
+    result[::shares, 0], result[::shares, 1] = listed[:, 0], listed[:, 1] * group
+    result[::shares, 2] = (listed[:, 1] + 1) * group
+    result[: len(listed), 6], result[: len(listed), 7] = np.arange(len(listed)) * shares, shares
+    return result
+
+
+def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
+    """At most: with the tile that cuts a list into the most shares, on a chip of as many processors as any has."""
+    p = problem
+    tile = shapes.Tile(64, shapes.NARROWEST, 0, 0)
+    shares = shares_of(p, share_of(p, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
+
+
+def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Operands) -> None:
+    """Launches the forward kernel."""
+    views = views_of(problem, o)
+    given = launch_dense.given_by(problem, o, views)
+    if isinstance(o.k, PagedView):
+        given["table"] = o.k.table
+    result = schedule.once(
+        layout_table.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given)
+    )
+    result.run(given)
+
+
+def ready(
+    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+) -> launching.Ready:
+    """What run() does with memory as these views and arguments lie."""
+    table, last = launch_decode.pages(p, views)
+    device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
+    align = layout_table.alignment(views, where)
+    listed = kept.on(device, "tokens", tokens)
+    if not len(listed.tensor):
+        return launching.Ready([], ())
+    tile = tile_on(p, device, align)
+    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    # Without a page no key is read.
+    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
+    numbers = launch_dense.numbers(p)
+    arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | {
+        "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
+        "strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
+    }  # fmt: skip
+    is_near, recompute = near(views, kept.capacity), shapes.recompute_tile("recompute_out", p)
+    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near)
+    share = share_of(p, count, tile, launch_decode.processors(device))
+    tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
+    shares, own = shares_of(p, share), list(given)
+    known = forward_constants(p, tile, align, is_near, cut=shares > 1)
+    scratch: dict[str, tuple[int, ...]] = {}
+    if shares > 1:
+        joined = kept.on(device, f"shares {shares}", lambda e: work(p, e, shares))
+        arguments |= {"work": joined.tensor, "rows": p.group, "per": share}
+        scratch["part"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
+        tables, own = (*tables, joined), [*own, "part"]
+    launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, own, known, tile)]
+    if shares > 1:
+        grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
+        launches.append(FAMILY.launch(join, grid, arguments, own, of_join, launch_decode.JOIN))
+    launches.append(
+        FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, own, recomputed, recompute)
+    )
+    return launching.Ready(launches, tables, scratch)
+
+
+def tile_on(problem: Problem, device: torch.device, align: int) -> shapes.Tile:
+    """The forward's tile on a device."""
+    chip = shapes.chip_of(device)
+    tile = None if chip is None else shapes_sparse.forward_tile(problem, chip, align)
+    assert tile is not None  # reasons_against() has looked
+    return tile

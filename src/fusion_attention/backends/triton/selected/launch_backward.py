@@ -1,0 +1,318 @@
+"""Launches of the backward over selected keys: chunks of tokens, and the memory between the kernels.
+
+A chunk holds P, dS and a row of gradients for each slot of its tokens. How many tokens it has follows from BUDGET and
+changes no bit: what a token computes is its own, and key_sum.py adds to a key's sum in the order of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.backends.triton.common import kernels as common
+from fusion_attention.backends.triton.common import layout_index, layout_table, shapes
+from fusion_attention.backends.triton.common.launching import Constants, Schedule, launch_some
+from fusion_attention.backends.triton.dense.backward import prepare
+from fusion_attention.backends.triton.dense.launch import PLANES, query_tiles, widths
+from fusion_attention.backends.triton.selected import launch_key_sum
+from fusion_attention.backends.triton.selected import shapes_backward as cuts
+from fusion_attention.backends.triton.selected.backward import backward_rows, backward_slots, weigh_slots
+from fusion_attention.backends.triton.selected.launch import tokens as listed_tokens
+from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
+from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
+from fusion_attention.backends.triton.selected.selection import read_lists
+from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
+from fusion_attention.memory import empty
+
+BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
+# Whether slots add to the sums of keys themselves, in no fixed order, in place of rows that are sorted and summed: and
+# that recompute_slots() could compute anew.
+ATOMIC = False
+PREPARE = shapes.Tile(16, 16, 8, 1)
+RECOMPUTE = Cut(0, 16, 32, 4, 1)
+MOST_PROGRAMS = 65535  # of a grid's second and third axis
+PIECE = 16  # columns at whose multiples the parts of a row begin
+
+
+def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
+    """Where the gradients of keys begin in a row, by the views that receive them, and how long a row is."""
+    p = problem
+    dims = {"dk": p.dim_qk} | ({"dk_rope": p.dim_rope} if p.dim_rope else {}) | ({} if p.shares_kv else {"dv": p.dim_v})
+    result, columns = {}, 0
+    for name, dim in dims.items():
+        result[name] = columns
+        columns += -(-dim // PIECE) * PIECE
+    return result, columns
+
+
+def slots_of(problem: Problem, tiles: dict[str, Cut]) -> int:
+    """Slots of a token: whole tiles that hold its entries."""
+    most = max(cut.BN for cut in tiles.values())
+    return -(-problem.select_count * problem.select_block // most) * most
+
+
+def rows_dtype(problem: Problem, wide: bool) -> torch.dtype:
+    """Of what a token gives to a key; float16 would leave little of what a scaled loss gives."""
+    return torch.bfloat16 if problem.dtype == "bfloat16" and not wide else torch.float32
+
+
+def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
+    """What a chunk holds of a token."""
+    p = problem
+    weights = 2 * p.heads_q * slots * p.torch_dtype.itemsize
+    rows = 0 if ATOMIC else columns_of(p)[1] * row.itemsize + launch_key_sum.BYTES_OF_ENTRY
+    return weights + p.heads_kv * (slots * (rows + 8) + 8)  # a slot's key and id, a list's length and note
+
+
+def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> int:
+    """How many tokens a chunk has."""
+    most = min(BUDGET // bytes_of_token(problem, slots, row), MOST_PROGRAMS // problem.heads_kv)
+    return max(1, min(launch_key_sum.whole_blocks(most, problem.heads_kv * slots), tokens))
+
+
+def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
+    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    p, e = problem, schedule.kept.extents
+    if not schedule.rows:
+        return 0
+    row = rows_dtype(p, wide=True)
+    slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
+    held, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
+    chunk = held * bytes_of_token(p, slots, row)
+    notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
+    keys = int(schedule.kept.capacity.kv_len.sum()) * p.heads_kv
+    flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
+    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1], held * of_token, of_token)
+
+
+def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
+    """The views that the kernels read and write, by their names in the table of places."""
+    p = problem
+    results = {
+        "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum, "indices": o.indices,
+        "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk,
+    }  # fmt: skip
+    if not p.shares_kv:
+        results |= {"v": o.v, "dv": g.dv}
+    if p.dim_rope:
+        results |= {"q_rope": o.q_rope, "k_rope": o.k_rope, "dq_rope": g.dq_rope, "dk_rope": g.dk_rope}
+    return results
+
+
+@dataclass(eq=False)
+class Prepared:
+    """What a run does on one layout of memory: tables, tiles of rows, and what kernels know."""
+
+    strides: layout_table.Copied
+    lengths: layout_table.Copied
+    by_row: layout_table.Copied
+    tokens: layout_table.Copied
+    by_key: layout_table.Copied
+    align: int
+    cuts: dict[str, Cut]
+    keys: int  # of all sequences and heads
+
+    def read(self) -> None:
+        """Says that what comes next reads the tables."""
+        for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key):
+            table.read()
+
+
+def prepare_layout(
+    problem: Problem, extents: Extents, kept: layout_table.Kept, views: dict[str, Any], given: dict[str, Any]
+) -> Prepared:
+    """What run() does with memory as these views lie."""
+    p, count = problem, len(extents)
+    device, like = layout_table.one_device(given), given["q"]
+    total = np.full(count, 1, np.int64)
+    flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
+    ids = launch_key_sum.numbered(like, kept.capacity, p.heads_kv)
+    table = layout_table.strides(views | {"flat": flat, "ids": ids}, count)
+    align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
+    assert chip is not None  # reasons_against() has looked
+    return Prepared(
+        layout_table.Copied.of(table, device),
+        kept.on(device, "lengths", layout_table.lengths),
+        kept.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
+        kept.on(device, "tokens", listed_tokens),
+        kept.on(device, "keys", launch_key_sum.key_tiles),
+        align,
+        {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS},
+        int(kept.capacity.kv_len.sum()) * p.heads_kv,
+    )
+
+
+def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
+    """Writes the gradients of what the lists select, from the saved statistics and the saved out."""
+    p, result = problem, views_of(problem, o, g)
+    given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
+    prepared = schedule.once(
+        layout_table.layout(result, given), lambda: prepare_layout(p, extents, schedule.kept, result, given)
+    )
+    prepared.read()
+    like, tokens = given["q"], schedule.rows
+    given |= {"strides": prepared.strides.tensor, "lengths": prepared.lengths.tensor, "tokens": prepared.tokens.tensor}
+    given |= {"count": len(extents), "plane": tokens * p.heads_q}
+    given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
+    given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
+    part = note_rows(p, prepared, given, o)
+    sums, wide = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    if tokens:
+        buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, wide), like)
+        for first in range(0, tokens, buffer.tokens):
+            run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
+    where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
+    for name, first in columns_of(p)[0].items():
+        sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
+    if g.dsink is not None:
+        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+
+
+def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
+    """lse and D of every row and head, as the dense backward notes them; tiles' shares of dsink."""
+    p, tiles = problem, prepared.by_row.tensor
+    if not len(tiles):
+        return None
+    part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
+    sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
+    own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
+    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, prepared.align), PREPARE)
+    return part
+
+
+@dataclass(eq=False)
+class Buffer:
+    """What the kernels hand to one another of a chunk of so many tokens."""
+
+    tokens: int
+    slots: int
+    keys: torch.Tensor
+    ids: torch.Tensor
+    used: torch.Tensor
+    noted: torch.Tensor
+    weights: torch.Tensor
+    ds: torch.Tensor
+    rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Buffer:
+        """Memory for a chunk, which serves one after the other."""
+        slots = slots_of(p, tiles)
+        held = tokens_of(p, tokens, slots, row)
+        lists, pairs = held * p.heads_kv * slots, held * p.heads_q * slots
+        keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
+        weights, ds = (empty(like, (pairs,)) for _ in range(2))
+        rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
+        used, noted = (empty(like, (held * p.heads_kv,), torch.int32) for _ in range(2))
+        return cls(held, slots, keys, ids, used, noted, weights, ds, rows)
+
+
+def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
+    """The gradients of the rows of a chunk, and what its tokens give to those of keys."""
+    rows = sums.total if buffer.rows is None else buffer.rows
+    given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
+    given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
+    for name in ("v", "q_rope", "k_rope"):
+        given.setdefault(name, None)
+    own = tokens * p.heads_kv
+    for one in launches(p, prepared.cuts, prepared.align, buffer.slots, buffer.rows is None):
+        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
+        named = {name: given[source] for name, source in one.renamed.items()}
+        launch_some(one.kernel, grid, given | named, one.known, one.tile)
+    if buffer.rows is not None:
+        entries = own * buffer.slots
+        sums.add(buffer.rows[:entries], buffer.ids[:entries], p.heads_kv * buffer.slots)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel of a chunk; a grid's words stand for its numbers of tokens and heads. renamed: arguments that a kernel
+    calls otherwise than the table of places does."""
+
+    kernel: Any
+    grid: tuple[Any, ...]
+    known: Constants
+    tile: Any
+    renamed: dict[str, str]
+
+
+def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, atomic: bool = False) -> list[Step]:
+    """What a chunk launches, in its order."""
+    p = problem
+    shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
+    cut = tiles["weigh_slots"]
+    sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
+    grid = slots // cut.BN, -(-p.group // cut.BH), "own"
+    results = [
+        Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
+        Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
+    ]
+    cut = tiles["backward_rows"]
+    for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
+        for first, width, count in cuts.panels(dim, cut.BC):
+            own = cut._replace(BC=width)
+            known = {
+                "DIM": dim,
+                "READ": layout_index.AT[read],
+                "WRITTEN": layout_index.AT[written],
+                "FIRST": first,
+            } | known_of(own)
+            grid = count, -(-p.group // cut.BH), "own"
+            results.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
+    results += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+    return results + recomputed(results, atomic)
+
+
+def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
+    """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
+    recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
+    first = [one for one in steps if one.kernel in recomputes and one.known["FIRST"] == 0]
+    results = []
+    for one in first:
+        kernel, known = recomputes[one.kernel], one.known | known_of(RECOMPUTE)
+        known = {name: value for name, value in known.items() if name in kernel.arg_names}
+        results.append(Step(kernel, ("own",), known, RECOMPUTE, one.renamed))
+    return results
+
+
+def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
+    """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
+    (starts, columns), result = columns_of(p), []
+    parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
+    if not p.shares_kv:
+        parts.append(("dv", "dout", "weights", p.dim_v))
+    for name, x, weights, dim in parts:
+        for first, width, count in cuts.panels(dim, cut.BC):
+            both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
+            at = {"COLUMNS": columns, "FIRST": first, "AT": starts[name] + first, "ATOMIC": atomic}
+            known: Constants = {
+                "DIM": dim,
+                "DIM_ALSO": p.dim_v,
+                "VIEW": layout_index.AT[x],
+                "VIEW_ALSO": layout_index.AT["dout"],
+            } | at
+            renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
+            known |= {} if both else {"also": None, "weights_also": None}
+            known |= {"large": None} if name == "dv" else {}
+            grid = (slots // cut.BN, "own", count) if atomic else (slots // cut.BN, count, "own")
+            result.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
+    return result
+
+
+def known_of(cut: Cut) -> Constants:
+    """The sizes of a tile."""
+    return {"BH": cut.BH, "BN": cut.BN, "BC": cut.BC}
+
+
+def prepare_constants(problem: Problem, align: int) -> Constants:
+    """What prepare() knows while compiling."""
+    known = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
+    return known | {
+        "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
+    }  # fmt: skip

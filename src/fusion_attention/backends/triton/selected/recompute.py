@@ -1,0 +1,108 @@
+"""Rows of attention to lists whose results are not finite, computed once more, head by head, as recompute.py does it.
+
+A slot that weighs nothing still multiplies: 0 * inf is NaN. That happens where a key's score is -inf, or where a weight
+is too small for a float; this kernel follows the other, and returns where all that it reads is a number.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import (
+    LOG2E,
+    heads_at,
+    lengths_at,
+    load_part,
+    load_three,
+    products,
+    zeros_three,
+)
+from fusion_attention.backends.triton.common.pages import cache_at
+from fusion_attention.backends.triton.dense.recompute import (
+    gather_three,
+    left_three,
+    outlasting,
+    recomputed_three,
+    wrong_three,
+)
+from fusion_attention.backends.triton.selected.forward import heads_of, offset_within, page_of
+from fusion_attention.backends.triton.selected.selection import band_of, key_ahead, list_at, slots_read, token_at
+
+
+@triton.jit
+def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
+    """(first element of a token's rows, stride of a head) of a view."""
+    at, head, token = heads_at(strides, count, b, VIEW, ALIGN)
+    return at + row * token, head
+
+
+@triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last"])
+def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, strides, lengths, tokens,
+                    count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32,
+                    scale: tl.float32, GROUP: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr,
+                    SHARED: tl.constexpr, PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr,
+                    D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
+                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+                    DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Computes rows of out anew from the statistics; grid (tokens * tiles of BM heads of a token)."""
+    programs = heads_kv * ((GROUP + BM - 1) // BM)
+    b, row = token_at(tokens, tl.program_id(0) // programs)
+    hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
+    at_out, head_out = row_of(strides, count, b, row, layout_index.OUT, ALIGN)
+    at_max, head_max = row_of(strides, count, b, row, layout_index.MAX, 1)
+    at_sum, head_sum = row_of(strides, count, b, row, layout_index.SUM, 1)
+    found = wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
+    sums = tl.load(sum_ + at_sum + h * head_sum, mask=valid, other=0.0)
+    some = tl.max(tl.where(sums == sums, found, 0), 0) > 0
+    begin = tl.min(h, 0).to(tl.int32)
+    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    if PAGE:
+        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+        table += b * step
+    first, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = list_at(indices, strides, count, b, hk, row)
+    for one in tl.range(begin, tl.where(some, tl.minimum(begin + BM, (hk + 1) * GROUP), begin).to(tl.int32)):
+        head = one + tl.zeros([1], tl.int64)
+        there = head >= 0
+        bad = wrong_three(out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V) > 0
+        peak, total = tl.load(max_ + at_max + head * head_max), tl.load(sum_ + at_sum + head * head_sum)
+        bad = bad & (total == total) & (peak != -float("inf"))
+        slots = slots_read(entries, tl.where(tl.max(bad.to(tl.int32), 0) > 0, end, 0), SELECT, BLOCK)
+        at_q, head_q = row_of(strides, count, b, row, layout_index.Q, ALIGN)
+        query = load_three(q + at_q, head * head_q, there, True, D0, D1, D2, DIM)
+        cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
+        cache_v, cache_r, rope = cache_k, cache_k, query[0]
+        if not SHARED:
+            cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
+        if R:
+            at_r, head_r = row_of(strides, count, b, row, layout_index.Q_ROPE, ALIGN)
+            rope = load_part(q_rope + at_r, head * head_r, there, 0, R, DIM_ROPE, True)
+            cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+        acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
+        n0 = tl.zeros([], tl.int32)
+        while n0 < slots:
+            key = key_ahead(entries, n0 + tl.arange(0, BN), slots, first, end, BLOCK)
+            counted = key >= 0
+            page = page_of(table, key, counted, last, PAGE)
+            keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), counted, True, D0, D1,
+                              D2, DIM)  # fmt: skip
+            s = products(query, keys, D1, D2)
+            if R:
+                offset = offset_within(cache_r, key, page, PAGE, NEAR)
+                tail = load_part(k_rope + cache_r[0], offset, counted, 0, R, DIM_ROPE, True)
+                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+            s = s * scale
+            values = keys
+            if not SHARED:
+                offset = offset_within(cache_v, key, page, PAGE, NEAR)
+                values = load_three(v + cache_v[0], offset, counted, True, V0, V1, V2, DIM_V)
+            p = tl.exp2((s - peak) * LOG2E)[:, None]
+            counted = (counted & (s != -float("inf")))[:, None]
+            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, outlasting(p), counted, values, V1, V2)
+            more = left_three((acc0, acc1, acc2), out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V)
+            n0 = tl.where(more > 0, n0 + BN, slots)
+        share = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
+        recomputed_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), share, False, V0, V1, V2, DIM_V)

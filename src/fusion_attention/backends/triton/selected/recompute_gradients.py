@@ -1,0 +1,106 @@
+"""Gradients of attention to lists where something is not finite, computed once more from P and dS in memory.
+
+A slot whose weight is 0 still multiplies, and 0 * inf is NaN. These kernels follow those of a chunk, return at once for
+tokens without notes, and select before they multiply: a weight of 0 selects nothing. P and dS are 0 exactly where a
+key is not seen, wherever that makes a difference: a row or key that is not finite makes all that sees it NaN, and
+weigh_slots() rounds no weight of a row to 0 that meets an infinity.
+
+What was computed at first is wrong only where it is NaN; a sum ends once all of it that was NaN is NaN again.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common.kernels import heads_at, rows_at
+from fusion_attention.backends.triton.dense.backward import shrinking
+from fusion_attention.backends.triton.selected.backward import heads_of, load_tile
+from fusion_attention.backends.triton.selected.selection import token_at
+
+
+@triton.jit
+def weighed(weight, x):
+    """weight * x in float32; 0 where the weight is 0, whatever x is."""
+    return tl.where(weight != 0.0, weight.to(tl.float32) * x.to(tl.float32), 0.0)
+
+
+@triton.jit
+def unsettled(old, acc):
+    """Whether something of `old` is NaN that is not NaN in `acc`, which a sum makes it once and for all."""
+    return tl.max(tl.ravel((old != old) & (acc == acc)).to(tl.int32), 0) > 0
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count: tl.int32, first: tl.int64,
+                   GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
+                   ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr,
+                   BC: tl.constexpr):  # fmt: skip
+    """dq, or its rope tail, of noted tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as in
+    backward_rows()."""
+    own = tl.program_id(0).to(tl.int64)
+    hk = own % HEADS_KV
+    b, row = token_at(tokens, first + own // HEADS_KV)
+    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
+    heads = tl.where(tl.load(noted + own) > 0, GROUP, 0)
+    keys += own * SLOTS
+    ds += own * GROUP * SLOTS
+    for h in tl.range(0, heads):
+        at = heads_of(strides, count, b, row, hk * GROUP + h, WRITTEN, ALIGN)
+        for c0 in tl.range(0, DIM, BC):
+            c = c0 + tl.arange(0, BC)
+            old = tl.load(out + at + c, mask=c < DIM, other=0.0).to(tl.float32)
+            acc = tl.zeros([BC], tl.float32)
+            slot0 = tl.zeros([], tl.int32)
+            end = tl.where(unsettled(old, acc), tl.load(used + own), 0)
+            while slot0 < end:
+                slot = slot0 + tl.arange(0, BN)
+                j = tl.load(keys + slot, mask=slot < end, other=-1)
+                key = load_tile(k + at_k, j.to(tl.int64) * stride, j >= 0, c, DIM, True)
+                weight = tl.load(ds + h * SLOTS + slot, mask=slot < end, other=0.0)
+                acc += tl.sum(weighed(weight[:, None], key), 0)
+                slot0 = tl.where(unsettled(old, acc), slot0 + BN, end)
+            acc *= 1.0 / shrinking(large, b, hk, HEADS_KV)
+            tl.store(out + at + c, tl.where(old != old, acc, old).to(out.dtype.element_ty), mask=c < DIM)
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, strides, tokens,
+                    count: tl.int32, first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr,
+                    COLUMNS: tl.constexpr, DIM: tl.constexpr, DIM_ALSO: tl.constexpr, SLOTS: tl.constexpr,
+                    ALIGN: tl.constexpr, VIEW: tl.constexpr, VIEW_ALSO: tl.constexpr, AT: tl.constexpr,
+                    BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """Columns from AT on of the rows of slots of noted tokens: weights^T x, and weights_also^T also where there is one,
+    slots beside one another; grid (tokens * heads_kv)."""
+    own = tl.program_id(0).to(tl.int64)
+    hk = own % HEADS_KV
+    b, row = token_at(tokens, first + own // HEADS_KV)
+    weights += own * GROUP * SLOTS
+    at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
+    at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
+    at_also, head_also = at_x, head_x
+    if also is not None:
+        weights_also += own * GROUP * SLOTS
+        at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
+        at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
+    grow = 1.0 / shrinking(large, b, hk, HEADS_KV)
+    slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)
+    for slot0 in tl.range(0, slots, BN):
+        slot = slot0 + tl.arange(0, BN)
+        for c0 in tl.range(0, DIM, BC):
+            c = c0 + tl.arange(0, BC)
+            there = (slot < slots)[:, None] & (c < DIM)[None, :]
+            at = rows + (own * SLOTS + slot)[:, None] * COLUMNS + AT + c[None, :]
+            old = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            acc = tl.zeros([BN, BC], tl.float32)
+            h = tl.zeros([], tl.int32)
+            end = tl.where(unsettled(old, acc), GROUP, 0)
+            while h < end:
+                weight = tl.load(weights + h * SLOTS + slot, mask=slot < slots, other=0.0)[:, None]
+                acc += weighed(weight, tl.load(at_x + h * head_x + c, mask=c < DIM, other=0.0)[None, :]) * grow
+                if also is not None:
+                    weight = tl.load(weights_also + h * SLOTS + slot, mask=slot < slots, other=0.0)[:, None]
+                    acc += weighed(weight, tl.load(at_also + h * head_also + c, mask=c < DIM_ALSO, other=0.0)[None, :])
+                h = tl.where(unsettled(old, acc), h + 1, end)
+            tl.store(at, tl.where(old != old, acc, old).to(rows.dtype.element_ty), mask=there)

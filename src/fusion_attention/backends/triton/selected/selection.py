@@ -1,0 +1,104 @@
+"""Lists of selected keys, as every kernel that reads one reads it: how many entries count, and which keys they name.
+
+Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block that entry n // BLOCK
+names. A slot's key is loaded one turn ahead (key_ahead), so that its rows can be. Whatever a list holds, a key outside
+the row's band is row 0, which is not read.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+# Annotations are Triton's here: they are evaluated, and say what is known while compiling.
+
+import triton
+import triton.language as tl
+
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import lengths_at, rows_at
+
+SCANNED = tl.constexpr(512)  # entries at once
+
+
+@triton.jit
+def token_at(tokens, n):
+    """(sequence, row) of the n-th token of all sequences, int64; launch_sparse.tokens lists them."""
+    at = tokens + n.to(tl.int64) * 2
+    return tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
+
+
+@triton.jit
+def band_of(row, kv_len, lo, hi, prefix):
+    """int32 (first, end) of the keys that one row sees."""
+    first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
+    end = tl.minimum(tl.maximum(row + hi, prefix), kv_len)
+    return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
+
+
+@triton.jit
+def list_at(indices, strides, count, b, hk, row):
+    """Where the list of a row starts."""
+    first, token = rows_at(strides, count, b, hk, layout_index.INDICES, 1)
+    return indices + first + row * token
+
+
+@triton.jit
+def slots_read(entries, end, SELECT: tl.constexpr, BLOCK: tl.constexpr):
+    """int32: slots that a row reads: of its first ceil(end / BLOCK) entries, those before the first negative one."""
+    most = tl.minimum((end + (BLOCK - 1)) // BLOCK, SELECT)
+    for n0 in tl.range(0, most, SCANNED):
+        n = n0 + tl.arange(0, SCANNED)
+        entry = tl.load(entries + n, mask=n < most, other=0)
+        most = tl.minimum(most, tl.min(tl.where(entry < 0, n, SELECT), 0))
+    return most * BLOCK
+
+
+@triton.jit
+def entry_ahead(entries, n, slots, BLOCK: tl.constexpr):
+    """int32 entries of slots n, -1 where there is no such slot."""
+    return tl.load(entries + n // BLOCK, mask=n < slots, other=-1)
+
+
+@triton.jit
+def named(entry, n, end, BLOCK: tl.constexpr):
+    """int32 keys that slots n name with their entries; whether one is in the band, in_band() says."""
+    # An entry beyond the last block may be anything: it stays behind the band when it is multiplied.
+    return tl.minimum(entry, (end + (BLOCK - 1)) // BLOCK) * BLOCK + n % BLOCK
+
+
+@triton.jit
+def in_band(key, first, end):
+    """Whether a row sees keys; what is before its first one is beyond all of them without a sign."""
+    return (key - first).to(tl.uint32, bitcast=True) < tl.maximum(end - first, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
+    """int32 keys of slots n: -1 where there is no such slot, or its key is not in the band."""
+    key = named(entry_ahead(entries, n, slots, BLOCK), n, end, BLOCK)
+    return tl.where(in_band(key, first, end), key, -1)
+
+
+@triton.jit(do_not_specialize=["count", "first"])
+def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
+    for kernels that note what is not finite.
+
+    Grid (tokens of a chunk, heads_kv).
+    """
+    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b, row = token_at(tokens, first + own)
+    own = own * tl.num_programs(1) + hk
+    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    first_key, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = list_at(indices, strides, count, b, hk, row)
+    slots = slots_read(entries, end, SELECT, BLOCK)
+    id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
+    keys, ids = keys + own * SLOTS, ids + own * SLOTS
+    last = tl.zeros([], tl.int32)
+    for n0 in tl.range(0, SLOTS, N):
+        n = n0 + tl.arange(0, N)
+        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
+        tl.store(keys + n, j, mask=n < SLOTS)
+        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
+        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
+    tl.store(used + own, last)
+    tl.store(noted + own, 0)
