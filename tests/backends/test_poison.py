@@ -41,7 +41,7 @@ def test_fresh_results_of_every_record_are_poison(name: str) -> None:
 
 def test_results_of_calls_that_a_plan_was_prepared_for_are_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third call of one signature the core writes without an operation kind."""
-    monkeypatch.setattr(cpu, "prepare_forward", lambda *_: lambda *given: True)
+    monkeypatch.setattr(cpu, "prepare", lambda *_: lambda *given: True)
     q, k, v = torch.randn(3, 1, 5, 2, 24).unbind()
     for _ in range(2):
         assert fa.attention(q, k, v, scale=0.3125).isfinite().all()

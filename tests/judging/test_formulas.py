@@ -18,8 +18,7 @@ from fusion_attention.judging.standards import FLT_MAX
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.fused import records as fused_records
 from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.ops.training.lower import FORWARD
-from fusion_attention.ops.training.run import DenseBackward, DenseForward
+from fusion_attention.ops.training.run import FORWARD, DenseBackward, DenseForward
 from fusion_attention.plan import compute
 from fusion_attention.testing import compare, lowered
 from fusion_attention.testing import decode as decoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import package
 
-KERNEL, PAGES, LAUNCH = (f"backends/triton/{name}.py" for name in ("decode", "pages", "launch_decode"))
+KERNEL, PAGES, LAUNCH = (f"backends/triton/{name}.py" for name in ("decode/kernel", "common/pages", "decode/launch"))
 CACHES = "kernels/test_decode.py::test_caches"
 LIST = "kernels/test_decode.py::test_every_row_meets_every_key_that_it_sees_in_one_entry"
 DECODES = [

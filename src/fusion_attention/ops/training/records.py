@@ -7,7 +7,6 @@ rules.py and mask_rules.py, the way down to a Problem in lower.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, outp
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
 from fusion_attention.ops.training.checks import FUNCTIONS
-from fusion_attention.ops.training.lower import FORWARD, lower
+from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 from fusion_attention.ops.training.rules import (
     ALIKE,
@@ -34,8 +33,7 @@ from fusion_attention.ops.training.rules import (
     ROPE_RULES,
     RULES,
 )
-from fusion_attention.ops.training.run import GRADIENTS, fresh_forward, fresh_gradients
-from fusion_attention.ops.training.statistics import LANES
+from fusion_attention.ops.training.run import FORWARD, GRADIENTS, fresh_gradients, fresh_results
 
 
 def rows(side: str, dim: str) -> dict[str, str]:
@@ -398,17 +396,7 @@ SEED_AGAIN, OFFSET_AGAIN = replace(SEED, text=RETURNED), replace(OFFSET, text=RE
 SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
-
-_GIVEN = ("query", "key", "value", "query_rope", "key_rope", "pse", "sink")  # as GRADIENTS
-
-
-def _fresh(n: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Memory for a forward's results."""
-    return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
-
-
 TRAINED = ("query", "key", "value", "pse", "sink")
-
 TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
@@ -423,7 +411,7 @@ TORCH_V1 = SCORE_V1.version(
     rulings=RULINGS_PACKED,
     layouts=(*PADDED, *PACKED),
     results=FORWARD,
-    fresh=_fresh,
+    fresh=fresh_results,
     trains={FORWARD[0]: TRAINED},
     repeats=True,
 )
@@ -476,7 +464,7 @@ TORCH_GRAD_V1 = TORCH_V1.version(
     formula=BACKWARD_FORMULA,
     tex=BACKWARD_TEX,
     results=GRADIENTS,
-    fresh=lambda n: fresh_gradients([n[name] for name in _GIVEN]),
+    fresh=fresh_gradients,
     trains={},
     repeats=False,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from fusion_attention.ops.training.statistics import LANES, from_lanes, write_la
 
 Tensor = torch.Tensor
 PLAIN = ("out", "max", "sum")
+FORWARD = ("attention_out", "softmax_max", "softmax_sum")
 # The outputs of a gradient in the order of grads_of(), and where what they are the gradients of stands in a call.
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
 _INPUTS = (0, 1, 2, *(3 + EXTRAS.index(name) for name in ("q_rope", "k_rope", "bias", "sink")))
@@ -44,8 +46,18 @@ def fresh_forward(
     return dict(zip(names, (out, empty(q, shape, dtype), empty(q, shape, dtype)), strict=True))
 
 
-def fresh_gradients(tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Memory for the gradients of query, key, value, their rope parts, pse and sink, as far as they are there."""
+def fresh_results(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the results of a forward record's call."""
+    return fresh_forward(FORWARD, n["query"], n["key"], n["value"], n["input_layout"], n["head_num"], LANES)
+
+
+def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Memory for the gradients of a gradient record's call, of tensors that are there."""
+    return _like(n[name] for name in ("query", "key", "value", "query_rope", "key_rope", "pse", "sink"))
+
+
+def _like(tensors: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    """Memory for the gradients of tensors in the order of GRADIENTS."""
     return {name: empty(t, t.shape) for name, t in zip(GRADIENTS, tensors, strict=True) if t is not None}
 
 
@@ -157,7 +169,7 @@ class DenseBackward(OfCall):
     def results(self) -> dict[str, Tensor]:
         """The gradients of all that the call has."""
         q_rope, k_rope, _, _, _, _, sink, *_ = self.call.extras
-        return fresh_gradients((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
+        return _like((self.call.q, self.call.k, self.call.v, q_rope, k_rope, self.pse, sink))
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, its saved results and its gradients."""
