@@ -8,6 +8,7 @@ from typing import Literal, overload
 
 import torch
 
+from fusion_attention.api.visible_keys import choose_visible
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import show
 from fusion_attention.ops.indexer import fa_record as indexer
@@ -34,6 +35,7 @@ def lightning_indexer(
     q_len: Lengths = None,
     kv_len: Lengths = None,
     causal: bool = True,
+    visible: Tensor | None = None,
     page_table: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -51,6 +53,8 @@ def lightning_indexer(
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, 1, D], [T1, N1].
         q_len, kv_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to q_len).
         causal: rows see keys up to their own, the last row the last key; False: all keys.
+        visible: int32 or int64 [B, S1], how many keys, from the first on, each row sees, in place of causal: of
+            compressed keys those that are closed. Layout BSND, without lengths and pages.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu", "triton" or "golden".
 
@@ -75,6 +79,8 @@ def lightning_indexer(
         "actual_seq_kvlen": kv_len, "causal": causal, "block_table": page_table,
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key"))
+    if visible is not None:
+        return choose_visible(args, visible, backend)
     results = dispatch.results(indexer.RECORD, args, backend)
     return results["sparse_indices_out"], results["sparse_values_out"]
 

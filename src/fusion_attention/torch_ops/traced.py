@@ -150,3 +150,14 @@ def results(op: Op, args: Mapping[str, Any], backend: str = "auto", seed: Tensor
     """The results of a call by canonical name; those it has not are empty. seed: drawn for the call."""
     packed = pack(op.name, args, seed, backend)
     return dict(zip(constant(names_of, op.name).results, torch.ops.fusion_attention.lowered(*packed), strict=True))
+
+
+def gradients(
+    op: Op, args: Mapping[str, Any], results: Mapping[str, Tensor], upstream: Mapping[str, Tensor], backend: str
+) -> dict[str, Tensor]:
+    """The gradients of a call's tensors, from its results and their gradients, by canonical name."""
+    packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
+    wanted = [name in op.trained and args[name] is not None for name in names.tensors]
+    of_results = [upstream.get(name) for name in names.results]
+    made = torch.ops.fusion_attention.lowered_grad(of_results, [results[n] for n in names.results], wanted, *packed)
+    return dict(zip(names.tensors, made, strict=True))
