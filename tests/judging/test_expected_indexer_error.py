@@ -259,7 +259,7 @@ def results_of(name: str, args: dict[str, Any], backend: str = "cpu") -> tuple[d
     assert op.lower is not None
     inputs = {n: v for n, v in args.items() if n in op.by_name and v is not None}
     call = op.lower(bind(op, inputs))
-    call = call.whole() if op.trains else call
+    call = call.complete() if op.trains else call
     results = call.results()
     compute(call, results, backend)
     return inputs, results

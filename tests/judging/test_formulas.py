@@ -99,7 +99,7 @@ def test_the_indexer_and_its_loss(dtype: str) -> None:
         assert op.lower is not None
         inputs = {n: v for n, v in args.items() if n in op.by_name and v is not None}
         call = op.lower(bind(op, inputs))
-        call = call.whole() if op.trains else call
+        call = call.complete() if op.trains else call
         results = call.results()
         compute(call, results, "golden")
         result = indexer.judged(recorded(name, inputs, results), call, search=False, backends=False)

@@ -169,7 +169,7 @@ def _agree(cache: Any, sequences: Sequence[int] | None, args: dict[str, Any]) ->
 @aliased
 def _attend(args: dict[str, Any], return_lse: bool, backend: str, reads: bool = True) -> Tensor | tuple[Tensor, Tensor]:
     """out, or (out, lse); reads: False where a PagedKVCache made the page table: its pages need no check."""
-    result = dispatch.results(record.RECORD, args, backend, whole=return_lse, reads=reads)
+    result = dispatch.results(record.RECORD, args, backend, complete=return_lse, reads=reads)
     return (result["out"], result["max"] + result["sum"].log()) if return_lse else result["out"]
 
 

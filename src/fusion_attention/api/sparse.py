@@ -180,7 +180,7 @@ def sparse_attention(
         "sparse_block_size": block, "causal": causal, "dim_v": dim_v, "sinks": sink, "block_table": page_table,
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
-    results = dispatch.results(sparse.RECORD, args, backend, whole=return_lse)
+    results = dispatch.results(sparse.RECORD, args, backend, complete=return_lse)
     out = results["attention_out"]
     return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 

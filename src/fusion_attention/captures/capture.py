@@ -229,7 +229,7 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     def lowered(layer: Layer) -> Any:
         def recorded(op: Op, args: dict[str, Any], backend: str = "auto", **how: bool) -> Any:
             if op.repeats:
-                how["whole"] = True  # Statistics are recorded, asked for or not.
+                how["complete"] = True  # Statistics are recorded, asked for or not.
             results = layer.below(op, args, backend, **how)
             recorder.record(op, args, results, 0, backend)
             return results

@@ -166,7 +166,7 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     for _ in range(runs + 1):
         start = time.perf_counter()
         call = op.lower(bind(op, found.args, strict=False, check_content=False), **drawn)
-        call = call.whole() if op.trains else call
+        call = call.complete() if op.trains else call
         compute(call, call.results(), backend)
         if call.device.type == "cuda":
             torch.cuda.synchronize(call.device)

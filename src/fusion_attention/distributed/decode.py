@@ -91,7 +91,7 @@ def attend(
     q, layout, ranks = args["q"], args["layout"], cache.group.world
     if ranks == 1:
         result = dispatch.results(
-            record.RECORD, {**args, **cache.arguments(sequences)}, backend, whole=return_lse, reads=False
+            record.RECORD, {**args, **cache.arguments(sequences)}, backend, complete=return_lse, reads=False
         )
         return (result["out"], result["max"] + result["sum"].log()) if return_lse else result["out"]
     of_cache, lengths = cache.arguments(sequences), cache.lengths(sequences)
@@ -107,7 +107,7 @@ def attend(
         q = torch.cat([part[: q.nbytes].view(q.dtype).view(q.shape) for part in queries], at_head)
     pages = cache.own_pages(sequences)
     local = _local({**args, **of_cache, "q": q}, pages, lengths, cache.page_size)
-    result = dispatch.results(record.RECORD, local, backend, whole=True, reads=False)
+    result = dispatch.results(record.RECORD, local, backend, complete=True, reads=False)
     own = [result["max"].transpose(1, 2), result["sum"].transpose(1, 2), _heads_last(result["out"], layout)]
     if own_heads:
         shares = zip(*(t.chunk(ranks, 2) for t in own), strict=True)

@@ -159,7 +159,7 @@ def sparse_attention(
     _eager("sparse_attention", args)
     dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
     if group_of(group).world == 1:
-        result = dispatch.results(sparse_record.RECORD, args, backend, whole=return_lse)
+        result = dispatch.results(sparse_record.RECORD, args, backend, complete=return_lse)
         out = result["attention_out"]
         return (out, _lse(result["softmax_max"], result["softmax_sum"], layout)) if return_lse else out
     cut = cut_of(

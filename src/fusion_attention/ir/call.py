@@ -103,7 +103,7 @@ class Differentiable(Lowered, Protocol):
         """The same call on other tensors; None for all of them: without any."""
         ...
 
-    def whole(self) -> Differentiable:
+    def complete(self) -> Differentiable:
         """The same call with every result that its derivative reads."""
         ...
 

@@ -66,7 +66,7 @@ class Recorded:
             drawn = {"seed": self.seed, "offset": int(self.args.get("offset") or 0)}
         assert self.op.lower is not None
         call = self.op.lower(self.bound(), **drawn)
-        call = call.whole() if self.op.trains else call
+        call = call.complete() if self.op.trains else call
         if not self.upstream:
             return call
         backward = backward_of(call, self.saved, self.upstream)

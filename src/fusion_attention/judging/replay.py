@@ -120,7 +120,7 @@ def _compute(found: Recording, backend: str) -> dict[str, torch.Tensor]:
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
-        call = call.whole()  # A call that trains gives more than it asks for.
+        call = call.complete()  # A call that trains gives more than it asks for.
     if found.upstream:
         backward = backward_of(call, found.saved, found.upstream)
         if backward is None and not hasattr(call, "gradients"):

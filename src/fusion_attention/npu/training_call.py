@@ -35,7 +35,7 @@ def forward(op: Op, args: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tenso
             seed, offset = draw_pair()
         if drops and not drawn and (seed or offset):
             glance_at_mask(op.name, dense_call(bound))
-        out, max_, sum_ = eager.results(bound, whole=True, seed=seed, offset=offset, lanes=False).values()
+        out, max_, sum_ = eager.results(bound, complete=True, seed=seed, offset=offset, lanes=False).values()
         shown = results_call(bound, out)
         lanes = to_lanes(shown, max_, sum_)
         numels = shown.problem.heads_q * shown.extents.scores

@@ -27,5 +27,5 @@ def forward(args: dict[str, Any], backend: str, *, stats: bool) -> tuple[Tensor,
     else:
         with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
             bound = bind(record.RECORD, args)
-            result = eager.results(bound, backend, whole=stats, **({"seed": draw_seed()} if drawn else {}))
+            result = eager.results(bound, backend, complete=stats, **({"seed": draw_seed()} if drawn else {}))
     return result["out"], result.get("max"), result.get("sum")

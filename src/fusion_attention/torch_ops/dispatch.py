@@ -56,7 +56,7 @@ def drops(keep_prob: Any) -> bool:
 
 
 def results(
-    op: Op, args: Mapping[str, Any], backend: str = "auto", *, whole: bool = False, reads: bool = True
+    op: Op, args: Mapping[str, Any], backend: str = "auto", *, complete: bool = False, reads: bool = True
 ) -> dict[str, torch.Tensor]:
     """The results of a call by canonical name, as eager.results() says; in a trace, those it has not are empty.
 
@@ -65,7 +65,7 @@ def results(
     if is_traced(args.values()):
         return traced.results(op, args, backend)
     with torch._C.DisableTorchFunction():  # Modes have seen the call; what it takes inside is not theirs.
-        return eager.results(bind(op, args, reads=reads), backend, whole=whole)
+        return eager.results(bind(op, args, reads=reads), backend, complete=complete)
 
 
 def in_order(op: Op, args: Mapping[str, Any], like: torch.Tensor) -> Any:

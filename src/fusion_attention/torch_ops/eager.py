@@ -32,13 +32,13 @@ def run(call: Lowered, backend: str = "auto") -> Results:
     return results
 
 
-def results(bound: Bound, backend: str = "auto", *, whole: bool = False, **drawn: int) -> Results:
+def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **drawn: int) -> Results:
     """The results of a bound call, differentiable as its record says; there may be more of them than it asks for.
 
     Args:
         bound: the call.
         backend: as plan().
-        whole: with all that a derivative reads, wanted or not.
+        complete: with all that a derivative reads, wanted or not.
         drawn: the seed and offset of a call that drops and has none.
     """
     op = bound.op
@@ -46,11 +46,11 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False, **drawn
     prepared: Prepared | None = bound.call_cache.prepared.get(backend)
     trains = op.trains and torch.is_grad_enabled() and _any_requires_grad(*map(bound.args.get, op.trained))
     if prepared is not None and not trains:
-        return prepared.results(bound.args, whole)
+        return prepared.results(bound.args, complete)
     assert op.lower is not None
     call = op.lower(bound, **drawn)
     if trains:
-        full: Differentiable = call.whole()
+        full: Differentiable = call.complete()
         inputs = full.inputs
         # The tensors are torch's to keep, and to notice when they change.
         bare = full.on(dict.fromkeys(inputs))
@@ -62,7 +62,7 @@ def results(bound: Bound, backend: str = "auto", *, whole: bool = False, **drawn
         values = _Run.apply(op, bare, tuple(inputs), backend, prepared, *tensors)
         result = dict(zip(op.results, values, strict=False))
     else:
-        result = run(call.whole() if whole else call, backend)
+        result = run(call.complete() if complete else call, backend)
     if op.repeats and prepared is None:
         _prepare(bound, call, backend)
     return result

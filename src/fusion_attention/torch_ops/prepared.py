@@ -41,12 +41,12 @@ class Prepared:
         self._begins = itemgetter(*direct) if 1 < len(direct) == len(begins) else lambda args: [s(args) for s in begins]
         self._core = p.module.prepare(p.problem, p.schedule, call.operands(memory), self._names)
 
-    def results(self, args: Mapping[str, Any], whole: bool) -> dict[str, Tensor]:
-        """The results of a call with these arguments, by name; whole: with statistics, wanted or not."""
+    def results(self, args: Mapping[str, Any], complete: bool) -> dict[str, Tensor]:
+        """The results of a call with these arguments, by name; complete: with statistics, wanted or not."""
         names, further = self._made
         if further is not None:
-            return further.make(*self.run(args, stats=whole or further.stats))
-        return dict(zip(names if whole else names[:1], self.run(args, stats=whole), strict=False))
+            return further.make(*self.run(args, stats=complete or further.stats))
+        return dict(zip(names if complete else names[:1], self.run(args, stats=complete), strict=False))
 
     def run(self, args: Mapping[str, Any], *, stats: bool) -> list[Any]:
         """The memory of the results, written; of all but the first perhaps None if they are not asked for."""

@@ -43,7 +43,7 @@ def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
     call = _lowered(text, args, rest[-2])
-    result = eager.run(call.whole() if text.op.trains else call, text.backend)
+    result = eager.run(call.complete() if text.op.trains else call, text.backend)
     return _listed(result, text.op.results, tensors[0])
 
 
@@ -59,7 +59,7 @@ def _backward(
     upstream: list[Tensor | None], results: list[Tensor], wanted: list[bool], tensors: Any, *rest: Any
 ) -> list[Tensor]:
     text, args = _arguments(tensors, *rest)
-    call: Differentiable = _lowered(text, args, rest[-2]).whole()
+    call: Differentiable = _lowered(text, args, rest[-2]).complete()
     op, names = text.op, names_of(text.op.name).tensors
     known = dict(zip(op.results, results, strict=True))
     given = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}

@@ -117,7 +117,7 @@ def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
     else:
         empty = 0
     with native.Floats() as floats:
-        values = native.told(_operands, problem, operands, floats)
+        values = native.core_arguments(_operands, problem, operands, floats)
         if schedule.dense and needed(problem):
             empty = schedule.decode.run_dense(schedule.dense, threads, values)
         return empty + schedule.decode.run(threads, values)

@@ -40,7 +40,7 @@ def plan_backward(problem: Problem, extents: Extents, variant: str | None) -> _n
 def run_forward(plan: _native.ForwardPlan, problem: Problem, operands: Operands) -> int:
     """Writes out and statistics of every row of every sequence; empty rows are 0. Returns how many there are."""
     with Floats() as floats:
-        return plan.run(torch.get_num_threads(), told(_operands, problem, operands, floats))
+        return plan.run(torch.get_num_threads(), core_arguments(_operands, problem, operands, floats))
 
 
 def prepare_forward(
@@ -111,20 +111,20 @@ def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
 class KeptOperands(Operands):
     """Operands that stay as they are from run to run: the core is told of them once."""
 
-    told: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    arguments: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
 
-def told(
-    tell: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
+def core_arguments(
+    make: Callable[[Problem, Operands, Floats], tuple[Any, ...]], p: Problem, o: Operands, floats: Floats
 ) -> tuple[Any, ...]:
-    """What the core is told of operands."""
+    """The arguments of the core for operands, which are made once for operands that are kept."""
     if not isinstance(o, KeptOperands):
-        return tell(p, o, floats)
-    result = o.told.get(tell)
+        return make(p, o, floats)
+    result = o.arguments.get(make)
     if result is None:
-        result = tell(p, o, floats)
+        result = make(p, o, floats)
         if not floats.copied:
-            o.told[tell] = result
+            o.arguments[make] = result
     return result
 
 

@@ -186,7 +186,7 @@ class InferenceCall:
             operands.blocked = self._tree(blocked) if self.tree else self._matrix(blocked)
         return operands
 
-    def whole(self) -> InferenceCall:
+    def complete(self) -> InferenceCall:
         """The call as it is."""
         return self
 

@@ -51,7 +51,7 @@ class TensorCall:
         """The same call on other tensors."""
         return replace(self, tensors=inputs)
 
-    def whole(self: Same) -> Same:
+    def complete(self: Same) -> Same:
         """The call as it is: its derivative reads no more than it returns."""
         return self
 

@@ -69,7 +69,7 @@ class Sparse(TensorCall):
         """grouped() of the call's statistics."""
         return grouped(stats, self.problem.heads_kv, self.layout)
 
-    def whole(self) -> Sparse:
+    def complete(self) -> Sparse:
         """The same call with statistics."""
         return replace(self, stats=True)
 

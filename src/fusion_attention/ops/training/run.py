@@ -115,7 +115,7 @@ class DenseForward(OfCall):
         call = DenseCall(c.problem, c.form, c.extents, q, k, v, tuple(extras), c.seed, c.offset, c.names)  # type: ignore[arg-type]  # bare ones have no tensors
         return DenseForward(call, self.names, lanes=self.lanes)
 
-    def whole(self) -> DenseForward:
+    def complete(self) -> DenseForward:
         """The call as it is: its derivative reads no more than it returns."""
         return self
 
