@@ -24,6 +24,7 @@ MAY_ALLOCATE = {
     "memory::_lent": "the place itself",
     "backends.triton.common.layout_table::of": "a table, copied from an array in the next line",
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
+    "torch_ops.prepared::_stand_in": "an argument without memory",
     "npu.operators::_parameter": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
     "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",

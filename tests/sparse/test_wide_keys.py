@@ -43,9 +43,8 @@ def test_gradients_of_keys(dtype: torch.dtype) -> None:
     rounded(IndexerBackward(choice, rows(1, 12), lists))
     args = {"query": rows(4, 24), "key": rows(1, 24), "query_rope": rows(4, 8), "key_rope": rows(1, 8)}
     for value in (None, rows(1, 16)):
-        attention = sparse_call(
-            bind(sparse_record.RECORD, {**args, "value": value, "sparse_indices": lists})
-        ).complete()
+        bound = bind(sparse_record.RECORD, {**args, "value": value, "sparse_indices": lists})
+        attention = sparse_call(bound).complete()
         result = run(attention, "cpu")
         dout = torch.randn(result["attention_out"].shape).to(dtype)
         rounded(SparseBackward(attention, dout, *(result[name] for name in RESULTS)))
