@@ -134,7 +134,13 @@ class Tensors(Tensor):
 
 @dataclass(frozen=True)
 class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
+    """Host integers, one per sequence: a list, a tuple, or an integer tensor.
+
+    Args:
+        default: what a function's signature shows where it is not None.
+    """
+
+    default: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,10 @@ class Op:
             derivative that runs again over other memory (then lower gives a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
+        keywords: the first parameter, as users see it, that a function made of the record (npu/interface.py) takes by
+            keyword alone; "": none. declared: by canonical name, types of its parameters that their kinds do not say,
+            and those of outputs that a caller gives. returns: the names of its results, and what else is to be said
+            of them; "": the outputs. example: of its docstring.
     """
 
     name: str
@@ -271,6 +281,10 @@ class Op:
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     prototypes: Mapping[str, Prototype] = field(default_factory=dict)
+    keywords: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    returns: str = ""
+    example: str = ""
     names: tuple[str, ...] = field(init=False)
     # From the names that users see to CANN's; empty where the operator is not CANN's.
     cann: dict[str, str] = field(init=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,3 +69,11 @@ SOFTCAP = Attr(
     bad=-1.0,
 )
 PAGE_IDS = "int32 int64"
+
+# For Op.declared: lengths that torch_npu declares as a tensor, and attributes that may be None there.
+TENSOR_FIRST = torch.Tensor | Sequence[int] | None
+
+
+def or_none(*attributes: Attr) -> dict[str, Any]:
+    """Attributes that may be None."""
+    return {p.name: p.type | None for p in attributes}
