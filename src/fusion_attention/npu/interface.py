@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
 
 from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensor, Tensors
@@ -51,6 +52,15 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
     return decorate
 
 
+def reader(op: Op) -> Callable[..., Args]:
+    """A function that returns the arguments of a call by the record's names."""
+
+    def read(args: Args) -> Args:
+        return args
+
+    return from_record(op, host=None)(read)
+
+
 def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) -> Callable[..., R]:
     """A function that hands its arguments to a body; written for speed, as it is a part of every call."""
     parameters = signature.parameters.values()
@@ -62,7 +72,7 @@ def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) ->
     said = {name for rule in op.asked for name in _SAID.findall(rule.check)}
     defaults = {own[p.name]: None if own[p.name] in said else p.default for p in parameters}
     spelled = [pair for pair in own.items() if pair[0] != pair[1]]
-    # By the number of positional arguments: the keywords that are given twice or by the record's name, and those needed.
+    # By the number of positional arguments: keywords that come twice or by the record's name, and those needed.
     refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
     needed = [{p.name for p in parameters if p.default is _EMPTY}.difference(shown[:n]) for n in range(len(shown) + 1)]
     total, most, enough = len(own), len(shown), sum(map(len, needed[:1]))
@@ -120,7 +130,8 @@ def _type(op: Op, p: Any) -> Any:
     if isinstance(p, Attr):
         return p.type | None if p.default is None else p.type
     if isinstance(p, Array):
-        return Sequence[int] | torch.Tensor | None if p.optional else Sequence[int] | torch.Tensor
+        some = Sequence[int] | np.ndarray | torch.Tensor
+        return some | None if p.optional else some
     kind: Any = Sequence[torch.Tensor] if isinstance(p, Tensors) else torch.Tensor
     return kind | None if p.optional else kind
 
@@ -135,7 +146,8 @@ def docstring(op: Op) -> str:
     results = [f"{p.shown}: {_said(op, p)}" for p in outputs]
     trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
     results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
-    raised = [f"ContractError: a call that `fusion-attention ops {op.name}` does not allow."]
+    refused = f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "others than these."
+    raised = [f"ContractError: {refused}"]
     raised += ["BackendError: no back end computes it."] if op.lower else []
     sections = {
         "Args": [f"{p.shown}: {_said(op, p)}" for p in _inputs(op)],
@@ -163,8 +175,8 @@ def _said(op: Op, p: Any) -> str:
                 shapes.setdefault(shape_text(" ".join(words)), layout)
         several = len(shapes) > 1
         facts = [", ".join(f"{shape} ({layout})" if several else shape for shape, layout in shapes.items())]
-        dtypes = p.dtypes.split()
-        facts.append(f"as {op.by_name[p.dtypes[1:]].shown}" if p.dtypes[:1] == "=" else _either(dtypes))
+        like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
+        facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
         said += ["; ".join(filter(None, facts)) + "."] if any(facts) else []
     elif isinstance(p, Attr) and p.domain:
         said.append(f"`{op.spell(p.domain)}`.")

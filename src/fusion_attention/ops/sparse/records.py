@@ -63,7 +63,8 @@ VALUE = Tensor(
 )
 INDICES = Tensor(
     "sparse_indices",
-    "Per row and key head the selected blocks, packed to the front, numbered from the sequence's first; -1 ends a list.",
+    "Per row and key head the selected blocks, packed to the front, numbered from the sequence's first; -1 ends a "
+    "list.",
     dtypes="int32 int64",
     shape=rows("1", "N2", "K"),
     make=first_block,

@@ -358,7 +358,8 @@ TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
     source="Ascend op-plugin",
-    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the gradient "
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the "
+    "gradient "
     "to draw again. Differentiable in query, key, value, pse and sink.",
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
@@ -411,7 +412,8 @@ TORCH_V3 = TORCH_V1.version(
     "npu_fusion_attention_v3",
     "npu_fusion_attention with lengths, seed and offset as host tensors.",
     declared=LENGTHS,
-    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1]. Differentiable in "
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1]. "
+    "Differentiable in "
     "query, key, value, pse and sink.",
     example="""\
 >>> q, ends = torch.randn(16, 2, 64), torch.tensor([5, 16])
