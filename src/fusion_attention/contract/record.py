@@ -83,12 +83,20 @@ class ContractWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Param:
-    """What every parameter has: its canonical name, one sentence, and (if different) how this record spells it."""
+    """What every parameter has.
+
+    Args:
+        name: the canonical one; spelled: how this record spells it, if otherwise.
+        text: one sentence.
+        optional: may be None.
+        default: REQUIRED without one, even where None may be given.
+    """
 
     name: str
     text: str
     optional: bool = False
     spelled: str = ""
+    default: Any = None
 
     @property
     def shown(self) -> str:
@@ -134,13 +142,7 @@ class Tensors(Tensor):
 
 @dataclass(frozen=True)
 class Array(Param):
-    """Host integers, one per sequence: a list, a tuple, or an integer tensor.
-
-    Args:
-        default: what a function's signature shows where it is not None.
-    """
-
-    default: tuple[int, ...] | None = None
+    """Host integers, one per sequence: a list, a tuple, or an integer tensor."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,6 @@ class Attr(Param):
 
     Args:
         type: int, float or str (an int is a float too), or any class that is hashable.
-        default: REQUIRED without one.
         domain: an expression that must hold; bad: a value that breaks it.
         axis: the axis word that this number is.
         unsigned: an int below 2**64, not 2**63.

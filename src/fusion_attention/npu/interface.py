@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -108,9 +108,7 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
         if at < keywords and kind is inspect.Parameter.KEYWORD_ONLY:
             kind, needed = inspect.Parameter.POSITIONAL_OR_KEYWORD, False
         annotation = _type(op, p)
-        default = p.default if isinstance(p, Attr) or (isinstance(p, Array) and p.default is not None) else None
-        if default is None and _NONE not in get_args(annotation):
-            default = REQUIRED
+        default = REQUIRED if p.default is None and _NONE not in get_args(annotation) else p.default
         # Behind a parameter without a default stands none that has one.
         needed = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and (needed or default is REQUIRED)
         shown = _EMPTY if needed or default is REQUIRED else default
@@ -146,8 +144,9 @@ def docstring(op: Op) -> str:
     results = [f"{p.shown}: {_said(op, p)}" for p in outputs]
     trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
     results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
-    refused = f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "others than these."
-    raised = [f"ContractError: {refused}"]
+    refused = f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "arguments that are not so."
+    written = " Nothing is written." if any(get_origin(t) is Annotated for t in op.declared.values()) else ""
+    raised = [f"ContractError: {refused}{written}"]
     raised += ["BackendError: no back end computes it."] if op.lower else []
     sections = {
         "Args": [f"{p.shown}: {_said(op, p)}" for p in _inputs(op)],
@@ -177,7 +176,8 @@ def _said(op: Op, p: Any) -> str:
         facts = [", ".join(f"{shape} ({layout})" if several else shape for shape, layout in shapes.items())]
         like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
         facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
-        said += ["; ".join(filter(None, facts)) + "."] if any(facts) else []
+        fact = "; ".join(word for word in facts if word and word not in p.text)
+        said += [f"{fact[0].upper() if like else fact[0]}{fact[1:]}."] if fact else []
     elif isinstance(p, Attr) and p.domain:
         said.append(f"`{op.spell(p.domain)}`.")
     return " ".join(said)

@@ -155,7 +155,7 @@ def schema_of(function: Interface, name: str = "") -> str:
     returns = signature.return_annotation
     returns = types["return"] if isinstance(returns, str) else returns
     results = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
-    listed = ", ".join(_type(t).removesuffix("?") for t in results if t is not NoneType)
+    listed = ", ".join(_type(t).removesuffix("?") for t in results if t not in (None, NoneType))
     listed = listed if len(results) == 1 and listed else f"({listed})"
     return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
 

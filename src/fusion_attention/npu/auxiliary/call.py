@@ -20,11 +20,16 @@ from fusion_attention.torch_ops.dispatch import is_traced
 R = TypeVar("R")
 
 
-def computed(op: Op, host: int | None = None) -> Callable[[Callable[..., R]], Callable[..., R]]:
+def computed(
+    op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Makes the function of an auxiliary record, whose calls are checked, of what computes it.
 
     The body names the arguments that it reads as the record does; attributes have their default in place of None.
-    host: as from_record().
+
+    Args:
+        op, host: as from_record().
+        before: what is made of the arguments before they are checked.
     """
     attributes = frozenset(p.name for p in op.params if isinstance(p, Attr))
 
@@ -33,6 +38,7 @@ def computed(op: Op, host: int | None = None) -> Callable[[Callable[..., R]], Ca
 
         @functools.wraps(body)
         def run(args: Args) -> R:
+            args = args if before is None else before(args)
             values = checked(op, args)
             return body(*[values[name] if name in attributes else args[name] for name in read])
 

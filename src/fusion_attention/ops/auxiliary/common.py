@@ -91,7 +91,7 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
     )
 
 
-def written(*names: str) -> dict[str, Any]:
+def writes(*names: str) -> dict[str, Any]:
     """Tensors that a function writes, as the schema of its operator says it (Op.declared)."""
     return {name: Annotated[torch.Tensor, f"{letter}!"] for name, letter in zip(names, "ab", strict=False)}
 
