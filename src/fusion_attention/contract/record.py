@@ -350,6 +350,11 @@ class Op:
         """The input (or output) tensors, in order."""
         return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
 
+    @property
+    def inputs(self) -> list[Param]:
+        """What callers of its function give: all but what is written, unless that is declared too."""
+        return [p for p in self.params if not (isinstance(p, Tensor) and p.output) or p.name in self.declared]
+
     def spell(self, text: str) -> str:
         """A text with canonical names as this record spells them."""
         for p in self.params:

@@ -1,4 +1,4 @@
-"""torch_npu's functions, made from their records: signature, docstring, and the way from a call to the arguments.
+"""torch_npu's functions, made from their records: signature, docstring, and the way from a call to its arguments.
 
 A record is the one place that says a parameter's name, order, default, type and meaning. What a function does stands
 beside it, as a body that takes the arguments by the record's names.
@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 
-from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensor, Tensors
-from fusion_attention.contract.expressions import shape_text
+from fusion_attention.contract import REQUIRED, Array, Attr, Op, Tensors, docstring
 from fusion_attention.torch_ops.aliases import crossing
 from fusion_attention.torch_ops.spelling import misused
 
 R = TypeVar("R")
 Args = dict[str, Any]
-WIDTH = 116
 _NONE = type(None)
 _EMPTY = inspect.Parameter.empty
 _SAID = re.compile(r"'(\w+)' not in missing")
@@ -100,7 +97,7 @@ def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) ->
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
     """What a function takes: the inputs of its record, in their order."""
-    inputs = _inputs(op)
+    inputs = op.inputs
     kind, parameters, needed = inspect.Parameter.KEYWORD_ONLY, [], False
     keywords = [p.shown for p in inputs].index(op.keywords) if op.keywords else len(inputs)
     for at in reversed(range(len(inputs))):
@@ -116,11 +113,6 @@ def signature_of(op: Op, returns: Any) -> inspect.Signature:
     return inspect.Signature(parameters[::-1], return_annotation=returns)
 
 
-def _inputs(op: Op) -> list[Any]:
-    """The parameters that a caller gives: all but what is written, unless that is declared too."""
-    return [p for p in op.params if not (isinstance(p, Tensor) and p.output) or p.name in op.declared]
-
-
 def _type(op: Op, p: Any) -> Any:
     """The type of a parameter; the first member of a union is what torch_npu declares (operators.py)."""
     if p.name in op.declared:
@@ -132,63 +124,3 @@ def _type(op: Op, p: Any) -> Any:
         return some | None if p.optional else some
     kind: Any = Sequence[torch.Tensor] if isinstance(p, Tensors) else torch.Tensor
     return kind | None if p.optional else kind
-
-
-# ----------------------------------------------------------------------------------------------------------- docstring
-
-
-def docstring(op: Op) -> str:
-    """What help() says: a sentence, the formula, and sections as every public docstring here has them."""
-    outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
-    listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
-    results = [f"{p.shown}: {_said(op, p)}" for p in outputs]
-    trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
-    results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
-    refused = (
-        f"a call that `fusion-attention ops {op.name}` does not allow." if op.asked else "arguments that are not so."
-    )
-    written = " Nothing is written." if any(get_origin(t) is Annotated for t in op.declared.values()) else ""
-    raised = [f"ContractError: {refused}{written}"]
-    raised += ["BackendError: no back end computes it."] if op.lower else []
-    sections = {
-        "Args": [f"{p.shown}: {_said(op, p)}" for p in _inputs(op)],
-        "Returns": [*([op.returns] if op.returns else listed), *results] if outputs or op.returns else [],
-        "Raises": raised,
-    }
-    parts = [op.summary, op.spell(op.formula)]
-    parts += [f"{title}:\n" + "\n".join(map(_flowed, lines)) for title, lines in sections.items() if lines]
-    parts += [f"Source: {op.page}.", "Example:\n" + textwrap.indent(op.example, "    ") if op.example else ""]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _said(op: Op, p: Any) -> str:
-    """What a record says of a parameter: its text, shape and dtypes, or its domain."""
-    said = [p.text]
-    if isinstance(p, Attr) and p.axis:
-        said[0] = f"{p.axis}: {said[0]}"
-    if isinstance(p, Attr) and p.name == op.layout_attr and len(op.layouts) > 1:
-        said.append(f"{_either([repr(layout) for layout in op.layouts])}.")
-    if isinstance(p, Tensor):
-        shapes: dict[str, str] = {}  # each with the first layout that has it
-        own = p.shape if isinstance(p.shape, dict) and p.form else ()
-        for layout in dict.fromkeys((*op.layouts, *own)) or ("",):
-            if words := p.words(layout):
-                shapes.setdefault(shape_text(" ".join(words)), layout)
-        several = len(shapes) > 1
-        facts = [", ".join(f"{shape} ({layout})" if several else shape for shape, layout in shapes.items())]
-        like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
-        facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
-        fact = "; ".join(word for word in facts if word and word not in p.text)
-        said += [f"{fact[0].upper() if like else fact[0]}{fact[1:]}."] if fact else []
-    elif isinstance(p, Attr) and p.domain:
-        said.append(f"`{op.spell(p.domain)}`.")
-    return " ".join(said)
-
-
-def _either(words: Sequence[str], last: str = "or") -> str:
-    return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def _flowed(text: str) -> str:
-    """An entry of a section."""
-    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
