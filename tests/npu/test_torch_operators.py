@@ -13,7 +13,7 @@ from fusion_attention import npu
 from fusion_attention.contract import ContractError
 from fusion_attention.npu import operators
 from fusion_attention.npu.surface.modules import functions
-from fusion_attention.ops.auxiliary import atb
+from fusion_attention.ops.auxiliary import atb, atb_rows
 
 # Those of torch_npu declare parameters that are here; what they return could not be read.
 OUT = {"npu_fusion_attention_v3.out", "npu_fusion_attention_grad_v3.out"}
@@ -23,7 +23,7 @@ RETURNED = OUT | {
     *("npu_mla_prolog", "npu_mla_prolog_v2"),
 }
 WRITTEN = RETURNED | {"npu_mla_prolog_v3", "npu_scatter_pa_kv_cache", "npu_gather_pa_kv_cache"}
-WRITTEN |= {op.name for op in atb.RECORDS if not op.results}
+WRITTEN |= {op.name for op in (*atb.RECORDS, *atb_rows.RECORDS) if not op.results}
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 

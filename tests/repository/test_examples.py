@@ -26,8 +26,10 @@ ARGUMENTS = {
     "serve": ["--tokens", "8"],
     "train_dsa": ["--steps", "1", "--folder", "{folder}"],
 }
-# The examples of acl run with its runtime: tests/acl/test_acl.py.
-DOCUMENTED = [name for name, path in modules().items() if ">>> " in path.read_text() and name.split(".")[0] != "acl"]
+# Examples of their own have docstrings, and those of their records functions that are made from these. The examples of
+# acl run with its runtime: tests/acl/test_acl.py.
+EXAMPLES = re.compile(r"^ +>>> |^@(from_record|computed)\(", re.M)
+DOCUMENTED = [n for n, path in modules().items() if EXAMPLES.search(path.read_text()) and n.split(".")[0] != "acl"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)

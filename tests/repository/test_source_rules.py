@@ -259,12 +259,6 @@ def test_the_words_themselves(line: str, found: bool) -> None:
 # ------------------------------------------------------------------------------------------------------------ lengths
 
 FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 500, 60, 150
-# "path" or "path::function" -> why it is longer than the law allows.
-LONGER: dict[str, str] = {
-    "src/fusion_attention/npu/fused_inference.py::npu_fused_infer_attention_score": "33 parameters, each named twice",
-    "src/fusion_attention/npu/fused_inference.py::npu_fused_infer_attention_score_v2": "46 parameters",
-    "src/fusion_attention/npu/auxiliary/prolog.py::npu_mla_prolog_v3": "31 parameters",
-}
 
 
 def package_files() -> list[Path]:
@@ -303,12 +297,7 @@ def too_long() -> dict[str, str]:
 
 
 def test_files_and_functions_stay_short() -> None:
-    wrong = [f"{name}: {lines}" for name, lines in too_long().items() if name not in LONGER]
-    assert not wrong, "split these, or say why in tests/repository/test_source_rules.py's LONGER:\n" + "\n".join(wrong)
-
-
-def test_exceptions_are_still_needed() -> None:
-    assert not set(LONGER) - set(too_long()), "no longer too long: take them out of LONGER"
+    assert too_long() == {}, "split these"
 
 
 # --------------------------------------------------------------------------------------------------------- tolerances

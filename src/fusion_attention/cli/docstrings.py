@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 WIDTH = 84
+# Where a type stands, which a page need not say.
+_FROM = re.compile(r"\b(?:collections\.abc|typing|torch(?=\.Tensor))\.")
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Source", "Example")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):[ \t]*(.*)$")
 # A page of docs/ that a docstring names.
@@ -23,7 +25,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
     except (TypeError, ValueError):
         return f"{name}(...)"
     shown = [p for key, p in result.parameters.items() if key != "self"]
-    given, kinds = [str(p) for p in shown], [p.kind for p in shown]
+    given, kinds = [_FROM.sub("", str(p)) for p in shown], [p.kind for p in shown]
     keyword = [i for i, kind in enumerate(kinds) if kind is inspect.Parameter.KEYWORD_ONLY]
     if keyword and inspect.Parameter.VAR_POSITIONAL not in kinds:
         given.insert(keyword[0], "*")
@@ -31,7 +33,7 @@ def signature(function: Callable[..., Any], name: str) -> str:
     given = [re.sub(r""": (?:ForwardRef\()?(['"])([^'"]*)\1\)?""", r": \2", text) for text in given]
     back = inspect.Signature.empty if inspect.isclass(function) else result.return_annotation
     end = ")" if back is inspect.Signature.empty else f") -> {back if isinstance(back, str) else _name(back)}"
-    end = _ANNOTATED.sub(r"\1", end)
+    end = _ANNOTATED.sub(r"\1", _FROM.sub("", end))
     if len(name) + len(", ".join(given)) + len(end) < WIDTH:
         return f"{name}({', '.join(given)}{end}"
     lines = [f"{name}("]

@@ -88,8 +88,8 @@ def shown(op: Op) -> Shown:
     two_phase = op.name.startswith("aclnn")
     return Shown(
         call=_phases(op) if two_phase else docstrings.signature(function(op), op.name),
-        text="" if two_phase else _text(function(op)),
-        example=op_examples.program(op) if op.lower else _example(function(op)),
+        text=_returned(op) if op.source else _text(function(op)),
+        example=op_examples.program(op) if op.lower else _example(op),
         support=_support(op) if op.lower else _auxiliary(op),
     )
 
@@ -126,6 +126,11 @@ def _phases(op: Op) -> str:
 _FLAGS = ("strict=True", "check_content=False")
 
 
+def _returned(op: Op) -> str:
+    """What the tables do not say of a function that is made from its record."""
+    return f"**Returns**\n\n{docstrings.prose(op.returns, ROOT)}" if op.returns else ""
+
+
 def _text(called: Any) -> str:
     """The docstring, its arguments folded away: the table of parameters is their place."""
     result = docstrings.sections(inspect.getdoc(called) or "")
@@ -144,11 +149,10 @@ def _text(called: Any) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _example(called: Any) -> str:
+def _example(op: Op) -> str:
     """The docstring's example as a program."""
-    result = docstrings.sections(inspect.getdoc(called) or "").get("Example", "")
-    code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", result, re.M))
-    used = ", ".join(sorted({called.__name__, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
+    code = "\n".join(re.findall(r"^(?:>>>|\.\.\.) (.*)", op.example, re.M))
+    used = ", ".join(sorted({op.name, *re.findall(r"\b(?:get)?_?npu_\w+(?=\()", code)}))
     return f"import torch\nfrom fusion_attention.npu import {used}\n\n{code}"
 
 

@@ -14,6 +14,7 @@ from fusion_attention.contract.binding import Bound as Bound
 from fusion_attention.contract.binding import CallCache as CallCache
 from fusion_attention.contract.binding import bind as bind
 from fusion_attention.contract.binding import outside as outside
+from fusion_attention.contract.docstrings import docstring as docstring
 from fusion_attention.contract.expressions import dtype_text as dtype_text
 from fusion_attention.contract.expressions import evaluate as evaluate
 from fusion_attention.contract.expressions import lazy as lazy

@@ -83,12 +83,20 @@ class ContractWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Param:
-    """What every parameter has: its canonical name, one sentence, and (if different) how this record spells it."""
+    """What every parameter has.
+
+    Args:
+        name: the canonical one; spelled: how this record spells it, if otherwise.
+        text: one sentence.
+        optional: may be None.
+        default: REQUIRED without one, even where None may be given.
+    """
 
     name: str
     text: str
     optional: bool = False
     spelled: str = ""
+    default: Any = None
 
     @property
     def shown(self) -> str:
@@ -143,7 +151,6 @@ class Attr(Param):
 
     Args:
         type: int, float or str (an int is a float too), or any class that is hashable.
-        default: REQUIRED without one.
         domain: an expression that must hold; bad: a value that breaks it.
         axis: the axis word that this number is.
         unsigned: an int below 2**64, not 2**63.
@@ -247,6 +254,10 @@ class Op:
             lower gives a Repeatable).
         sizes: axis sizes of a sample; samples: further sample settings per layout.
         prototypes: those of CANN's operators, by their names: this one's gives its errors CANN's names too.
+        keywords: the first parameter, as users see it, that a function made of the record (npu/interface.py) takes by
+            keyword alone; "": none. declared: by canonical name, types of its parameters that their kinds do not say,
+            and those of outputs that a caller gives. returns: the names of its results, and what else is to be said
+            of them; "": the outputs. example: of its docstring.
     """
 
     name: str
@@ -271,6 +282,10 @@ class Op:
     sizes: Mapping[str, int] = field(default_factory=dict)
     samples: Mapping[str, Settings] = field(default_factory=dict)
     prototypes: Mapping[str, Prototype] = field(default_factory=dict)
+    keywords: str = ""
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    returns: str = ""
+    example: str = ""
     names: tuple[str, ...] = field(init=False)
     # From the names that users see to CANN's; empty where the operator is not CANN's.
     cann: dict[str, str] = field(init=False)
@@ -336,6 +351,11 @@ class Op:
     def tensors(self, output: bool = False) -> list[Tensor]:
         """The input (or output) tensors, in order."""
         return [p for p in self.params if isinstance(p, Tensor) and p.output is output]
+
+    @property
+    def inputs(self) -> list[Param]:
+        """What callers of its function give: all but what is written, unless that is declared too."""
+        return [p for p in self.params if not (isinstance(p, Tensor) and p.output) or p.name in self.declared]
 
     def spell(self, text: str) -> str:
         """A text with canonical names as this record spells them."""

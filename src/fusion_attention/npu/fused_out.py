@@ -7,7 +7,7 @@ They are made from the functions and their records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import GenericAlias
 from typing import Annotated, Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -15,6 +15,7 @@ import torch
 
 from fusion_attention.contract import ContractError, Op, bind, show
 from fusion_attention.memory import empty
+from fusion_attention.npu.interface import Args, reader
 from fusion_attention.ops.fused.geometry import (
     OUT_DTYPES,
     WORDS,
@@ -23,8 +24,6 @@ from fusion_attention.ops.fused.geometry import (
     out_dtype,
     out_shape,
 )
-from fusion_attention.ops.fused.records import TORCH_PFA, TORCH_V1, TORCH_V2
-from fusion_attention.ops.shared.params import ONE
 from fusion_attention.torch_ops import dispatch
 from fusion_attention.torch_ops.aliases import aliased
 
@@ -34,40 +33,13 @@ Interface = Callable[..., Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
 # What is written, as the schema of the operator says it (operators.py).
 Written = Annotated[torch.Tensor, "a!"]
-# Names that a function spells otherwise than its record, which a trace need not look into.
-_SPELLED = {
-    op.name: tuple((p.shown, p.name) for p in op.params if p.shown != p.name) for op in (TORCH_PFA, TORCH_V1, TORCH_V2)
-}
 _NUMBERS = {dtype: number for number, dtype in OUT_DTYPES.items()}
 
 
-def canonical(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by the record's own names, from those of a function; a dtype as torch's number of it."""
-    args = {name: None if value is ONE else value for name, value in given.items()}
-    for shown, own in _SPELLED[name]:
-        if shown in args:
-            args[own] = args.pop(shown)
+def numbered(args: Args) -> Args:
+    """Arguments with torch's number of a dtype in its place."""
     dtype = args.get("out_dtype")
-    if isinstance(dtype, torch.dtype):
-        args["out_dtype"] = _NUMBERS.get(dtype, -1)
-    return args
-
-
-def _reader(function: Interface, op: Op) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
-    """From what an interface was given to the record's arguments; Signature.bind() would be slower than a call."""
-    signature = inspect.signature(function)
-    names = tuple(signature.parameters)
-    first = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    defaults = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-
-    def read(positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-        given = {**defaults, **dict(zip(first, positional, strict=False)), **named}
-        twice = len(positional) > len(first) or any(name in named for name in first[: len(positional)])
-        if twice or len(given) != len(names):
-            signature.bind(*positional, **named)  # says what is wrong
-        return canonical(op.name, given)
-
-    return read
+    return {**args, "out_dtype": _NUMBERS.get(dtype, -1)} if isinstance(dtype, torch.dtype) else args
 
 
 def _pair(op: Op, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,12 +76,12 @@ def with_out(op: Op) -> Callable[[Callable[P, Pair]], WithOut[P, Pair]]:
 
 def _out_of(function: Interface, op: Op) -> Interface:
     """`function.out`: the same into tensors that are given."""
-    read = _reader(function, op)
+    read = reader(op)
 
     @aliased
     def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
         attention, lse = _pair(op, out)
-        args = read(positional, named)
+        args = numbered(read(*positional, **named))
         asked = bool(args["softmax_lse_flag"])
         result = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
         attention.copy_(result["attention_out"])
@@ -175,11 +147,11 @@ All others are the function's. Source: {op.page}.
 
 def workspace_of(function: WithOut[P, Pair], op: Op) -> Callable[P, torch.Tensor]:
     """`_.._get_max_workspace`: what `.out` needs beside the tensors that it is given."""
-    read = _reader(function, op)
+    read = reader(op)
 
     @aliased
     def get_max_workspace(*positional: Any, **named: Any) -> torch.Tensor:
-        args = read(positional, named)
+        args = numbered(read(*positional, **named))
         if not dispatch.is_traced(args.values()):
             bind(op, args)
         query: torch.Tensor = args["query"]
@@ -198,9 +170,9 @@ Args: as {function.__name__}'s. Source: {op.page}.
     return get_max_workspace
 
 
-def buffer(op: Op, given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def room(op: Op, given: Args) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for (attention_out, softmax_lse) of a call, from those arguments that decide its shapes."""
-    args = {**op.neutral, **canonical(op.name, given)}
+    args = {**op.neutral, **numbered(given)}
     layout, query, heads = args["input_layout"], args["query"], args["num_heads"]
 
     def refuse(name: str, expected: str, got: str) -> ContractError:

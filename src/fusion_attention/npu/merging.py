@@ -3,8 +3,6 @@
 The arithmetic is ir/merge.py's; here layouts, lanes, and what the statistics of empty rows look like.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +10,9 @@ import torch
 
 from fusion_attention.contract import to_array
 from fusion_attention.ir.merge import Partial, empty_partial, merge
-from fusion_attention.npu.auxiliary.call import checked
+from fusion_attention.npu.auxiliary.call import checked, computed
+from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import merging
-from fusion_attention.torch_ops.aliases import aliased
 
 __all__ = ["npu_attention_update", "npu_ring_attention_update"]
 
@@ -22,7 +20,7 @@ Tensor = torch.Tensor
 _LOWEST, _LARGEST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 
 
-@aliased
+@computed(merging.RING, host=0)
 def npu_ring_attention_update(
     prev_attn_out: Tensor,
     prev_softmax_max: Tensor,
@@ -30,48 +28,10 @@ def npu_ring_attention_update(
     cur_attn_out: Tensor,
     cur_softmax_max: Tensor,
     cur_softmax_sum: Tensor,
-    *,
-    actual_seq_qlen: Tensor | Sequence[int] | None = None,
-    input_layout: str = "SBH",
-    input_softmax_layout: str = "",
+    actual_seq_qlen: Any,
+    input_layout: str,
+    input_softmax_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention to the keys of two steps of a ring, from the results of each.
-
-    max = maximum(prev_max, cur_max),  w_i = sum_i * exp(max_i - max),  sum = w_prev + w_cur
-    out = (w_prev * prev_out + w_cur * cur_out) / sum
-
-    Args:
-        prev_attn_out, cur_attn_out: [S, B, H] or [T, N, D], as npu_fusion_attention returns them.
-        prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum: float32 in eight equal lanes:
-            [B, N, S, 8], or [T, N, 8].
-        actual_seq_qlen: TND: cumulative ends of the sequences; a 0 before them is allowed.
-        input_layout: "SBH" or "TND".
-        input_softmax_layout: of TND: "TND", statistics lie token by token; "" or "SBH", head by head in each sequence.
-
-    Returns:
-        (attn_out, softmax_max, softmax_sum) in the dtypes and layouts that came. A row that has seen no key in either
-        step keeps its statistics.
-
-    Raises:
-        ContractError: a call that `fusion-attention ops npu_ring_attention_update` does not allow. There is no
-            derivative: npu_fusion_attention_grad takes merged statistics.
-
-    Source: Ascend op-plugin, npu_ring_attention_update.
-
-    Example:
-        >>> from fusion_attention import npu
-        >>> q, k = torch.randn(2, 6, 1, 32)
-        >>> steps = [npu.npu_fusion_attention(q, part, part, 4, "SBH")[:3] for part in k.split(3)]
-        >>> out, *_ = npu_ring_attention_update(*steps[0], *steps[1])
-        >>> torch.allclose(out, npu.npu_fusion_attention(q, k, k, 4, "SBH")[0], atol=1e-6)
-        True
-    """
-    checked(merging.RING, {
-        "prev_attn_out": prev_attn_out, "prev_softmax_max": prev_softmax_max, "prev_softmax_sum": prev_softmax_sum,
-        "cur_attn_out": cur_attn_out, "cur_softmax_max": cur_softmax_max, "cur_softmax_sum": cur_softmax_sum,
-        "actual_seq_qlen": actual_seq_qlen, "input_layout": input_layout,
-        "input_softmax_layout": input_softmax_layout,
-    })  # fmt: skip
     stats = prev_softmax_max, prev_softmax_sum, cur_softmax_max, cur_softmax_sum
     outs = prev_attn_out, cur_attn_out
     heads = prev_softmax_max.shape[1]
@@ -95,35 +55,9 @@ def npu_ring_attention_update(
         return prev.out.reshape(prev_attn_out.shape).to(prev_attn_out.dtype), max_, sum_
 
 
-@aliased
-def npu_attention_update(
-    lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
-) -> tuple[Tensor, Tensor | None]:
-    """Attention to the keys of several ranks, from the result of each.
-
-    lse_m = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse_m) * local_out_i
-
-    Args:
-        lse: of every rank, float32 [rows]; +inf or -inf: the row saw no key there.
-        local_out: of every rank, [rows, D].
-        update_type: 0: out alone; 1: out and lse_m.
-
-    Returns:
-        (out, lse_m): out in the dtype of local_out; lse_m float32 [rows], or None. A row without keys on any rank is 0,
-        its lse_m -inf.
-
-    Raises:
-        ContractError: a call that `fusion-attention ops npu_attention_update` does not allow.
-
-    Source: Ascend op-plugin, npu_attention_update.
-
-    Example:
-        >>> out, lse = npu_attention_update([torch.zeros(1), torch.zeros(1)], [torch.ones(1, 8), torch.zeros(1, 8)], 1)
-        >>> out[0, 0].item(), lse.exp().item()
-        (0.5, 2.0)
-    """
-    given: dict[str, Any] = {"lse": lse, "local_out": local_out, "update_type": update_type}
-    given |= checked(merging.UPDATE, given)  # one tensor is a list of one
+@from_record(merging.UPDATE)
+def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
+    given = {**args, **checked(merging.UPDATE, args)}  # one tensor is a list of one
     lse, local_out = given["lse"], given["local_out"]
     with torch.no_grad():
         out = local_out[0]
@@ -131,7 +65,7 @@ def npu_attention_update(
         for peak, part in zip(lse, local_out, strict=True):
             top = torch.where(peak == torch.inf, -torch.inf, peak)
             merge(result, Partial(part.float(), top, (top != -torch.inf).float()))
-        return result.out.to(out.dtype), result.max + result.sum.log() if update_type == 1 else None
+        return result.out.to(out.dtype), result.max + result.sum.log() if given["update_type"] == 1 else None
 
 
 # ---------------------------------------------------------------------------------------------------- from lanes, back

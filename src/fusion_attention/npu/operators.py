@@ -144,7 +144,7 @@ def schema_of(function: Interface, name: str = "") -> str:
         name: of the operator, with its overload; "" takes the function's.
     """
     signature = inspect.signature(function)
-    types = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
+    types = _hints(function, signature)
     words, star = [], False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not star:
@@ -155,9 +155,15 @@ def schema_of(function: Interface, name: str = "") -> str:
     returns = signature.return_annotation
     returns = types["return"] if isinstance(returns, str) else returns
     results = typing.get_args(returns) if typing.get_origin(returns) is tuple else (returns,)
-    listed = ", ".join(_type(t).removesuffix("?") for t in results if t is not NoneType)
+    listed = ", ".join(_type(t).removesuffix("?") for t in results if t not in (None, NoneType))
     listed = listed if len(results) == 1 and listed else f"({listed})"
     return f"{name or function.__name__}({', '.join(words)}) -> {listed}"
+
+
+def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
+    """The types of a function whose annotations are text; those of the functions made from records are none."""
+    written = any(isinstance(p.annotation, str) for p in signature.parameters.values())
+    return typing.get_type_hints(inspect.unwrap(function), include_extras=True) if written else {}
 
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -59,29 +59,34 @@ def crosses(device: torch.device) -> bool:
 
 
 def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
+    """crossing() of a function whose TypeErrors say what was meant."""
+    return crossing(suggested(function), host)
+
+
+def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] | None = None) -> Callable[P, R]:
     """The function, for tensors of that device too; host: how many results, the last ones, stay in host memory.
+
+    names: of a function of one dictionary, what users call its keys.
 
     What is traced or transformed passes, as do tensors of a class of their own: the operators that it becomes find
     their kernel themselves.
     """
 
-    own = suggested(function)
-
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _ways is None or dispatch.is_traced(()):
-            return own(*args, **kwargs)
+            return function(*args, **kwargs)
         crossing = _Crossing(_ways)
         given = [crossing.into(value) for value in args]
         named = {name: crossing.into(value) for name, value in kwargs.items()}
         if not crossing.tensors or crossing.odd:
-            return own(*args, **kwargs)
+            return function(*args, **kwargs)
         if crossing.strange is not None and crossing.strange.type != "meta":
-            raise _elsewhere(function, crossing, args, kwargs)
+            raise _elsewhere(function, crossing, args, kwargs, names)
         generator = dropout.generator.set(_ways.draw)
         try:
             with crossing.autocast():
-                made = own(*given, **named)
+                made = function(*given, **named)
         finally:
             dropout.generator.reset(generator)
         result: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
@@ -91,11 +96,18 @@ def aliased(function: Callable[P, R], host: int = 0) -> Callable[P, R]:
 
 
 def _elsewhere(
-    function: Callable[..., Any], crossing: _Crossing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    crossing: _Crossing,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Mapping[str, str] | None,
 ) -> RuntimeError:
     """torch's own error for tensors on several devices, and which argument it is."""
     home, strange = crossing.tensors[0].device, crossing.strange
-    named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    if names is None:
+        named = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    else:
+        named = {names[name]: value for name, value in args[0].items()}
     result = (
         name
         for name, value in named.items()

@@ -3,16 +3,48 @@ operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fusion_attention import settings
 from fusion_attention.contract import Array, Attr, ContractError, Op, bind
+from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.torch_ops.dispatch import is_traced
+
+R = TypeVar("R")
+
+
+def computed(
+    op: Op, host: int | None = None, before: Callable[[Args], Args] | None = None
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Makes the function of an auxiliary record, whose calls are checked, of what computes it.
+
+    The body names the arguments that it reads as the record does; attributes have their default in place of None.
+
+    Args:
+        op, host: as from_record().
+        before: what is made of the arguments before they are checked.
+    """
+    attributes = frozenset(p.name for p in op.params if isinstance(p, Attr))
+
+    def decorate(body: Callable[..., R]) -> Callable[..., R]:
+        read = tuple(inspect.signature(body).parameters)
+
+        @functools.wraps(body)
+        def run(args: Args) -> R:
+            args = args if before is None else before(args)
+            values = checked(op, args)
+            return body(*[values[name] if name in attributes else args[name] for name in read])
+
+        return from_record(op, host)(run)
+
+    return decorate
 
 
 def checked(op: Op, args: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,7 +1,5 @@
 """torch_npu's products of rows with the matrix of their group, in torch's own operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +9,8 @@ import torch.nn.functional as F
 from fusion_attention.contract import to_array
 from fusion_attention.npu.auxiliary.call import as_given, checked
 from fusion_attention.npu.auxiliary.gates import fast_gelu
-from fusion_attention.npu.auxiliary.quantised import Dtype, block_sums, exact, read_scale, rounded, unpacked
+from fusion_attention.npu.auxiliary.quantised import block_sums, exact, read_scale, rounded, unpacked
+from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.auxiliary import products
 from fusion_attention.ops.auxiliary.quantised import DTYPES, number_of
 from fusion_attention.torch_ops.dispatch import is_traced
@@ -29,85 +28,15 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 }
 
 
-def npu_grouped_matmul(
-    x: Tensors,
-    weight: Tensors,
-    *,
-    bias: Tensors | None = None,
-    scale: Tensors | None = None,
-    offset: Tensors | None = None,
-    antiquant_scale: Tensors | None = None,
-    antiquant_offset: Tensors | None = None,
-    per_token_scale: Tensors | None = None,
-    group_list: Tensor | Sequence[int] | None = None,
-    activation_input: Tensors | None = None,
-    activation_quant_scale: Tensors | None = None,
-    activation_quant_offset: Tensors | None = None,
-    split_item: int | None = 0,
-    group_type: int | None = None,
-    group_list_type: int | None = 0,
-    act_type: int | None = 0,
-    tuning_config: Sequence[int] | None = None,
-    output_dtype: Dtype = None,
-    x_dtype: int | None = None,
-    weight_dtype: int | None = None,
-    scale_dtype: int | None = None,
-    per_token_scale_dtype: int | None = None,
-) -> list[Tensor]:
-    """Rows times the matrix of their group.
-
-    y_i = act((x_i weight_i + bias_i) * scale_i * per_token_scale)        of int8 rows
-    y_i = act(((x_i - 8) weight_i * scale_i + bias_i) * per_token_scale)        of int8 rows, four bits
-    y_i = act(x_i ((weight_i + antiquant_offset_i) * antiquant_scale_i) + bias_i)        else
-
-    Args:
-        x: [rows [M, K]], or one tensor of every group; floats or int8.
-        weight: [[E, K, N]], or a matrix of every group, views included; as x, or int8, or four bits, eight in an int32
-            as npu_convert_weight_to_int4pack makes it, of the matrix or of its transpose.
-        bias, scale, antiquant_scale, antiquant_offset: [[E, N]], or a vector of every group; but for bias of every
-            block of rows too, [[E, blocks, N]]. Without scale int8 rows become int32. Beside int8 rows and four bits
-            bias makes up for the 8 that the chip takes off every element of x. Weights are rounded to the dtype of x.
-        per_token_scale: [[M]] of int8 rows.
-        group_list: int64 [E], or a list: where each group's rows end, or how many it has; or [pairs, 2].
-        split_item: 0, 1: a result of every group; 2, 3: one.
-        group_type: -1: x and weight are lists; 0: groups are rows of x; 2: groups are columns of x and rows of weight,
-            [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.
-        group_list_type: 0: cumulative ends; 1: sizes; 2: pairs (group, size) in the order of the rows.
-        act_type: 0: none; 1: relu; 2: gelu by tanh; 4: fast gelu; 5: silu.
-        output_dtype: of the results; None: that of x.
-        offset, activation_input, activation_quant_scale, activation_quant_offset, tuning_config, x_dtype,
-            weight_dtype, scale_dtype, per_token_scale_dtype: not computed here, or without effect.
-
-    Returns:
-        A list of results; rows of no group are zeros. Differentiable in floats. In a trace, which knows no lengths, all
-        rows meet all matrices.
-
-    Raises:
-        ContractError: a call that `fusion-attention ops npu_grouped_matmul` does not allow.
-
-    Source: Ascend op-plugin, npu_grouped_matmul.
-
-    Example:
-        >>> x, weight = torch.ones(3, 2), torch.stack((torch.eye(2), 2 * torch.eye(2)))
-        >>> ends = torch.tensor([1, 3])
-        >>> npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0][:, 0].tolist()
-        [1.0, 2.0, 2.0]
-    """
-    given: dict[str, Any] = {
-        "x": x, "weight": weight, "bias": bias, "scale": scale, "offset": offset,
-        "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset,
-        "per_token_scale": per_token_scale, "group_list": group_list, "activation_input": activation_input,
-        "activation_quant_scale": activation_quant_scale, "activation_quant_offset": activation_quant_offset,
-        "split_item": split_item, "group_type": group_type, "group_list_type": group_list_type,
-        "act_type": act_type, "tuning_config": tuning_config, "output_dtype": number_of(output_dtype),
-        "x_dtype": x_dtype, "weight_dtype": weight_dtype, "scale_dtype": scale_dtype,
-        "per_token_scale_dtype": per_token_scale_dtype,
-    }  # fmt: skip
-    given["weight"] = _whole(weight, x)
-    given["lowered"] = 0 if given["weight"] is weight else 8
-    if group_list_type == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
+@from_record(products.GROUPED, host=None)
+def npu_grouped_matmul(args: Args) -> list[Tensor]:
+    x, weight, group_list = args["x"], args["weight"], args["group_list"]
+    whole = _whole(weight, x)
+    given = {**args, "weight": whole, "output_dtype": number_of(args["output_dtype"])}
+    given["lowered"] = 0 if whole is weight else 8
+    if args["group_list_type"] == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
         given["group_list"] = group_list.flatten()
-    if group_type is None and isinstance(group_list, (list, tuple)):
+    if args["group_type"] is None and isinstance(group_list, (list, tuple)):
         given["group_type"] = 0 if len(x) == 1 else -1
     given |= checked(products.GROUPED, given)
     with as_given(x[0]):

@@ -10,6 +10,7 @@ from fusion_attention.contract import Op
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary import (
     atb,
+    atb_rows,
     caches,
     experts,
     gates,
@@ -29,7 +30,7 @@ from fusion_attention.ops.auxiliary import (
 
 FAMILIES = (
     *(norms, gates, rotary, caches, latent_caches, shapes, softmax, experts, routing, quantised, products),
-    *(losses, atb, quantised_sparse, merging, prolog),
+    *(losses, atb, atb_rows, quantised_sparse, merging, prolog),
 )
 AUXILIARY: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}
 # Every record that there is.

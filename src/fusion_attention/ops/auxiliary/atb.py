@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Op, Rule, Tensor
-from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
-from fusion_attention.ops.auxiliary.common import auxiliary, floats
+from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Op, Rule, Tensor
+from fusion_attention.ops.auxiliary.caches import IDS, apart, own_memory, waits_for_none
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
 from fusion_attention.ops.shared.rules import finite_scale, groups_of_heads, invalid, untrained
 
 SIZES = {"T": 6, "R": 3, "M": 2, "P": 4, "Ps": 16, "N1": 4, "N2": 2, "D": 16, "Dv": 8, "K": 40, "L": 32}
@@ -60,27 +60,10 @@ def covers(mask: torch.Tensor, lengths: np.ndarray) -> bool:
     return 2 <= mask.dim() <= 4 and heads == 1 and items in (1, len(lengths)) and min(mask.shape[-2:]) >= longest
 
 
-def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether a cache [pages, slots, ...] has rows of so many elements."""
-    return cache.dim() > 2 and rows.dim() > 1 and cache.shape[2:].numel() == rows.shape[1:].numel()
-
-
-def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
-    """Whether it has them, as they are or in pieces."""
-    return whole_rows(cache, rows) or (rows.dim() > 1 and pieces_of(cache, rows))
-
-
-def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
-    """How many rows a cache has."""
-    return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
-
-
 FUNCTIONS = {
     "covers": covers,
     "decided": decided,
     "triangle": triangle,
-    "holds_rows": holds_rows,
-    "capacity": capacity,
     "apart": apart,
     "least": lambda lengths: min(lengths.tolist(), default=0),
     "total": lambda lengths: sum(lengths.tolist()),
@@ -102,7 +85,7 @@ KEY_CACHE, VALUE_CACHE = (
 )
 TABLE = Tensor("block_table", "The pages of every sequence.", dtypes=IDS, shape="R M",
                make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 4)  # fmt: skip
-CONTEXT = Array("context_lens", "Keys of every sequence.")
+CONTEXT = Array("context_lens", "Keys of every sequence, with those of its own rows; one without keys gives zeros.")
 LENGTHS = Array("seq_len", "Query rows of every sequence.")
 HEADS = (
     Attr("num_kv_heads", "Key heads.", axis="N2", code=INVALID),
@@ -111,7 +94,12 @@ HEADS = (
 SCALE = Attr("scale_value", "Factor on the scores.", type=float)
 MASKS = "bool int8 float16 bfloat16 float32"
 SEES = "1, or -1000 and below, hides a key; 0 leaves it."
-MASK = Tensor("mask", f"{SEES} [S, S] for all sequences, or [R, S, S].", dtypes=MASKS)
+MASK = Tensor(
+    "mask",
+    f"{SEES} [S, S] for all sequences, or [R, S, S]; in FRACTAL_NZ by hand [R or 1, S / 16, S, 16], as every mask "
+    "here may be.",
+    dtypes=MASKS,
+)
 OF_ROWS = Tensor("mask", f"{SEES} A line for every row of query.", dtypes=MASKS, shape="T K")
 TRIANGLE = Tensor("mask", "torch.ones(S, S).triu(1) of any S: rows see no later keys.", dtypes=MASKS, shape="L L",
                   make=lambda shape: torch.ones(shape).triu(1))  # fmt: skip
@@ -120,7 +108,9 @@ WORKSPACE = Tensor("workspace", "Not used: this library plans its own memory.", 
 
 def out(rows: str, dim: str = "Dv") -> Tensor:
     """What is written."""
-    return Tensor("out", "Written.", dtypes="=query", shape=f"{rows} N1 {dim}")
+    return Tensor(
+        "out", "Written; rows behind the last sequence stay as they are.", dtypes="=query", shape=f"{rows} N1 {dim}"
+    )
 
 
 def lengths(name: str, text: str, advice: str, check: str, broken: Any, **more: Any) -> Rule:
@@ -169,9 +159,16 @@ MIXED = {**PACKED, **PAGED}
 
 
 def attends(
-    name: str, summary: str, inputs: tuple[Any, ...], rules: tuple[Rule, ...], seen: str, sample: Mapping[str, Any]
+    name: str,
+    summary: str,
+    inputs: tuple[Any, ...],
+    rules: tuple[Rule, ...],
+    seen: str,
+    sample: Mapping[str, Any],
+    **more: Any,
 ) -> Op:
     """A record of attention that writes its result."""
+    may_be_none = {p.name: p.type | None for p in inputs if isinstance(p, Attr) and p.default is not REQUIRED}
     shapes = {p.name: tuple(SIZES[word] for word in p.words("")) for p in inputs if isinstance(p, Tensor)}
     floating = {n: shapes[n] for n in ("query", "key", "value", "key_cache", "value_cache") if n in shapes}
     return auxiliary(
@@ -191,6 +188,8 @@ def attends(
         functions=FUNCTIONS,
         sizes=SIZES,
         sample=sample,
+        declared=writes("out") | may_be_none | {p.name: torch.Tensor for p in inputs if isinstance(p, Array)},
+        **more,
     )
 
 
@@ -198,15 +197,20 @@ SEEN_OF_MASK, SEEN_OF_SEQUENCE = "a mask leaves of its own sequence", "its own s
 SEEN_BEFORE = "its own sequence has up to the row itself, the last row at the last key"
 FLASH = attends(
     "_npu_flash_attention",
-    "torch_npu's attention of packed rows under a mask, by ATB's name.",
+    "Attention of packed rows under a mask.",
     (QUERY, KEY, VALUE, MASK, LENGTHS, SCALE, *HEADS[::-1], out("T")),
     (*ENDS, WIDE, ROWS_DECIDED),
     SEEN_OF_MASK,
     {**PACKED, "mask": "3 3"},
+    example="""\
+>>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
+>>> _npu_flash_attention(q, k, k, torch.ones(3, 3).triu(1), torch.tensor([2, 3]), 0.25, 4, 2, out)
+>>> torch.allclose(out[0, 0], k[0, 0])
+True""",
 )
 FLASH_V3 = attends(
     "_npu_flash_attention_v3",
-    "torch_npu's causal attention of packed rows, by ATB's name.",
+    "Causal attention of packed rows.",
     (
         *(QUERY, KEY, VALUE, TRIANGLE, LENGTHS, SCALE, *HEADS[::-1]),
         Attr("mask_type", "3: a compressed mask.", default=3, domain="mask_type == 3", bad=1),
@@ -215,18 +219,29 @@ FLASH_V3 = attends(
     (*ENDS, CAUSAL),
     SEEN_BEFORE,
     PACKED,
+    keywords="mask_type",
+    example="""\
+>>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
+>>> _npu_flash_attention_v3(q, k, k, torch.ones(128, 128).triu(1), torch.tensor([2, 3]), 0.25, 4, 2, out=out)
+>>> torch.allclose(out[2, 0], k[2, 0])
+True""",
 )
 FLASH_UNPAD = attends(
     "_npu_flash_attention_unpad",
-    "torch_npu's attention of packed rows without a mask, by ATB's name.",
+    "Attention of packed rows, each to all keys of its own sequence.",
     (QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1], out("T")),
     ENDS,
     SEEN_OF_SEQUENCE,
     PACKED,
+    example="""\
+>>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
+>>> _npu_flash_attention_unpad(q, k, k, torch.tensor([1, 4]), 0.25, 4, 2, out)
+>>> torch.allclose(out[0, 0], k[0, 0])
+True""",
 )
 FLASH_UNPAD_V2 = attends(
     "_npu_flash_attention_unpad_v2",
-    "torch_npu's attention of packed rows without a mask and with a choice of the kernel, by ATB's name.",
+    "_npu_flash_attention_unpad with a choice of the chip's kernel.",
     (
         *(QUERY, KEY, VALUE, LENGTHS, SCALE, *HEADS[::-1]),
         Attr("kernel_type", "The chip's kernel: 0, or 2. Both mean the same here.", default=0,
@@ -236,33 +251,60 @@ FLASH_UNPAD_V2 = attends(
     ENDS,
     SEEN_OF_SEQUENCE,
     PACKED,
+    keywords="kernel_type",
+    example="""\
+>>> q, k, out = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.zeros(5, 4, 16)
+>>> _npu_flash_attention_unpad_v2(q, k, k, torch.tensor([1, 4]), 0.25, 4, 2, kernel_type=2, out=out)
+>>> torch.allclose(out[0, 0], k[0, 0])
+True""",
 )  # fmt: skip
 QLENS = attends(
     "_npu_flash_attention_qlens",
-    "torch_npu's causal attention of the last rows of sequences that lie in pages, by ATB's name.",
+    "Causal attention of the last rows of sequences whose keys lie in pages.",
     (QUERY, KEY_CACHE, VALUE_CACHE, TABLE, TRIANGLE, LENGTHS, CONTEXT, *HEADS, SCALE, out("T")),
     (*CHUNKS, CAUSAL),
     SEEN_BEFORE,
     MIXED,
+    example="""\
+>>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
+>>> table, rows, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 2]), torch.tensor([1, 20])
+>>> _npu_flash_attention_qlens(
+...     q, pages, pages, table, torch.ones(128, 128).triu(1), rows, keys, 2, 4, 0.25, out)
+>>> torch.allclose(out[0, 0], pages[2, 0, 0])
+True""",
 )
 PAGED_ATTENTION = attends(
     "_npu_paged_attention",
-    "torch_npu's attention of one row of every sequence over its pages, by ATB's name.",
+    "Attention of one row of every sequence over keys in pages.",
     (NEW, KEY_CACHE, VALUE_CACHE, *HEADS, SCALE, TABLE, CONTEXT, out("R"), WORKSPACE),
     IN_PAGES,
     SEEN_OF_SEQUENCE,
     PAGED,
+    keywords="workspace",
+    example="""\
+>>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(2, 4, 16), torch.zeros(2, 4, 16)
+>>> table, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 20])
+>>> _npu_paged_attention(q, pages, pages, 2, 4, 0.25, table, keys, out)
+>>> torch.allclose(out[0, 0], pages[2, 0, 0])
+True""",
 )
 PAGED_WORKSPACE = PAGED_ATTENTION.version(
     "_npu_paged_attention_get_workspace",
     "The workspace of _npu_paged_attention: a tensor without elements.",
     params=(*PAGED_ATTENTION.params[:-1], Tensor("workspace", "Without elements.", dtypes="=query", output=True)),
     results=("workspace",),
+    keywords="",
     formula="This library plans its own memory; what is wrong with the call is said here already.",
+    declared={"context_lens": torch.Tensor},
+    example="""\
+>>> pages, q = torch.randn(4, 16, 2, 16), torch.randn(2, 4, 16)
+>>> table, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 20])
+>>> _npu_paged_attention_get_workspace(q, pages, pages, 2, 4, 0.25, table, keys, torch.zeros(2, 4, 16)).numel()
+0""",
 )
 PAGED_MLA = attends(
     "_npu_paged_attention_mla",
-    "torch_npu's attention of one row of every sequence over pages of latents, by ATB's name.",
+    "Attention of one row of every sequence over pages of latents, whose first part is the value.",
     (
         *(NEW, KEY_CACHE, *HEADS, SCALE, TABLE, CONTEXT),
         Attr("mla_vheadsize", "Elements of a key that are its value, from the first.", axis="Dv", code=INVALID),
@@ -275,10 +317,16 @@ PAGED_MLA = attends(
     ),
     SEEN_OF_SEQUENCE,
     PAGED,
+    example="""\
+>>> pages, q, out = torch.randn(4, 16, 1, 16), torch.randn(2, 4, 16), torch.zeros(2, 4, 12)
+>>> table, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 20])
+>>> _npu_paged_attention_mla(q, pages, 1, 4, 0.25, table, keys, 12, out)
+>>> torch.allclose(out[0, 0], pages[2, 0, 0, :12])
+True""",
 )  # fmt: skip
 SPLITFUSE = attends(
     "_npu_paged_attention_splitfuse",
-    "torch_npu's attention of the last rows of sequences that lie in pages, under a mask, by ATB's name.",
+    "Attention of the last rows of sequences whose keys lie in pages, under a mask.",
     (QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, OF_ROWS, LENGTHS, *HEADS, SCALE, out("T")),
     (
         *CHUNKS,
@@ -288,10 +336,18 @@ SPLITFUSE = attends(
     ),
     SEEN_OF_MASK,
     MIXED,
+    example="""\
+>>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
+>>> table, rows, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 2]), torch.tensor([1, 20])
+>>> mask = torch.zeros(3, 20)
+>>> mask[1, 19] = -10000  # of two rows the first does not see the last key
+>>> _npu_paged_attention_splitfuse(q, pages, pages, table, keys, mask, rows, 2, 4, 0.25, out)
+>>> torch.allclose(out[0, 0], pages[2, 0, 0])
+True""",
 )  # fmt: skip
 SPLITFUSE_V2 = attends(
     "_npu_paged_attention_splitfuse_v2",
-    "torch_npu's causal attention of the last rows of sequences that lie in pages, with mask_type, by ATB's name.",
+    "Causal attention of the last rows of sequences whose keys lie in pages, by a compressed mask.",
     (
         *(QUERY, KEY_CACHE, VALUE_CACHE, TABLE, CONTEXT, TRIANGLE, LENGTHS, *HEADS, SCALE),
         Attr("mask_type", "5: a compressed mask.", default=5, domain="mask_type == 5", bad=1),
@@ -300,102 +356,17 @@ SPLITFUSE_V2 = attends(
     (*CHUNKS, CAUSAL),
     SEEN_BEFORE,
     MIXED,
+    keywords="mask_type",
+    example="""\
+>>> pages, q, out = torch.randn(4, 16, 2, 16), torch.randn(3, 4, 16), torch.zeros(3, 4, 16)
+>>> table, rows, keys = torch.tensor([[2, 0], [1, 3]]), torch.tensor([1, 2]), torch.tensor([1, 20])
+>>> mask = torch.ones(128, 128).triu(1)
+>>> _npu_paged_attention_splitfuse_v2(q, pages, pages, table, keys, mask, rows, 2, 4, 0.25, out=out)
+>>> torch.allclose(out[0, 0], pages[2, 0, 0])
+True""",
 )
 
-# -------------------------------------------------------------------------------------------------- cache and positions
-
-STORED = "what is stored in a cache has no derivative: call it under torch.no_grad()"
-
-
-def stores(name: str, summary: str, names: tuple[str, ...]) -> Op:
-    """A record of what stores rows in caches."""
-    caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
-    paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
-    pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}
-    return auxiliary(
-        name,
-        summary,
-        (
-            *(Tensor(n, "[tokens, ...].", dtypes=WRITTEN) for n in names),
-            *(written(c, "Pages [pages, slots, ...] of such rows, or in pieces [pages, pieces, slots, width].", n)
-              for c, n in zip(caches, names, strict=True)),
-            Tensor("slot_indices", "Page * slots of a page + slot; below 0 stores nothing.", dtypes=IDS, shape="T",
-                   make=lambda shape: torch.arange(shape[0], dtype=torch.int32)),
-        ),
-        (),
-        rules=(
-            *(
-                invalid(f"holds_rows({c}, {n})", c, f"{n} is [tokens, ...]", "pages [pages, slots, ...] of such rows",
-                        invalid={c: "P Ps N2 5"})
-                for c, n in zip(caches, names, strict=True)
-            ),
-            *(
-                invalid(f"{n}.shape[:1] == (T,)", n, "a row for every slot", "as many rows as slot_indices has",
-                        invalid={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
-                for n in names
-            ),
-            *(
-                Rule(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)", "slot_indices",
-                     "each is page * slots of a page + slot", f"slots that {c} has", code=INVALID, reads=True,
-                     when=f"{c}.dim() > 2",
-                     invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
-                for c, n in zip(caches, names, strict=True)
-            ),
-            *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
-            *untrained(STORED, None, invalid, **{n: sizes[n] for n in names}),
-        ),
-        formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]",
-        functions=FUNCTIONS,
-        sizes=SIZES,
-        sample={n: f"T N2 {'D' if n == 'key' else 'Dv'}" for n in names} | {c: paged[c] for c in caches},
-    )  # fmt: skip
-
-
-RESHAPE = stores(
-    "_npu_reshape_and_cache", "torch_npu's store of key and value rows in pages, in place, by ATB's name.",
-    ("key", "value"),
-)  # fmt: skip
-RESHAPE_ONE = stores(
-    "_npu_reshape_and_cache_siso", "torch_npu's store of key rows in pages, in place, by ATB's name.", ("key",)
-)
-ROTARY = auxiliary(
-    "_npu_rotary_embedding",
-    "torch_npu's rotary positions of queries and keys, in place, by ATB's name.",
-    (
-        Tensor("positions", "The line of cos_sin_cache of every token.", dtypes=IDS, shape="T",
-               make=lambda shape: torch.arange(shape[0])),
-        floats("query", "[tokens, ...]: heads of head_size elements. Written."),
-        floats("key", "As query. Written."),
-        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0", bad=15),
-        floats("cos_sin_cache", "Of every position its head_size / 2 cosines, then its sines.", shape="L D"),
-        Attr("is_neox_style", "Element i turns with i + D/2; otherwise 2i with 2i + 1.", type=bool),
-    ),
-    (),
-    rules=(
-        *(
-            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", n, "a line for every position", "[tokens, ...]",
-                    invalid={n: "5 32"})
-            for n in ("query", "key")
-        ),
-        *(
-            invalid(f"{n}.shape[1:].numel() % head_size == 0", n, "heads of head_size elements",
-                    "a multiple of head_size elements", when=f"{n}.dim() > 1", invalid={n: "T 24"})
-            for n in ("query", "key")
-        ),
-        invalid("D == head_size", "cos_sin_cache", "turn the part of a head that turns as a head of its own",
-                "[positions, head_size]", invalid={"D": 8}),
-        Rule("within(positions, L)", "positions", "each has its line", "lines that cos_sin_cache has", code=INVALID,
-             reads=True, invalid={"positions": torch.full((6,), 32)}),
-        *(rule for n in ("query", "key")
-          for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
-    ),
-    formula="x = x * cos + turned(x) * sin,  for queries and keys",
-    functions=FUNCTIONS,
-    sizes=SIZES,
-    sample={"query": "T 32", "key": "T 32", "head_size": 16, "is_neox_style": True},
-)  # fmt: skip
 RECORDS = (
     *(FLASH, FLASH_V3, FLASH_UNPAD, FLASH_UNPAD_V2, QLENS),
     *(PAGED_ATTENTION, PAGED_WORKSPACE, PAGED_MLA, SPLITFUSE, SPLITFUSE_V2),
-    *(RESHAPE, RESHAPE_ONE, ROTARY),
 )

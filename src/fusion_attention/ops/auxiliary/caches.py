@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, result
+from fusion_attention.ops.auxiliary.common import auxiliary, result, writes
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 IDS = "int32 int64"
@@ -96,20 +96,29 @@ def _of_pages(names: tuple[tuple[str, str], ...]) -> tuple[Rule, ...]:
 
 SCATTER_PA = auxiliary(
     "npu_scatter_pa_kv_cache",
-    "torch_npu's store of key and value rows in the pages of a cache, in place.",
+    "Stores key and value rows in the pages of a cache, in place.",
     (
         Tensor("key", "[tokens, heads, D].", dtypes=WRITTEN),
         Tensor("value", "[tokens, heads, Dv].", dtypes="=key"),
-        written("key_cache", "Pages of keys.", "key"),
+        written(
+            "key_cache",
+            "Pages of keys [pages, slots, heads, D], or in pieces [pages, pieces, slots, width] (the chip's NZ).",
+            "key",
+        ),
         written("value_cache", "Pages of values.", "key"),
-        Tensor("slot_mapping", "[tokens]: page * slots of a page + slot; below 0 stores nothing.", dtypes=IDS),
+        Tensor(
+            "slot_mapping",
+            "[tokens]: page * slots of a page + slot; below 0 stores nothing. Of equal slots the last row stays.",
+            dtypes=IDS,
+        ),
         *(
             Tensor(name, "Of compressed caches.", True)
             for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
         ),
         Attr(
             "cache_mode",
-            '"Norm": pages of whole rows; "PA_NZ": pieces where the shape of the caches holds some.',
+            '"Norm": pages of whole rows; "PA_NZ": pieces where the shape of the caches holds some; what may be '
+            "either is pieces where these are as wide as the chip takes them, 32 bytes.",
             type=str,
             default="PA_NZ",
             domain="cache_mode in ('Norm', 'PA_NZ')",
@@ -175,10 +184,17 @@ SCATTER_PA = auxiliary(
         "value_cache": "3 4 2 W",
         "slot_mapping": torch.tensor([11, 0, -1, 5]),
     },
+    keywords="compress_lens",
+    declared=writes("key_cache", "value_cache") | {"cache_mode": str | None},
+    example="""\
+>>> pages, rows = torch.zeros(4, 16, 2, 8), torch.randn(3, 2, 8)
+>>> npu_scatter_pa_kv_cache(rows, rows, pages, pages.clone(), torch.tensor([17, 18, -1]))
+>>> torch.equal(pages[1, 1:3], rows[:2])
+True""",
 )
 GATHER_PA = auxiliary(
     "npu_gather_pa_kv_cache",
-    "torch_npu's way of laying the rows of paged sequences end to end, in place.",
+    "Lays the rows of sequences that lie in pages end to end, in place.",
     (
         Tensor("key_cache", "Pages of keys.", dtypes=WRITTEN),
         Tensor("value_cache", "Pages of values.", dtypes="=key_cache"),
@@ -253,14 +269,24 @@ GATHER_PA = auxiliary(
         "key": "6 2 W",
         "value": "6 2 W",
     },
+    keywords="seq_offset",
+    declared=writes("key", "value"),
+    example="""\
+>>> pages, rows = torch.randn(4, 16, 2, 8), torch.zeros(20, 2, 8)
+>>> npu_gather_pa_kv_cache(pages, pages, torch.tensor([[3, 1]]), torch.tensor([20]), rows, rows.clone())
+>>> torch.equal(rows, torch.cat((pages[3], pages[1, :4])))
+True""",
 )
 
 
-SELF, UPDATES = Tensor("input", "What is updated."), Tensor("updates", "What is written.", dtypes="=input")
+SELF, UPDATES = (
+    Tensor("input", "What is updated."),
+    Tensor("updates", "A row for every place; of equal places the last row stays.", dtypes="=input"),
+)
 INDICES = Tensor("indices", "[..., K]: places along the first K axes.", dtypes=IDS)
 SCATTER_ND = auxiliary(
     "npu_scatter_nd_update",
-    "torch_npu's update of rows of a copy, by their places.",
+    "A copy with some rows replaced, by their places.",
     (SELF, INDICES, UPDATES),
     (result("y", "In the shape of input.", "=input"),),
     rules=(
@@ -291,10 +317,13 @@ SCATTER_ND = auxiliary(
     ),
     formula="y = input;  y[indices[i]] = updates[i]",
     sample={"input": ("5 W", "float32"), "indices": torch.tensor([[4], [0], [2]]), "updates": "3 W"},
+    example="""\
+>>> npu_scatter_nd_update(torch.zeros(4), torch.tensor([[2]]), torch.ones(1)).tolist()
+[0.0, 0.0, 1.0, 0.0]""",
 )
 SCATTER_ND_ = SCATTER_ND.version(
     "npu_scatter_nd_update_",
-    "torch_npu's update of rows by their places, in place.",
+    "Replaces some rows by their places, in place.",
     rules=(
         *SCATTER_ND.rules,
         invalid(
@@ -314,6 +343,12 @@ SCATTER_ND_ = SCATTER_ND.version(
     ),
     formula="input[indices[i]] = updates[i]",
     functions={**SCATTER_ND.functions, **FUNCTIONS},
+    declared=writes("input"),
+    returns="input itself.",
+    example="""\
+>>> cache = torch.zeros(4)
+>>> npu_scatter_nd_update_(cache, torch.tensor([[2]]), torch.ones(1)) is cache
+True""",
 )
 
 RECORDS = (SCATTER_PA, GATHER_PA, SCATTER_ND, SCATTER_ND_)

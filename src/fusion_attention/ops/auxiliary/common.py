@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -89,6 +89,11 @@ def auxiliary(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[T
         functions=FUNCTIONS | more.pop("functions", {}),
         **more,
     )
+
+
+def writes(*names: str) -> dict[str, Any]:
+    """Tensors that a function writes, as the schema of its operator says it (Op.declared)."""
+    return {name: Annotated[torch.Tensor, f"{letter}!"] for name, letter in zip(names, "ab", strict=False)}
 
 
 def same_shape(name: str, other: str, **more: Any) -> Rule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def one_place_each(choices: str, **more: Any) -> Rule:
 
 PERMUTE = moe(
     "npu_moe_token_permute",
-    "torch_npu's rows of tokens in the order of their experts: (permuted_tokens, sorted_indices).",
+    "The rows of tokens, one for every choice of an expert, in the order of experts.",
     (
         TOKENS,
         INDICES,
@@ -86,6 +86,12 @@ PERMUTE = moe(
     rules=(CHOSEN, ENOUGH),
     formula="order = stable sort of the choices by expert\npermuted[i] = tokens[order[i] // K],  sorted[order[i]] = i",
     sample={"indices": "T K"},
+    returns="(permuted_tokens, sorted_indices), for npu_moe_token_unpermute; the first is differentiable in tokens.",
+    example="""\
+>>> tokens = torch.tensor([[1.0], [2.0], [3.0], [0.0]])
+>>> rows, places = npu_moe_token_permute(tokens, torch.tensor([[0, 4], [4, 3], [4, 2], [1, 1]]))
+>>> rows[:, 0].tolist(), places.tolist()
+([1.0, 0.0, 0.0, 3.0, 2.0, 1.0, 2.0, 3.0], [0, 5, 6, 4, 7, 3, 1, 2])""",
 )
 PERMUTE_GRAD = moe(
     "npu_moe_token_permute_grad",
@@ -102,20 +108,34 @@ PERMUTE_GRAD = moe(
     formula="grad_tokens[t] = sum_k grad_permuted[sorted[t * K + k]]",
     sample={"indices": "T K"},
     sizes={"R": 12},
+    example="""\
+>>> tokens, indices = torch.randn(3, 2, requires_grad=True), torch.tensor([[0, 1], [1, 2], [2, 0]])
+>>> rows, places = npu_moe_token_permute(tokens, indices)
+>>> rows.sum().backward()
+>>> torch.equal(npu_moe_token_permute_grad(tokens.detach(), torch.ones(6, 2), indices, places), tokens.grad)
+True""",
 )
 UNPERMUTE = moe(
     "npu_moe_token_unpermute",
-    "torch_npu's way back from experts: the weighted sum of each token's rows.",
+    "Each token's sum over the rows that its experts made, weighted.",
     (PERMUTED, SORTED, probs("Weights of the choices; None: K is 1.", "T K"), PADDED, RESTORE),
     (result("unpermuted_tokens", "[T, H].", "=permuted_tokens"),),
     rules=(one_place_each("T * K", when="probs is not None"),),
     formula="out[t] = sum_k probs[t, k] * permuted[sorted[t * K + k]]",
     sample={"probs": True},
     sizes={"R": 12},
+    declared={"restore_shape": Sequence[int] | None},
+    returns="Differentiable in permuted_tokens and probs; without probs nothing of permuted_tokens is kept for the "
+    "backward.",
+    example="""\
+>>> tokens, indices = torch.randn(3, 2), torch.tensor([[0, 1], [1, 2], [2, 0]])
+>>> rows, places = npu_moe_token_permute(tokens, indices)
+>>> torch.equal(npu_moe_token_unpermute(rows, places, torch.full((3, 2), 0.5)), tokens)
+True""",
 )
 UNPERMUTE_GRAD = moe(
     "npu_moe_token_unpermute_grad",
-    "Gradients of npu_moe_token_unpermute: (dpermuted, dprobs).",
+    "The gradients of npu_moe_token_unpermute.",
     (
         PERMUTED,
         floats("grad_unpermuted_tokens", "Gradient of the output.", shape="T H", like="permuted_tokens"),
@@ -126,7 +146,7 @@ UNPERMUTE_GRAD = moe(
     ),
     (
         result("grad_permuted_tokens", "In the shape of permuted_tokens.", "=permuted_tokens"),
-        result("grad_probs", "In the shape of probs.", "=probs"),
+        result("grad_probs", "In the shape of probs; None without.", "=probs"),
     ),
     rules=(
         one_place_each("T * K", when="probs is not None"),
@@ -136,13 +156,25 @@ UNPERMUTE_GRAD = moe(
     "dprobs[t, k] = sum over H of dout[t] * permuted[sorted[t * K + k]]",
     sample={"probs": True},
     sizes={"R": 12},
+    declared={"restore_shape": Sequence[int] | None},
+    example="""\
+>>> rows, places = torch.randn(6, 2), torch.tensor([0, 2, 1, 4, 3, 5])
+>>> drows, dprobs = npu_moe_token_unpermute_grad(rows, torch.ones(3, 2), places, torch.ones(3, 2))
+>>> drows.tolist() == torch.ones(6, 2).tolist(), list(dprobs.shape)
+(True, [3, 2])""",
 )
 
 MAP = Tensor(
-    "routing_map", "Whether an expert takes a token.", dtypes="bool int8 uint8", shape="T E",
+    "routing_map", "Whether an expert takes a token; as many true elements in every "
+    "row.", dtypes="bool int8 uint8", shape="T E",
     make=lambda shape: torch.arange(math.prod(shape)).reshape(shape) % 3 != 2,
 )  # fmt: skip
-DROP_AND_PAD = Attr("drop_and_pad", "Every expert takes the same number of rows.", type=bool, default=False)
+DROP_AND_PAD = Attr(
+    "drop_and_pad",
+    "Every expert takes num_out_tokens // E rows: its tokens first, then others from the beginning.",
+    type=bool,
+    default=False,
+)
 
 
 def within(ids: torch.Tensor, end: int) -> bool:
@@ -167,7 +199,7 @@ EVENLY = Rule(
 )
 PERMUTE_MAP = moe(
     "npu_moe_token_permute_with_routing_map",
-    "torch_npu's rows of tokens in the order of their experts, from a map: (permuted, probs, sorted_indices).",
+    "The rows of tokens in the order of experts, where a map says which expert takes which token.",
     (
         TOKENS,
         MAP,
@@ -191,17 +223,26 @@ PERMUTE_MAP = moe(
         ),
     ),
     functions={"chosen": chosen},
-    formula="rows = (expert, token) for every true element, experts first\npermuted[i] = tokens[token of row i]",
+    formula="rows = (expert, token) for every true element, experts first\npermuted[i] = tokens[token of row i],  "
+    "permuted_probs[i] = probs[token, expert of row i]",
     sample={"num_out_tokens": 12, "probs": True},
+    keywords="probs",
+    returns="(permuted_tokens, permuted_probs, sorted_indices), for npu_moe_token_unpermute_with_routing_map. The "
+    "first is differentiable in tokens, the second in probs.",
+    example="""\
+>>> where = torch.tensor([[True, False], [False, True], [True, False]])
+>>> rows, _, places = npu_moe_token_permute_with_routing_map(torch.tensor([[1.0], [2.0], [3.0]]), where)
+>>> rows[:, 0].tolist(), places.tolist()
+([1.0, 3.0, 2.0], [0, 2, 1])""",
 )
 UNPERMUTE_MAP = moe(
     "npu_moe_token_unpermute_with_routing_map",
-    "torch_npu's way back from experts, with a map: the weighted sum of each token's rows.",
+    "Each token's sum over the rows that its experts made, weighted, where a map says which experts they are.",
     (
         PERMUTED,
         Tensor("sorted_indices", "As the permutation returned it: [R].", dtypes=IDS, make=counting(6), shape="R"),
         Array("restore_shape", "[T, H] of the output."),
-        probs("Weights [T, E]; needs the map.", "T E"),
+        probs("Weights [T, E]; needs the map, unless drop_and_pad.", "T E"),
         Tensor(**{**vars(MAP), "optional": True}),
         DROP_AND_PAD,
     ),
@@ -261,5 +302,13 @@ UNPERMUTE_MAP = moe(
     formula="out[t] = sum over the rows of token t of probs * permuted[row]",
     sample={"probs": True, "routing_map": True, "restore_shape": [6, 4]},
     sizes={"R": 12},
+    keywords="probs",
+    declared={"restore_shape": Sequence[int]},
+    returns="Differentiable in permuted_tokens and probs.",
+    example="""\
+>>> tokens, where = torch.randn(3, 2), torch.tensor([[1, 1], [1, 1], [1, 1]], dtype=torch.int8)
+>>> rows, _, places = npu_moe_token_permute_with_routing_map(tokens, where, num_out_tokens=6)
+>>> torch.equal(npu_moe_token_unpermute_with_routing_map(rows, places, [3, 2]), 2 * tokens)
+True""",
 )
 RECORDS = (PERMUTE, PERMUTE_GRAD, UNPERMUTE, UNPERMUTE_GRAD, PERMUTE_MAP, UNPERMUTE_MAP)

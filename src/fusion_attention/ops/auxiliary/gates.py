@@ -22,13 +22,16 @@ SAMPLE = {"input": "B S1 W"}
 
 SWIGLU = auxiliary(
     "npu_swiglu",
-    "torch_npu's gated SiLU.",
+    "The SiLU of one half, times the other half.",
     (X, DIM),
     (result("y", "In the shape of input, half as long along dim.", "=input"),),
     rules=two_halves(),
     formula="a, b = the halves of x along dim\ny = a / (1 + exp(-a)) * b",
     tex=r"y = \frac{a}{1 + e^{-a}} \cdot b \qquad a, b = \text{the halves of } x",
     sample=SAMPLE,
+    example="""\
+>>> npu_swiglu(torch.tensor([0.0, 2.0, 1.0, 3.0])).tolist()[0]
+0.0""",
 )
 SWIGLU_BACKWARD = auxiliary(
     "npu_swiglu_backward",
@@ -41,6 +44,11 @@ SWIGLU_BACKWARD = auxiliary(
     ),
     formula="s = 1 / (1 + exp(-a))\nda = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s",
     sample={**SAMPLE, "grad_output": "B S1 H"},
+    example="""\
+>>> x = torch.randn(3, 8, requires_grad=True)
+>>> npu_swiglu(x).sum().backward()
+>>> torch.allclose(npu_swiglu_backward(torch.ones(3, 4), x.detach()), x.grad, atol=1e-6)
+True""",
 )
 
 GEGLU_FORMULA = "a, b = the halves of x along dim\ny = a * gelu(b);  with activate_left gelu(a) * b"
@@ -54,7 +62,7 @@ APPROXIMATE = Attr(
 LEFT = Attr("activate_left", "The left half is activated, not the right one.", type=bool, default=False)
 GEGLU = auxiliary(
     "npu_geglu",
-    "torch_npu's gated GELU: (y, gelu).",
+    "The GELU of one half, times the other half.",
     (X, DIM, APPROXIMATE, LEFT),
     (
         result("y", "In the shape of input, half as long along dim.", "=input"),
@@ -62,8 +70,13 @@ GEGLU = auxiliary(
     ),
     rules=two_halves(),
     formula=GEGLU_FORMULA,
+    returns="(y, gelu); y alone has a derivative.",
     tex=r"y = a \cdot \operatorname{gelu}(b) \qquad a, b = \text{the halves of } x",
     sample=SAMPLE,
+    example="""\
+>>> y, gelu = npu_geglu(torch.tensor([2.0, 3.0]), approximate=0)
+>>> (y / gelu).item()
+2.0""",
 )
 GEGLU_GRAD = auxiliary(
     "npu_geglu_grad",
@@ -82,6 +95,12 @@ GEGLU_GRAD = auxiliary(
     ),
     formula="da = dy * gelu(b),  db = dy * a * gelu'(b);  with activate_left the other way round",
     sample={**SAMPLE, "grad_output": "B S1 H", "gelu": "B S1 H"},
+    example="""\
+>>> x = torch.randn(3, 8, requires_grad=True)
+>>> y, gelu = npu_geglu(x)
+>>> y.sum().backward()
+>>> torch.allclose(npu_geglu_grad(torch.ones(3, 4), x.detach(), gelu), x.grad, atol=1e-6)
+True""",
 )
 WORD = Attr(
     "approximate",
@@ -95,12 +114,16 @@ ANY = floats("input", "Any shape.")
 SAME = result("y", "In the shape of input.", "=input")
 GELU = auxiliary(
     "npu_gelu",
-    "torch_npu's GELU.",
+    "x times the normal distribution function of x.",
     (ANY, WORD),
     (SAME,),
     formula="y = x * Phi(x), Phi the distribution function of a normal variable",
     tex=r"y = x \, \Phi(x)",
     sample=SAMPLE,
+    keywords="approximate",
+    example="""\
+>>> round(npu_gelu(torch.tensor(1.0)).item(), 4)
+0.8413""",
 )
 GELU_BACKWARD = auxiliary(
     "npu_gelu_backward",
@@ -110,15 +133,22 @@ GELU_BACKWARD = auxiliary(
     rules=(same_shape("grad_output", "input"),),
     formula="dx = dy * (Phi(x) + x * phi(x)), phi the density",
     sample={**SAMPLE, "grad_output": "B S1 W"},
+    keywords="approximate",
+    example="""\
+>>> round(npu_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item(), 4)
+0.5""",
 )
 FAST_GELU = auxiliary(
     "npu_fast_gelu",
-    "torch_npu's GELU by a logistic function.",
+    "A GELU by a logistic function.",
     (ANY,),
     (SAME,),
     formula="y = x / (1 + exp(-1.702 x))",
     tex=r"y = \frac{x}{1 + e^{-1.702 x}}",
     sample=SAMPLE,
+    example="""\
+>>> round(npu_fast_gelu(torch.tensor(1.0)).item(), 4)
+0.8458""",
 )
 FAST_GELU_BACKWARD = auxiliary(
     "npu_fast_gelu_backward",
@@ -128,6 +158,9 @@ FAST_GELU_BACKWARD = auxiliary(
     rules=(same_shape("grad", "input"),),
     formula="s = 1 / (1 + exp(-1.702 x))\ndx = dy * s * (1 + 1.702 x * (1 - s))",
     sample={**SAMPLE, "grad": "B S1 W"},
+    example="""\
+>>> npu_fast_gelu_backward(torch.tensor(1.0), torch.tensor(0.0)).item()
+0.5""",
 )
 
 RECORDS = (SWIGLU, SWIGLU_BACKWARD, GEGLU, GEGLU_GRAD, GELU, GELU_BACKWARD, FAST_GELU, FAST_GELU_BACKWARD)

@@ -6,7 +6,7 @@ import torch
 
 from fusion_attention.contract import Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, STORED, WRITTEN, own_memory, waits_for_none
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 MODES = "cache_mode in ('Norm', 'PA', 'PA_BNSD', 'PA_NZ', 'PA_BLK_BNSD', 'PA_BLK_NZ')"
@@ -76,29 +76,51 @@ def quantised(name: str, text: str, width: str, cache: str) -> tuple[Tensor, Rul
 
 SCALES = {"k_rope_scale": ("4", "float32"), "c_kv_scale": ("8", "float32")}
 NUMBERS = [
-    quantised("k_rope_scale", "Of int8 k_cache.", "key_width(kv, gamma, v)", "k_cache"),
-    quantised("c_kv_scale", "Of int8 ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
+    quantised("k_rope_scale", "Of int8 k_cache, one for every element of a row.", "key_width(kv, gamma, v)", "k_cache"),
+    quantised("c_kv_scale", "Of int8 ckv_cache, one for every element of a row.", "value_width(gamma, v)", "ckv_cache"),
     quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
     quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
 ]
 WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
 KV_RMSNORM_ROPE = auxiliary(
     "npu_kv_rmsnorm_rope_cache",
-    "torch_npu's norm of latents and positions of rope rows, stored in two caches: (k_cache, ckv_cache, k_embed, y).",
+    "Norms latents, turns rope rows, and stores both in caches, in place.",
     (
         floats("kv", "[B, 1, S, latent + rope]."),
         floats("gamma", "Weights of the norm, [latent].", like="kv"),
         floats("cos", "[B, 1, S, rope].", like="kv"),
         floats("sin", "As cos.", like="kv"),
-        Tensor("index", "Where rows go; below 0 nothing is stored.", dtypes="int64"),
-        Tensor("k_cache", "Rope rows, in the dtype of kv or int8; written.", dtypes=f"{WRITTEN}"),
+        Tensor(
+            "index",
+            "Where rows go: [B, S] slots of each item (Norm), [B*S] places page * slots + slot, or of the PA_BLK "
+            "modes [B * pages of an item] the place where each page begins. Below 0 nothing is stored.",
+            dtypes="int64",
+        ),
+        Tensor(
+            "k_cache",
+            "Rope rows, in the dtype of kv or int8: [B, 1, slots, D] (Norm) or pages [pages, slots, 1, D]; written.",
+            dtypes=f"{WRITTEN}",
+        ),
         Tensor("ckv_cache", "Latent rows, as k_cache; written.", dtypes=f"{WRITTEN}"),
         *(p for p, _ in NUMBERS),
-        Tensor("v", "Values apart from kv, [B, 1, S, 128]; of another shape it says nothing.", True),
+        Tensor(
+            "v",
+            "Values apart from kv, [B, 1, S, 128], stored as they are; kv is then [B, 1, S, rope + 128], all of it "
+            "normed. Of another shape it says nothing.",
+            True,
+        ),
         Attr(
             "epsilon", "Added to the mean square.", type=float, default=1e-5, domain="0 <= epsilon < 3.4e38", bad=-1.0
         ),
-        Attr("cache_mode", "How caches lie.", type=str, default="Norm", domain=MODES, bad="BNSD"),
+        Attr(
+            "cache_mode",
+            'How caches lie. "Norm"; "PA" or "PA_BNSD": pages of rows; "PA_NZ": pages of pieces; of "PA_BLK_BNSD" and '
+            '"PA_BLK_NZ" the rows of an item fill whole pages.',
+            type=str,
+            default="Norm",
+            domain=MODES,
+            bad="BNSD",
+        ),
         Attr("is_output_kv", "Return k_embed and y too.", type=bool, default=False),
     ),
     (
@@ -215,6 +237,19 @@ ckv_cache[index] = y,  k_cache[index] = k_embed;  of int8: round(row * scale + o
         "k_cache": "B 1 6 4",
         "ckv_cache": "B 1 6 8",
     },
+    keywords="k_rope_scale",
+    declared=writes("k_cache", "ckv_cache"),
+    returns="(k_cache, ckv_cache, k_embed, y): the caches themselves; rows as they were before they were rounded to "
+    "int8.",
+    example="""\
+>>> kv, gamma, angles = torch.randn(2, 1, 1, 12), torch.ones(8), torch.rand(2, 1, 1, 4)
+>>> rope, latent = torch.zeros(3, 16, 1, 4), torch.zeros(3, 16, 1, 8)
+>>> places = torch.tensor([16, 40])
+>>> *_, y = npu_kv_rmsnorm_rope_cache(
+...     kv, gamma, angles.cos(), angles.sin(), places, rope, latent, cache_mode="PA", is_output_kv=True
+... )
+>>> torch.equal(latent[1, 0], y[0, 0])
+True""",
 )
 
 RECORDS = (KV_RMSNORM_ROPE,)

@@ -31,8 +31,8 @@ SCALE = Attr(
 HOW = (
     Attr("reduction", '"mean" (over the weights), "sum" or "none".', type=str, default="mean",
          domain="reduction in ('mean', 'sum', 'none')", bad="max"),
-    Attr("ignore_index", "Rows of this label count for nothing.", default=-100),
-    Attr("label_smoothing", "The part of a row that is spread over all classes.", type=float, default=0.0,
+    Attr("ignore_index", "Rows of this label count for nothing, one below 0 too.", default=-100),
+    Attr("label_smoothing", "s: the part of a row that is spread over all classes.", type=float, default=0.0,
          domain="0 <= label_smoothing < 1", bad=1.0),
 )  # fmt: skip
 
@@ -56,7 +56,7 @@ def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor
 
 CROSS_ENTROPY = loss(
     "npu_cross_entropy_loss",
-    "torch_npu's cross entropy: (loss, log_prob, zloss, lse_for_zloss).",
+    "The cross entropy of rows of scores.",
     (
         floats("input", "Scores of every class.", shape="T C"),
         *(TARGET, WEIGHT, *HOW, SCALE),
@@ -72,7 +72,12 @@ CROSS_ENTROPY = loss(
     formula="""log_prob = x - log(sum(exp(x)))    of each row
 l = -(1 - s) * weight[y] * log_prob[y] - s / C * sum_c weight[c] * log_prob[c]
 loss = l,  sum(l),  or sum(l) / sum(weight[y])""",
+    returns="(loss, log_prob, zloss, lse_for_zloss); the loss alone is differentiable. The mean of no row is NaN.",
     tex=r"l = -(1 - s)\, w_y \log p_y - \frac{s}{C} \sum_c w_c \log p_c \qquad p = \operatorname{softmax}(x)",
+    example="""\
+>>> loss, *_ = npu_cross_entropy_loss(torch.zeros(3, 4), torch.tensor([0, 3, -100]))
+>>> round(loss.exp().item(), 4)
+4.0""",
 )
 CROSS_ENTROPY_BACKWARD = loss(
     "npu_cross_entropy_loss_backward",
@@ -104,5 +109,11 @@ CROSS_ENTROPY_BACKWARD = loss(
     formula="""dx = g * ((1 - s) * weight[y] * (p - onehot(y)) + s / C * (sum(weight) * p - weight)),  p = exp(log_prob)
 g = dloss of the row,  dloss,  or dloss / sum(weight[y]);  0 of a row that is ignored""",
     sample={"grad_loss": "1"},
+    example="""\
+>>> x, y = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 3, 1])
+>>> loss, log_prob, *_ = npu_cross_entropy_loss(x, y)
+>>> loss.backward()
+>>> torch.allclose(npu_cross_entropy_loss_backward(torch.ones(1), log_prob, y), x.grad, atol=1e-6)
+True""",
 )
 RECORDS = (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD)

@@ -9,6 +9,7 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensor, Tensors
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, floats, result
+from fusion_attention.ops.shared.params import TENSOR_FIRST
 from fusion_attention.ops.shared.rules import invalid, presence, untrained
 
 SIZES = {"T": 6, "N": 2, "D": 8, "S": 3, "L": 2, "H": 16}
@@ -37,14 +38,15 @@ def ascending(ends: np.ndarray, tokens: int) -> bool:
 
 UPDATE = auxiliary(
     "npu_attention_update",
-    "torch_npu's merge of the results of several ranks: (out, lse_m).",
+    "Attention to the keys of several ranks, from the result of each.",
     (
         Tensors("lse", "ln(sum(exp(score))) of every rank: [rows]; infinite where a row saw no key.", dtypes="float32",
                 shape="T"),
         Tensors("local_out", "The result of every rank: [rows, D].", dtypes=FLOATS, shape="T D"),
         Attr("update_type", "0: out alone; 1: out and lse_m.", domain="update_type in (0, 1)", bad=2),
     ),
-    (result("out", "[rows, D].", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
+    (result("out", "[rows, D]; 0 of a row without keys on any rank, whose lse_m is "
+    "-inf.", "=local_out"), result("lse_m", "[rows], or None.", "float32")),
     rules=(
         invalid("len(lse) == len(local_out) > 0", "lse", "one of every rank", "as many tensors as local_out has",
                 invalid={"lse": [torch.zeros(6), torch.zeros(6)]}),
@@ -59,6 +61,10 @@ UPDATE = auxiliary(
     tex=r"lse_m = \log \sum_i e^{lse_i} \qquad out = \sum_i e^{lse_i - lse_m}\, out_i",
     sizes=SIZES,
     sample={"lse": "T", "local_out": "T D", "update_type": 0},
+    example="""\
+>>> out, lse = npu_attention_update([torch.zeros(1), torch.zeros(1)], [torch.ones(1, 8), torch.zeros(1, 8)], 1)
+>>> out[0, 0].item(), lse.exp().item()
+(0.5, 2.0)""",
 )  # fmt: skip
 
 ROWS = {"SBH": "S L H", "TND": "T N D"}
@@ -73,7 +79,7 @@ def statistic(name: str, text: str) -> Tensor:
 PACKED = {"actual_seq_qlen": [2, 6]}
 RING = auxiliary(
     "npu_ring_attention_update",
-    "torch_npu's merge of two steps of a ring: (attn_out, softmax_max, softmax_sum).",
+    "Attention to the keys of two steps of a ring, from the results of each.",
     (
         floats("prev_attn_out", "The result until now.", shape=ROWS),
         statistic("prev_softmax_max", "Largest scores until now."),
@@ -106,8 +112,20 @@ out = (w_prev * prev_out + w_cur * cur_out) / sum""",
     tex=r"w_i = \ell_i\, e^{m_i - \max(m_p, m_c)} \qquad out = \frac{w_p\, out_p + w_c\, out_c}{w_p + w_c}",
     layouts=LAYOUTS,
     neutral=dict.fromkeys(("T", "N", "D", "S", "L", "H")),
+    returns="(attn_out, softmax_max, softmax_sum); statistics of a row that has seen no key in either step stay. "
+    "There is "
+    "no derivative: npu_fusion_attention_grad takes merged statistics.",
+    keywords="actual_seq_qlen",
+    declared={"actual_seq_qlen": TENSOR_FIRST},
     sizes=SIZES,
     sample={},
+    example="""\
+>>> from fusion_attention import npu
+>>> q, k = torch.randn(2, 6, 1, 32)
+>>> steps = [npu.npu_fusion_attention(q, part, part, 4, "SBH")[:3] for part in k.split(3)]
+>>> out, *_ = npu_ring_attention_update(*steps[0], *steps[1])
+>>> torch.allclose(out, npu.npu_fusion_attention(q, k, k, 4, "SBH")[0], atol=1e-6)
+True""",
 )  # fmt: skip
 RING = RING.version(RING.name, RING.summary, samples={"SBH": {}, "TND": PACKED})
 RECORDS = (UPDATE, RING)

@@ -32,17 +32,22 @@ WEIGHTS = invalid(
 
 RMS_NORM = auxiliary(
     "npu_rms_norm",
-    "torch_npu's root-mean-square norm: (y, rstd).",
+    "Divides rows by their root mean square, and weighs their elements.",
     (X, GAMMA, EPSILON),
     (Y, RSTD),
+    returns="(y, rstd); y alone has a derivative.",
     rules=(WEIGHTS,),
     formula=FORMULA,
     tex=TEX,
     sample=SAMPLE,
+    example="""\
+>>> y, rstd = npu_rms_norm(torch.full((2, 4), 3.0), torch.ones(4))
+>>> list(y.shape), list(rstd.shape), round(rstd[0].item(), 3)
+([2, 4], [2, 1], 0.333)""",
 )
 RMS_NORM_BACKWARD = auxiliary(
     "npu_rms_norm_backward",
-    "Gradients of npu_rms_norm: (dx, dgamma).",
+    "The gradients of npu_rms_norm.",
     (
         floats("dy", "Gradient of y."),
         floats("input", "What was normalised.", like="dy"),
@@ -65,10 +70,16 @@ RMS_NORM_BACKWARD = auxiliary(
     formula="xhat = x * rstd\ndx = rstd * (dy * gamma - xhat * mean(dy * gamma * xhat)),  dgamma = sum(dy * xhat)",
     functions={"one_per_row": lambda x, gamma: (*x.shape[: x.dim() - gamma.dim()], *(1,) * gamma.dim())},
     sample={**SAMPLE, "dy": "B S1 W", "rstd": ("B S1 1", "float32")},
+    example="""\
+>>> x, gamma = torch.randn(2, 4, requires_grad=True), torch.ones(4)
+>>> y, rstd = npu_rms_norm(x, gamma)
+>>> y.sum().backward()
+>>> torch.allclose(npu_rms_norm_backward(torch.ones(2, 4), x.detach(), gamma, rstd)[0], x.grad, atol=1e-6)
+True""",
 )
 ADD_RMS_NORM = auxiliary(
     "npu_add_rms_norm",
-    "torch_npu's root-mean-square norm of a sum: (y, rstd, x).",
+    "npu_rms_norm of a sum, which is returned too.",
     (
         floats("x1", "One addend."),
         floats("x2", "The other.", like="x1"),
@@ -87,17 +98,27 @@ ADD_RMS_NORM = auxiliary(
         invalid("ends_with(x1, gamma)", "gamma", WEIGHTS.advice, "the last axes of x1", invalid={"gamma": "7"}),
     ),
     formula=f"x = x1 + x2\n{FORMULA}",
+    returns="(y, rstd, x); y and x have a derivative.",
     sample={"x1": "B S1 W", "x2": "B S1 W", "gamma": "W"},
+    example="""\
+>>> y, _, x = npu_add_rms_norm(torch.ones(2, 4), torch.ones(2, 4), torch.ones(4))
+>>> x[0, 0].item(), round(y[0, 0].item(), 4)
+(2.0, 1.0)""",
 )
 GEMMA_RMS_NORM = auxiliary(
     "npu_gemma_rms_norm",
-    "torch_npu's root-mean-square norm with weights that count from 1: (y, rstd).",
+    "npu_rms_norm with weights that count from 1, as Gemma's do.",
     (X, GAMMA, EPSILON),
     (Y, RSTD),
+    returns="(y, rstd); y alone has a derivative.",
     rules=(WEIGHTS,),
     formula=FORMULA.replace("* gamma", "* (1 + gamma)"),
     tex=TEX.replace(r"\cdot \gamma", r"(1 + \gamma)"),
     sample=SAMPLE,
+    example="""\
+>>> x = torch.randn(2, 4)
+>>> torch.equal(npu_gemma_rms_norm(x, torch.zeros(4))[0], npu_rms_norm(x, torch.ones(4))[0])
+True""",
 )
 
 RECORDS = (RMS_NORM, RMS_NORM_BACKWARD, ADD_RMS_NORM, GEMMA_RMS_NORM)

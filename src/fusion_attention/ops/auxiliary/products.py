@@ -10,7 +10,8 @@ import torch
 
 from fusion_attention.contract import Array, Attr, Tensors
 from fusion_attention.ops.auxiliary.common import FLOATS, auxiliary, result
-from fusion_attention.ops.auxiliary.quantised import SCALES
+from fusion_attention.ops.auxiliary.quantised import DTYPE, SCALES
+from fusion_attention.ops.shared.params import TENSOR_FIRST
 from fusion_attention.ops.shared.rules import invalid, of_lengths, presence
 
 Given = Sequence[torch.Tensor]
@@ -90,13 +91,16 @@ def _reserved(name: str, value: Any) -> Any:
 
 GROUPED = auxiliary(
     "npu_grouped_matmul",
-    "torch_npu's products of rows with the matrix of their group: a list of tensors.",
+    "Rows times the matrix of their group.",
     (
         Tensors("x", "Rows: one tensor, or one of every group.", dtypes=f"{FLOATS} int8", shape="M K"),
-        Tensors("weight", "[E, K, N], or a matrix of every group; of four bits int32 of an eighth.",
+        Tensors("weight", "[E, K, N], or a matrix of every group, views included; of four bits int32 of an eighth, as "
+        "npu_convert_weight_to_int4pack makes it.",
                 dtypes=f"{FLOATS} int8", shape="E K N"),
-        Tensors("bias", "[E, N], or one of every group.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
-        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them.",
+        Tensors("bias", "[E, N], or one of every group. Beside int8 rows and four bits it makes up for the 8 that the "
+        "chip takes off every element of x.", optional=True, dtypes=f"{FLOATS} int32", shape="E N"),
+        Tensors("scale", "Of int8 weights and rows: [E, N]; integers as npu_trans_quant_param makes them. Without it "
+        "int8 rows become int32.",
                 optional=True, dtypes=SCALES, shape="E N"),
         Tensors("offset", "Not computed here.", optional=True),
         Tensors("antiquant_scale", "Of int8 weights beside floats: [E, N] or [E, blocks, N].", optional=True,
@@ -108,7 +112,8 @@ GROUPED = auxiliary(
         *(Tensors(name, "Not computed here.", optional=True) for name in RESERVED[1:]),
         Attr("split_item", "0, 1: a result of every group; 2, 3: one.", default=0, domain="split_item in (0, 1, 2, 3)",
              bad=4),
-        Attr("group_type", "-1: lists, not grouped; 0: groups of rows; 2: groups of what is summed.", default=None),
+        Attr("group_type", "-1: lists, not grouped; 0: groups are rows of x; 2: groups are columns of x and rows of "
+        "weight, [K, M] and [M, N] to one [E, K, N]. A list as group_list needs none.", default=None),
         Attr("group_list_type", "0: cumulative ends; 1: sizes; 2: pairs (group, size).", default=0,
              domain="group_list_type in (0, 1, 2)", bad=3),
         Attr("act_type", "0: none; 1: relu; 2: gelu (tanh); 4: fast gelu; 5: silu.", default=0,
@@ -166,5 +171,19 @@ GROUPED = auxiliary(
     },
     sizes={"M": 4, "K": 8, "N": 3, "E": 2},
     sample={"group_type": 0, "group_list": torch.tensor([1, 4]), "split_item": 2},
+    keywords="bias",
+    declared={
+        "group_list": TENSOR_FIRST,
+        "tuning_config": Sequence[int] | None,
+        "output_dtype": DTYPE,
+        **dict.fromkeys(("split_item", "group_list_type", "act_type"), int | None),
+    },
+    returns="A list of results; rows of no group are zeros. Differentiable in floats. In a trace, which knows no "
+    "lengths, all rows meet all matrices.",
+    example="""\
+>>> x, weight = torch.ones(3, 2), torch.stack((torch.eye(2), 2 * torch.eye(2)))
+>>> ends = torch.tensor([1, 3])
+>>> npu_grouped_matmul([x], [weight], group_list=ends, split_item=2, group_type=0)[0][:, 0].tolist()
+[1.0, 2.0, 2.0]""",
 )  # fmt: skip
 RECORDS = (GROUPED,)

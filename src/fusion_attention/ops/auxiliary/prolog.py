@@ -8,7 +8,7 @@ import torch
 
 from fusion_attention.contract import Attr, Op, Rule, Tensor
 from fusion_attention.ops.auxiliary.caches import FUNCTIONS, own_memory, waits_for_none, written
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, result, writes
 from fusion_attention.ops.shared.rules import invalid, untrained
 
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
@@ -24,7 +24,14 @@ WEIGHTS = (
     floats("rmsnorm_gamma_cq", "Weights of the norm of the query's latent.", like="token_x", shape="Cq"),
     floats("rmsnorm_gamma_ckv", "Weights of the norm of the key's latent.", like="token_x", shape="Ckv"),
 )
-ROPE = tuple(floats(f"rope_{name}", "Of the positions of tokens, [.., Dr].", like="token_x") for name in ("sin", "cos"))
+ROPE = tuple(
+    floats(
+        f"rope_{name}",
+        "Of the positions of tokens, [.., Dr], of the elements as npu_interleave_rope leaves them.",
+        like="token_x",
+    )
+    for name in ("sin", "cos")
+)
 TOKENS = floats("token_x", "[T, H] or [B, S, H].")
 INDEX = Tensor("cache_index", "Where tokens go, page * slots + slot; below 0 nothing is stored.", dtypes="int64 int32")
 CACHES = (
@@ -135,21 +142,43 @@ def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tens
             "kv_cache": "P Ps 1 Ckv",
             "kr_cache": "P Ps 1 Dr",
         },
+        declared=writes("kv_cache", "kr_cache"),
+        **more,
     )
 
 
 FIRST = (TOKENS, *WEIGHTS, *ROPE)
 V1 = prolog(
     "npu_mla_prolog",
-    "torch_npu's start of latent attention, of floats: (query, query_rope, kv_cache, kr_cache).",
+    "Rows to queries in the key's latent, and their own latent and rope part to the caches, in place.",
     (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
     QUERIES,
+    returns="(query, query_rope, kv_cache, kr_cache)",
+    keywords="dequant_scale_x",
+    example="""\
+>>> x, down, up, key = torch.randn(3, 12), torch.randn(12, 8), torch.randn(8, 20), torch.randn(2, 6, 16)
+>>> latent, rope = torch.zeros(4, 16, 1, 16), torch.zeros(4, 16, 1, 4)
+>>> query, query_rope, *_ = npu_mla_prolog(
+...     x, down, up, key, torch.randn(12, 20), torch.ones(8), torch.ones(16), torch.zeros(3, 4),
+...     torch.ones(3, 4), torch.tensor([17, 18, -1]), latent, rope)
+>>> list(query.shape), list(query_rope.shape), int(latent.any(-1).sum())
+([3, 2, 16], [3, 2, 4], 2)""",
 )
 V2 = prolog(
     "npu_mla_prolog_v2",
-    "npu_mla_prolog with a scale of quantised queries, which is empty here.",
+    "npu_mla_prolog, with one more result.",
     (*FIRST, INDEX, *CACHES, *SCALES, *EPSILONS, MODE),
     (*QUERIES, NO_SCALE),
+    returns="(query, query_rope, kv_cache, kr_cache, dequant_scale_q_nope)",
+    keywords="dequant_scale_x",
+    example="""\
+>>> x, down, up, key = torch.randn(3, 12), torch.randn(12, 8), torch.randn(8, 20), torch.randn(2, 6, 16)
+>>> latent, rope = torch.zeros(4, 16, 1, 16), torch.zeros(4, 16, 1, 4)
+>>> query, *_, scale = npu_mla_prolog_v2(
+...     x, down, up, key, torch.randn(12, 20), torch.ones(8), torch.ones(16), torch.zeros(3, 4),
+...     torch.ones(3, 4), torch.tensor([17, 18, -1]), latent, rope)
+>>> list(query.shape), scale.numel()
+([3, 2, 16], 0)""",
 )
 MORE = absent("actual_seq_len", "k_nope_clip_alpha")
 NUMBERS = tuple(
@@ -169,8 +198,7 @@ DTYPES = tuple(
 )
 V3 = prolog(
     "npu_mla_prolog_v3",
-    "torch_npu's start of latent attention, of floats, with the norm of the query's latent: (query, query_rope,"
-    " dequant_scale_q_nope, query_norm, dequant_scale_q_norm).",
+    "npu_mla_prolog with factors on the latents, which returns the query's.",
     (
         *(*FIRST, *CACHES, Tensor("cache_index", INDEX.text, True, dtypes="int64 int32"), *SCALES, *MORE, *EPSILONS),
         *(MODE, Attr("query_norm_flag", "Return cq too.", type=bool, default=False), *NUMBERS),
@@ -186,5 +214,14 @@ V3 = prolog(
         *none(MORE),
     ),
     formula=FORMULA.replace("gamma_cq,", "gamma_cq * qc_qr_scale,").replace("gamma_ckv,", "gamma_ckv * kc_scale,"),
+    keywords="cache_index",
+    example="""\
+>>> x, down, up, key = torch.randn(3, 12), torch.randn(12, 8), torch.randn(8, 20), torch.randn(2, 6, 16)
+>>> latent, rope = torch.zeros(4, 16, 1, 16), torch.zeros(4, 16, 1, 4)
+>>> query, _, _, cq, _ = npu_mla_prolog_v3(
+...     x, down, up, key, torch.randn(12, 20), torch.ones(8), torch.ones(16), torch.zeros(3, 4),
+...     torch.ones(3, 4), latent, rope, cache_index=torch.tensor([17, 18, -1]), query_norm_flag=True)
+>>> list(query.shape), list(cq.shape)
+([3, 2, 16], [3, 8])""",
 )  # fmt: skip
 RECORDS = (V1, V2, V3)

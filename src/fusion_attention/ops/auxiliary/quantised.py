@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ NUMBERS = {
     torch.qint8: 12, torch.quint8: 13, torch.qint32: 14,
 }  # fmt: skip
 DTYPES = {number: dtype for dtype, number in NUMBERS.items()}
+
+
+DTYPE = int | torch.dtype | None  # for Op.declared
 
 
 def number_of(dtype: int | torch.dtype | None) -> int | None:
@@ -103,7 +107,7 @@ def along(scales: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
 
 QUANTIZE = auxiliary(
     "npu_quantize",
-    "torch_npu's elements as integers, by scales that are given.",
+    "Elements as integers, by scales that are given.",
     (
         floats("input", "What is rounded."),
         floats("scales", "[1], or one for every element of the axis; or with all axes, 1 but for that one."),
@@ -114,7 +118,8 @@ QUANTIZE = auxiliary(
         Attr("axis", "Of scales; without div_mode -2, or else the last one.", default=1),
         Attr("div_mode", "Divide by scales; otherwise multiply.", type=bool, default=True),
     ),
-    (result("out", "int8, uint8 or int32 as input; of quint4x2 int32, eight elements in each, the first lowest.", ""),),
+    (result("out", "int8, uint8 or int32 as input, clipped, halves to even; of quint4x2 int32, eight elements in "
+    "each, the first lowest.", ""),),
     rules=(
         invalid("has_axis(input, axis_of(axis, div_mode))", "axis", "scales are along it", "an axis of input",
                 invalid={"axis": 2}),
@@ -132,18 +137,22 @@ QUANTIZE = auxiliary(
     functions={"axis_of": axis_of, "along": along},
     sizes=SIZES,
     sample={"input": "M K", "scales": "K", "dtype": 12},
+    declared={"dtype": torch.dtype | int},
+    example="""\
+>>> npu_quantize(torch.tensor([[1.0, -2.0, 90.0]]), torch.tensor([0.5]), None, torch.qint8).tolist()
+[[2, -4, 127]]""",
 )  # fmt: skip
 
 DYNAMIC = auxiliary(
     "npu_dynamic_quant",
-    "torch_npu's rows as integers, each with its own scale: (y, scale).",
+    "Rows as integers, each with a scale of its own.",
     (
         floats("input", "What is rounded: two axes at least."),
         floats("smooth_scales", "Factors of the elements: [W], or [groups, W]; perchannel: of the rows, [R].",
                optional=True),
         Tensor("group_index", "Where each group of rows ends.", optional=True, dtypes="int32 int64", shape="E",
                make=lambda shape: torch.full(shape, 4)),
-        Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16); None: torch.int8.", default=None,
+        Attr("dst_type", "torch.int8 (1) or torch.quint4x2 (16), for which 127 is 7; None: torch.int8.", default=None,
              domain="dst_type in (None, 1, 16)", bad=24),
         Attr("quant_mode", "What has one scale: pertoken, perchannel or pertensor.", type=str, default="pertoken",
              domain="quant_mode in ('pertoken', 'perchannel', 'pertensor')", bad="pergroup"),
@@ -151,7 +160,7 @@ DYNAMIC = auxiliary(
     ),
     (
         result("y", "int8 as input; of quint4x2 int32, eight elements in each, the first lowest.", "int8 int32"),
-        result("scale", "float32, one for each row (column, tensor).", "float32"),
+        result("scale", "float32, one for each row (column, tensor); 0 of zeros.", "float32"),
     ),
     rules=(
         invalid("input.dim() >= 2 and input.numel() > 0", "input", "rows of elements", "two axes or more, and elements",
@@ -187,11 +196,17 @@ DYNAMIC = auxiliary(
     functions={"ends": ends, "rows_of": rows_of},
     sizes=SIZES,
     sample={"input": "M K", "smooth_scales": "K"},
+    keywords="smooth_scales",
+    declared={"dst_type": DTYPE},
+    example="""\
+>>> y, scale = npu_dynamic_quant(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+>>> y.tolist(), round(scale[0].item(), 5)
+([[64, -127], [0, 0]], 0.01575)""",
 )  # fmt: skip
 
 PARAM = auxiliary(
     "npu_trans_quant_param",
-    "torch_npu's scales and offsets as one integer each, which the chip's multiplier reads.",
+    "Scales and offsets as one integer each, which products of integers take as their scale.",
     (
         Tensor("scale", "[1] or [N], or [1, N].", dtypes="float32"),
         Tensor("offset", "Of int8 results; broadcast with scale.", optional=True, dtypes="float32"),
@@ -209,11 +224,15 @@ PARAM = auxiliary(
     functions={"broadcast": broadcast},
     sizes=SIZES,
     sample={"scale": "N"},
+    declared={"round_mode": int | None},
+    example="""\
+>>> hex(npu_trans_quant_param(torch.tensor([1.0]), torch.tensor([-1.0])).item())
+'0x7fe03f800000'""",
 )  # fmt: skip
 
 INT4PACK = auxiliary(
     "npu_convert_weight_to_int4pack",
-    "torch_npu's packing of four bits: eight elements in one int32.",
+    "Eight elements of four bits in one int32.",
     (
         Tensor("weight", "[K, N] or [N, K], elements from -8 to 7.", dtypes="int32",
                make=lambda shape: torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape) % 16 - 8),
@@ -230,6 +249,10 @@ INT4PACK = auxiliary(
     formula="out[i, j] = the four low bits of weight[i, 8j] to weight[i, 8j + 7], the first ones lowest",
     sizes=SIZES,
     sample={"weight": "M K"},
+    example="""\
+>>> weight = torch.tensor([[1, 2, 3, 0, 0, 0, 0, -1]], dtype=torch.int32)
+>>> hex(npu_convert_weight_to_int4pack(weight).item() & 0xFFFFFFFF)
+'0xf0000321'""",
 )  # fmt: skip
 
 # Of eight bits beside four.
@@ -239,13 +262,14 @@ BLOCKS: dict[str, Any] = {
 MATRICES = "x1.dim() >= 2 and x2.dim() >= 2"
 MATMUL = auxiliary(
     "npu_quant_matmul",
-    "torch_npu's product of two matrices of int8, or of four bits, scaled.",
+    "The product of two matrices of int8, or of four bits, scaled by row and column.",
     (
         Tensor("x1", "[..., M, K]; int32: eight elements of four bits in each, [..., M, K/8].", dtypes="int8 int32"),
         Tensor("x2", "[..., K, N]; int32: [..., K, N/8] or [..., K/8, N].", dtypes="int8 int32"),
         Tensor("scale", "Of x2: [1] or [N]; integers as npu_trans_quant_param makes them. Of blocks: [blocks, N].",
                dtypes=SCALES),
-        Tensor("offset", "Of int8 results: [1] or [N]. Of blocks: [N], added before pertoken_scale.", optional=True,
+        Tensor("offset", "Of int8 results: [1] or [N]; without effect beside an integer scale. Of blocks: [N], added "
+        "before pertoken_scale; it makes up for the 8 that the chip takes off every element of x1.", optional=True,
                dtypes="float32"),
         Tensor("pertoken_scale", "Of x1: [M]. Of blocks: [M, 1].", optional=True, dtypes="float32"),
         Tensor("bias", "int32: added before scaling; floats: after it. [N], [1, N] or [batch, 1, N].", optional=True,
@@ -308,6 +332,12 @@ MATMUL = auxiliary(
     },
     sizes=SIZES,
     sample={"x1": "M K", "x2": "K N", "scale": "N"},
+    keywords="offset",
+    declared={"output_dtype": DTYPE, "group_sizes": Sequence[int] | None},
+    example="""\
+>>> x = torch.tensor([[1, 2]], dtype=torch.int8)
+>>> npu_quant_matmul(x, x.T.contiguous(), torch.tensor([0.5]), output_dtype=torch.bfloat16).item()
+2.5""",
 )  # fmt: skip
 
 RECORDS = (DYNAMIC, QUANTIZE, PARAM, INT4PACK, MATMUL)

@@ -68,13 +68,21 @@ INDEXER_PARAMS = (
 INDEXER = of_integers(
     indexer.TORCH,
     "npu_quant_lightning_indexer",
-    "torch_npu's choice of keys by ReLU-weighted heads, of int8 rows.",
+    "The keys that score highest for every row, by ReLU-weighted heads, of int8 rows.",
     INDEXER_PARAMS,
     rules=kept(indexer.TORCH, INDEXER_PARAMS, "same_dtype(", "float32(query)"),
     formula="""I_j = sum_h w_h * max(0, query_scale_h * key_scale_j * (q_h . k_j))    over the keys j that the row sees
 indices = the sparse_count largest I, best first; of equal ones the lower index first""",
     tex=r"I_j = \sum_h w_h \max(0,\; s_h\, s_j\; q_h \cdot k_j) \qquad indices = \text{the largest } I_j",
     sample={"query_quant_mode": 0, "key_quant_mode": 0},
+    keywords="actual_seq_lengths_query",
+    returns="As npu_lightning_indexer's indices. The chip rounds scores to float16, so that more of them are equal "
+    "there.",
+    example="""\
+>>> q, key = (torch.randint(-9, 9, shape).to(torch.int8) for shape in ((1, 6, 4, 16), (1, 9, 1, 16)))
+>>> weights, scale, key_scale = torch.rand(1, 6, 4), torch.ones(1, 6, 4), torch.ones(1, 9, 1)
+>>> list(npu_quant_lightning_indexer(q, key, weights, scale, key_scale, 0, 0, sparse_count=4).shape)
+[1, 6, 1, 4]""",
 )
 
 
@@ -87,9 +95,11 @@ def packed_width(dim: int, rope: int, tile: int) -> int:
 BYTES = rows("2", "N2", "W")
 RESERVED = tuple(Tensor(f"{side}_dequant_scale", "Reserved: scales lie in key.", True) for side in ("key", "value"))
 ATTENTION_PARAMS = (
-    Tensor("query", "Latent and rope parts of rows, side by side.", dtypes="float16 bfloat16",
+    Tensor("query", "Latent and rope parts of rows, side by side: the last rope_head_dim elements are the rope "
+    "part.", dtypes="float16 bfloat16",
            shape=rows("1", "N1", "D")),
-    Tensor("key", "Bytes: the latent as int8, the rope part in query's dtype, float32 scales of the tiles.",
+    Tensor("key", "Bytes: the latent as int8, the rope part in query's dtype, float32 scales of the tiles; W is 656 "
+    "of D 576.",
            dtypes="int8", cast=INT8, shape=BYTES, form=key_layout,
            make=lambda shape: torch.ones(shape, dtype=torch.int8)),
     Tensor("value", "Not read: the values are the latents of key.", dtypes="int8", cast=INT8),
@@ -102,13 +112,13 @@ ATTENTION_PARAMS = (
     Attr("tile_size", "Elements of a latent that share a scale.", default=128, domain="tile_size > 0", bad=0),
     Attr("rope_head_dim", "Elements of the rope part.", default=64, domain="rope_head_dim > 0", bad=0),
     *(dtype_of("key_dtype"), dtype_of("value_dtype"), sparse.SINKS),
-    result("attention_out", "As query, with the elements of the latent.", "=query"),
+    result("attention_out", "As query, with the elements of the latent; computed in float32, rounded once.", "=query"),
 )  # fmt: skip
 SMALL = {"D": 24, "W": 40, "tile_size": 8, "rope_head_dim": 8}
 ATTENTION = of_integers(
     sparse.TORCH,
     "npu_kv_quant_sparse_flash_attention",
-    "torch_npu's attention over selected blocks of keys whose latents are int8 with a scale for every tile.",
+    "Attention over the blocks of keys that every row selects, latents as int8 with a scale for every tile.",
     ATTENTION_PARAMS,
     rules=(
         *kept(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
@@ -129,5 +139,17 @@ out = sum_j exp(s_j - max) latent_j / sum,  over the selected keys j, exp(sinks 
     neutral={**sparse.TORCH.neutral, "W": None},
     sizes={**sparse.TORCH.sizes, "D": 576, "W": 656},
     sample={"key_quant_mode": 2, "value_quant_mode": 2, "value": "4"},
+    keywords="key_dequant_scale",
+    declared=sparse.TENSORS,
+    returns="",
+    example="""\
+>>> q, rope = torch.randn(1, 6, 4, 24).half(), torch.randn(1, 9, 1, 8).half()
+>>> parts = torch.ones(1, 9, 1, 16).to(torch.int8), rope, torch.full((1, 9, 1, 2), 0.5)
+>>> key = torch.cat([part.view(torch.int8) for part in parts], -1)
+>>> indices = torch.arange(4, dtype=torch.int32).expand(1, 6, 1, 4)
+>>> out = npu_kv_quant_sparse_flash_attention(
+...     q, key, key, indices, 0.25, 2, 2, sparse_mode=0, tile_size=8, rope_head_dim=8)
+>>> list(out.shape), out.unique().item()
+([1, 6, 4, 16], 0.5)""",
 )  # fmt: skip
 RECORDS = (INDEXER, ATTENTION)

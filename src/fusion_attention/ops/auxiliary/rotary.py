@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ TEX = r"""\begin{aligned}
 y &= x \cos + turned(x) \sin \\
 turned_{half}(x) &= (-x_{D/2 \ldots}, x_{\ldots D/2}), \qquad turned_{interleave}(x)_{2i, 2i+1} = (-x_{2i+1}, x_{2i})
 \end{aligned}"""
+TURNED = "(query, key), turned; those that came stay as they are."
 ROWS = {"input": "B S1 N1 W", "r1": "1 S1 1 W", "r2": "1 S1 1 W"}
 
 
@@ -75,7 +77,7 @@ def pairs(*names: str) -> dict[str, Any]:
 
 ROTARY_MUL = auxiliary(
     "npu_rotary_mul",
-    "torch_npu's rotary positions.",
+    "Turns pairs of elements by the angles of their positions.",
     (
         X,
         COS,
@@ -100,10 +102,16 @@ ROTARY_MUL = auxiliary(
     formula=FORMULA,
     tex=TEX,
     sample=ROWS,
+    example="""\
+>>> quarter = torch.zeros(4), torch.ones(4)  # cosine and sine of 90 degrees
+>>> npu_rotary_mul(torch.tensor([1.0, 2.0, 3.0, 4.0]), *quarter).tolist()
+[-3.0, -4.0, 1.0, 2.0]
+>>> npu_rotary_mul(torch.tensor([1.0, 2.0, 3.0, 4.0]), *quarter, "interleave").tolist()
+[-2.0, 1.0, -4.0, 3.0]""",
 )
 ROTARY_MUL_BACKWARD = auxiliary(
     "npu_rotary_mul_backward",
-    "Gradients of npu_rotary_mul: (dx, dr1, dr2).",
+    "The gradients of npu_rotary_mul.",
     (floats("grad", "Gradient of y."), floats("input", "What was turned.", like="grad"), COS, SIN, MODE),
     (
         result("dx", "In the shape of input.", "=input"),
@@ -118,11 +126,17 @@ ROTARY_MUL_BACKWARD = auxiliary(
     ),
     formula="dx = dy * cos - turned(dy * sin),  dcos = dy * x,  dsin = dy * turned(x), summed where cos was repeated",
     sample={**ROWS, "grad": "B S1 N1 W"},
+    example="""\
+>>> x, cos, sin = torch.randn(3, 2, 4).requires_grad_().unbind()
+>>> want = torch.autograd.grad(npu_rotary_mul(x, cos, sin).sum(), (x, cos, sin))
+>>> found = npu_rotary_mul_backward(torch.ones(2, 4), x.detach(), cos.detach(), sin.detach())
+>>> all(map(torch.allclose, found, want))
+True""",
 )
 QUERY, KEY = floats("query", "Query rows."), floats("key", "Key rows.", like="query")
 APPLY = auxiliary(
     "npu_apply_rotary_pos_emb",
-    "torch_npu's rotary positions of queries and keys: (query, key).",
+    "npu_rotary_mul of queries and keys.",
     (
         *(QUERY, KEY, floats("cos", "Cosines; axes of size 1 are repeated."), floats("sin", "Sines, as cos.")),
         Attr(
@@ -144,17 +158,31 @@ APPLY = auxiliary(
     ),
     formula=FORMULA,
     tex=TEX,
+    returns=TURNED,
     sample=pairs("query", "key", "cos", "sin"),
+    example="""\
+>>> q, k = torch.randn(2, 5, 8, 16), torch.randn(2, 5, 2, 16)
+>>> angles = torch.rand(1, 5, 1, 16)
+>>> turned, _ = npu_apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+>>> turned.shape == q.shape
+True""",
 )
 INTERLEAVE_ROPE = auxiliary(
     "npu_interleave_rope",
-    "torch_npu's rotary positions of rows whose pairs are neighbours and leave as halves.",
-    (floats("x", "What is turned."), floats("cos", "Cosines of the result."), floats("sin", "Sines, as cos.")),
+    "Turns neighbouring elements, and leaves the first ones of all pairs before the second ones.",
+    (
+        floats("x", "What is turned: [B, N, S, D]."),
+        floats("cos", "Cosines of the elements as they leave: [B, 1, S or 1, D]."),
+        floats("sin", "Sines, as cos."),
+    ),
     (result("y", "In the shape of x.", "=x"),),
     rules=(even("x", "cos", "sin"), *angles("cos", "sin", "x"), *no_derivative(x=(2, 4, 4, 8))),
     formula="h = (x[0::2], x[1::2])\ny = h * cos + (-h[D/2:], h[:D/2]) * sin",
     tex=r"h = (x_{0,2,\ldots}, x_{1,3,\ldots}), \qquad y = h \cos + (-h_{D/2 \ldots}, h_{\ldots D/2}) \sin",
     sample=pairs("x", "cos", "sin"),
+    example="""\
+>>> npu_interleave_rope(torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(4), torch.zeros(4)).tolist()
+[1.0, 3.0, 2.0, 4.0]""",
 )
 
 
@@ -174,7 +202,7 @@ def sections_fit(section: Any, positions: torch.Tensor, width: int) -> bool:
 
 MROPE = auxiliary(
     "npu_mrope",
-    "torch_npu's rotary positions of one or three kinds, from a table: (query, key).",
+    "Turns queries and keys by angles of a table; of images and films, by three or four kinds of positions.",
     (
         Tensor("positions", "[T], or [3, T] of time, height and width; [4, T] of four kinds.", dtypes="int64 int32"),
         floats("query", "[T, heads * head_size]."),
@@ -247,6 +275,7 @@ MROPE = auxiliary(
         *no_derivative(query=(4, 32), key=(4, 16)),
     ),
     formula=f"cos, sin = the halves of cos_sin_cache[positions], an angle for each pair of elements\n{FORMULA}",
+    returns=TURNED,
     functions={"flat_rows": flat_rows, "sections_fit": sections_fit},
     sizes={"S1": 4},
     sample={
@@ -256,6 +285,13 @@ MROPE = auxiliary(
         "cos_sin_cache": "7 W",
         "head_size": 8,
     },
+    keywords="mrope_section",
+    declared={"mrope_section": Sequence[int] | None, "rotary_mode": str | None, "cache_mode": str | None},
+    example="""\
+>>> q, k, table = torch.randn(5, 8 * 16), torch.randn(5, 2 * 16), torch.rand(10, 16)
+>>> turned, _ = npu_mrope(torch.arange(5), q, k, table, 16, mrope_section=[0, 0, 0])
+>>> turned.shape == q.shape
+True""",
 )
 
 RECORDS = (ROTARY_MUL, ROTARY_MUL_BACKWARD, APPLY, INTERLEAVE_ROPE, MROPE)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+
 import torch
 
-from fusion_attention.contract import INVALID, Array, Attr, Rule, Tensor
+from fusion_attention.contract import INVALID, REQUIRED, Array, Attr, Rule, Tensor
 from fusion_attention.ops.auxiliary.common import FLOATS, floats, result
 from fusion_attention.ops.auxiliary.experts import counting, moe, within
 from fusion_attention.ops.shared.rules import invalid, presence
@@ -16,10 +19,10 @@ IDS = result("expert_idx", "Ids of the experts, the best first: int32.", "int32"
 
 SOFTMAX = moe(
     "npu_moe_gating_top_k_softmax",
-    "torch_npu's best experts by softmax: (y, expert_idx, row_idx).",
+    "The k best experts of every token by softmax.",
     (
         floats("x", "A score of every expert for every token: [T, E] or [B, T, E]."),
-        Tensor("finished", "Tokens that take part no more: [T].", optional=True, dtypes="bool"),
+        Tensor("finished", "Tokens that take part no more, whose experts are E: [T].", optional=True, dtypes="bool"),
         K,
     ),
     (
@@ -48,10 +51,15 @@ SOFTMAX = moe(
     ),
     formula="y, expert = the k largest of softmax(x), the first of equals first",
     sample={"x": "T E", "k": 2},
+    returns="(y, expert_idx, row_idx); y is differentiable.",
+    example="""\
+>>> y, expert, row = npu_moe_gating_top_k_softmax(torch.tensor([[0.0, 2.0, 1.0], [5.0, 0.0, 0.0]]), k=2)
+>>> expert.tolist(), row.tolist()
+([[1, 2], [0, 1]], [[0, 2], [1, 3]])""",
 )
 GATING = moe(
     "npu_moe_gating_top_k",
-    "torch_npu's best experts of the best groups: (y, expert_idx, out).",
+    "The k best experts of every token, within its best groups of experts.",
     (
         X,
         Attr("k", "How many experts a token has.", domain="k >= 1", bad=0),
@@ -97,11 +105,18 @@ GATING = moe(
     formula="out = softmax(x) or sigmoid(x);  chosen = the k largest of out + bias within the k_group best groups\n"
     "y = routed_scaling_factor * out[chosen], divided by sum + eps after a sigmoid",
     sample={"k": 2},
+    keywords="bias",
+    returns="(y, expert_idx, out); y and out are differentiable.",
+    example="""\
+>>> scores = torch.tensor([[0.1, 0.2, 3.0, 2.0]])
+>>> y, expert, _ = npu_moe_gating_top_k(scores, 2, k_group=1, group_count=2, norm_type=1)
+>>> expert.tolist(), round(y.sum().item(), 6)
+([[2, 3]], 1.0)""",
 )  # fmt: skip
 
 INIT = moe(
     "npu_moe_init_routing_v2",
-    "torch_npu's rows of tokens in the order of experts: (expanded_x, expanded_row_idx, counts, expanded_scale).",
+    "The rows of tokens in the order of experts, how many each expert has, and perhaps the rows as int8.",
     (
         Tensor("x", "A row for every token.", dtypes=f"{FLOATS} int8", shape="T H"),
         Tensor("expert_idx", "The experts of every token.", dtypes="int32 int64", shape="T K", make=counting(3)),
@@ -117,8 +132,10 @@ INIT = moe(
         Attr("expert_tokens_num_flag", "Whether counts are wanted; else they are empty.", type=bool, default=False),
         Attr("quant_mode", "-1: none; 0: static; 1: each row by its own largest element.", default=-1,
              domain="quant_mode in (-1, 0, 1)", bad=2),
-        Array("active_expert_range", "[start, end) of the experts that count; empty: all.", optional=True),
-        Attr("row_idx_type", "0: the place of each choice, -1 without one; 1: the choice at each place.", default=0,
+        Array("active_expert_range", "[start, end) of the experts that count; empty: all. One number is both.",
+              optional=True, default=()),
+        Attr("row_idx_type", "0: the place of each choice, -1 without one; 1: the choice at each place; behind those "
+        "of active experts those of higher ones, then those of lower ones.", default=0,
              domain="row_idx_type in (0, 1)", bad=2),
         Attr("x_dtype", "Of dtypes that torch does not have: not computed here.", default=None,
              domain="x_dtype is None", bad=290),
@@ -157,10 +174,20 @@ INIT = moe(
     formula="order = stable sort of the choices by expert, those below the active ones last\n"
     "expanded_x[i] = x[order[i] // K],  expanded_row_idx[order[i]] = i",
     sample={"expert_num": 3},
+    keywords="scale",
+    declared={"active_expert_range": Annotated[Sequence[int], 2] | int},
+    returns="(expanded_x, expanded_row_idx, expert_token_cumsum_or_count, expanded_scale); rows and scales behind "
+    "those of active experts, which the chip leaves undefined, are 0.",
+    example="""\
+>>> x, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [1, 2]], dtype=torch.int32)
+>>> rows, places, counts, _ = npu_moe_init_routing_v2(
+...     x, ids, expert_num=3, expert_tokens_num_type=1, expert_tokens_num_flag=True)
+>>> rows[:, 0].tolist(), places.tolist(), counts.tolist()
+([1.0, 1.0, 2.0, 2.0], [1, 0, 2, 3], [1, 2, 1])""",
 )  # fmt: skip
 FINALIZE = moe(
     "npu_moe_finalize_routing",
-    "torch_npu's way back from experts: weighted rows, biases and residuals of every token.",
+    "Each token's sum over the rows that its experts made, weighted, with biases of the experts and residuals.",
     (
         floats("expanded_permuted_rows", "Rows that experts made: [rows, H], or [E, C, H]."),
         floats("skip1", "Added.", shape="T H", like="expanded_permuted_rows", optional=True),
@@ -169,7 +196,8 @@ FINALIZE = moe(
         floats("scales", "Weights of the choices.", shape="T K", optional=True),
         Tensor("expanded_src_to_dst_row", "The row of every choice; rows that are not there count as zeros.",
                dtypes="int32 int64", shape="P", make=counting(12)),
-        Tensor("export_for_source_row", "The experts of every token, for bias.", optional=True, dtypes="int32 int64",
+        Tensor("export_for_source_row", "The experts of every token, for "
+        "bias.", optional=True, default=REQUIRED, dtypes="int32 int64",
                shape="T K", make=counting(3)),
         Attr("drop_pad_mode", "0, 1: choice j of token i stands at j * T + i; 2, 3: at i * K + j. 1 and 3: [E, C, H].",
              default=0, domain="drop_pad_mode in (0, 1, 2, 3)", bad=4),
@@ -207,5 +235,11 @@ FINALIZE = moe(
     neutral={"T": None, "K": None, "H": None},
     formula="out[i] = skip1[i] + skip2[i] + sum_j scales[i, j] * (rows[place(i, j)] + bias[expert[i, j]])",
     sample={"expanded_permuted_rows": "P H", "scales": True},
+    declared={"drop_pad_mode": int | None, "k": int | None},
+    returns="Differentiable in rows, skips, bias and scales.",
+    example="""\
+>>> rows, places = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+>>> npu_moe_finalize_routing(rows, None, None, None, torch.ones(2, 2), places, None, 2)[:, 0].tolist()
+[3.0, 7.0]""",
 )  # fmt: skip
 RECORDS = (SOFTMAX, GATING, INIT, FINALIZE)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusion_attention.contract import Array, Attr, Tensor
-from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, no_derivative, result, writes
 from fusion_attention.ops.shared.rules import invalid
 
 
@@ -53,13 +54,13 @@ FUNCTIONS = {f.__name__: f for f in (permutes, elements, multiply, splits, resul
 PERM, SHAPE = Array("perm", "The order of axes."), Array("shape", "The shape between, or at the end.")
 CONFUSION_TRANSPOSE = auxiliary(
     "npu_confusion_transpose",
-    "torch_npu's reshape and permutation in one.",
+    "A permutation, then another shape; or another shape, then a permutation.",
     (
         Tensor("input", "Of any dtype."),
         *(PERM, SHAPE),
         Attr("transpose_first", "Permute, then reshape; otherwise the other way round.", type=bool),
     ),
-    (result("y", "Of shape, or of shape permuted.", "=input"),),
+    (result("y", "Of shape, or of shape permuted, in memory of its own.", "=input"),),
     rules=(
         invalid(
             "elements(shape) == input.numel()",
@@ -80,10 +81,17 @@ CONFUSION_TRANSPOSE = auxiliary(
 otherwise:  y = input.reshape(shape).permute(perm)""",
     functions=FUNCTIONS,
     sample={"input": "B S1 W", "perm": [0, 2, 1], "shape": [2, 32], "transpose_first": True},
+    declared={"perm": Sequence[int], "shape": Sequence[int]},
+    example="""\
+>>> x = torch.rand(2, 3, 4, 6)
+>>> list(npu_confusion_transpose(x, (0, 2, 1, 3), (2, 4, 18), True).shape)
+[2, 4, 18]
+>>> list(npu_confusion_transpose(x, (0, 2, 1), (2, 12, 6), False).shape)
+[2, 6, 12]""",
 )
 CONFUSION_TRANSPOSE_BACKWARD = auxiliary(
     "npu_confusion_transpose_backward",
-    "The gradient of npu_confusion_transpose.",
+    "The gradient of npu_confusion_transpose: what it did, backwards.",
     (
         Tensor("grad", "Gradient of y."),
         PERM,
@@ -110,26 +118,52 @@ CONFUSION_TRANSPOSE_BACKWARD = auxiliary(
     formula="what npu_confusion_transpose did, backwards",
     functions=FUNCTIONS,
     sample={"grad": "B 32", "perm": [0, 2, 1], "shape": [2, 4, 8], "transpose_first": False},
+    declared={"perm": Sequence[int], "shape": Sequence[int]},
+    example="""\
+>>> x = torch.rand(2, 3, 4)
+>>> y = npu_confusion_transpose(x, (0, 2, 1), (2, 12), True)
+>>> torch.equal(npu_confusion_transpose_backward(y, (0, 2, 1), (2, 3, 4), False), x)
+True""",
 )
 FORMAT_CAST = auxiliary(
     "npu_format_cast",
-    "torch_npu's change of a tensor's format: here a copy that remembers the format.",
+    "A copy that remembers a format of the chip. Formats change how the chip's memory lies, and nothing here.",
     (
         Tensor("input", "Of any dtype."),
-        Attr("acl_format", "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...", domain="0 <= acl_format < 64", bad=-2),
+        Attr(
+            "acl_format",
+            "0 NCHW, 2 ND, 3 NC1HWC0, 29 FRACTAL_NZ, ...; or a tensor, whose format it is.",
+            domain="0 <= acl_format < 64",
+            bad=-2,
+        ),
         Attr("customize_dtype", "Accepted without effect.", default=None),
         Attr("input_dtype", "Accepted without effect.", default=None),
     ),
     (result("y", "In the shape of input: formats of the chip change nothing that a program sees.", "=input"),),
     formula="y = input",
     sample={"input": "B W", "acl_format": 29},
+    keywords="customize_dtype",
+    declared={"acl_format": int | torch.Tensor},
+    returns="A copy, or input where it has the format. get_npu_format() tells.",
+    example="""\
+>>> weight = npu_format_cast(torch.ones(4, 4), 29)
+>>> get_npu_format(weight), get_npu_format(npu_format_cast(weight, 2))
+(29, 2)""",
 )
 FORMAT_CAST_ = FORMAT_CAST.version(
-    "npu_format_cast_", "torch_npu's change of a tensor's format in place: here the tensor remembers it."
+    "npu_format_cast_",
+    "Lets a tensor remember a format of the chip.",
+    keywords="customize_dtype",
+    declared=writes("input") | {"acl_format": int | torch.Tensor},
+    returns="input itself, which now has the format.",
+    example="""\
+>>> weight = torch.ones(4, 4)
+>>> npu_format_cast_(weight, 29) is weight, get_npu_format(weight)
+(True, 29)""",
 )
 TRANSPOSE_BATCHMATMUL = auxiliary(
     "npu_transpose_batchmatmul",
-    "torch_npu's batched product with permuted operands and result.",
+    "A batched product whose operands and result are permuted.",
     (
         # Programs look for torch_npu's own words.
         floats(
@@ -217,6 +251,18 @@ TRANSPOSE_BATCHMATMUL = auxiliary(
     tex=r"y = \operatorname{perm}_y\!\big(\operatorname{perm}_{x_1}(input)\, \operatorname{perm}_{x_2}(weight)\big)",
     functions=FUNCTIONS,
     sample={"input": "2 4 8", "weight": "2 8 5"},
+    keywords="bias",
+    declared={
+        "perm_x1": Sequence[int] | None,
+        "perm_x2": Sequence[int] | None,
+        "perm_y": Sequence[int] | None,
+        "batch_split_factor": int | None,
+    },
+    example="""\
+>>> x, weight = torch.randn(32, 16, 64), torch.randn(16, 64, 8)
+>>> y = npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), batch_split_factor=2)
+>>> list(y.shape)
+[2, 32, 64]""",
 )
 
 

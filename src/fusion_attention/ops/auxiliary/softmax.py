@@ -10,7 +10,7 @@ from fusion_attention.ops.shared.rules import finite_scale, invalid
 
 MASK = Tensor(
     "mask",
-    "True: the score becomes -10000; axes of size 1 are repeated.",
+    "True: the score becomes -10000; axes of size 1 are repeated. A row that is hidden altogether is uniform.",
     dtypes="bool",
     make=lambda shape: torch.ones(shape, dtype=torch.bool).triu(1),
 )
@@ -34,7 +34,7 @@ def _mask_fits(scores: str, *also: str) -> tuple:  # type: ignore[type-arg]
 
 SCALED_MASKED_SOFTMAX = auxiliary(
     "npu_scaled_masked_softmax",
-    "torch_npu's softmax of scaled and masked scores.",
+    "The softmax of scaled scores, those that a mask hides at -10000.",
     (
         floats("x", "Scores [..., rows, keys]."),
         MASK,
@@ -46,6 +46,9 @@ SCALED_MASKED_SOFTMAX = auxiliary(
     formula=FORMULA,
     tex=r"y = \operatorname{softmax}\begin{cases} -10000 & mask \\ scale \cdot x & \text{else} \end{cases}",
     sample={"x": "B N1 S1 W", "mask": "S1 W"},
+    example="""\
+>>> npu_scaled_masked_softmax(torch.zeros(1, 2), torch.tensor([[False, True]])).tolist()
+[[1.0, 0.0]]""",
 )
 SCALED_MASKED_SOFTMAX_BACKWARD = auxiliary(
     "npu_scaled_masked_softmax_backward",
@@ -61,6 +64,13 @@ SCALED_MASKED_SOFTMAX_BACKWARD = auxiliary(
     rules=(same_shape("y_grad", "y"), *_mask_fits("y", "y_grad"), finite_scale("scale", optional=False)),
     formula="dx = scale * y * (dy - sum(dy * y)),  0 where masked",
     sample={"y_grad": "B N1 S1 W", "y": "B N1 S1 W", "mask": "S1 W", "scale": 0.5, "fixed_triu_mask": False},
+    example="""\
+>>> x, dy, mask = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3), torch.eye(3, dtype=torch.bool)
+>>> y = npu_scaled_masked_softmax(x, mask, 0.5)
+>>> y.backward(dy)
+>>> dx = npu_scaled_masked_softmax_backward(dy, y.detach(), mask, 0.5, False)
+>>> torch.allclose(dx, x.grad, atol=1e-6)
+True""",
 )
 
 RECORDS = (SCALED_MASKED_SOFTMAX, SCALED_MASKED_SOFTMAX_BACKWARD)

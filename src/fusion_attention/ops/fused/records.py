@@ -70,7 +70,7 @@ from fusion_attention.ops.inference.records import (
     SCALE,
 )
 from fusion_attention.ops.inference.records import ATTEN_MASK as PLAIN_MASK
-from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 
 
@@ -91,15 +91,33 @@ def _mask(shape: tuple[int, ...]) -> torch.Tensor:
 QUERY = Tensor("query", "Query rows.", dtypes=f"{FLOATS} int8", shape=words("1", "D"), cast=ELSEWHERE)
 PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
 PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
-KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=words("2", "D"))
-VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=words("2", "Dv"))
-PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True)
-ATTEN_MASK = replace(
-    PLAIN_MASK, text="1 = this key is not seen; sparse_mode 2, 3 and 4 take a 2048 x 2048 triangle.", make=_mask
+KEY = Tensors(
+    "key",
+    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or [blocks, "
+    "N2, "
+    "D/d0, block_size, d0] with d0 of 32 bytes. Of the query's dtype, int8, or int32 that holds eight integers of four "
+    "bits, the first one lowest.",
+    shape=words("2", "D"),
 )
-Q_LENGTHS = Array("actual_seq_lengths", "Query rows of every item; packed rows: cumulative ends.", True)
+VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=words("2", "Dv"))
+PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1 or 1, S2], in the query's dtype.", True)
+ATTEN_MASK = replace(
+    PLAIN_MASK,
+    text="1 = this key is not seen: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2, 3 and 4 take a "
+    "2048 x "
+    "2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); trees [B, S1, S1].",
+    make=_mask,
+)
+Q_LENGTHS = Array(
+    "actual_seq_lengths",
+    "Query rows of every item (one number serves all); packed rows: cumulative ends. None: all.",
+    True,
+)
 KV_LENGTHS = Array(
-    "actual_seq_lengths_kv", "Keys of every item; packed keys: cumulative ends; pages: lengths always.", True
+    "actual_seq_lengths_kv",
+    "Keys of every item (one number serves all); packed keys: cumulative ends; pages: lengths, always, and needed. "
+    "None: all.",
+    True,
 )
 PROMPT_QUANT = (
     replace(DEQUANT_1, text="Of an int8 query: scale of the integer scores."),
@@ -112,10 +130,18 @@ QUERY_PADDING = Array(
     "query_padding_size", "Unused slots behind every item's rows, which end there (left padding).", True
 )
 KV_PADDING = Array("kv_padding_size", "Unused slots behind every item's keys, which end there (left padding).", True)
+FUSED_SCALE = replace(
+    ANTI_SCALE, text="Scales of integers, keys then values: [2], [2, N2*D] or (antiquant_mode 1) [2, B, S2]."
+)
+BY_MODE = (
+    "by their mode 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: [blocks, "
+    "N2, "
+    "block_size]."
+)
 SEPARATE = (
-    Tensor("key_antiquant_scale", "Scales of integer keys.", True),
+    Tensor("key_antiquant_scale", f"Scales of integer keys, {BY_MODE}", True),
     Tensor("key_antiquant_offset", "Added to integer keys before scaling.", True),
-    Tensor("value_antiquant_scale", "Scales of integer values.", True),
+    Tensor("value_antiquant_scale", f"Scales of integer values, {BY_MODE}", True),
     Tensor("value_antiquant_offset", "Added to integer values before scaling.", True),
 )
 SHARED_PREFIX = (
@@ -128,7 +154,12 @@ ROPES = (
     Tensor("key_rope", "Rope part of the key rows, as the keys lie.", True),
     Tensor("key_rope_antiquant_scale", "Reserved.", True),
 )
-DEQUANT_QUERY = Tensor("dequant_scale_query", "Scale of an int8 query, per row and head.", True, dtypes="float32")
+DEQUANT_QUERY = Tensor(
+    "dequant_scale_query",
+    "Scale of an int8 query, per row and head. query_rope comes divided by it and by the key's scale.",
+    True,
+    dtypes="float32",
+)
 SINK = Tensor(
     "learnable_sink", "One more logit per query head, without a value.", True, dtypes="bfloat16 float16 float32",
     shape="N1",
@@ -149,12 +180,14 @@ LAYOUT = Attr(
 SPARSE_MODE = Attr(
     "sparse_mode",
     "0 mask and window, 1 mask alone, 2 causal from the upper left, 3 to the lower right, 4 window to the lower right, "
-    "9 tree.",
+    "9 tree. One-token queries outside packed layouts see every key that the mask leaves.",
     default=0,
     domain="0 <= sparse_mode <= 4 or sparse_mode == 9",
     bad=5,
 )
-PROMPT_MODE = replace(SPARSE_MODE, text=SPARSE_MODE.text.replace(", 9 tree", ""), domain="0 <= sparse_mode <= 4")
+PROMPT_MODE = replace(
+    SPARSE_MODE, text=SPARSE_MODE.text.replace(", 9 tree", "").partition(" One")[0], domain="0 <= sparse_mode <= 4"
+)
 PRECISE = Attr(
     "inner_precise",
     "Bit 1: rows that a mask empties are zeros, not the mean of the values. Bit 0 has no effect.",
@@ -189,7 +222,15 @@ QUERY_MODE = Attr(
 )
 PSE_TYPE = Attr("pse_type", "0: pse_shift is added to the scaled scores.", default=0, domain="pse_type == 0", bad=2)
 LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool, default=False)
-OUT = output("attention_out", "The output rows.", words("1", "Dv", output=True), f"{FLOATS} int8", make=torch.zeros)
+OUT = output(
+    "attention_out",
+    "The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no key, the mean "
+    "of the "
+    "values where the mask alone hides all.",
+    words("1", "Dv", output=True),
+    f"{FLOATS} int8",
+    make=torch.zeros,
+)
 LSE = output(
     "softmax_lse",
     "max + ln(sum) of every row's scores; +inf where it has no key. Written where asked for.",
@@ -323,7 +364,7 @@ FUSED_V1 = PROMPT_V1.version(
     "aclnnFusedInferAttentionScore",
     "Attention of prompts and of new tokens over a cache: stacked, packed, listed or paged, of floats or integers.",
     params=(
-        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, ANTI_SCALE, ANTI_OFFSET),
+        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, FUSED_SCALE, ANTI_OFFSET),
         *(BLOCK_TABLE, QUERY_PADDING, KV_PADDING, NUM_HEADS, SCALE, PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, LSE_FLAG, OUT, LSE),
     ),
@@ -362,14 +403,21 @@ FUSED_V5 = FUSED_V4.version(
     rules=(*(rule for rule in FUSED_V4.rules if rule.param not in ("antiquant_scale", "antiquant_offset")), *LAST),
 )
 TORCH_HEADS, TORCH_PRECISE = replace(NUM_HEADS, default=1), replace(PRECISE, default=0)
+CAUSAL = NEXT.text + " 0, the default, makes a call with a mask in mode 0 causal too."
 TORCH_PFA = PROMPT_V3.version(
     "npu_prompt_flash_attention",
-    "torch_npu's attention of prompts.",
+    "Attention of prompts: padded rows, or packed ones.",
     source="Ascend op-plugin",
+    keywords="padding_mask",
+    example="""\
+>>> q, k = torch.randn(2, 5, 4 * 64), torch.randn(2, 7, 64)
+>>> out = npu_prompt_flash_attention(q, k, k, num_heads=4, num_key_value_heads=1, scale_value=0.125)
+>>> list(out.shape)
+[2, 5, 256]""",
     params=(
         *(QUERY, PROMPT_KEY, PROMPT_VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, Q_LENGTHS),
         *(spelled(p, p.name.replace("dequant", "deq")) if "dequant" in p.name else p for p in PROMPT_QUANT),
-        *(TORCH_HEADS, SCALE, PRE, replace(NEXT, default=0), LAYOUT, KV_HEADS, KV_LENGTHS),
+        *(TORCH_HEADS, SCALE, PRE, replace(NEXT, default=0, text=CAUSAL), LAYOUT, KV_HEADS, KV_LENGTHS),
         replace(
             PROMPT_MODE,
             text=PROMPT_MODE.text.removesuffix(".") + "; 10 to 14 are 0 to 4 in high precision.",
@@ -379,12 +427,27 @@ TORCH_PFA = PROMPT_V3.version(
     ),
     rules=PROMPT_V3.rules + PROMPT_WINDOW + TORCH,
 )
+KEYS = dict.fromkeys(("key", "value"), torch.Tensor)  # torch_npu declares no lists
 TORCH_V1 = FUSED_V3.version(
     "npu_fused_infer_attention_score",
-    "torch_npu's attention of prompts and of new tokens over a cache: (attention_out, softmax_lse).",
+    FUSED_V1.summary,
     source="Ascend op-plugin",
+    keywords="pse_shift",
+    declared=KEYS | dict.fromkeys(("query_padding_size", "kv_padding_size"), TENSOR_FIRST),
+    returns="(attention_out, softmax_lse); without softmax_lse_flag the second has no elements. `.out(..., "
+    "workspace=None, "
+    "out=[attention_out, softmax_lse])` writes into tensors that are given.",
+    example="""\
+>>> q, pages = torch.randn(5, 4, 64), torch.randn(8, 16, 64)
+>>> table = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)
+>>> mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+>>> out, _ = npu_fused_infer_attention_score(q, pages, pages, atten_mask=mask, sparse_mode=3,
+...     input_layout="TND", actual_seq_lengths=[4, 5], actual_seq_lengths_kv=[20, 31],
+...     block_table=table, block_size=16, num_heads=4, num_key_value_heads=1, scale=0.125)
+>>> list(out.shape)
+[5, 4, 64]""",
     params=(
-        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, ANTI_SCALE, ANTI_OFFSET),
+        *(QUERY, KEY, VALUE, PSE_SHIFT, ATTEN_MASK, Q_LENGTHS, KV_LENGTHS, *PROMPT_QUANT, FUSED_SCALE, ANTI_OFFSET),
         *(*SEPARATE, BLOCK_TABLE, QUERY_PADDING, KV_PADDING, *SHARED_PREFIX, *ROPES),
         *(TORCH_HEADS, spelled(SCALE, "scale"), PRE, NEXT, LAYOUT, KV_HEADS, SPARSE_MODE, TORCH_PRECISE),
         *(BLOCK_SIZE, ANTI_MODE, KEY_MODE, VALUE_MODE, LSE_FLAG, OUT, LSE),
@@ -398,8 +461,18 @@ DTYPES = (
 )
 TORCH_V2 = FUSED_V4.version(
     "npu_fused_infer_attention_score_v2",
-    "torch_npu's attention of prompts and of new tokens over a cache, with sinks: (attention_out, softmax_lse).",
+    "npu_fused_infer_attention_score with sinks and a scale per query row; other names, and a few parameters fewer.",
     source="Ascend op-plugin",
+    keywords="query_rope",
+    declared=KEYS | {"out_dtype": int | torch.dtype | None},
+    returns=TORCH_V1.returns.replace("softmax_lse_flag", "return_softmax_lse"),
+    example="""\
+>>> q, k = torch.randn(2, 1, 4, 64), torch.randn(2, 9, 1, 64)
+>>> heads = {"num_query_heads": 4, "num_key_value_heads": 1, "learnable_sink": torch.zeros(4)}
+>>> out, lse = npu_fused_infer_attention_score_v2(q, k, k, input_layout="BSND", actual_seq_kvlen=[9, 4], **heads,
+...     softmax_scale=0.125, return_softmax_lse=True)
+>>> list(out.shape), list(lse.shape)
+([2, 1, 4, 64], [2, 4, 1, 1])""",
     params=(
         *(QUERY, KEY, VALUE, *ROPES[:2], PSE_SHIFT, ATTEN_MASK),
         *(spelled(Q_LENGTHS, "actual_seq_qlen"), spelled(KV_LENGTHS, "actual_seq_kvlen"), BLOCK_TABLE, DEQUANT_QUERY),
@@ -411,7 +484,11 @@ TORCH_V2 = FUSED_V4.version(
         *(SPARSE_MODE, BLOCK_SIZE, QUERY_MODE, spelled(KEY_MODE, "key_quant_mode")),
         *(spelled(VALUE_MODE, "value_quant_mode"), TORCH_PRECISE, spelled(LSE_FLAG, "return_softmax_lse")),
         *(Attr(name, "Reserved.", default=None) for name in DTYPES),
-        Attr("out_dtype", "Of the output beside an int8 query or output: torch's number of a dtype.", default=None),
+        Attr(
+            "out_dtype",
+            "Of the output beside int8 rows or quant_scale_out: torch.int8, float16, bfloat16, or its number.",
+            default=None,
+        ),
         *(OUT, LSE),
     ),
     rules=FUSED_V4.rules + INTEGERS_WITH_ROPE + RESERVED + OWN_DTYPE + TORCH + TORCH_FUSED,

@@ -15,7 +15,7 @@ from fusion_attention.contract import INVALID, Attr, Op, Tensor
 from fusion_attention.ops.indexer.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
 from fusion_attention.ops.indexer.call import GRADIENTS as GRADIENT_NAMES
 from fusion_attention.ops.indexer.lower import lower
-from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
@@ -31,6 +31,7 @@ from fusion_attention.ops.sparse.records import (
     PRE,
     QUERY,
     TABLE,
+    TENSORS,
     key_layout,
     rows,
 )
@@ -216,8 +217,17 @@ GRAD_V1 = V1.version(
 )
 TORCH = V1.version(
     "npu_lightning_indexer",
-    "torch_npu's lightning indexer: (sparse_indices, sparse_values).",
+    V1.summary,
     source="Ascend op-plugin",
+    keywords="actual_seq_lengths_query",
+    declared=TENSORS,
+    returns="(sparse_indices, sparse_values): positions within the sequence, by descending score; values "
+    "are empty unless they are asked for.",
+    example="""\
+>>> q, k, w = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 6, 4)
+>>> indices, values = npu_lightning_indexer(q, k, w, sparse_count=4, return_value=True)
+>>> list(indices.shape), list(values.shape)
+([1, 6, 1, 4], [1, 6, 1, 4])""",
     params=(
         *(QUERY, KEY, WEIGHTS, *INDEX_ENDS),
         *(TABLE, spelled(LAYOUT, "layout_query"), spelled(LAYOUT_KV, "layout_key"), replace(COUNT, default=2048)),
@@ -226,8 +236,15 @@ TORCH = V1.version(
 )
 TORCH_GRAD = GRAD_V1.version(
     "npu_lightning_indexer_grad",
-    "Gradients of npu_lightning_indexer: (dq, dk, dweights).",
+    "Gradients of npu_lightning_indexer's values.",
     source="Ascend op-plugin",
+    declared=TENSORS | or_none(LAYOUT, MODE, PRE, NEXT),
+    example="""\
+>>> q, k, w = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 6, 4)
+>>> indices, values = npu_lightning_indexer(q, k, w, sparse_count=4, return_value=True)
+>>> dq, dk, dw = npu_lightning_indexer_grad(q, k, torch.ones_like(values), indices, w)
+>>> list(dw.shape)
+[1, 6, 4]""",
     rules=(HEADS, *GRAD_V1.rules),
     params=(*(QUERY, KEY, DVALUES, INDICES, WEIGHTS, *INDEX_ENDS), *(LAYOUT, MODE, PRE, NEXT, *GRADIENTS)),
 )

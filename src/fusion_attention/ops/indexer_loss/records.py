@@ -13,7 +13,7 @@ import torch
 from fusion_attention.contract import REQUIRED, Op, Tensor
 from fusion_attention.ops.indexer_loss.call import RESULTS, STATISTICS, fresh, fresh_statistics
 from fusion_attention.ops.indexer_loss.lower import lower
-from fusion_attention.ops.shared.params import FLOATS, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, limit, no_float32, only_dim, refused
 from fusion_attention.ops.sparse.checks import FUNCTIONS, lengths
@@ -79,7 +79,7 @@ def of_index(heads: str, dim: str, dtypes: str, like: str) -> tuple[Tensor, Tens
 QUERY_INDEX, KEY_INDEX, WEIGHTS = of_index("Ni", "Di", "=query", "query")
 INDICES = Tensor(
     "sparse_indices",
-    "The keys that every row selects, for all heads; -1 ends a list.",
+    "The keys that every row selects, for all heads, packed to the front; -1 ends a list.",
     dtypes="int32 int64",
     shape=rows("1", "1", "K"),
     make=first_block,
@@ -87,7 +87,7 @@ INDICES = Tensor(
 INDEX_STATISTICS = {"BSND": "B 1 S1", "TND": "1 T1"}
 MAX_INDEX = Tensor(
     "softmax_max_index",
-    "Row maxima of the indexer's scores.",
+    "Row maxima of the indexer's scores, of npu_dense_lightning_indexer_softmax_lse.",
     dtypes="float32",
     shape=INDEX_STATISTICS,
     make=lambda shape: torch.full(shape, 64.0),  # above the scores of a sample
@@ -261,10 +261,21 @@ I_j &= \sum_h w_h \max(0,\; q^{index}_h \cdot k^{index}_j) \qquad j \text{ over 
     sizes={**SIZES, "N1": 8, "D": 128},
     samples={"TND": PACKED_SAMPLE},
 )
+NULLABLE = or_none(LAYOUT, *WINDOW)
 TORCH = V1.version(
     "npu_sparse_lightning_indexer_grad_kl_loss",
-    "torch_npu's loss over selected keys: (d_query_index, d_key_index, d_weights, loss).",
+    "The indexer's loss over the selected keys, and its gradients.",
     source="Ascend op-plugin",
+    keywords="query_rope",
+    declared=NULLABLE,
+    example="""\
+>>> q, k, index_q, index_k = (torch.randn(1, 6, heads, 16) for heads in (4, 1, 2, 1))
+>>> lists, statistics = torch.arange(6).expand(1, 6, 1, 6), torch.full((2, 1, 1, 6, 4), 3.0)
+>>> *gradients, loss = npu_sparse_lightning_indexer_grad_kl_loss(
+...     q, k, index_q, index_k, torch.rand(1, 6, 2), lists, *statistics, 0.25
+... )
+>>> [list(gradient.shape) for gradient in gradients], list(loss.shape)
+([[1, 6, 2, 16], [1, 6, 1, 16], [1, 6, 2]], [1])""",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, INDICES, MAX_IN, SUM_IN, SCALE, QUERY_ROPE, KEY_ROPE, Q_LENGTHS, KLEN),
         *(LAYOUT, *WINDOW, SINKS, *RESULT),
@@ -272,8 +283,19 @@ TORCH = V1.version(
 )
 TORCH_DENSE = DENSE_V1.version(
     "npu_dense_lightning_indexer_grad_kl_loss",
-    "torch_npu's loss over all keys: (d_query_index, d_key_index, d_weights, loss).",
+    "The indexer's loss over all keys that a row sees, and its gradients.",
     source="Ascend op-plugin",
+    keywords="query_rope",
+    declared=NULLABLE,
+    example="""\
+>>> q, k, index_q, index_k = (torch.randn(1, 6, heads, 16) for heads in (4, 4, 2, 1))
+>>> statistics, weights = torch.full((2, 1, 4, 6, 1), 3.0), torch.rand(1, 6, 2)
+>>> own = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, weights)
+>>> *gradients, loss = npu_dense_lightning_indexer_grad_kl_loss(
+...     q, k, index_q, index_k, weights, *statistics, *own, 0.25
+... )
+>>> list(loss.shape)
+[1]""",
     params=(
         *(*OF_ATTENTION, *OF_INDEX, MAX_IN, SUM_IN, MAX_INDEX, SUM_INDEX, SCALE, QUERY_ROPE, KEY_ROPE),
         *(Q_LENGTHS, KLEN, LAYOUT, *WINDOW, *RESULT),
@@ -281,8 +303,15 @@ TORCH_DENSE = DENSE_V1.version(
 )
 TORCH_LSE = LSE_V1.version(
     "npu_dense_lightning_indexer_softmax_lse",
-    "torch_npu's statistics of an indexer's scores: (softmax_max, softmax_sum).",
+    LSE_V1.summary,
     source="Ascend op-plugin",
+    keywords="actual_seq_qlen",
+    declared=NULLABLE,
+    example="""\
+>>> index_q, index_k = torch.randn(1, 6, 2, 16), torch.randn(1, 6, 1, 16)
+>>> top, total = npu_dense_lightning_indexer_softmax_lse(index_q, index_k, torch.rand(1, 6, 2))
+>>> list(top.shape), float(total[0, 0, 0])
+([1, 1, 6], 1.0)""",
     params=(LSE_QUERY, LSE_KEY, LSE_WEIGHTS, Q_LENGTHS, KLEN, LAYOUT, *WINDOW, LSE_MAX, LSE_SUM),
 )
 

@@ -14,7 +14,15 @@ from fusion_attention.contract import INVALID, Array, Attr, Tensor, Tensors
 from fusion_attention.ops.inference.checks import FUNCTIONS
 from fusion_attention.ops.inference.lower import RESULTS, fresh, geometry, lower
 from fusion_attention.ops.inference.rules import EARLY, RULES
-from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, in_order, keeps_or_adds, output, unmasked
+from fusion_attention.ops.shared.params import (
+    FLOATS,
+    PAGE_IDS,
+    TENSOR_FIRST,
+    in_order,
+    keeps_or_adds,
+    output,
+    unmasked,
+)
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import own_scale, untrained
 
@@ -27,38 +35,67 @@ def _rows(side: str) -> dict[str, str]:
     return {"BSH": f"B {s} {n}*D", "BNSD": f"B {n} {s} D", "BSND": f"B {s} {n} D"}
 
 
-QUERY = Tensor("query", "Query rows, one per item.", dtypes=FLOATS, shape=_rows("1"))
-KEY = Tensors("key", "Key rows: one tensor, one per item, or pages.", shape=_rows("2"))
+QUERY = Tensor(
+    "query",
+    "Query rows, one per item; more see the cache as the last rows of a prompt do.",
+    dtypes=FLOATS,
+    shape=_rows("1"),
+)
+KEY = Tensors(
+    "key",
+    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D] or [blocks, N2, block_size, D].",
+    shape=_rows("2"),
+)
 VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=_rows("2"))
-PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores.", True, dtypes="=query")
+PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1, S2].", True, dtypes="=query")
 ATTEN_MASK = Tensor(
     "atten_mask",
-    "1 = this token is not seen.",
+    "1 = this token is not seen: [B, S2], [B, 1, S2] or [B, 1, 1, S2].",
     True,
     dtypes="bool int8 uint8",
     cast=keeps_or_adds("pse_shift"),
     make=unmasked,
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
-LENGTHS = Array("actual_seq_lengths", "Tokens of every item in the cache; one number serves all.", True)
+LENGTHS = Array(
+    "actual_seq_lengths", "Tokens of every item in the cache; one number serves all; None: the whole cache.", True
+)
 DEQUANT_1 = Tensor("dequant_scale1", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
 QUANT_1 = Tensor("quant_scale1", "Of an int8 query: reserved.", True, dtypes="float32 bfloat16")
 DEQUANT_2 = Tensor("dequant_scale2", "Of an int8 query: reserved.", True, dtypes="uint64 float32")
-QUANT_2 = Tensor("quant_scale2", "Scale of int8 output, 1 or N1*D elements.", True, dtypes="float32 bfloat16 uint64")
-OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output.", True, dtypes="float32 bfloat16")
-ANTI_SCALE = Tensor("antiquant_scale", "Scales of an int8 cache, keys then values.", True, dtypes=FLOATS)
-ANTI_OFFSET = Tensor("antiquant_offset", "Added to the integers before scaling.", True, dtypes=FLOATS)
+QUANT_2 = Tensor(
+    "quant_scale2",
+    "Scale of int8 output, 1 or N1*D elements; halves round to even (one scale) or away from zero.",
+    True,
+    dtypes="float32 bfloat16 uint64",
+)
+OFFSET_2 = Tensor("quant_offset2", "Offset of int8 output, as quant_scale2.", True, dtypes="float32 bfloat16")
+ANTI_SCALE = Tensor(
+    "antiquant_scale",
+    "Scales of an int8 cache, keys then values: [2], [2, N2, 1, D], [2, N2, D] or [2, N2*D].",
+    True,
+    dtypes=FLOATS,
+)
+ANTI_OFFSET = Tensor(
+    "antiquant_offset", "Added to the integers before scaling; as antiquant_scale.", True, dtypes=FLOATS
+)
 BLOCK_TABLE = Tensor(
     "block_table", "The pages of every item, in order.", True, dtypes=PAGE_IDS, shape="B pages", make=in_order
 )
 PADDING_SIZE = Array("kv_padding_size", "Unused slots behind every item, which ends there (left padding).", True)
 NUM_HEADS = Attr("num_heads", "Query heads.", axis="N1", code=INVALID)
-SCALE = Attr("scale_value", "Factor on query . key.", type=float, default=1.0)
+SCALE = Attr("scale_value", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
 LAYOUT = Attr("input_layout", "Axis order of query, the output, and a cache without pages.", type=str, code=INVALID)
 KV_HEADS = Attr("num_key_value_heads", "Key heads; 0: as many as query heads.", default=0)
 BLOCK_SIZE = Attr("block_size", "Tokens of a page; ignored without a block table.", default=0)
 INNER_PRECISE = Attr("inner_precise", "0 or 1; both compute in float32.", default=1)
-OUT = output("attention_out", "The output rows.", _rows("1"), f"{FLOATS} int8", make=torch.zeros)
+OUT = output(
+    "attention_out",
+    "The output rows: zeros without tokens, the mean of the values where all are masked. int8 beside quant_scale2.",
+    _rows("1"),
+    f"{FLOATS} int8",
+    make=torch.zeros,
+)
 
 FORMULA = """K, V = (stored + antiquant_offset) * antiquant_scale         where the cache is int8
 S    = scale_value * Q K^T + pse_shift
@@ -119,8 +156,16 @@ V4 = V3.version(
 )
 TORCH = V4.version(
     "npu_incre_flash_attention",
-    "torch_npu's attention of one new token per item over its cache.",
+    "Attention of one new token per item over its cache: stacked or paged, of floats or int8.",
     source="Ascend op-plugin",
+    keywords="padding_mask",
+    declared={"key": torch.Tensor, "value": torch.Tensor, "kv_padding_size": TENSOR_FIRST},
+    example="""\
+>>> q, cache = torch.randn(2, 1, 4 * 64), torch.randn(2, 100, 64)
+>>> heads = {"num_heads": 4, "num_key_value_heads": 1, "scale_value": 0.125}
+>>> out = npu_incre_flash_attention(q, cache, cache, actual_seq_lengths=[7, 100], **heads)
+>>> list(out.shape)
+[2, 1, 256]""",
     params=(
         *(QUERY, KEY, VALUE, PADDING_MASK, ATTEN_MASK, PSE_SHIFT, LENGTHS, ANTI_SCALE, ANTI_OFFSET, BLOCK_TABLE),
         *(DEQUANT_1, QUANT_1, DEQUANT_2, QUANT_2, OFFSET_2, PADDING_SIZE, replace(NUM_HEADS, default=1), SCALE),

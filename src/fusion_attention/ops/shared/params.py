@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusion_attention.contract import Attr, Tensor
@@ -44,15 +46,6 @@ def scale_of(given: float | None, dim: int, rope: int = 0) -> float:
     return (dim + rope) ** -0.5 if given is None else float(given)
 
 
-# The default of a scale in torch_npu's functions: a call that leaves it out has this object, and no other 1.0.
-ONE = float("1.0")
-
-
-def chosen(scale: float) -> float | None:
-    """A scale that a call says itself; None where it left it out."""
-    return None if scale is ONE else scale
-
-
 BLOCKED = Tensor(
     "blocked", "True removes a score.", True, dtypes="bool uint8", cast=keeps_or_adds("bias"), make=unmasked
 )
@@ -68,3 +61,11 @@ SOFTCAP = Attr(
     bad=-1.0,
 )
 PAGE_IDS = "int32 int64"
+
+# For Op.declared: lengths that torch_npu declares as a tensor, and attributes that may be None there.
+TENSOR_FIRST = torch.Tensor | Sequence[int] | np.ndarray | None
+
+
+def or_none(*attributes: Attr) -> dict[str, Any]:
+    """Attributes that may be None."""
+    return {p.name: p.type | None for p in attributes}

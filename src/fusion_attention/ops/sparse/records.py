@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Op, Tensor
-from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, PAGE_IDS, SINK, TENSOR_FIRST, or_none, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import ROPE, invalid, limit, no_float32, only_dim
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, RESULTS, fresh, fresh_gradients
@@ -63,7 +63,8 @@ VALUE = Tensor(
 )
 INDICES = Tensor(
     "sparse_indices",
-    "Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.",
+    "Per row and key head the selected blocks, packed to the front, numbered from the sequence's first; -1 ends a "
+    "list.",
     dtypes="int32 int64",
     shape=rows("1", "N2", "K"),
     make=first_block,
@@ -316,10 +317,20 @@ GRAD_V1 = V1.version(
     trains={},
     samples=BACKWARD_SAMPLES,
 )
+TENSORS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 TORCH = V1.version(
     "npu_sparse_flash_attention",
-    "torch_npu's sparse attention: (attention_out, softmax_max, softmax_sum).",
+    V1.summary,
     source="Ascend op-plugin",
+    keywords="block_table",
+    declared=TENSORS | {"value": torch.Tensor | None},
+    returns="(attention_out, softmax_max, softmax_sum); statistics are empty unless they are asked for.",
+    example="""\
+>>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16)
+>>> indices = torch.arange(4).expand(1, 6, 1, 4)
+>>> out, *_ = npu_sparse_flash_attention(q, kv, kv, indices, 0.25, attention_mode=2)
+>>> list(out.shape)
+[1, 6, 4, 16]""",
     params=(
         *(QUERY, KEY, VALUE, INDICES, SCALE, TABLE, *ENDS),
         *(QUERY_ROPE, KEY_ROPE, replace(BLOCK, default=1), spelled(LAYOUT, "layout_query"), LAYOUT_KV, MODE, PRE, NEXT),
@@ -328,8 +339,17 @@ TORCH = V1.version(
 )
 TORCH_GRAD = GRAD_V1.version(
     "npu_sparse_flash_attention_grad",
-    "Gradients of npu_sparse_flash_attention: (dquery, dkey, dvalue, dquery_rope, dkey_rope).",
+    "Gradients of npu_sparse_flash_attention, from its statistics and its output.",
     source="Ascend op-plugin",
+    declared=TORCH.declared | or_none(LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE),
+    returns="(dquery, dkey, dvalue, dquery_rope, dkey_rope); absent ones are empty.",
+    example="""\
+>>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16)
+>>> indices = torch.arange(4).expand(1, 6, 1, 4)
+>>> saved = npu_sparse_flash_attention(q, kv, kv, indices, 0.25, return_softmax_lse=True)
+>>> dq, dk, dv, *_ = npu_sparse_flash_attention_grad(q, kv, kv, indices, torch.ones_like(q), *saved, 0.25, 1)
+>>> list(dk.shape)
+[1, 9, 1, 16]""",
     params=(
         *(QUERY, KEY, VALUE, INDICES, DY, ATTENTION_IN, MAX_IN, SUM_IN, SCALE, BLOCK, QUERY_ROPE, KEY_ROPE),
         *(Q_LENGTHS, KV_LENGTHS, LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE, *GRADIENTS),

@@ -14,11 +14,45 @@ from fusion_attention.contract import dtype_text, trained
 from fusion_attention.ir.bias import TABLE_ROWS
 from fusion_attention.ir.mask import INFINITE, NONE_BLOCKED, TILE, tokens
 from fusion_attention.ops.shared.checks import float32, stays_unread
-from fusion_attention.ops.shared.lengths import last_end, rising
+from fusion_attention.ops.shared.lengths import last_end, lengths_of, rising
 from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.statistics_order import own_matrix, statistics_in_order
 
 TRIANGLE, PREFIX_TRIANGLE = (2048, 2048), (3072, 2048)
+
+
+def lengths(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths per sequence, the axes B, S1 and S2 where rows are packed, and the form of pse."""
+    results: dict[str, Any] = {}
+    if names["input_layout"] == "TND":
+        q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
+        results = {"B": len(q_len), "S1": int(q_len.max()), "S2": int(kv_len.max())}
+    else:
+        q_len = np.full(names["B"], names["S1"], np.int64)
+        kv_len = np.full(names["B"], names["S2"], np.int64)
+    results |= {"q_len": q_len, "kv_len": kv_len}
+    return results | {"pse_form": _pse_form({**names, **results})}
+
+
+def _pse_form(names: dict[str, Any]) -> str:
+    """The Form.bias of an external pse; "" if it fits none."""
+    pse, batches = names["pse"], (1, names["B"])
+    if pse is None or names["pse_type"] in (2, 3):
+        return "none"
+    heads, s1, s2 = names["N1"], names["S1"], names["S2"]
+    own = pse.dim() == 4 and pse.shape[0] in batches and pse.shape[1] == heads and pse.shape[3] == s2
+    if names["input_layout"] != "TND":
+        if own and pse.shape[2] in (1, s1):
+            return "broadcast"
+        return "aligned" if own and pse.shape[2] == TABLE_ROWS <= s1 else ""
+    if own and pse.shape[2] == TABLE_ROWS:
+        return "aligned"
+    # Flat, or 4-D where all sequences have one length.
+    if pse.dim() != 1 and not (own and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
+        return ""
+    if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
+        return "blocks"
+    return "row_blocks" if pse.numel() == heads * int(names["kv_len"].sum()) else ""
 
 
 def dense_window(mode: int, pre: int, next_: int, rows: int, keys: int) -> bool | str:

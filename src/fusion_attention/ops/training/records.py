@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from fusion_attention.contract import INVALID, Array, Attr, Tensor
-from fusion_attention.ir.bias import TABLE_ROWS
 from fusion_attention.ir.mask import UNLIMITED
-from fusion_attention.ops.shared.lengths import lengths_of
-from fusion_attention.ops.shared.params import FLOATS, SINK, keeps_or_adds, output, spelled
+from fusion_attention.ops.shared.params import FLOATS, SINK, TENSOR_FIRST, keeps_or_adds, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import PACKED, PADDED, doubt, own_scale
-from fusion_attention.ops.training.checks import FUNCTIONS
+from fusion_attention.ops.training.checks import FUNCTIONS, lengths
+from fusion_attention.ops.training.formulas import BACKWARD_FORMULA, BACKWARD_TEX, FORWARD_FORMULA, FORWARD_TEX
 from fusion_attention.ops.training.lower import lower
 from fusion_attention.ops.training.mask_rules import SLOPES
 from fusion_attention.ops.training.rules import (
@@ -69,22 +66,32 @@ def _triangle() -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------- parameters
 
 QUERY = Tensor("query", "Query rows.", dtypes=FLOATS, shape=rows("1", "D"))
-KEY = Tensor("key", "Key rows.", dtypes="=query", shape=rows("2", "D"))
+KEY = Tensor("key", "Key rows; N1 is a multiple of N2.", dtypes="=query", shape=rows("2", "D"))
 VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=rows("2", "Dv"))
 DY = Tensor("dy", "Gradient of the output.", dtypes="=query", shape=rows("1", "Dv"))
 QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="=query", shape=rows("1", "Dr"))
 KEY_ROPE = Tensor("key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "Dr"))
-PSE = Tensor("pse", "Bias on the scores; slopes for pse_type 2 and 3.", True)
+PSE = Tensor(
+    "pse",
+    "Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks. Slopes, float32 "
+    "[B, N1] or [N1], for pse_type 2 and 3.",
+    True,
+)
 DROP_MASK = Tensor(
     "drop_mask",
-    "One bit per score, 1 = kept.",
+    "One bit per score, 1 = kept, least significant bit first.",
     True,
     dtypes="uint8",
     make=lambda s: torch.full(s, 255, dtype=torch.uint8),
 )
 PADDING_MASK = Tensor("padding_mask", "Reserved.", True)
 ATTEN_MASK = Tensor(
-    "atten_mask", "1 = this score is removed.", True, dtypes="bool uint8", cast=keeps_or_adds("pse"), make=_mask
+    "atten_mask",
+    "1 = this score is removed; its shape is as sparse_mode says.",
+    True,
+    dtypes="bool uint8",
+    cast=keeps_or_adds("pse"),
+    make=_mask,
 )
 MAX_IN = Tensor(
     "softmax_max", "Row maxima that the forward returned.", dtypes="float32", shape=STATISTICS, make=torch.zeros
@@ -105,11 +112,11 @@ PACKED_MAX_IN, PACKED_SUM_IN = packed(MAX_IN), packed(SUM_IN)
 SOFTMAX_IN = Tensor("softmax_in", "Reserved.", True)
 ATTENTION_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=rows("1", "Dv"))
 PREFIX = Array("prefix", "Per sequence the keys that every row sees (modes 5 and 6).", True)
-Q_ENDS = Array("actual_seq_qlen", "Cumulative end of every sequence's query rows.", True)
-KV_ENDS = Array("actual_seq_kvlen", "Cumulative end of every sequence's keys.", True)
+Q_ENDS = Array("actual_seq_qlen", "TND: cumulative end of every sequence's query rows.", True)
+KV_ENDS = Array("actual_seq_kvlen", "TND: cumulative end of every sequence's keys.", True)
 Q_START = Array("q_start_idx", "Position of the first query row in its sequence (element 0 is read); None: 0.", True)
 KV_START = Array("kv_start_idx", "Position of the first key in its sequence (element 0 is read); None: 0.", True)
-SCALE = Attr("scale", "Factor on query . key.", type=float, default=1.0)
+SCALE = Attr("scale", "Factor on query . key; 1.0 unless said, not 1 / sqrt(D).", type=float, default=1.0)
 KEEP_PROB = Attr(
     "keep_prob",
     "Share of probabilities that dropout keeps.",
@@ -118,22 +125,23 @@ KEEP_PROB = Attr(
     domain="0 < keep_prob <= 1",
     bad=1.5,
 )
-PRE = Attr("pre_tokens", "Window to the left (modes 0 and 4).", default=UNLIMITED)
-NEXT = Attr("next_tokens", "Window to the right (modes 0, 4, 7, 8).", default=UNLIMITED)
+PRE = Attr("pre_tokens", "Window to the left, in tokens (modes 0 and 4).", default=UNLIMITED)
+NEXT = Attr("next_tokens", "Window to the right, in tokens (modes 0, 4, 7, 8).", default=UNLIMITED)
 HEAD_NUM = Attr("head_num", "Query heads.", axis="N1", code=INVALID)
 LAYOUT = Attr("input_layout", "Axis order of query, key, value and the output.", type=str, code=INVALID)
 INNER_PRECISE = Attr("inner_precise", "2: rows that see no key return zeros.", default=0)
 SPARSE_MODE = Attr("sparse_mode", "How mask, window and prefix combine (docs/sparse_modes.md).", default=0)
 PSE_TYPE = Attr(
     "pse_type",
-    "1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes.",
+    "1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance, or slope * "
+    "sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|.",
     default=1,
     domain="0 <= pse_type <= 3",
     bad=4,
 )
 STATS_LAYOUT = Attr(
     "softmax_layout",
-    "Order of packed statistics: per sequence head-major, or token-major.",
+    'Order of packed statistics: "" head by head in each sequence; otherwise token by token.',
     type=str,
     default="",
     domain="softmax_layout in ('', 'same_as_input')",
@@ -168,27 +176,6 @@ DSINK = output("dsink", "Gradient of sink.", "N1", "float32")
 
 # ---------------------------------------------------------------------------------------------------------- records
 
-FORWARD_FORMULA = """S   = scale * (Q K^T + pse)                 pse_type 1; the others add after scaling
-P   = exp(S - max) / sum                    over the keys that mask, window and prefix leave
-out = (P * keep / keep_prob) V"""
-FORWARD_TEX = r"""\begin{aligned}
-S &= \begin{cases} s\,(QK^\top + pse) & \text{pse\_type } 1 \\ s\,QK^\top + pse & \text{else} \end{cases} \\
-P_{ij} &= \frac{e^{S_{ij} - m_i}}{\ell_i}, \quad m_i = \max_j S_{ij}, \quad \ell_i = \sum_j e^{S_{ij} - m_i},
-  \quad j \text{ over the keys that row } i \text{ sees} \\
-out &= \frac{P \odot keep}{p_{keep}}\, V
-\end{aligned}"""
-BACKWARD_FORMULA = """P  = exp(S - max) / sum                     from the saved statistics
-dV = (P * keep / keep_prob)^T dY
-dS = P * ((dY V^T) * keep / keep_prob - rowsum(dY * out))
-dQ = scale * dS K        dK = scale * dS^T Q        dpse = dS (pse_type 0) or scale * dS (pse_type 1)"""
-BACKWARD_TEX = r"""\begin{aligned}
-P_{ij} &= \frac{e^{S_{ij} - m_i}}{\ell_i} \quad \text{from the saved } m \text{ and } \ell \\
-dV &= \Big(\frac{P \odot keep}{p_{keep}}\Big)^{\!\top} dY \\
-dS &= P \odot \Big(\frac{dY\,V^\top \odot keep}{p_{keep}} - \operatorname{rowsum}(dY \odot out)\Big) \\
-dQ &= s\, dS\, K, \qquad dK = s\, dS^\top Q, \qquad dpse =
-  \begin{cases} s\, dS & \text{pse\_type } 1 \\ dS & \text{else} \end{cases}
-\end{aligned}"""
-
 NEUTRAL = {
     "pse_type": 1,
     "softmax_layout": "",
@@ -209,40 +196,6 @@ UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
 RULINGS = (1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28)
 RULINGS_PACKED = (*RULINGS, 6, 7)
 OF_SLOPES = (21, 22)
-
-
-def lengths(names: dict[str, Any]) -> dict[str, Any]:
-    """Lengths per sequence, the axes B, S1 and S2 where rows are packed, and the form of pse."""
-    results: dict[str, Any] = {}
-    if names["input_layout"] == "TND":
-        q_len, kv_len = lengths_of(names["actual_seq_qlen"]), lengths_of(names["actual_seq_kvlen"])
-        results = {"B": len(q_len), "S1": int(q_len.max()), "S2": int(kv_len.max())}
-    else:
-        q_len = np.full(names["B"], names["S1"], np.int64)
-        kv_len = np.full(names["B"], names["S2"], np.int64)
-    results |= {"q_len": q_len, "kv_len": kv_len}
-    return results | {"pse_form": _pse_form({**names, **results})}
-
-
-def _pse_form(names: dict[str, Any]) -> str:
-    """The Form.bias of an external pse; "" if it fits none."""
-    pse, batches = names["pse"], (1, names["B"])
-    if pse is None or names["pse_type"] in (2, 3):
-        return "none"
-    heads, s1, s2 = names["N1"], names["S1"], names["S2"]
-    own = pse.dim() == 4 and pse.shape[0] in batches and pse.shape[1] == heads and pse.shape[3] == s2
-    if names["input_layout"] != "TND":
-        if own and pse.shape[2] in (1, s1):
-            return "broadcast"
-        return "aligned" if own and pse.shape[2] == TABLE_ROWS <= s1 else ""
-    if own and pse.shape[2] == TABLE_ROWS:
-        return "aligned"
-    # Flat, or 4-D where all sequences have one length.
-    if pse.dim() != 1 and not (own and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
-        return ""
-    if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
-        return "blocks"
-    return "row_blocks" if pse.numel() == heads * int(names["kv_len"].sum()) else ""
 
 
 # What a later version has beside the first one: the parameters that follow those named.
@@ -392,15 +345,28 @@ UNPADDING_V5 = UNPADDING_V2.version(
 PRE_TOCKENS, NEXT_TOCKENS = spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens")
 DROPOUT_MASK, SCALE_VALUE = spelled(DROP_MASK, "dropout_mask"), spelled(SCALE, "scale_value")
 RETURNED = "As the forward returned it."
-SEED_AGAIN, OFFSET_AGAIN = replace(SEED, text=RETURNED), replace(OFFSET, text=RETURNED)
+DRAWN_AGAIN = " keep_prob below 1 draws the same bits again; a mask that the forward was given only autograd knows."
+SEED_AGAIN, OFFSET_AGAIN = replace(SEED, text=RETURNED + DRAWN_AGAIN), replace(OFFSET, text=RETURNED)
 SEED_TENSOR, OFFSET_TENSOR = (
     Tensor(name, RETURNED, True, dtypes="int64", shape="1", on_host=True) for name in ("seed", "offset")
 )
 TRAINED = ("query", "key", "value", "pse", "sink")
+# As torch_npu declares them: lengths of the third version as tensors, what a gradient reads as optional.
+LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
+SAVED = dict.fromkeys(("softmax_max", "softmax_sum", "attention_in"), torch.Tensor | None)
+
 TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
-    "torch_npu's training attention: (attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels).",
+    "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
     source="Ascend op-plugin",
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the "
+    "gradient "
+    "to draw again. Differentiable in query, key, value, pse and sink.",
+    example="""\
+>>> q = torch.randn(1, 16, 2, 64)
+>>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
+>>> list(out.shape), list(smax.shape)
+([1, 16, 2, 64], [1, 2, 16, 8])""",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -417,7 +383,15 @@ TORCH_V1 = SCORE_V1.version(
 )
 TORCH_V2 = TORCH_V1.version(
     "npu_fusion_attention_v2",
-    "npu_fusion_attention with rope parts, pse_type and start indices.",
+    "npu_fusion_attention with rope parts, four kinds of pse and start positions.",
+    keywords="pse",
+    returns=TORCH_V1.returns.replace("pse and sink", "pse, query_rope, key_rope and sink"),
+    example="""\
+>>> q = torch.randn(1, 16, 2, 64)
+>>> slopes = torch.tensor([0.5, 0.25])
+>>> out, *_ = npu_fusion_attention_v2(q, q, q, 2, "BSND", pse=slopes, pse_type=2, scale=0.125)
+>>> list(out.shape)
+[1, 16, 2, 64]""",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK, QUERY_ROPE, KEY_ROPE),
         *(SCALE, KEEP_PROB, PRE, NEXT, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -442,7 +416,17 @@ TORCH_V2 = TORCH_V1.version(
 )
 TORCH_V3 = TORCH_V1.version(
     "npu_fusion_attention_v3",
-    "npu_fusion_attention with lengths, seed and offset as tensors: four tensors, seed, offset.",
+    "npu_fusion_attention with lengths, seed and offset as host tensors.",
+    declared=LENGTHS,
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1]. "
+    "Differentiable in "
+    "query, key, value, pse and sink.",
+    example="""\
+>>> q, ends = torch.randn(16, 2, 64), torch.tensor([5, 16])
+>>> lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+>>> out, *_ = npu_fusion_attention_v3(q, q, q, 2, "TND", scale=0.125, **lengths)
+>>> list(out.shape)
+[16, 2, 64]""",
     params=(
         *(QUERY, KEY, VALUE, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(SCALE, KEEP_PROB, PRE_TOCKENS, NEXT_TOCKENS, INNER_PRECISE, PREFIX, Q_ENDS, KV_ENDS),
@@ -452,7 +436,17 @@ TORCH_V3 = TORCH_V1.version(
 )
 TORCH_GRAD_V1 = TORCH_V1.version(
     "npu_fusion_attention_grad",
-    "Gradients of npu_fusion_attention: (dq, dk, dv, dpse, dsink).",
+    "Gradients of npu_fusion_attention, from its statistics and its output.",
+    keywords="pse",
+    declared=SAVED,
+    returns="(dq, dk, dv, dpse, dsink); absent ones are empty, and slopes get zeros.",
+    example="""\
+>>> q = torch.randn(1, 16, 2, 64)
+>>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
+>>> saved = {"softmax_max": smax, "softmax_sum": ssum, "attention_in": out}
+>>> dq, *_ = npu_fusion_attention_grad(q, q, q, out, 2, "BSND", **saved, scale_value=0.125)
+>>> list(dq.shape)
+[1, 16, 2, 64]""",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),
@@ -470,7 +464,9 @@ TORCH_GRAD_V1 = TORCH_V1.version(
 )
 TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
     "npu_fusion_attention_grad_v2",
-    "Gradients of npu_fusion_attention_v2: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
+    "Gradients of npu_fusion_attention_v2, from its statistics and its output.",
+    returns="(dq, dk, dv, dpse, dq_rope, dk_rope, dsink); absent ones are empty, and slopes get zeros.",
+    example=TORCH_GRAD_V1.example.replace("attention(", "attention_v2(").replace("_grad(", "_grad_v2("),
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN, QUERY_ROPE, KEY_ROPE),
@@ -482,7 +478,15 @@ TORCH_GRAD_V2 = TORCH_GRAD_V1.version(
 )
 TORCH_GRAD_V3 = TORCH_GRAD_V1.version(
     "npu_fusion_attention_grad_v3",
-    "Gradients of npu_fusion_attention_v3: (dq, dk, dv, dpse, dsink).",
+    "Gradients of npu_fusion_attention_v3, from its statistics and its output.",
+    declared=LENGTHS | SAVED,
+    example="""\
+>>> q = torch.randn(1, 16, 2, 64)
+>>> out, smax, ssum, _, seed, offset = npu_fusion_attention_v3(q, q, q, 2, "BSND", scale=0.125)
+>>> saved = {"softmax_max": smax, "softmax_sum": ssum, "attention_in": out, "seed": seed, "offset": offset}
+>>> dq, *_ = npu_fusion_attention_grad_v3(q, q, q, out, 2, "BSND", **saved, scale_value=0.125)
+>>> list(dq.shape)
+[1, 16, 2, 64]""",
     params=(
         *(QUERY, KEY, VALUE, DY, HEAD_NUM, LAYOUT, PSE, PADDING_MASK, ATTEN_MASK),
         *(PACKED_MAX_IN, PACKED_SUM_IN, SOFTMAX_IN, ATTENTION_IN),

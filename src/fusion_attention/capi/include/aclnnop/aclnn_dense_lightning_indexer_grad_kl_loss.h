@@ -16,7 +16,7 @@ extern "C" {
  *   weight: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
  *   softmaxMax: Row maxima that the forward returned.
  *   softmaxSum: Row sums that the forward returned.
- *   softmaxMaxIndex: Row maxima of the indexer's scores.
+ *   softmaxMaxIndex: Row maxima of the indexer's scores, of npu_dense_lightning_indexer_softmax_lse.
  *   softmaxSumIndex: Row sums of exp(score - max) of the indexer.
  *   queryRopeOptional: Rope part of the query rows. Null: absent.
  *   keyRopeOptional: Rope part of the key rows. Null: absent.

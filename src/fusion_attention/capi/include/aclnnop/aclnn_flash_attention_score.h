@@ -10,17 +10,18 @@ extern "C" {
 
 /* Attention for training, forward, padded layouts.
  *   query: Query rows.
- *   key: Key rows.
+ *   key: Key rows; N1 is a multiple of N2.
  *   value: Value rows.
- *   realShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   realShiftOptional: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or
+ *       blocks. Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
  *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   scaleValue: Factor on query . key.
+ *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
  *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   preTokens: Window to the left, in tokens (modes 0 and 4).
+ *   nextTokens: Window to the right, in tokens (modes 0, 4, 7, 8).
  *   headNum: Query heads.
  *   inputLayout: Axis order of query, key, value and the output.
  *   innerPrecise: 2: rows that see no key return zeros.
@@ -42,13 +43,14 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScore(
 /* FlashAttentionScore with pse_type and start indices.
  *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   scaleValueOptional: Factor on query . key.
+ *   scaleValueOptional: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
  *   keepProbOptional: Share of probabilities that dropout keeps.
- *   preTokensOptional: Window to the left (modes 0 and 4).
- *   nextTokensOptional: Window to the right (modes 0, 4, 7, 8).
+ *   preTokensOptional: Window to the left, in tokens (modes 0 and 4).
+ *   nextTokensOptional: Window to the right, in tokens (modes 0, 4, 7, 8).
  *   innerPreciseOptional: 2: rows that see no key return zeros.
  *   sparseModeOptional: How mask, window and prefix combine (docs/sparse_modes.md).
- *   pseTypeOptional: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
+ *   pseTypeOptional: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance,
+ *       or slope * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -63,7 +65,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV2(
 
 /* FlashAttentionScoreV2 with sinks.
  *   sinkOptional: One more logit per query head in every denominator. Null: absent.
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
+ *   pseType: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance, or slope
+ *       * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,
@@ -76,8 +79,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* Attention for training, forward, packed sequences.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent.
+ *   actualSeqQLenOptional: TND: cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: TND: cumulative end of every sequence's keys. Null: absent.
  *   softmaxMaxOut: Row maxima of the scores, eight equal lanes. TND: [N1, q_len, 8] of each sequence end to end,
  *       token by token only where a softmax_layout asks for it.
  *   softmaxSumOut: Row sums of exp(score - max), eight equal lanes. TND: [N1, q_len, 8] of each sequence end to
@@ -123,7 +126,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* VarLenScore with a choice of the statistics' order.
- *   softmaxOutLayout: Order of packed statistics: per sequence head-major, or token-major. */
+ *   softmaxOutLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *key, const aclTensor *value, const aclTensor *realShiftOptional,
     const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional, const aclTensor *attenMaskOptional,

@@ -10,22 +10,23 @@ extern "C" {
 
 /* Gradients of FlashAttentionScore.
  *   query: Query rows.
- *   keyIn: Key rows.
+ *   keyIn: Key rows; N1 is a multiple of N2.
  *   value: Value rows.
  *   dy: Gradient of the output.
- *   pseShiftOptional: Bias on the scores; slopes for pse_type 2 and 3. Null: absent.
- *   dropMaskOptional: One bit per score, 1 = kept. Null: absent.
+ *   pseShiftOptional: Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or
+ *       blocks. Slopes, float32 [B, N1] or [N1], for pse_type 2 and 3. Null: absent.
+ *   dropMaskOptional: One bit per score, 1 = kept, least significant bit first. Null: absent.
  *   paddingMaskOptional: Reserved. Null: absent.
- *   attenMaskOptional: 1 = this score is removed. Null: absent.
+ *   attenMaskOptional: 1 = this score is removed; its shape is as sparse_mode says. Null: absent.
  *   softmaxMaxOptional: Row maxima that the forward returned.
  *   softmaxSumOptional: Row sums that the forward returned.
  *   softmaxInOptional: Reserved. Null: absent.
  *   attentionInOptional: The forward's output.
  *   prefixOptional: Per sequence the keys that every row sees (modes 5 and 6). Null: absent.
- *   scaleValue: Factor on query . key.
+ *   scaleValue: Factor on query . key; 1.0 unless said, not 1 / sqrt(D).
  *   keepProb: Share of probabilities that dropout keeps.
- *   preTokens: Window to the left (modes 0 and 4).
- *   nextTokens: Window to the right (modes 0, 4, 7, 8).
+ *   preTokens: Window to the left, in tokens (modes 0 and 4).
+ *   nextTokens: Window to the right, in tokens (modes 0, 4, 7, 8).
  *   headNum: Query heads.
  *   inputLayout: Axis order of query, key, value and the output.
  *   innerPrecise: 2: rows that see no key return zeros.
@@ -48,7 +49,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGrad(
 /* FlashAttentionScoreGrad with pse_type and start indices.
  *   qStartIdxOptional: Position of the first query row in its sequence (element 0 is read); None: 0. Null: absent.
  *   kvStartIdxOptional: Position of the first key in its sequence (element 0 is read); None: 0. Null: absent.
- *   pseType: 1 scale*(qk+pse), 0 scale*qk+pse, 2 and 3 computed from slopes. */
+ *   pseType: 1: scale * (qk + pse); 0: scale * qk + pse; 2 and 3: pse holds slopes, and slope * distance, or slope
+ *       * sqrt(distance), is subtracted, with distance = |key + kv_start_idx - row - q_start_idx|. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV2GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -82,8 +84,8 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionScoreGradV3(
  *       token by token only where a softmax_layout asks for it.
  *   softmaxSumOptional: Row sums that the forward returned. TND: [N1, q_len, 8] of each sequence end to end, token
  *       by token only where a softmax_layout asks for it.
- *   actualSeqQLenOptional: Cumulative end of every sequence's query rows. Null: absent.
- *   actualSeqKvLenOptional: Cumulative end of every sequence's keys. Null: absent. */
+ *   actualSeqQLenOptional: TND: cumulative end of every sequence's query rows. Null: absent.
+ *   actualSeqKvLenOptional: TND: cumulative end of every sequence's keys. Null: absent. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,
@@ -131,7 +133,7 @@ ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV3(
     void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
 
 /* UnpaddingScoreGrad with a choice of the statistics' order.
- *   softmaxInLayout: Order of packed statistics: per sequence head-major, or token-major. */
+ *   softmaxInLayout: Order of packed statistics: "" head by head in each sequence; otherwise token by token. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(
     const aclTensor *query, const aclTensor *keyIn, const aclTensor *value, const aclTensor *dy,
     const aclTensor *pseShiftOptional, const aclTensor *dropMaskOptional, const aclTensor *paddingMaskOptional,

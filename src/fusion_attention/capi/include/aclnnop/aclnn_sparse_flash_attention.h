@@ -12,7 +12,8 @@ extern "C" {
  *   query: Query rows.
  *   key: Key rows.
  *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
- *   sparseIndices: Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.
+ *   sparseIndices: Per row and key head the selected blocks, packed to the front, numbered from the sequence's
+ *       first; -1 ends a list.
  *   blockTableOptional: The pages of every sequence, for keys in layout PA_BSND. Null: absent.
  *   actualSeqLengthsQueryOptional: Query rows of every sequence; TND (needed): their cumulative ends. Null: absent.
  *   actualSeqLengthsKvOptional: Keys of every sequence; TND (needed): their cumulative ends. Null: absent.

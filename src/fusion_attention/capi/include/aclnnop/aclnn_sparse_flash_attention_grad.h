@@ -12,7 +12,8 @@ extern "C" {
  *   query: Query rows.
  *   key: Key rows.
  *   value: Value rows; None: the first Dv elements of the key rows, whose gradient then holds both. Null: absent.
- *   sparseIndices: Per row and key head the selected blocks, numbered from the sequence's first; -1 ends a list.
+ *   sparseIndices: Per row and key head the selected blocks, packed to the front, numbered from the sequence's
+ *       first; -1 ends a list.
  *   dOut: Gradient of the output.
  *   out: The forward's output.
  *   softmaxMax: Row maxima that the forward returned.

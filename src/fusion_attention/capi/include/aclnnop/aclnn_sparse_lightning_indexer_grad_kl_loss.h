@@ -14,7 +14,7 @@ extern "C" {
  *   queryIndex: Query rows of the indexer.
  *   keyIndex: Key rows of the indexer, one head for all of its query heads.
  *   weights: Weight of every head of the indexer, in its query's dtype or float32; scale factors belong into it.
- *   sparseIndices: The keys that every row selects, for all heads; -1 ends a list.
+ *   sparseIndices: The keys that every row selects, for all heads, packed to the front; -1 ends a list.
  *   softmaxMax: Row maxima that the forward returned.
  *   softmaxSum: Row sums that the forward returned.
  *   queryRope: Rope part of the query rows. Null: absent.

@@ -1,0 +1,144 @@
+"""Stores of rows and rotary positions by the names of the chip's transformer library (ATB): the records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import INVALID, Attr, Op, Rule, Tensor
+from fusion_attention.ops.auxiliary.atb import SIZES
+from fusion_attention.ops.auxiliary.caches import IDS, WRITTEN, apart, own_memory, pieces_of, waits_for_none, written
+from fusion_attention.ops.auxiliary.common import auxiliary, floats, writes
+from fusion_attention.ops.shared.rules import invalid, untrained
+
+
+def whole_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether a cache [pages, slots, ...] has rows of so many elements."""
+    return cache.dim() > 2 and rows.dim() > 1 and cache.shape[2:].numel() == rows.shape[1:].numel()
+
+
+def holds_rows(cache: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether it has them, as they are or in pieces."""
+    return whole_rows(cache, rows) or (rows.dim() > 1 and pieces_of(cache, rows))
+
+
+def capacity(cache: torch.Tensor, rows: torch.Tensor) -> int:
+    """How many rows a cache has."""
+    return int(cache.shape[0] * cache.shape[1 if whole_rows(cache, rows) else 2])
+
+
+FUNCTIONS = {"holds_rows": holds_rows, "capacity": capacity, "apart": apart}
+STORED = "what is stored in a cache has no derivative: call it under torch.no_grad()"
+
+
+def stores(name: str, summary: str, names: tuple[str, ...], **more: Any) -> Op:
+    """A record of what stores rows in caches."""
+    caches, sizes = tuple(f"{n}_cache" for n in names), {"key": (6, 2, 16), "value": (6, 2, 8)}
+    paged = {"key_cache": "P Ps N2 D", "value_cache": "P Ps N2 Dv"}
+    pages = {c: tuple(SIZES[word] for word in paged[c].split()) for c in caches}
+    return auxiliary(
+        name,
+        summary,
+        (
+            *(Tensor(n, "[tokens, ...].", dtypes=WRITTEN) for n in names),
+            *(written(c, "Pages [pages, slots, ...] of such rows, or in pieces [pages, pieces, slots, width].", n)
+              for c, n in zip(caches, names, strict=True)),
+            Tensor("slot_indices", "Page * slots of a page + slot; below 0 stores nothing. Of equal slots the last "
+            "row stays.", dtypes=IDS, shape="T",
+                   make=lambda shape: torch.arange(shape[0], dtype=torch.int32)),
+        ),
+        (),
+        rules=(
+            *(
+                invalid(f"holds_rows({c}, {n})", c, f"{n} is [tokens, ...]", "pages [pages, slots, ...] of such rows",
+                        invalid={c: "P Ps N2 5"})
+                for c, n in zip(caches, names, strict=True)
+            ),
+            *(
+                invalid(f"{n}.shape[:1] == (T,)", n, "a row for every slot", "as many rows as slot_indices has",
+                        invalid={n: f"5 N2 {'D' if n == 'key' else 'Dv'}"})
+                for n in names
+            ),
+            *(
+                Rule(f"within(slot_indices, capacity({c}, {n}), low=-9223372036854775808)", "slot_indices",
+                     "each is page * slots of a page + slot", f"slots that {c} has", code=INVALID, reads=True,
+                     when=f"{c}.dim() > 2",
+                     invalid={"slot_indices": torch.full((6,), 40), c: f"2 Ps N2 {'D' if n == 'key' else 'Dv'}"})
+                for c, n in zip(caches, names, strict=True)
+            ),
+            *(rule for c in caches for rule in (*waits_for_none(c, shape=pages[c]), *own_memory(c, shape=pages[c]))),
+            *untrained(STORED, None, invalid, **{n: sizes[n] for n in names}),
+        ),
+        formula="key_cache[slot // size, slot % size] = key[token],  slot = slot_indices[token]",
+        functions=FUNCTIONS,
+        sizes=SIZES,
+        sample={n: f"T N2 {'D' if n == 'key' else 'Dv'}" for n in names} | {c: paged[c] for c in caches},
+        declared=writes(*caches),
+        **more,
+    )  # fmt: skip
+
+
+RESHAPE = stores(
+    "_npu_reshape_and_cache", "Stores key and value rows in the pages of a cache, in place.",
+    ("key", "value"),
+    example="""\
+>>> pages, rows = torch.zeros(4, 16, 2, 8), torch.randn(3, 2, 8)
+>>> _npu_reshape_and_cache(rows, rows, pages, pages.clone(), torch.tensor([17, 18, -1]))
+>>> torch.equal(pages[1, 1:3], rows[:2])
+True""",
+)  # fmt: skip
+RESHAPE_ONE = stores(
+    "_npu_reshape_and_cache_siso",
+    "Stores key rows in the pages of a cache, in place.",
+    ("key",),
+    example="""\
+>>> pages, rows = torch.zeros(4, 16, 2, 8), torch.randn(3, 2, 8)
+>>> _npu_reshape_and_cache_siso(rows, pages, torch.tensor([17, 18, -1]))
+>>> torch.equal(pages[1, 1:3], rows[:2])
+True""",
+)
+ROTARY = auxiliary(
+    "_npu_rotary_embedding",
+    "Turns pairs of elements of queries and keys by the angles of their positions, in place.",
+    (
+        Tensor("positions", "The line of cos_sin_cache of every token.", dtypes=IDS, shape="T",
+               make=lambda shape: torch.arange(shape[0])),
+        floats("query", "[tokens, ...]: heads of head_size elements. Written."),
+        floats("key", "As query. Written."),
+        Attr("head_size", "Elements of a head.", domain="head_size > 0 and head_size % 2 == 0", bad=15),
+        floats("cos_sin_cache", "Of every position its head_size / 2 cosines, then its sines.", shape="L D"),
+        Attr("is_neox_style", "Element i turns with i + D/2; otherwise 2i with 2i + 1.", type=bool),
+    ),
+    (),
+    rules=(
+        *(
+            invalid(f"{n}.dim() > 1 and {n}.shape[0] == T", n, "a line for every position", "[tokens, ...]",
+                    invalid={n: "5 32"})
+            for n in ("query", "key")
+        ),
+        *(
+            invalid(f"{n}.shape[1:].numel() % head_size == 0", n, "heads of head_size elements",
+                    "a multiple of head_size elements", when=f"{n}.dim() > 1", invalid={n: "T 24"})
+            for n in ("query", "key")
+        ),
+        invalid("D == head_size", "cos_sin_cache", "turn the part of a head that turns as a head of its own",
+                "[positions, head_size]", invalid={"D": 8}),
+        Rule("within(positions, L)", "positions", "each has its line", "lines that cos_sin_cache has", code=INVALID,
+             reads=True, invalid={"positions": torch.full((6,), 32)}),
+        *(rule for n in ("query", "key")
+          for rule in (*waits_for_none(n, shape=(6, 32)), *own_memory(n, shape=(6, 32)))),
+    ),
+    formula="x = x * cos + turned(x) * sin,  for queries and keys",
+    functions=FUNCTIONS,
+    sizes=SIZES,
+    sample={"query": "T 32", "key": "T 32", "head_size": 16, "is_neox_style": True},
+    declared=writes("query", "key"),
+    example="""\
+>>> quarter = torch.tensor([[0.0, 0.0, 1.0, 1.0]])  # cosine and sine of 90 degrees
+>>> x, key = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.zeros(1, 4)
+>>> _npu_rotary_embedding(torch.tensor([0]), x, key, 4, quarter, True)
+>>> x.tolist()
+[[-3.0, -4.0, 1.0, 2.0]]""",
+)  # fmt: skip
+RECORDS = (RESHAPE, RESHAPE_ONE, ROTARY)
