@@ -26,6 +26,8 @@ MAY_ALLOCATE = {
     "acl.rt::_allocate": "memory of the caller's program, which says what it is for",
     "torch_ops.prepared::_stand_in": "an argument without memory",
     "npu.operators::_parameter": "a parameter without a default",
+    "npu.interface::": "a parameter without a default",
+    "torch_ops.spelling::misused": "a parameter without a default",
     "capi.device::allocate": "as acl.rt's",
     "npu.device.compiled::_elsewhere": "an input of a trace, which has no memory",
 }

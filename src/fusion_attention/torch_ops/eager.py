@@ -111,11 +111,8 @@ class _Run(torch.autograd.Function):
             return (None,) * (5 + len(wanted))
         count = len(ctx.results)
         saved = ctx.saved_tensors  # once: checkpointing unpacks a tensor no second time
-        intact(
-            ctx.op.name,
-            [*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs],
-            (*given.values(), *saved),
-        )
+        names = (*(f"gradient of {name}" for name in given), *ctx.results, *ctx.inputs)
+        intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
         asked = frozenset(name for name, need in zip(ctx.inputs, wanted, strict=True) if need)

@@ -341,7 +341,7 @@ TORCH_GRAD = GRAD_V1.version(
     "npu_sparse_flash_attention_grad",
     "Gradients of npu_sparse_flash_attention, from its statistics and its output.",
     source="Ascend op-plugin",
-    declared=TORCH.declared | or_none(LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE),
+    declared={**TORCH.declared, **or_none(LAYOUT, MODE, PRE, NEXT, ATTENTION_MODE)},
     returns="(dquery, dkey, dvalue, dquery_rope, dkey_rope); absent ones are empty.",
     example="""\
 >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16)

@@ -360,8 +360,7 @@ TORCH_V1 = SCORE_V1.version(
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
     source="Ascend op-plugin",
     returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the "
-    "gradient "
-    "to draw again. Differentiable in query, key, value, pse and sink.",
+    "gradient to draw again. Differentiable in query, key, value, pse and sink.",
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
 >>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
@@ -419,8 +418,7 @@ TORCH_V3 = TORCH_V1.version(
     "npu_fusion_attention with lengths, seed and offset as host tensors.",
     declared=LENGTHS,
     returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1]. "
-    "Differentiable in "
-    "query, key, value, pse and sink.",
+    "Differentiable in query, key, value, pse and sink.",
     example="""\
 >>> q, ends = torch.randn(16, 2, 64), torch.tensor([5, 16])
 >>> lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
