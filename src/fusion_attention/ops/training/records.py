@@ -354,7 +354,6 @@ TRAINED = ("query", "key", "value", "pse", "sink")
 # As torch_npu declares them: lengths of the third version as tensors, what a gradient reads as optional.
 LENGTHS = dict.fromkeys(("actual_seq_qlen", "actual_seq_kvlen"), TENSOR_FIRST)
 SAVED = dict.fromkeys(("softmax_max", "softmax_sum", "attention_in"), torch.Tensor | None)
-
 TORCH_V1 = SCORE_V1.version(
     "npu_fusion_attention",
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
