@@ -98,7 +98,8 @@ def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) ->
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
     """What a function takes: the inputs of its record, in their order."""
     inputs = op.inputs
-    kind, parameters, needed = inspect.Parameter.KEYWORD_ONLY, [], False
+    kind: Any = inspect.Parameter.KEYWORD_ONLY
+    parameters, needed = [], False
     keywords = [p.shown for p in inputs].index(op.keywords) if op.keywords else len(inputs)
     for at in reversed(range(len(inputs))):
         p = inputs[at]
