@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from typing import Annotated, get_origin
 
 from fusion_attention.contract.expressions import shape_text
 from fusion_attention.contract.record import Attr, Op, Param, Tensor
 
-WIDTH = 116
+# A line of an entry: words that fit behind its indentation. textwrap would be most of an import's time.
+_LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
@@ -32,7 +33,7 @@ def docstring(op: Op) -> str:
     }
     parts = [op.summary, op.spell(op.formula)]
     parts += [f"{title}:\n" + "\n".join(map(_flowed, lines)) for title, lines in sections.items() if lines]
-    parts += [f"Source: {op.page}.", "Example:\n" + textwrap.indent(op.example, "    ") if op.example else ""]
+    parts += [f"Source: {op.page}.", "Example:\n    " + op.example.replace("\n", "\n    ") if op.example else ""]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -44,13 +45,7 @@ def _said(op: Op, p: Param) -> str:
     if isinstance(p, Attr) and p.name == op.layout_attr and len(op.layouts) > 1:
         said.append(f"{_either([repr(layout) for layout in op.layouts])}.")
     if isinstance(p, Tensor):
-        shapes: dict[str, str] = {}  # each with the first layout that has it
-        own = p.shape if isinstance(p.shape, Mapping) and p.form else ()
-        for layout in dict.fromkeys((*op.layouts, *own)) or ("",):
-            if words := p.words(layout):
-                shapes.setdefault(shape_text(" ".join(words)), layout)
-        several = len(shapes) > 1
-        facts = [", ".join(f"{shape} ({layout})" if several else shape for shape, layout in shapes.items())]
+        facts = [_shapes(op, p)]
         like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
         facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
         fact = "; ".join(word for word in facts if word and word not in p.text)
@@ -60,10 +55,22 @@ def _said(op: Op, p: Param) -> str:
     return " ".join(said)
 
 
+def _shapes(op: Op, p: Tensor) -> str:
+    """The shapes of a tensor, each with the first layout that has it."""
+    if isinstance(p.shape, str):
+        return shape_text(p.shape) if p.shape else ""
+    shapes: dict[str, str] = {}
+    for layout in p.shape if p.form else op.layouts:
+        if layout in p.shape:
+            shapes.setdefault(p.shape[layout], layout)
+    several = len(shapes) > 1
+    return ", ".join(shape_text(shape) + (f" ({layout})" if several else "") for shape, layout in shapes.items())
+
+
 def _either(words: Sequence[str], last: str = "or") -> str:
     return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _flowed(text: str) -> str:
     """An entry of a section."""
-    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "    " + "\n        ".join(_LINE.findall(text))

@@ -310,7 +310,8 @@ class Op:
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
         object.__setattr__(self, "signatures", {})
-        watched = {name for rule in self.asked for name in re.findall(r"trained\((\w+)\)", rule.check)}
+        asking = (rule.check for rule in self.asked if "trained(" in rule.check)
+        watched = {name for check in asking for name in re.findall(r"trained\((\w+)\)", check)}
         object.__setattr__(self, "watched", tuple(i for i, p in enumerate(self.params) if p.name in watched))
         object.__setattr__(self, "positions", {kind: positions(kind) for kind in (Tensor, Tensors, Array, Attr)})
 
@@ -318,8 +319,8 @@ class Op:
         return f"<record of {self.name}>"
 
     def _has(self, rule: Rule) -> bool:
-        needed = {rule.param, *rule.needs}
-        return needed <= self.by_name.keys() and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
+        known = rule.param in self.by_name and (not rule.needs or self.by_name.keys() >= set(rule.needs))
+        return known and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
     def version(
         self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any

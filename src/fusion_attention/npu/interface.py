@@ -20,30 +20,28 @@ from fusion_attention.torch_ops.spelling import misused
 
 R = TypeVar("R")
 Args = dict[str, Any]
-_NONE = type(None)
-_EMPTY = inspect.Parameter.empty
+_NONE, _PARAMETER, _EMPTY = type(None), inspect.Parameter, inspect.Parameter.empty
+_KINDS = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+# Types of tensors, lists of them and integers: needed, optional.
+_TENSOR, _LIST = (torch.Tensor, torch.Tensor | None), (Sequence[torch.Tensor], Sequence[torch.Tensor] | None)
+_INTEGERS = Sequence[int] | np.ndarray | torch.Tensor, Sequence[int] | np.ndarray | torch.Tensor | None
 _SAID = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
-    """Makes a function of its record and its body, which gives name, module and the type of what is returned.
+    """Makes a function of its record and its body, which gives its module and the type of what is returned.
 
     Args:
         op: the record.
-        host: of the results as many, the last ones, stay in host memory where tensors cross to the device that computes
+        host: how many results, the last ones, stay in host memory where tensors cross to the device that computes
             (aliases.py); None: the body computes in torch's own operators, which find the device themselves.
     """
 
     def decorate(body: Callable[[Args], R]) -> Callable[..., R]:
-        signature = signature_of(op, body.__annotations__["return"])
         names = {p.name: p.shown for p in op.params}
-        call = _reading(op, signature, body if host is None else crossing(body, host, names))
-        call.__name__, call.__qualname__, call.__module__ = op.name, op.name, body.__module__
-        call.__doc__ = docstring(op)
-        call.__signature__ = signature  # type: ignore[attr-defined]
+        call = _reading(op, body if host is None else crossing(body, host, names), body.__annotations__["return"])
+        call.__module__, call.__doc__ = body.__module__, docstring(op)
         call.__wrapped__ = body  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        call.__annotations__["return"] = signature.return_annotation
         return call
 
     return decorate
@@ -51,28 +49,27 @@ def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]],
 
 def reader(op: Op) -> Callable[..., Args]:
     """A function that returns the arguments of a call by the record's names."""
-
-    def read(args: Args) -> Args:
-        return args
-
-    return from_record(op, host=None)(read)
+    return _reading(op, lambda args: args, Args)
 
 
-def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) -> Callable[..., R]:
+def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R]:
     """A function that hands its arguments to a body; written for speed, as it is a part of every call."""
+    signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
     own = {p.name: names[p.name] for p in parameters}
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [own[name] for name in shown]
     # Of some attributes rules ask whether the call says them.
-    said = {name for rule in op.asked for name in _SAID.findall(rule.check)}
+    asking = (rule.check for rule in op.asked if " missing" in rule.check)
+    said = {name for check in asking for name in _SAID.findall(check)}
     defaults = {own[p.name]: None if own[p.name] in said else p.default for p in parameters}
     spelled = [pair for pair in own.items() if pair[0] != pair[1]]
     # By the number of positional arguments: keywords that come twice or by the record's name, and those needed.
     refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
-    needed = [{p.name for p in parameters if p.default is _EMPTY}.difference(shown[:n]) for n in range(len(shown) + 1)]
-    total, most, enough = len(own), len(shown), sum(map(len, needed[:1]))
+    necessary = {p.name for p in parameters if p.default is _EMPTY}
+    needed = [necessary.difference(shown[:count]) for count in range(len(shown) + 1)]
+    total, most, enough = len(own), len(shown), len(necessary)
 
     def call(*given: Any, **named: Any) -> R:
         count = len(given)
@@ -89,6 +86,9 @@ def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) ->
             raise misused(call, given, named)
         return body(args)
 
+    call.__name__ = call.__qualname__ = op.name
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()} | {"return": returns}
     return call
 
 
@@ -97,31 +97,23 @@ def _reading(op: Op, signature: inspect.Signature, body: Callable[[Args], R]) ->
 
 def signature_of(op: Op, returns: Any) -> inspect.Signature:
     """What a function takes: the inputs of its record, in their order."""
-    inputs = op.inputs
-    kind: Any = inspect.Parameter.KEYWORD_ONLY
-    parameters, needed = [], False
-    keywords = [p.shown for p in inputs].index(op.keywords) if op.keywords else len(inputs)
-    for at in reversed(range(len(inputs))):
-        p = inputs[at]
-        if at < keywords and kind is inspect.Parameter.KEYWORD_ONLY:
-            kind, needed = inspect.Parameter.POSITIONAL_OR_KEYWORD, False
-        annotation = _type(op, p)
-        default = REQUIRED if p.default is None and _NONE not in get_args(annotation) else p.default
-        # Behind a parameter without a default stands none that has one.
-        needed = kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and (needed or default is REQUIRED)
-        shown = _EMPTY if needed or default is REQUIRED else default
-        parameters.append(inspect.Parameter(p.shown, kind, default=shown, annotation=annotation))
-    return inspect.Signature(parameters[::-1], return_annotation=returns)
+    declared = [(p, *_declared(op, p)) for p in op.inputs]
+    placed = next((at for at, (p, _, _) in enumerate(declared) if p.shown == op.keywords), len(declared))
+    # Of those that come by position none has a default in front of one that has none.
+    needed = max((at for at, (_, _, default) in enumerate(declared[:placed]) if default is _EMPTY), default=-1)
+    parameters = [
+        _PARAMETER(p.shown, _KINDS[at >= placed], default=_EMPTY if at <= needed else default, annotation=annotation)
+        for at, (p, annotation, default) in enumerate(declared)
+    ]
+    return inspect.Signature(parameters, return_annotation=returns)
 
 
-def _type(op: Op, p: Any) -> Any:
-    """The type of a parameter; the first member of a union is what torch_npu declares (operators.py)."""
-    if p.name in op.declared:
-        return op.declared[p.name]
+def _declared(op: Op, p: Any) -> tuple[Any, Any]:
+    """(type, default) of a parameter; the first member of a union is what torch_npu declares (operators.py)."""
+    default = _EMPTY if p.default is REQUIRED else p.default
+    if (declared := op.declared.get(p.name)) is not None:
+        return declared, default if default is not None or _NONE in get_args(declared) else _EMPTY
     if isinstance(p, Attr):
-        return p.type | None if p.default is None else p.type
-    if isinstance(p, Array):
-        some = Sequence[int] | np.ndarray | torch.Tensor
-        return some | None if p.optional else some
-    kind: Any = Sequence[torch.Tensor] if isinstance(p, Tensors) else torch.Tensor
-    return kind | None if p.optional else kind
+        return p.type if default is not None else p.type | None, default
+    kinds = _INTEGERS if isinstance(p, Array) else _LIST if isinstance(p, Tensors) else _TENSOR
+    return kinds[p.optional], default if p.optional else _EMPTY
