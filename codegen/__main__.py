@@ -1,4 +1,4 @@
-"""python -m codegen: writes the stubs of aclnn and npu, the C headers and definitions, and README's picture."""
+"""python -m codegen: writes the stub of aclnn, the operators' C headers and definitions, and README's picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from codegen import headers, stub
 from fusion_attention import aclnn
-from fusion_attention.npu import functions
 from fusion_attention.ops import RECORDS
 from website.overview import overview
 
@@ -19,7 +18,6 @@ def files() -> dict[str, str]:
     results = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
     results["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
     results[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
-    results[f"{PACKAGE}/npu/functions.pyi"] = stub.npu_stub(functions.FUNCTIONS)
     results["docs/pictures/overview.svg"] = overview().render()
     return results
 

@@ -10,14 +10,51 @@ from typing import Any
 
 import torch
 
-from fusion_attention.npu.auxiliary import atb, atb_rows
+from fusion_attention.npu import dropout, fused_inference, indexer_loss, inference, merging, sparse, training
+from fusion_attention.npu.auxiliary import (
+    atb,
+    atb_rows,
+    caches,
+    experts,
+    gates,
+    losses,
+    norms,
+    products,
+    prolog,
+    quantised,
+    quantised_sparse,
+    rotary,
+    routing,
+    shapes,
+    softmax,
+)
 from fusion_attention.npu.device import process_groups
-from fusion_attention.npu.functions import FUNCTIONS
 from fusion_attention.npu.surface import cann_ops, device_module, mindspeed, profiler, runtime, testcase, torchair
 from fusion_attention.npu.surface.absent import LIST, PAGE, instead
 from fusion_attention.torch_ops.spelling import suggested
 
 NAME = "torch_npu"
+INTERFACES = (
+    *(training, dropout, inference, fused_inference, sparse, indexer_loss, merging),
+    *(
+        norms,
+        gates,
+        rotary,
+        caches,
+        shapes,
+        softmax,
+        experts,
+        routing,
+        quantised,
+        products,
+        losses,
+        atb,
+        atb_rows,
+        quantised_sparse,
+        prolog,
+    ),
+)
+
 # Submodules of torch_npu.npu whose names are torch_npu.npu's own.
 _PARTS = {
     "streams": "Stream Event",
@@ -34,7 +71,8 @@ _PARTS = {
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Every function of torch_npu that is here, by name; those that cross devices know their parameters already."""
-    return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in FUNCTIONS.items()}
+    results = {name: getattr(module, name) for module in INTERFACES for name in module.__all__}
+    return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
 
 def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
