@@ -1,4 +1,4 @@
-"""python -m codegen: writes the stub of aclnn, the operators' C headers and definitions, and README's picture."""
+"""python -m codegen: writes stubs, the operators' C headers and definitions, and README's picture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 from codegen import headers, stub
 from fusion_attention import aclnn
+from fusion_attention.npu.surface.modules import functions
 from fusion_attention.ops import RECORDS
+from fusion_attention.ops.auxiliary import CONTRACTS
 from website.overview import overview
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +20,8 @@ def files() -> dict[str, str]:
     results = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
     results["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
     results[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
+    made = [f for name, f in sorted(functions().items()) if name in CONTRACTS or name.startswith("_npu_fused")]
+    results[f"{PACKAGE}/npu/__init__.pyi"] = stub.npu_stub(made)
     results["docs/pictures/overview.svg"] = overview().render()
     return results
 

@@ -1,4 +1,4 @@
-"""The stub of aclnn, whose functions are made when they are first used, for type checkers and editors."""
+"""The stubs of aclnn and of torch_npu's functions, which are made from records, for type checkers and editors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import inspect
 from collections.abc import Callable, Iterable
 from textwrap import wrap
 from types import NoneType
-from typing import Any, get_args
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import numpy as np
+import torch
 
 from fusion_attention import acl
 
 WIDTH = 118
+PLACES = {np.ndarray: "np.", torch.dtype: "torch."}
 HEAD = '''\
 """The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters."""
 
@@ -29,9 +33,56 @@ class _Run(Protocol):
 '''
 
 
+NPU_HEAD = '''\
+"""torch_npu's functions. Written by `python -m codegen`; help() and `fusion-attention ops NAME` explain them."""
+
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fusion_attention.npu.auxiliary.shapes import get_npu_format as get_npu_format
+from fusion_attention.npu.dropout import _npu_dropout_gen_mask as _npu_dropout_gen_mask
+from fusion_attention.npu.fused_out import WithOut
+from fusion_attention.npu.install import install as install
+from fusion_attention.npu.install import uninstall as uninstall
+from fusion_attention.settings import strict as strict
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Some = Tensor | None
+_Lengths = Sequence[int] | np.ndarray | Tensor | None
+
+def _with_out(function: Callable[_P, _R]) -> WithOut[_P, _R]: ...
+
+'''
+SHORT = {
+    "Sequence[int] | np.ndarray | Tensor | None": "_Lengths",
+    "Tensor | Sequence[int] | np.ndarray | None": "_Lengths",
+    "Tensor | None": "_Some",
+}
+
+
 def stub(functions: Iterable[Callable[..., Any]]) -> str:
-    """The whole file."""
+    """The whole file of aclnn."""
     return HEAD + "".join(map(_function, functions))
+
+
+def npu_stub(functions: Iterable[Callable[..., Any]]) -> str:
+    """The whole file of the package npu; functions: those that are made from records."""
+    return NPU_HEAD + "".join(map(_compact, functions))
+
+
+def _compact(function: Callable[..., Any]) -> str:
+    """A function whose text is its docstring's alone, in as few lines as it takes."""
+    parameters, returns = _signature(function)
+    end = f") -> {returns}: ...".replace(" ", "\0")
+    whole = f"def {function.__name__}({', '.join(parameters)}{end}"
+    lines = wrap(whole, WIDTH, break_on_hyphens=False, subsequent_indent="    ")
+    head = "@_with_out\n" if hasattr(function, "out") else ""
+    return head + "\n".join(lines).replace("\0", " ") + "\n"
 
 
 def _function(function: Callable[..., Any]) -> str:
@@ -39,17 +90,25 @@ def _function(function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
     if next(iter(signature.parameters)) == "workspace":
         return f"{function.__name__}: _Run\n\n"
+    summary = (inspect.getdoc(function) or "").partition("\n")[0]
+    text = "\n    ".join(wrap(f'"""{summary}"""', WIDTH - 4))
+    parameters, returns = _signature(function)
+    lines = wrap(", ".join(parameters), WIDTH - 4, break_on_hyphens=False)
+    flowed = "\n".join(f"    {line}" for line in lines).replace("\0", " ")
+    return f"def {function.__name__}(\n{flowed},\n) -> {returns}:\n    {text}\n\n"
+
+
+def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
+    """(parameters, the type of what is returned) as source, "\0" for the spaces at which no line ends."""
     parameters: list[str] = []
+    signature = inspect.signature(function)
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
+        kind = _type(p.annotation)
         default = "" if p.default is p.empty else f" = {p.default!r}"
-        parameters.append(f"{p.name}: {_type(function.__annotations__[p.name])}{default}")
-    lines = wrap(", ".join(p.replace(" ", "\0") for p in parameters), WIDTH - 4, break_on_hyphens=False)
-    flowed = "\n".join(f"    {line}" for line in lines).replace("\0", " ")
-    summary = (inspect.getdoc(function) or "").partition("\n")[0]
-    text = "\n    ".join(wrap(f'"""{summary}"""', WIDTH - 4))
-    return f"def {function.__name__}(\n{flowed},\n) -> {_type(function.__annotations__['return'])}:\n    {text}\n\n"
+        parameters.append(f"{p.name}: {SHORT.get(kind, kind)}{default}".replace(" ", "\0"))
+    return parameters, _type(signature.return_annotation)
 
 
 def _type(annotation: Any) -> str:
@@ -60,8 +119,12 @@ def _type(annotation: Any) -> str:
         return "None"
     if not (parts := get_args(annotation)):
         return _named(annotation)
-    written = [_type(part) for part in parts]
     origin = getattr(annotation, "__origin__", None)
+    if get_origin(annotation) is Annotated:
+        return _type(parts[0])  # what is said besides is for schemas
+    if origin is Union:
+        return " | ".join(map(_type, parts))
+    written = [_type(part) for part in parts]
     return f"{_named(origin)}[{', '.join(written)}]" if origin else " | ".join(written)
 
 
@@ -69,4 +132,5 @@ def _named(kind: Any) -> str:
     """The name by which the stub's imports find a class."""
     if kind is Any:
         return "Any"
-    return ("acl." if kind.__module__.startswith(acl.__name__) else "") + str(kind.__name__)
+    place = "acl." if kind.__module__.startswith(acl.__name__) else PLACES.get(kind, "")
+    return place + str(kind.__name__)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import collect_env, flop_counter
+from torch.utils import collect_env
 
 from fusion_attention.npu.surface import graphs
 from fusion_attention.npu.surface.device_module import number
@@ -126,7 +126,9 @@ class FlopsCounter:
     def resume(self) -> None:
         """Goes on counting."""
         if self._mode is None:
-            self._mode = flop_counter.FlopCounterMode(display=False)
+            from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
+            self._mode = FlopCounterMode(display=False)
             self._mode.__enter__()
 
     def _count(self) -> int:
