@@ -341,7 +341,6 @@ UNPADDING_V5 = UNPADDING_V2.version(
 )
 
 # torch_npu's functions take padded and packed layouts alike, draw dropout themselves, and spell some names otherwise.
-
 PRE_TOCKENS, NEXT_TOCKENS = spelled(PRE, "pre_tockens"), spelled(NEXT, "next_tockens")
 DROPOUT_MASK, SCALE_VALUE = spelled(DROP_MASK, "dropout_mask"), spelled(SCALE, "scale_value")
 RETURNED = "As the forward returned it."
