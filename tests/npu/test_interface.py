@@ -1,0 +1,91 @@
+"""Functions made from their records: what help() and Python's own errors say of them."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_attention import npu
+from fusion_attention.contract import Op
+from fusion_attention.ops.auxiliary import CONTRACTS
+from fusion_attention.torch_ops.spelling import misused
+
+MADE = {name: op for name, op in CONTRACTS.items() if name in npu.__all__}
+
+
+def plain(one: int, two: int, three: int = 3, *, four: int, five: int = 5) -> None:
+    """A function that Python itself calls."""
+
+
+def by_name(*, one: int, two: int, three: int) -> None:
+    """The same by keyword alone."""
+
+
+def one(given: int) -> None:
+    """The same of one argument."""
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "named"),
+    [
+        (plain, (), {}),
+        (plain, (1,), {"four": 4}),
+        (plain, (), {"two": 2, "four": 4}),
+        (plain, (1, 2), {}),
+        (plain, (1, 2), {"one": 1, "four": 4}),
+        (plain, (1, 2, 3, 4), {}),
+        (plain, (), {"one": 1, "three": 3}),
+        (by_name, (), {}),
+        (by_name, (), {"one": 1}),
+        (one, (1, 2), {}),
+    ],
+)
+def test_errors_are_pythons_own(function: Callable[..., None], given: tuple[int, ...], named: dict[str, int]) -> None:
+    with pytest.raises(TypeError) as python:
+        function(*given, **named)
+    assert str(misused(function, given, named)) == str(python.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "says"),
+    [
+        ((), {}, "missing 5 required positional arguments: 'query', 'key', 'value', 'head_num', and 'input_layout'"),
+        ((1, 2, 3), {"query": 1}, "got multiple values for argument 'query'"),
+        ((), {"pre_tokens": 1}, "got an unexpected keyword argument 'pre_tokens' (did you mean pre_tockens=?)"),
+        ((1,) * 25, {}, "takes from 5 to 24 positional arguments but 25 were given"),
+    ],
+)
+def test_a_wrong_call_names_the_function(given: tuple[int, ...], named: dict[str, int], says: str) -> None:
+    """A name of the record is none of a function that spells it otherwise."""
+    with pytest.raises(TypeError, match=re.escape(f"npu_fusion_attention() {says}")):
+        npu.npu_fusion_attention(*given, **named)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_help_says_what_the_record_says(name: str) -> None:
+    op: Op = MADE[name]
+    function = getattr(npu, name)
+    text = inspect.getdoc(function) or ""
+    assert (function.__name__, function.__qualname__) == (name, name)
+    assert inspect.getsource(function).startswith("@")  # the body, not what calls it
+    assert text.startswith(op.summary)
+    assert all(len(line) < 120 for line in text.splitlines() if line.startswith("    "))
+    for p in op.inputs:
+        assert f"\n    {p.shown}: " in text, p.shown
+    assert "\nSource: " in text
+    assert f"{name}(" in text.partition("\nExample:\n")[2]
+    assert list(inspect.signature(function).parameters) == [p.shown for p in op.inputs]
+
+
+def test_a_scale_that_is_left_out_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default is what it has either way; only a rule asks whether the call says it."""
+    seen: list[Any] = []
+    monkeypatch.setattr("fusion_attention.npu.training_call.forward", lambda op, args: seen.append(args["scale"]))
+    q = torch.zeros(1)
+    npu.npu_fusion_attention(q, q, q, 1, "BSND")
+    npu.npu_fusion_attention(q, q, q, 1, "BSND", scale=1.0)
+    assert seen == [None, 1.0]
+    assert inspect.signature(npu.npu_fusion_attention).parameters["scale"].default == 1.0
