@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -51,13 +52,14 @@ def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:
 def moved(operands: Some, tensors: Mapping[str, torch.Tensor]) -> Some:
     """The same operands in other tensors, of which there is one for every name of places()."""
     new: dict[str, Any] = {name: _over(view, tensors[name], tensors.get("table")) for name, view in _views(operands)}
-    changes = {name: new[name] for name in _FIELDS if name in new}
     if "max" in new:
-        changes["stats"] = Stats(new["max"], new["sum"])
+        new["stats"] = Stats(new.pop("max"), new.pop("sum"))
     for side in "kv":
         if f"{side}_scale" in new:
-            changes[f"dequant_{side}"] = Dequant(new[f"{side}_scale"], new.get(f"{side}_offset"))
-    return replace(operands, **changes)
+            new[f"dequant_{side}"] = Dequant(new.pop(f"{side}_scale"), new.pop(f"{side}_offset", None))
+    result = copy(operands)
+    vars(result).update(new)
+    return result
 
 
 def _views(o: Operands | IndexerOperands) -> Iterator[tuple[str, View]]:

@@ -121,11 +121,14 @@ def _source(
     if widened or not isinstance(given[argument], torch.Tensor):
         base = lambda args: _wide(_first(args[argument])) if widened else _first(args[argument])  # noqa: E731
 
-    def exact(args: Mapping[str, Any]) -> Tensor:
+    def viewed(args: Mapping[str, Any]) -> Tensor:
         tensor = base(args)
         tensor = tensor if tensor.dtype == dtype else tensor.view(dtype)
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
+    like = _first(given[argument])
+    same = (shape, strides, dtype, offset) == (like.shape, like.stride(), like.dtype, 0)
+    exact: Source = base if same else viewed
     if name in _PACKED and not (dtype == torch.float32 and operand.is_contiguous()):
         return argument, lambda args: _wide(exact(args)), exact
     return argument, exact if offset else base, exact
