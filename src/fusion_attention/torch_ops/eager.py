@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,25 +48,37 @@ def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **dr
     trains = op.trains and torch.is_grad_enabled() and _any_requires_grad(*map(bound.args.get, op.trained))
     if prepared is not None and not trains:
         return prepared.results(bound.args, complete)
+    if prepared is not None and prepared.bare is not None:
+        return _trained(op, *prepared.bare, bound.args, backend, prepared)
     assert op.lower is not None
     call = op.lower(bound, **drawn)
     if trains:
         full: Differentiable = call.complete()
         inputs = full.inputs
         # The tensors are torch's to keep, and to notice when they change.
-        bare = full.on(dict.fromkeys(inputs))
-        # What is not trained here is a constant: a backward must not run through, and free, what it came from.
-        tensors = [
-            t.detach() if t is not None and t.requires_grad and name not in op.trained else t
-            for name, t in inputs.items()
-        ]
-        values = _Run.apply(op, bare, tuple(inputs), backend, prepared, *tensors)
-        result = dict(zip(op.results, values, strict=False))
+        result = _trained(op, full.on(dict.fromkeys(inputs)), tuple(inputs), inputs, backend, prepared)
     else:
         result = run(call.complete() if complete else call, backend)
     if op.repeats and prepared is None:
         _prepare(bound, call, backend)
     return result
+
+
+def _trained(
+    op: Op,
+    bare: Differentiable,
+    names: tuple[str, ...],
+    inputs: Mapping[str, Any],
+    backend: str,
+    prepared: Prepared | None,
+) -> Results:
+    """The results of a call without tensors on its inputs, of which names are read, with their derivative."""
+    # What is not trained here is a constant: a backward must not run through, and free, what it came from.
+    tensors = [
+        t.detach() if t is not None and t.requires_grad and name not in op.trained else t
+        for name, t in zip(names, map(inputs.get, names), strict=True)
+    ]
+    return dict(zip(op.results, _Run.apply(op, bare, names, backend, prepared, *tensors), strict=False))
 
 
 def _prepare(bound: Bound, call: Any, backend: str) -> None:
@@ -74,8 +87,12 @@ def _prepare(bound: Bound, call: Any, backend: str) -> None:
     if backend not in prepared:
         prepared[backend] = None
     elif cache.preparable:
-        prepared[backend] = prepare(bound, call, backend)
-        cache.preparable = prepared[backend] is not None
+        made = prepared[backend] = prepare(bound, call, backend)
+        cache.preparable = made is not None
+        if made is not None and bound.op.trains:
+            full = call.complete()
+            if all(t is bound.args.get(name) for name, t in full.inputs.items()):
+                made.bare = full.on(dict.fromkeys(full.inputs)), tuple(full.inputs)
 
 
 class _Run(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Bound
-from fusion_attention.ir.call import Repeatable
+from fusion_attention.ir.call import Differentiable, Repeatable
 from fusion_attention.ir.places import moved, places
 from fusion_attention.memory import another, template
 from fusion_attention.plan import plan
@@ -23,14 +23,20 @@ _PACKED = ("slopes", "sink")  # which cores read as neighbouring float32
 
 
 class Prepared:
-    """What the calls of one call cache share: plan, views and the shapes of results. Holds no tensor of a caller."""
+    """What the calls of one call cache share: plan, views and the shapes of results. Holds no tensor of a caller.
 
-    __slots__ = ("_begins", "_core", "_exact", "_made", "_names", "_plan", "_templates", "_views")
+    Attributes:
+        bare: the lowered call without tensors, and the arguments that are its inputs as they are, for its derivative;
+            None where an input is made of an argument.
+    """
+
+    __slots__ = ("_begins", "_core", "_exact", "_made", "_names", "_plan", "_templates", "_views", "bare")
 
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
     ) -> None:
         """views: the call's, over no memory; sources: of its operands, as _source() says."""
+        self.bare: tuple[Differentiable, tuple[str, ...]] | None = None
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
         self._plan = p = plan(call.problem, call.extents, call.device, backend, call.op_kind)
