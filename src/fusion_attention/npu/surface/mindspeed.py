@@ -3,19 +3,40 @@
 MindSpeed's operators are compiled on first use against CANN; here they are torch_npu's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fusion_attention.ir.mask import UNLIMITED
+from fusion_attention.contract import Op, Param
+from fusion_attention.npu.interface import Args, from_record
+from fusion_attention.ops.shared.params import spelled
+from fusion_attention.ops.training import records as training
 
 Tensor = torch.Tensor
 # Rotary modes: MindSpeed's number, torch_npu's name.
 _ROTARY = {0: "half", 1: "interleave"}
-_GRADIENT = {"grad_outputs": "dy", "scale": "scale_value"}
+
+
+def _former(op: Op, name: str, *changed: Param, without: str) -> Op:
+    """A record of torch_npu's as MindSpeed has it: with some parameters changed, and without some."""
+    others = {p.name: p for p in changed}
+    params = tuple(others.get(p.name, p) for p in op.params if p.name not in without.split())
+    return op.version(name, op.summary, params=params, rules=(), source="MindSpeed", example="")
+
+
+_FORWARD = _former(
+    training.TORCH_V2, "npu_fusion_attention", without="query_rope key_rope softmax_layout sink drop_mask seed offset"
+)
+_GRADIENT = _former(
+    training.TORCH_GRAD_V2,
+    "npu_fusion_attention_grad",
+    spelled(training.DY, "grad_outputs"),
+    training.SCALE,
+    replace(training.SEED_AGAIN, default=1234),
+    without="query_rope key_rope softmax_layout sink",
+)
 
 
 class _Builder:
@@ -24,7 +45,7 @@ class _Builder:
     def __init__(self, functions: Mapping[str, Any]) -> None:
         vars(self).update(functions)
 
-    def load(self, verbose: bool = True) -> _Builder:
+    def load(self, verbose: bool = True) -> "_Builder":
         """The functions."""
         return self
 
@@ -79,97 +100,17 @@ def _ring(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _attention(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
-    return [_forward(functions["npu_fusion_attention_v2"]), _gradient(functions["npu_fusion_attention_grad_v2"])]
+    forward, gradient = functions["npu_fusion_attention_v2"], functions["npu_fusion_attention_grad_v2"]
 
+    @from_record(_FORWARD, host=None)
+    def npu_fusion_attention(args: Args) -> Any:
+        return forward(**args)
 
-def _forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def npu_fusion_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        head_num: int,
-        input_layout: str,
-        *,
-        pse: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        atten_mask: Tensor | None = None,
-        scale: float = 1.0,
-        keep_prob: float = 1.0,
-        pre_tokens: int = UNLIMITED,
-        next_tokens: int = UNLIMITED,
-        inner_precise: int = 0,
-        prefix: Any = None,
-        actual_seq_qlen: Any = None,
-        actual_seq_kvlen: Any = None,
-        sparse_mode: int = 0,
-        gen_mask_parallel: bool = True,
-        sync: bool = False,
-        pse_type: int = 1,
-        q_start_idx: Any = None,
-        kv_start_idx: Any = None,
-    ) -> Any:
-        given = {
-            "query": query, "key": key, "value": value, "head_num": head_num, "input_layout": input_layout,
-            "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale,
-            "keep_prob": keep_prob, "pre_tokens": pre_tokens, "next_tokens": next_tokens,
-            "inner_precise": inner_precise, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
-            "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
-            "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx,
-            "kv_start_idx": kv_start_idx,
-        }  # fmt: skip
-        return forward(**given)
+    @from_record(_GRADIENT, host=None)
+    def npu_fusion_attention_grad(args: Args) -> Any:
+        return gradient(**{training.TORCH_GRAD_V2.by_name[name].shown: value for name, value in args.items()})
 
-    return npu_fusion_attention
-
-
-def _gradient(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    def npu_fusion_attention_grad(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        grad_outputs: Tensor,
-        head_num: int,
-        input_layout: str,
-        *,
-        pse: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        atten_mask: Tensor | None = None,
-        softmax_max: Tensor | None = None,
-        softmax_sum: Tensor | None = None,
-        softmax_in: Tensor | None = None,
-        attention_in: Tensor | None = None,
-        scale: float = 1.0,
-        keep_prob: float = 1.0,
-        pre_tokens: int = UNLIMITED,
-        next_tokens: int = UNLIMITED,
-        inner_precise: int = 0,
-        seed: int = 1234,
-        offset: int = 0,
-        numels: int = 0,
-        prefix: Any = None,
-        actual_seq_qlen: Any = None,
-        actual_seq_kvlen: Any = None,
-        sparse_mode: int = 0,
-        gen_mask_parallel: bool = True,
-        sync: bool = False,
-        pse_type: int = 1,
-        q_start_idx: Any = None,
-        kv_start_idx: Any = None,
-    ) -> Any:
-        given = {
-            "query": query, "key": key, "value": value, "grad_outputs": grad_outputs, "head_num": head_num,
-            "input_layout": input_layout, "pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask,
-            "softmax_max": softmax_max, "softmax_sum": softmax_sum, "softmax_in": softmax_in,
-            "attention_in": attention_in, "scale": scale, "keep_prob": keep_prob, "pre_tokens": pre_tokens,
-            "next_tokens": next_tokens, "inner_precise": inner_precise, "seed": seed, "offset": offset,
-            "numels": numels, "prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
-            "actual_seq_kvlen": actual_seq_kvlen, "sparse_mode": sparse_mode,
-            "gen_mask_parallel": gen_mask_parallel, "sync": sync, "pse_type": pse_type, "q_start_idx": q_start_idx,
-            "kv_start_idx": kv_start_idx,
-        }  # fmt: skip
-        return gradient(**{_GRADIENT.get(name, name): value for name, value in given.items()})
-
-    return npu_fusion_attention_grad
+    return [npu_fusion_attention, npu_fusion_attention_grad]
 
 
 def _rotary(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:

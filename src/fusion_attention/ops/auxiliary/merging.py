@@ -113,8 +113,7 @@ out = (w_prev * prev_out + w_cur * cur_out) / sum""",
     layouts=LAYOUTS,
     neutral=dict.fromkeys(("T", "N", "D", "S", "L", "H")),
     returns="(attn_out, softmax_max, softmax_sum); statistics of a row that has seen no key in either step stay. "
-    "There is "
-    "no derivative: npu_fusion_attention_grad takes merged statistics.",
+    "There is no derivative: npu_fusion_attention_grad takes merged statistics.",
     keywords="actual_seq_qlen",
     declared={"actual_seq_qlen": TENSOR_FIRST},
     sizes=SIZES,

@@ -93,10 +93,9 @@ PROMPT_KEY = Tensor("key", "Key rows.", dtypes="=query", shape=words("2", "D"))
 PROMPT_VALUE = Tensor("value", "Value rows.", dtypes="=query", shape=words("2", "Dv"))
 KEY = Tensors(
     "key",
-    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or [blocks, "
-    "N2, "
-    "D/d0, block_size, d0] with d0 of 32 bytes. Of the query's dtype, int8, or int32 that holds eight integers of four "
-    "bits, the first one lowest.",
+    "Key rows: one tensor, one per item, or pages [blocks, block_size, N2*D], [blocks, N2, block_size, D] or "
+    "[blocks, N2, D/d0, block_size, d0] with d0 of 32 bytes. Of the query's dtype, int8, or int32 that holds eight "
+    "integers of four bits, the first one lowest.",
     shape=words("2", "D"),
 )
 VALUE = Tensors("value", "Value rows, as the keys lie.", dtypes="=key", shape=words("2", "Dv"))
@@ -104,8 +103,7 @@ PSE_SHIFT = Tensor("pse_shift", "Added to the scaled scores: [B or 1, N1, S1 or 
 ATTEN_MASK = replace(
     PLAIN_MASK,
     text="1 = this key is not seen: [S1, S2], [B or 1, S1, S2] or [B or 1, 1, S1, S2]; sparse_mode 2, 3 and 4 take a "
-    "2048 x "
-    "2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); trees [B, S1, S1].",
+    "2048 x 2048 triangle, torch.ones(2048, 2048, dtype=torch.bool).triu(1); trees [B, S1, S1].",
     make=_mask,
 )
 Q_LENGTHS = Array(
@@ -134,9 +132,8 @@ FUSED_SCALE = replace(
     ANTI_SCALE, text="Scales of integers, keys then values: [2], [2, N2*D] or (antiquant_mode 1) [2, B, S2]."
 )
 BY_MODE = (
-    "by their mode 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: [blocks, "
-    "N2, "
-    "block_size]."
+    "by their mode 0: one number or [N2*D], 1: [B, S2], 2: [N2], 3: [B, N2, S2], 4: [blocks, block_size], 5: "
+    "[blocks, N2, block_size]."
 )
 SEPARATE = (
     Tensor("key_antiquant_scale", f"Scales of integer keys, {BY_MODE}", True),
@@ -225,8 +222,7 @@ LSE_FLAG = Attr("softmax_lse_flag", "Whether softmax_lse is written.", type=bool
 OUT = output(
     "attention_out",
     "The output rows: int8 beside quant_scale2, float16 of other int8 rows. Zeros where a row sees no key, the mean "
-    "of the "
-    "values where the mask alone hides all.",
+    "of the values where the mask alone hides all.",
     words("1", "Dv", output=True),
     f"{FLOATS} int8",
     make=torch.zeros,
@@ -435,8 +431,7 @@ TORCH_V1 = FUSED_V3.version(
     keywords="pse_shift",
     declared=KEYS | dict.fromkeys(("query_padding_size", "kv_padding_size"), TENSOR_FIRST),
     returns="(attention_out, softmax_lse); without softmax_lse_flag the second has no elements. `.out(..., "
-    "workspace=None, "
-    "out=[attention_out, softmax_lse])` writes into tensors that are given.",
+    "workspace=None, out=[attention_out, softmax_lse])` writes into tensors that are given.",
     example="""\
 >>> q, pages = torch.randn(5, 4, 64), torch.randn(8, 16, 64)
 >>> table = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32)

@@ -221,8 +221,8 @@ TORCH = V1.version(
     source="Ascend op-plugin",
     keywords="actual_seq_lengths_query",
     declared=TENSORS,
-    returns="(sparse_indices, sparse_values): positions within the sequence, by descending score; values "
-    "are empty unless they are asked for.",
+    returns="(sparse_indices, sparse_values): positions within the sequence, by descending score; values are empty "
+    "unless they are asked for.",
     example="""\
 >>> q, k, w = torch.randn(1, 6, 4, 16), torch.randn(1, 9, 1, 16), torch.randn(1, 6, 4)
 >>> indices, values = npu_lightning_indexer(q, k, w, sparse_count=4, return_value=True)

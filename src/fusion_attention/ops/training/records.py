@@ -73,8 +73,8 @@ QUERY_ROPE = Tensor("query_rope", "Rope part of the query rows.", True, dtypes="
 KEY_ROPE = Tensor("key_rope", "Rope part of the key rows.", True, dtypes="=query", shape=rows("2", "Dr"))
 PSE = Tensor(
     "pse",
-    "Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks. Slopes, float32 "
-    "[B, N1] or [N1], for pse_type 2 and 3.",
+    "Bias on the scores: [B or 1, N1, S1 or 1, S2], or its last 1024 rows; TND: 1024 rows, or blocks. Slopes, "
+    "float32 [B, N1] or [N1], for pse_type 2 and 3.",
     True,
 )
 DROP_MASK = Tensor(
@@ -358,7 +358,7 @@ TORCH_V1 = SCORE_V1.version(
     "Softmax attention for training, padded or packed, with CANN's masks, biases, dropout and statistics.",
     source="Ascend op-plugin",
     returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset, numels), the last three for the "
-    "gradient to draw again. Differentiable in query, key, value, pse and sink.",
+    "gradient to draw again.",
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
 >>> out, smax, ssum, *_ = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.125)
@@ -382,7 +382,6 @@ TORCH_V2 = TORCH_V1.version(
     "npu_fusion_attention_v2",
     "npu_fusion_attention with rope parts, four kinds of pse and start positions.",
     keywords="pse",
-    returns=TORCH_V1.returns.replace("pse and sink", "pse, query_rope, key_rope and sink"),
     example="""\
 >>> q = torch.randn(1, 16, 2, 64)
 >>> slopes = torch.tensor([0.5, 0.25])
@@ -415,8 +414,7 @@ TORCH_V3 = TORCH_V1.version(
     "npu_fusion_attention_v3",
     "npu_fusion_attention with lengths, seed and offset as host tensors.",
     declared=LENGTHS,
-    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1]. "
-    "Differentiable in query, key, value, pse and sink.",
+    returns="(attention_out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 [1].",
     example="""\
 >>> q, ends = torch.randn(16, 2, 64), torch.tensor([5, 16])
 >>> lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
