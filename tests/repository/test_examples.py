@@ -77,7 +77,7 @@ def test_every_block_of_the_readme_runs_alone(block: str) -> None:
     exec(compile(block, "README.md", "exec"), {})
 
 
-FOLDERS = (".", "src/fusion_attention", "csrc", "tests")
+FOLDERS = (".", "src/fusion_attention", "src/fusion_attention/backends/triton", "csrc", "tests")
 
 
 @pytest.mark.parametrize(
