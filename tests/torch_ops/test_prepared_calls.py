@@ -121,6 +121,82 @@ def test_rows_of_means_come_back_every_time(prepared: list[Any]) -> None:
     assert len(prepared) == 2
 
 
+def half(*shape: int, seed: int) -> torch.Tensor:
+    return rows(*shape, seed=seed).half()
+
+
+def integers(seed: int, *shape: int) -> torch.Tensor:
+    return (rows(*shape, seed=seed) * 40).clamp(-127, 127).to(torch.int8)
+
+
+def fused(seed: int, **more: Any) -> torch.Tensor:
+    """Paged integers with scales of channels."""
+    keys = [integers(seed + n, 4, 16, 64) for n in range(2)]
+    scales = {f"{side}_antiquant_scale": half(2, 1, 32, seed=seed).abs() for side in ("key", "value")}
+    table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    given = {"input_layout": "BNSD", "num_heads": 4, "num_key_value_heads": 2, "block_table": table, "block_size": 16}
+    given |= {"actual_seq_lengths_kv": [30, 17], "scale": 0.2, "key_antiquant_mode": 0, "value_antiquant_mode": 0}
+    return npu.npu_fused_infer_attention_score(half(2, 4, 1, 32, seed=seed), *keys, **scales, **given, **more)[0]
+
+
+def stacked(seed: int) -> torch.Tensor:
+    """Scales of keys and values in one tensor, of which values' are the second half."""
+    keys = [integers(seed + n, 2, 2, 9, 32) for n in range(2)]
+    return npu.npu_fused_infer_attention_score(
+        half(2, 4, 1, 32, seed=seed), *keys, num_heads=4, num_key_value_heads=2, input_layout="BNSD", scale=0.2,
+        antiquant_scale=half(2, 2, 1, 32, seed=seed).abs(), antiquant_mode=0,
+    )[0]  # fmt: skip
+
+
+def dense(seed: int, **more: Any) -> Any:
+    q, k, v = (rows(2, 7, 4, 16, seed=seed + n) for n in range(3))
+    return fa.attention(q, k, v, **more)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return rows(*shape, seed=seed + 50)
+
+
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "mask": lambda seed: dense(seed, blocked=drawn(seed, 2, 1, 7, 7) > 0.5),
+    "mask and lse": lambda seed: dense(seed, blocked=drawn(seed, 2, 1, 7, 7) > 0.5, return_lse=True),
+    "bias": lambda seed: dense(seed, bias=drawn(seed, 1, 4, 7, 7)),
+    "bias of columns": lambda seed: dense(seed, bias=drawn(seed, 4, 7, 9)[..., 1:8].mT),
+    "sink": lambda seed: dense(seed, sink=drawn(seed, 4)),
+    "narrow sink": lambda seed: dense(seed, sink=drawn(seed, 4).bfloat16()),
+    "strided sink": lambda seed: dense(seed, sink=drawn(seed, 4, 2)[:, 1]),
+    "slopes": lambda seed: dense(seed, alibi_slopes=drawn(seed, 4).abs()),
+    "rope": lambda seed: dense(seed, q_rope=drawn(seed, 2, 7, 4, 8), k_rope=drawn(seed, 2, 7, 4, 8)),
+    "drop bits": lambda seed: dense(seed, keep_prob=0.5, drop_bits=(drawn(seed, 49) * 99).to(torch.uint8)),
+    "shifted": lambda seed: dense(seed, bias=drawn(seed, 1 + 4 * 49)[1:].view(1, 4, 7, 7)),
+    "of npu": lambda seed: npu.npu_fusion_attention(
+        *(rows(2, 7, 64, seed=seed + n) for n in range(3)), 4, "BSH", atten_mask=drawn(seed, 7, 7) > 0.5, scale=0.2
+    )[:3],
+    "fused": fused,
+    "fused with a mask": lambda seed: fused(seed, atten_mask=drawn(seed, 2, 1, 32) > 0.8),
+    "stacked scales": stacked,
+    "indexer": lambda seed: fa.lightning_indexer(
+        rows(1, 6, 4, 16, seed=seed), rows(1, 9, 1, 16), drawn(seed, 1, 6, 4), 3
+    ),
+}  # fmt: skip
+UNPREPARED = {"bias of columns"}  # an operand is a copy
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_tensors_of_a_prepared_signature(name: str, prepared: list[Any]) -> None:
+    """A prepared call reads all of its tensors where they are now."""
+    call = OTHERS[name]
+    for seed in (1, 1, 1):
+        call(seed)
+    assert bool(prepared) is (name not in UNPREPARED)
+    for seed in (2, 3):
+        ours, fresh = call(seed), forgotten(lambda seed=seed: call(seed))  # type: ignore[misc]
+        several = [(ours, fresh)] if isinstance(ours, torch.Tensor) else zip(ours, fresh, strict=True)
+        assert all(same(one, other) for one, other in several)
+        for _ in range(2):
+            call(seed)
+
+
 # -------------------------------------------------------------------------------------------------- what values change
 
 
