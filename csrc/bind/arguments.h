@@ -12,6 +12,7 @@
 
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace nb = nanobind;
@@ -269,9 +270,12 @@ public:
         if (count_ > max_tensors) refuse("too many tensors");
         for (std::size_t i = 0; i < count_; ++i) begins[i] = place_of(tensors[i]);
         std::size_t at = 0;
-        each(operands, [&](const char *, auto *&begin) {
+        each(operands, [&](const char *name, auto *&begin) {
             const int from = of_[at++];
-            if (from >= 0) begin = static_cast<std::remove_reference_t<decltype(begin)>>(begins[from]);
+            if (from < 0) return;
+            const std::string_view shown = name;
+            if (!begins[from] && shown != "max" && shown != "sum") refuse(std::string(shown) + " has no memory");
+            begin = static_cast<std::remove_reference_t<decltype(begin)>>(begins[from]);
         });
     }
 

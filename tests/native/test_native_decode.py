@@ -22,9 +22,9 @@ from support.oracle import alone, forward, load, make, results
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.backends.cpu.native import Floats
-from fusion_attention.ir.kv import PagedView, RowView
+from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.mask import Band
+from fusion_attention.ir.places import places
 from fusion_attention.ir.problem import Extents, Problem
 
 
@@ -338,34 +338,32 @@ def test_a_prepared_decode_takes_what_it_was_prepared_for() -> None:
         schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
         cpu.attention_forward(problem, case.call.extents, schedule, operands)
         assert isinstance(schedule, decode.Schedule)
-        prepared = decode.prepare(schedule, problem, operands)
-        assert prepared is not None
-        k, table = (
-            (operands.k.pool, operands.k.table) if isinstance(operands.k, PagedView) else (operands.k.keep[0], None)
-        )
-        v = operands.v.pool if isinstance(operands.v, PagedView) else operands.v.keep[0]
-        out, wanted = operands.out.keep[0], operands.out.keep[0].clone()
-        given: list[Any] = [operands.q.keep[0], k, v, table, out.fill_(torch.nan), None, None]
-        assert prepared.run(1, *given) == 0
+        given: dict[str, Any] = dict(places(operands))
+        prepared = decode.prepare(schedule, problem, operands, tuple(given))
+        out, wanted = given["out"], given["out"].clone()
+        given |= {"max": None, "sum": None}
+        out.fill_(torch.nan)
+        assert prepared.run(1, *given.values()) == 0
         same_bits([out], [wanted])
         out.fill_(torch.nan)
         for change, message in (
-            ({3: None if page else torch.zeros(1, 2, dtype=torch.int32)}, "a table belongs to a cache of pages"),
-            ({0: 3}, "data_ptr"),
+            ({"table": None} if page else {"k": None}, f"{'table' if page else 'k'} has no memory"),
+            ({"table again": torch.zeros(1, 2, dtype=torch.int32)}, f"a prepared call takes {len(given)} tensors"),
+            ({"q": 3}, "data_ptr"),
         ):
             with pytest.raises((ValueError, AttributeError), match=message):
-                prepared.run(1, *[change.get(i, value) for i, value in enumerate(given)])
+                prepared.run(1, *{**given, **change}.values())
         with pytest.raises(ValueError, match="threads: expected at least 1, got 0"):
-            prepared.run(0, *given)
+            prepared.run(0, *given.values())
         assert out.isnan().all()
 
 
-def test_a_decode_that_reads_more_is_not_prepared() -> None:
+def test_every_operand_of_a_prepared_decode_is_named() -> None:
     problem = Problem(2, 1, 8, 8, dtype="bfloat16", has_sink=True)
     case = plain_case(problem, (1,), (20,))
     operands = case.operands()
     schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
     assert isinstance(schedule, decode.Schedule)
-    assert decode.prepare(schedule, problem, operands) is None
-    with Floats() as floats, pytest.raises(ValueError, match="only q, k, v and a table of pages"):
-        schedule.decode.prepare(decode._operands(problem, operands, floats))
+    names = tuple(name for name in places(operands) if name != "sink")
+    with pytest.raises(ValueError, match="sink is read, and no tensor of the call is named so"):
+        decode.prepare(schedule, problem, operands, names)

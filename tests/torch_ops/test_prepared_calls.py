@@ -169,6 +169,10 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "rope": lambda seed: dense(seed, q_rope=drawn(seed, 2, 7, 4, 8), k_rope=drawn(seed, 2, 7, 4, 8)),
     "drop bits": lambda seed: dense(seed, keep_prob=0.5, drop_bits=(drawn(seed, 49) * 99).to(torch.uint8)),
     "shifted": lambda seed: dense(seed, bias=drawn(seed, 1 + 4 * 49)[1:].view(1, 4, 7, 7)),
+    "expanded values": lambda seed: fa.attention(
+        *(half(2, 7, 4, 16, seed=seed + n) for n in range(2)),
+        half(7, seed=seed)[None, :, None, None].expand(2, 7, 4, 16),
+    ),
     "of npu": lambda seed: npu.npu_fusion_attention(
         *(rows(2, 7, 64, seed=seed + n) for n in range(3)), 4, "BSH", atten_mask=drawn(seed, 7, 7) > 0.5, scale=0.2
     )[:3],
@@ -179,7 +183,7 @@ OTHERS: dict[str, Callable[[int], Any]] = {
         rows(1, 6, 4, 16, seed=seed), rows(1, 9, 1, 16), drawn(seed, 1, 6, 4), 3
     ),
 }  # fmt: skip
-UNPREPARED = {"bias of columns"}  # an operand is a copy
+UNPREPARED = {"bias of columns", "expanded values"}  # an operand is a copy
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -346,7 +346,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = _of_attention(tensors)
-        result = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).whole())
+        result = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).complete())
         results = tuple(result[name] for name in sparse.RESULTS)
         ctx.said = cut, deterministic
         ctx.save_for_backward(*results, *tensors)

@@ -13,7 +13,7 @@ from fusion_attention.backends import load
 from fusion_attention.captures.gradients import backward_of
 from fusion_attention.captures.reader import Recording
 from fusion_attention.captures.results import returned
-from fusion_attention.contract import Array, BackendError, ContractError, ContractWarning, Op, Tensors, bind
+from fusion_attention.contract import Array, Attr, BackendError, ContractError, ContractWarning, Op, Tensors, bind
 from fusion_attention.ops import RECORDS
 from fusion_attention.plan import compute
 
@@ -177,7 +177,7 @@ def recorded(
 def _needed(p: Any) -> bool:
     from fusion_attention.contract import REQUIRED
 
-    return not getattr(p, "output", False) and getattr(p, "default", REQUIRED) is REQUIRED
+    return not getattr(p, "output", False) and (not isinstance(p, Attr) or p.default is REQUIRED)
 
 
 def _value(op: Op, name: str, value: Any) -> Any:

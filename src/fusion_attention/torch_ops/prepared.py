@@ -94,6 +94,8 @@ def prepare(bound: Bound, call: Repeatable, backend: str) -> Prepared | None:
         if None not in read.values():
             sources = {n: _source(n, operands[n], given, str(name), name in widened) for n, name in read.items()}
             return Prepared(call, backend, views, sources)
+        if any(operands[name].dtype != torch.float32 for name, argument in read.items() if argument is None):
+            return None
         widened = _narrow(given, set(given).difference(read.values()))
     return None
 
