@@ -22,7 +22,7 @@ from support.oracle import alone, forward, load, make, results
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
-from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.places import places
 from fusion_attention.ir.problem import Extents, Problem
@@ -338,6 +338,8 @@ def test_a_prepared_decode_takes_what_it_was_prepared_for() -> None:
         schedule = cpu.schedule(problem, case.call.extents, "attention_forward")
         cpu.attention_forward(problem, case.call.extents, schedule, operands)
         assert isinstance(schedule, decode.Schedule)
+        if isinstance(operands.k, PagedView) and isinstance(operands.v, PagedView):
+            operands.v.table = operands.k.table
         given: dict[str, Any] = dict(places(operands))
         prepared = decode.prepare(schedule, problem, operands, tuple(given))
         out, wanted = given["out"], given["out"].clone()
