@@ -1,8 +1,13 @@
 // SSE, AVX2 and NEON: the same functions as vec_avx512.h, in vector types alone but for an instruction here and there.
+// AVX2 has many of them from vec_avx2.h.
 
 #pragma once
 
 #include "simd/types.h"
+#if defined(__AVX2__) && defined(__F16C__)
+#define FUSION_AVX2
+#include "simd/vec_avx2.h"  // IWYU pragma: export
+#endif
 
 namespace fusion {
 namespace {
@@ -17,6 +22,35 @@ FUSION_INLINE Floats rounded(Floats x) {
     return x;
 }
 
+// Lane i is yes[i] where bit i is set, else no[i].
+FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
+    const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
+    return (all(bits) & own) != 0 ? yes : no;
+}
+
+// The lanes whose bits are set, side by side; a whole vector may be written.
+FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
+    for (; bits; bits &= bits - 1) *to++ = x[__builtin_ctz(bits)];
+}
+
+// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
+template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
+    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest whole
+    // number.
+    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
+    x = larger(all(-150.0f), x);
+    const Floats shifted = x + magic;
+    const Floats r = x - (shifted - magic);
+    constexpr float c[][7] = {
+        {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f},
+        {1.0f, 6.931472e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f}};
+    Floats p = all(c[degree - 5][degree]);
+    FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
+    const Ints n = (Ints)shifted - (Ints)magic;
+    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
+}
+
+#if !defined(FUSION_AVX2)
 FUSION_INLINE float sum_of(Floats x) {
     float part[lanes];
     store(part, x);
@@ -41,32 +75,15 @@ FUSION_INLINE bool any(Words x) {
     return joined != 0;
 }
 
-// Lane i is yes[i] where bit i is set, else no[i].
-FUSION_INLINE Floats pick(std::uint32_t bits, Floats yes, Floats no) {
-    const Words own = all(std::uint32_t{1}) << (Words)lane_numbers();
-    return (all(bits) & own) != 0 ? yes : no;
-}
-
 // Bit i: whether lane i of a comparison's result is set.
 FUSION_INLINE std::uint32_t mask_of(Ints condition) {
-#if defined(__AVX__)
-    return static_cast<std::uint32_t>(_mm256_movemask_ps((__m256)condition));
-#else
     std::uint32_t mask = 0;
     for (int i = 0; i < lanes; ++i) mask |= static_cast<std::uint32_t>(condition[i] != 0) << i;
     return mask;
-#endif
-}
-
-// The lanes whose bits are set, side by side; a whole vector may be written.
-FUSION_INLINE void compress(std::int32_t *to, Ints x, std::uint32_t bits) {
-    for (; bits; bits &= bits - 1) *to++ = x[__builtin_ctz(bits)];
 }
 
 FUSION_INLINE Floats root(Floats x) {
-#if defined(__AVX__)
-    return (Floats)_mm256_sqrt_ps((__m256)x);
-#elif defined(__SSE__)
+#if defined(__SSE__) && !defined(__AVX__)
     return (Floats)_mm_sqrt_ps((__m128)x);
 #elif defined(__aarch64__)
     return (Floats)vsqrtq_f32((float32x4_t)x);
@@ -76,29 +93,10 @@ FUSION_INLINE Floats root(Floats x) {
 #endif
 }
 
-// 2^x for x <= 127, to a relative error of 2e-7, or (degree 6) 8e-8; 0 below 2^least_power, NaN where x is.
-template <int degree = 5> FUSION_INLINE Floats exp2(Floats x) {
-    // Minimax polynomials of the relative error that are exact at 0. Adding `magic` rounds x to the nearest whole
-    // number.
-    const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its neighbours are whole numbers
-    x = larger(all(-150.0f), x);
-    const Floats shifted = x + magic;
-    const Floats r = x - (shifted - magic);
-    constexpr float c[][7] = {
-        {1.0f, 6.931470037e-1f, 2.402224243e-1f, 5.550733581e-2f, 9.671512991e-3f, 1.326472731e-3f},
-        {1.0f, 6.931472e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.618437e-3f, 1.3398875e-3f, 1.5353362e-4f}};
-    Floats p = all(c[degree - 5][degree]);
-    FUSION_UNROLL for (int i = degree - 1; i >= 0; --i) p = p * r + all(c[degree - 5][i]);
-    const Ints n = (Ints)shifted - (Ints)magic;
-    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
-}
-
 FUSION_INLINE Words widen(Halves x) { return __builtin_convertvector(x, Words); }
 
 FUSION_INLINE Floats to_floats(Half, Halves x) {
-#if defined(__F16C__)
-    return (Floats)_mm256_cvtph_ps((__m128i)x);
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
     return (Floats)vcvt_f32_f16((float16x4_t)x);
 #else
     const Words wide = widen(x);
@@ -110,7 +108,7 @@ FUSION_INLINE Floats to_floats(Half, Halves x) {
 #endif
 }
 
-#if !defined(__F16C__) && !defined(__aarch64__)
+#if !defined(__aarch64__)
 FUSION_INLINE std::uint16_t half_of(float value) {
     std::uint32_t x, out;
     std::memcpy(&x, &value, 4);
@@ -134,9 +132,7 @@ FUSION_INLINE std::uint16_t half_of(float value) {
 #endif
 
 FUSION_INLINE Halves from_floats(Half, Floats x) {
-#if defined(__F16C__)
-    return (Halves)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
     return (Halves)vcvt_f16_f32((float32x4_t)x);
 #else
     Halves out;
@@ -163,6 +159,7 @@ FUSION_INLINE void transpose(Words (&r)[lanes]) {
         FUSION_UNROLL for (int i = 0; i < lanes; ++i) r[i] = t[i];
     }
 }
+#endif
 
 }  // namespace
 }  // namespace fusion
