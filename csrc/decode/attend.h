@@ -9,8 +9,13 @@
 #pragma once
 
 #include "dense/bias.h"
-#include "decode/scores.h"
 #include "simd/masks.h"
+#if defined(__AVX__) && !defined(__AVX512F__)
+#include "decode/lanes8.h"
+#else
+#include "decode/scores.h"
+#include "decode/values.h"
+#endif
 
 namespace fusion {
 namespace {
@@ -109,37 +114,9 @@ __attribute__((noinline)) void weigh_row(const DecodeWork<F> &w, std::int64_t ro
 template <class F, int M, int N>
 __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t,
                                           std::int64_t d, LinePrefetch &ahead) {
-    constexpr std::int64_t fetched = F::bytes(N * lanes);
     typename F::Sum sum[M][N] = {};
     const auto *weights = reinterpret_cast<const typename F::Weight *>(w.s.weights) + i * (decode_tile / F::depth);
-    const std::int64_t at = F::bytes(d);
-    const char *const *rows = w.s.value_rows;
-    constexpr int lines = F::bytes(F::depth * N * lanes) / 64;
-    LinePrefetch next = ahead;
-    const bool follows = next.any() && at % 64 == 0 && at < row_bytes(w.p.storage, w.p.dim_qk);
-    const std::int64_t again = w.sizes.direct_values && row == 0 ? t.real - again_values<F> : 0;
-    for (std::int64_t key = 0; key < t.real; key += F::depth, ++weights) {
-        Words value[N];
-        FUSION_UNROLL for (int j = 0; j < N; j += 2) {
-            const std::int64_t from = at + F::bytes(j * lanes);
-            F::columns(rows + key, from, value[j], value[j + 1]);
-        }
-        // Once more: of the rows that come next, behind the last of which are the first of the rows ahead.
-        const char *const *const upcoming = key < again ? rows + key + again_values<F>
-                                            : follows   ? w.s.next_rows + key - again
-                                                        : nullptr;
-        if (upcoming) {
-            FUSION_UNROLL for (std::int64_t byte = 0; byte < fetched; byte += 64) {
-                FUSION_UNROLL for (int k = 0; k < F::depth; ++k) fetch_line(upcoming[k], at + byte);
-            }
-        }
-        if (!feeds<F> || key / F::depth % 4) next.fetch<lines>();
-        FUSION_UNROLL for (int m = 0; m < M; ++m) {
-            const typename F::Weight weight = weights[m * (decode_tile / F::depth)];
-            FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
-        }
-    }
-    ahead = next;
+    add_columns<F>(w, row, t, weights, F::bytes(d), ahead, sum);
     FUSION_UNROLL for (int m = 0; m < M; ++m) {
         if (row + m >= w.rows()) break;
         float *out = w.out(row + m) + d;
@@ -159,7 +136,7 @@ __attribute__((noinline)) void add_values(const DecodeWork<F> &w, std::int64_t r
 template <class F, int M>
 void value_columns(const DecodeWork<F> &w, std::int64_t row, std::int64_t i, const DecodeTile &t, LinePrefetch &ahead) {
     std::int64_t d = 0;
-    if constexpr (M * sizeof(typename F::Sum) <= 6 * sizeof(Floats) && lanes == 16) {
+    if constexpr (M * sizeof(typename F::Sum) <= (lanes == 16 ? 6 : 2) * sizeof(Floats) && lanes >= 8) {
         for (; d + 4 * lanes <= w.sizes.columns; d += 4 * lanes) add_values<F, M, 4>(w, row, i, t, d, ahead);
     }
     for (; d < w.sizes.columns; d += column_unit) add_values<F, M, 2>(w, row, i, t, d, ahead);

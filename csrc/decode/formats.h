@@ -101,12 +101,26 @@ FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
 }
 #endif
 
+// Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
+template <int Count, int First, int... I>
+FUSION_INLINE Floats turn(Floats x, Floats y, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(
+        x, y, ((First + I) / Count % 2 * lanes + (First + I) / Count / 2 * Count + (First + I) % Count)...);
+}
+template <int Count> FUSION_INLINE void order_turns(Floats &x, Floats &y) {
+    using Lanes = std::make_integer_sequence<int, lanes>;
+    const Floats a = x, b = y;
+    x = turn<Count, 0>(a, b, Lanes{});
+    y = turn<Count, lanes>(a, b, Lanes{});
+}
+
 // A format of one float per word.
 struct Floating {
     using Sum = Floats;
     using Weight = float;
     static constexpr int depth = 1;     // keys per word of weights
     static constexpr int elements = 1;  // of a row, per word of it
+    static constexpr int parts = 1, digits = 1;
     static constexpr int together = 1;  // keys that meet a word of three or four rows
     static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::float32;
@@ -128,42 +142,45 @@ struct Floating {
         store(row + at + lanes, high);
     }
     static FUSION_INLINE void order(Floats &, Floats &) {}
+    // Vectors of eight lanes: what one of a row's words is multiplied as, and where its element i is in that.
+    static FUSION_INLINE void read(const char *from, Words (&part)[1]) { part[0] = load<Words>(from); }
+    static std::int64_t place(std::int64_t i) { return i; }
 };
 
-// Numbers of 16 bits met as floats: values are converted where they lie, keys a few at a time before they are met.
+// Numbers of 16 bits met as floats. Values are converted where they lie; so are keys by vectors of eight lanes, of
+// which one of words becomes two, while others are converted a few keys at a time before they are met.
 template <class T, Storage Stored> struct Widened : Floating {
     using Element = T;
     static constexpr int together = 4;
-    static constexpr bool widened = true;
+    static constexpr bool widened = lanes != 8;
+    static constexpr int elements = widened ? 1 : 2, parts = elements;
+    static constexpr bool turns = !widened && std::is_same_v<T, Brain>;  // even and odd elements: two instructions
     static constexpr Storage stored = Stored;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }
 
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
-        const T *row = reinterpret_cast<const T *>(rows[0] + from);
-        x = bits_of(load_floats(row, lanes));
-        y = bits_of(load_floats(row + lanes, lanes));
+        if constexpr (turns) {
+            const Words both = load<Words>(rows[0] + from);
+            x = both << 16, y = both & 0xffff0000u;
+        } else {
+            const T *row = reinterpret_cast<const T *>(rows[0] + from);
+            x = bits_of(load_floats(row, lanes));
+            y = bits_of(load_floats(row + lanes, lanes));
+        }
+    }
+    static FUSION_INLINE void read(const char *from, Words (&part)[2]) { columns(&from, 0, part[0], part[1]); }
+    static std::int64_t place(std::int64_t i) { return turns ? i % 2 * lanes + i / 2 : i; }
+    static FUSION_INLINE void order(Floats &x, Floats &y) {
+        if constexpr (turns) order_turns<1>(x, y);
     }
 };
-
-// Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
-template <int Count, int First, int... I>
-FUSION_INLINE Floats turn(Floats x, Floats y, std::integer_sequence<int, I...>) {
-    return __builtin_shufflevector(
-        x, y, ((First + I) / Count % 2 * lanes + (First + I) / Count / 2 * Count + (First + I) % Count)...);
-}
-template <int Count> FUSION_INLINE void order_turns(Floats &x, Floats &y) {
-    using Lanes = std::make_integer_sequence<int, lanes>;
-    const Floats a = x, b = y;
-    x = turn<Count, 0>(a, b, Lanes{});
-    y = turn<Count, lanes>(a, b, Lanes{});
-}
 
 #if defined(FUSION_BRAIN_PRODUCTS)
 // Two neighbouring bfloat16 per word.
 struct Paired {
     using Sum = Floats;
     using Weight = std::uint32_t;
-    static constexpr int depth = 2, elements = 2;
+    static constexpr int depth = 2, elements = 2, parts = 1, digits = 1;
     static constexpr bool integer = false, widened = false;
     static constexpr Storage stored = Storage::bfloat16;
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns * 2; }

@@ -14,6 +14,7 @@ namespace decode {
 struct Integer {
     using Sum = Ints;
     using Weight = std::uint32_t;
+    using Digit = std::int8_t;
     static constexpr int depth = 2, digits = 2;
     static constexpr float most_weight = 32767.0f;
     static constexpr bool integer = true, widened = false, signed_weights = true;

@@ -36,7 +36,7 @@ template <class F> struct DecodeSizes {  // of rows, in words
 
     explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
-        const auto fits = [](std::int64_t n) { return n % (4 * F::elements) == 0; };
+        const auto fits = [](std::int64_t n) { return n % (most(lanes % 16, 4) * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
         const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
         direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
@@ -147,6 +147,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
+        if (lanes == 8) return {row, count, lanes, count > 4 ? 8 : count > 2 ? 4 : static_cast<int>(count)};
         // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
         int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
@@ -202,6 +203,13 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
         load_query(w.p.dtype, w.o.q_rope, seq, w.head(b.row + i), w.token(b.row + i), w.p.dim_rope, line + ropes);
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
+    if constexpr (lanes == 8) {
+        constexpr std::int64_t step = word * lanes;
+        for (std::int64_t d = 0; d < words * word; ++d) {
+            std::memcpy(to + (d / step * b.vectors + i) * step + F::place(d % step), line + d, 4);
+        }
+        return;
+    }
     for (std::int64_t c = 0; c < words; ++c) {
         std::uint32_t bits[word];
         std::memcpy(bits, line + c * word, sizeof bits);
@@ -209,9 +217,11 @@ template <class F> void place_floats(const DecodeWork<F> &w, const RowBlock &b, 
     }
 }
 
-// A row's numbers of 16 or 24 bits as two or three digits; false where the row is not finite.
+// A row's numbers of 16 or 24 bits as one, two or three digits; false where the row is not finite.
 template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, std::int64_t i) {
+    using Digit = typename F::Digit;
     constexpr int word = F::elements, parts = F::parts, digits = F::digits;
+    constexpr int bits = 8 * sizeof(Digit), together = 4 / sizeof(Digit);
     const std::int64_t row = b.row + i, n = w.p.dim_qk, size = round_up<std::int64_t>(w.sizes.key_words * word, lanes);
     const Meaning k = channel_meaning(w.o.quantised_keys, w.unit.seq, w.kv_head);
     float *line = w.s.line;
@@ -240,14 +250,14 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
     w.s.row_scale[w.slot(row)] = share > 0.0f ? step * times * F::unit : 0.0f;
     w.s.row_offset[w.slot(row)] = added * times;
     w.s.row_sum[w.slot(row)] = total * times;
-    auto *bytes = reinterpret_cast<std::int8_t *>(line + size);  // [digits, the highest first][size]
+    auto *numbers = reinterpret_cast<Digit *>(line + size);  // [digits, the highest first][size]
     for (std::int64_t d = 0; d < size; d += lanes) {
         Ints number = F::whole(load<Floats>(line + d) * share);
         for (int digit = digits - 1; digit >= 0; --digit) {
-            typedef std::int8_t Digits __attribute__((vector_size(lanes)));
-            const Ints low = number << 24 >> 24;
-            store(bytes + digit * size + d, __builtin_convertvector(low, Digits));
-            number = (number - low) >> 8;
+            typedef Digit Digits __attribute__((vector_size(lanes * sizeof(Digit))));
+            const Ints low = number << (32 - bits) >> (32 - bits);
+            store(numbers + digit * size + d, __builtin_convertvector(low, Digits));
+            number = (number - low) >> bits;
         }
     }
     auto *to = reinterpret_cast<std::uint32_t *>(w.query(b.row));
@@ -256,11 +266,11 @@ template <class F> bool place_digits(const DecodeWork<F> &w, const RowBlock &b, 
         for (int part = 0; part < parts; ++part) {
             std::uint32_t *const vector = to + (at / lanes * parts + part) * digits * lanes + lane;
             for (int digit = 0; digit < digits; ++digit) {
-                std::int8_t four[4];
-                const std::int8_t *const from = bytes + digit * size + c * word;
-                if constexpr (parts == 1) std::memcpy(four, from, 4);
-                for (int j = 0; j < 4 && parts > 1; ++j) four[j] = from[j * parts + part];
-                std::memcpy(vector + digit * lanes, four, 4);
+                Digit one[together];
+                const Digit *const from = numbers + digit * size + c * word;
+                if constexpr (parts == 1) std::memcpy(one, from, 4);
+                for (int j = 0; j < together && parts > 1; ++j) one[j] = from[j * parts + part];
+                std::memcpy(vector + digit * lanes, one, 4);
             }
         }
     }
@@ -291,11 +301,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
     for (std::int64_t row = 0; row < w.rows(); row += lanes) {
         const RowBlock b = w.block(row);
         const std::int64_t words = (w.sizes.key_words + w.sizes.rope_words) * (lanes / b.phases) * b.vectors;
-        if constexpr (F::integer) {
-            std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * F::digits * 4);
-        } else {
-            std::memset(static_cast<void *>(w.query(row)), 0, words * 4);
-        }
+        std::memset(static_cast<void *>(w.query(row)), 0, words * F::parts * F::digits * 4);
         for (std::int64_t i = 0; i < b.rows; ++i) {
             if constexpr (F::integer) {
                 if (!place_digits(w, b, i)) nonfinite |= std::uint64_t{1} << (row + i);
@@ -303,7 +309,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
                 place_floats(w, b, i);
             }
         }
-        if constexpr (F::integer) place_starts(w, b);
+        if constexpr (F::integer && F::digits > 1) place_starts(w, b);
     }
     return nonfinite;
 }

@@ -1,0 +1,187 @@
+// Both halves of a decode for vectors of eight lanes: scores of a tile's keys, and the sum of its values, while rows
+// that come later are fetched.
+//
+// Every query row has vectors of its own, and R of them meet 8 / R keys at a time: eight sums, which become a vector. A
+// vector of stored words is taken apart where it is multiplied (F::read), into vectors in whose order the query rows
+// lie, so no key is stored a second time. A row's sum has one order, however many rows there are.
+
+#pragma once
+
+#include "decode/queries.h"
+
+namespace fusion {
+namespace {
+namespace decode {
+
+// Rows are asked for half a tile ahead, and once more this many ahead.
+constexpr std::int64_t again_rows = 16;
+
+template <class F> constexpr bool feeds = false;  // weights leave memory at rest
+
+// Into the second cache.
+FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
+    __asm__ volatile("prefetcht1 (%0,%1)" : : "r"(row), "r"(byte));  // gcc would add them in an instruction of its own
+}
+
+// Bytes [from, to) of a tile's rows that follow half a tile later: those of a row while the same row of the present
+// tile is multiplied.
+class LinePrefetch {
+public:
+    LinePrefetch() = default;
+    LinePrefetch(const char *const *rows, std::int64_t, std::int64_t, std::int64_t from, std::int64_t to, std::int64_t)
+        : rows_(from < to ? rows : nullptr), from_(from) {}
+
+    void fetch(std::int64_t) {}
+    bool any() const { return rows_ != nullptr; }
+    FUSION_INLINE const char *row(std::int64_t i) const { return rows_[i] + from_; }
+    const char *const *rows() const { return rows_; }
+
+private:
+    const char *const *rows_ = nullptr;  // null: none
+    std::int64_t from_ = 0;
+};
+
+// -------------------------------------------------------------------------------------------------------------- scores
+
+template <class F> using Score = std::conditional_t<F::integer, Ints, Floats>;
+
+// R rows' products with 8 / R keys of so many bytes, from `at` on. A row's vectors of one step lie behind each other,
+// and those of the next step `stride` vectors behind them.
+template <class F, int R>
+FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, std::int64_t stride, const char *const *rows,
+                                std::int64_t bytes, const char *const *next, const char *const *soon) {
+    constexpr int keys = lanes / R;
+    const auto step = [&](std::int64_t byte) __attribute__((always_inline)) {
+        Words part[keys][F::parts];
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) F::read(rows[k] + byte, part[k]);
+        FUSION_UNROLL for (int i = 0; i < R * F::parts; ++i) {
+            const Words query = load<Words>(q + i);
+            FUSION_UNROLL for (int k = 0; k < keys; ++k) {
+                Score<F> &to = sum[i / F::parts * keys + k];
+                to = F::dot(to, part[k][i % F::parts], query);
+            }
+        }
+        q += stride;
+    };
+    std::int64_t byte = 0;
+    for (; byte + 32 < bytes; byte += 64) {
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) fetch_line(next[k], byte), fetch_line(soon[k], byte);
+        step(byte);
+        step(byte + 32);
+    }
+    if (byte < bytes) step(byte);
+}
+
+template <int N> FUSION_INLINE void copy_lanes(float *to, const Floats &x, int from) {
+    std::memcpy(to, reinterpret_cast<const float *>(&x) + from, N * 4);
+}
+
+// Lane i is the sum of x[i]'s lanes. Neighbours first: what crosses 128 bits takes longer.
+template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
+    const auto pairs = [](V a,
+                          V b) __attribute__((always_inline)) {  // as floats: for integers gcc takes other shuffles
+        const Floats even = __builtin_shufflevector((Floats)a, (Floats)b, 0, 2, 8, 10, 4, 6, 12, 14);
+        return (V)even + (V)__builtin_shufflevector((Floats)a, (Floats)b, 1, 3, 9, 11, 5, 7, 13, 15);
+    };
+    const auto fours = [&](const V *x) __attribute__((always_inline)) {
+        return (Floats)pairs(pairs(x[0], x[1]), pairs(x[2], x[3]));
+    };
+    const Floats low = fours(x), high = fours(x + 4);
+    return (V)__builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11) +
+           (V)__builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+// Rows [row, row + R) of a block against the keys of a tile.
+template <class F, int R>
+__attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, std::int64_t row,
+                                          const DecodeTile &t, const LinePrefetch &ahead) {
+    constexpr int keys = lanes / R;
+    const std::int64_t stride = b.vectors * F::parts, words = w.sizes.key_words, ropes = w.sizes.rope_words;
+    const Words *const q = w.query(b.row) + row * F::parts;
+    const std::int64_t count = t.count;
+    const bool repeats = w.sizes.direct_keys && ahead.any();
+    float *const to = w.s.scores + row * decode_tile;
+    [[maybe_unused]] Floats scale = {}, plus = {};
+    for (int lane = 0; F::integer && lane < lanes; ++lane) {
+        const std::int64_t slot = w.slot(b.row + row + lane / keys);
+        scale[lane] = w.s.row_scale[slot], plus[lane] = w.s.row_offset[slot];
+    }
+    for (std::int64_t key = 0; key < count; key += keys) {
+        const char *const *const rows = w.s.key_rows + key;
+        const char *next[keys], *soon[keys];
+        // Where nothing is to be fetched, what is in the cache.
+        const std::int64_t upcoming = key + again_rows - count;
+        const char *const *const again = !repeats ? rows : upcoming < 0 ? rows + again_rows : ahead.rows() + upcoming;
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) {
+            next[k] = ahead.any() ? ahead.row(key + k) : rows[k];
+            soon[k] = again[k];
+        }
+        Score<F> sum[lanes] = {};
+        add_products<F, R>(sum, q, stride, rows, words * 4, next, soon);
+        if (ropes) {
+            const char *const *const rope = w.s.rope_rows + key;
+            add_products<F, R>(sum, q + words / lanes * stride, stride, rope, ropes * 4, rope, rope);
+        }
+        Floats scores;
+        if constexpr (F::integer) {  // from sums of whole numbers to the products that they stand for
+            scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
+        } else {
+            scores = sums_of_lanes(sum);
+        }
+        FUSION_UNROLL for (int i = 0; i < R; ++i) { copy_lanes<keys>(to + i * decode_tile + key, scores, i * keys); }
+    }
+}
+
+// False: the next block's are not among them.
+template <class F>
+bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, LinePrefetch ahead) {
+    for (std::int64_t row = 0; row < b.rows; row += 4) {
+        const std::int64_t left = b.rows - row;
+        if (left > 2) score_rows<F, 4>(w, b, row, t, ahead);
+        else if (left > 1) score_rows<F, 2>(w, b, row, t, ahead);
+        else score_rows<F, 1>(w, b, row, t, ahead);
+        ahead = {};
+    }
+    return false;
+}
+
+// -------------------------------------------------------------------------------------------------------------- values
+
+// Adds the values of a tile's keys, N vectors of columns that begin at byte `at`, times the weights of M rows.
+template <class F, int M, int N>
+FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const DecodeTile &t,
+                               const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
+                               typename F::Sum (&sum)[M][N]) {
+    constexpr std::int64_t keys = 4;  // that are met in one step
+    constexpr int lines = (F::bytes(N * lanes) + 63) / 64;
+    const bool fetches = at % 64 == 0 && ahead.any();
+    const std::int64_t turn = w.sizes.direct_values ? most<std::int64_t>(t.count - again_rows, 0) : t.count;
+    const char *const *rows = w.s.value_rows, *const *soon = rows + (w.sizes.direct_values ? again_rows : 0);
+    for (std::int64_t key = 0, end = least(turn, t.real);; end = t.real, soon = w.s.next_rows - turn) {
+        for (; key < end; key += keys, weights += keys / F::depth) {  // the weights of those behind `real` are 0
+            if (fetches) {
+                FUSION_UNROLL for (int k = 0; k < keys; ++k) {
+                    for (int line = 0; line < lines; ++line) {
+                        fetch_line(ahead.rows()[key + k] + line * 64, at);
+                        fetch_line(soon[key + k] + line * 64, at);
+                    }
+                }
+            }
+            FUSION_UNROLL for (int k = 0; k < keys; k += F::depth) {
+                Words value[N];
+                FUSION_UNROLL for (int j = 0; j < N; j += 2) {
+                    F::columns(rows + key + k, at + F::bytes(j * lanes), value[j], value[j + 1]);
+                }
+                FUSION_UNROLL for (int m = 0; m < M; ++m) {
+                    const typename F::Weight weight = weights[(m * decode_tile + k) / F::depth];
+                    FUSION_UNROLL for (int n = 0; n < N; ++n) sum[m][n] = F::weigh(sum[m][n], weight, value[n]);
+                }
+            }
+        }
+        if (end == t.real) break;
+    }
+}
+
+}  // namespace decode
+}  // namespace
+}  // namespace fusion
