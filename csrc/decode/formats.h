@@ -51,9 +51,6 @@ template <int P> FUSION_INLINE Words repeat(const char *from) {
         return (Words)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)));
     } else if constexpr (P == 4) {
         return (Words)_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
-#elif defined(__AVX2__)
-    } else if constexpr (P == 4) {
-        return (Words)_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
 #endif
     } else if constexpr (P == 2) {
         typedef std::uint64_t Doubles __attribute__((vector_size(lanes * 4)));
@@ -212,4 +209,6 @@ struct Paired {
 #include "decode/integers_avx512.h"  // IWYU pragma: export
 #elif defined(FUSION_BYTE_PRODUCTS)
 #include "decode/integers_neon.h"  // IWYU pragma: export
+#elif defined(FUSION_AVX2)
+#include "decode/integers_avx2.h"  // IWYU pragma: export
 #endif

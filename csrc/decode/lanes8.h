@@ -16,7 +16,7 @@ namespace decode {
 // Rows are asked for half a tile ahead, and once more this many ahead.
 constexpr std::int64_t again_rows = 16;
 
-template <class F> constexpr bool feeds = false;  // weights leave memory at rest
+template <class F> constexpr bool feeds = false;  // nothing is asked for while scores are weighed
 
 // Into the second cache.
 FUSION_INLINE void fetch_line(const char *row, std::int64_t byte) {
@@ -33,8 +33,8 @@ public:
 
     void fetch(std::int64_t) {}
     bool any() const { return rows_ != nullptr; }
-    FUSION_INLINE const char *row(std::int64_t i) const { return rows_[i] + from_; }
     const char *const *rows() const { return rows_; }
+    std::int64_t from() const { return from_; }
 
 private:
     const char *const *rows_ = nullptr;  // null: none
@@ -45,8 +45,8 @@ private:
 
 template <class F> using Score = std::conditional_t<F::integer, Ints, Floats>;
 
-// R rows' products with 8 / R keys of so many bytes, from `at` on. A row's vectors of one step lie behind each other,
-// and those of the next step `stride` vectors behind them.
+// Adds R rows' products with 8 / R keys of so many bytes. A row's vectors of one step lie behind each other, and those
+// of the next step `stride` vectors behind them.
 template <class F, int R>
 FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, std::int64_t stride, const char *const *rows,
                                 std::int64_t bytes, const char *const *next, const char *const *soon) {
@@ -96,10 +96,15 @@ template <class F, int R>
 __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, std::int64_t row,
                                           const DecodeTile &t, const LinePrefetch &ahead) {
     constexpr int keys = lanes / R;
-    const std::int64_t stride = b.vectors * F::parts, words = w.sizes.key_words, ropes = w.sizes.rope_words;
+    const std::int64_t stride = b.vectors * F::parts, words = w.sizes.key_words, rope_words = w.sizes.rope_words;
     const Words *const q = w.query(b.row) + row * F::parts;
-    const std::int64_t count = t.count;
+    const std::int64_t count = t.count, turn = most<std::int64_t>(count - again_rows, 0);
+    const char *const *const rows = w.s.key_rows, *const *const ropes = w.s.rope_rows;
+    // Where nothing is to be fetched, what is in the cache.
     const bool repeats = w.sizes.direct_keys && ahead.any();
+    const char *const *const next_rows = ahead.any() ? ahead.rows() : rows, *const *again = rows;
+    const std::int64_t from = ahead.any() ? ahead.from() : 0;
+    if (repeats) again += again_rows;
     float *const to = w.s.scores + row * decode_tile;
     [[maybe_unused]] Floats scale = {}, plus = {};
     for (int lane = 0; F::integer && lane < lanes; ++lane) {
@@ -107,20 +112,14 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         scale[lane] = w.s.row_scale[slot], plus[lane] = w.s.row_offset[slot];
     }
     for (std::int64_t key = 0; key < count; key += keys) {
-        const char *const *const rows = w.s.key_rows + key;
+        if (repeats && key >= turn) again = next_rows - turn;
         const char *next[keys], *soon[keys];
-        // Where nothing is to be fetched, what is in the cache.
-        const std::int64_t upcoming = key + again_rows - count;
-        const char *const *const again = !repeats ? rows : upcoming < 0 ? rows + again_rows : ahead.rows() + upcoming;
-        FUSION_UNROLL for (int k = 0; k < keys; ++k) {
-            next[k] = ahead.any() ? ahead.row(key + k) : rows[k];
-            soon[k] = again[k];
-        }
+        FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = next_rows[key + k] + from, soon[k] = again[key + k];
         Score<F> sum[lanes] = {};
-        add_products<F, R>(sum, q, stride, rows, words * 4, next, soon);
-        if (ropes) {
-            const char *const *const rope = w.s.rope_rows + key;
-            add_products<F, R>(sum, q + words / lanes * stride, stride, rope, ropes * 4, rope, rope);
+        add_products<F, R>(sum, q, stride, rows + key, words * 4, next, soon);
+        if (rope_words) {
+            const char *const *const met = ropes + key;
+            add_products<F, R>(sum, q + words / lanes * stride, stride, met, rope_words * 4, met, met);
         }
         Floats scores;
         if constexpr (F::integer) {  // from sums of whole numbers to the products that they stand for
@@ -128,7 +127,7 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         } else {
             scores = sums_of_lanes(sum);
         }
-        FUSION_UNROLL for (int i = 0; i < R; ++i) { copy_lanes<keys>(to + i * decode_tile + key, scores, i * keys); }
+        FUSION_UNROLL for (int i = 0; i < R; ++i) copy_lanes<keys>(to + i * decode_tile + key, scores, i * keys);
     }
 }
 
@@ -152,7 +151,7 @@ template <class F, int M, int N>
 FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const DecodeTile &t,
                                const typename F::Weight *weights, std::int64_t at, LinePrefetch &ahead,
                                typename F::Sum (&sum)[M][N]) {
-    constexpr std::int64_t keys = 4;  // that are met in one step
+    constexpr std::int64_t keys = 4 * F::depth;  // that are met in one step: a divisor of `lanes`
     constexpr int lines = (F::bytes(N * lanes) + 63) / 64;
     const bool fetches = at % 64 == 0 && ahead.any();
     const std::int64_t turn = w.sizes.direct_values ? most<std::int64_t>(t.count - again_rows, 0) : t.count;
@@ -167,10 +166,12 @@ FUSION_INLINE void add_columns(const DecodeWork<F> &w, std::int64_t, const Decod
                     }
                 }
             }
+            const char *const *met = rows + key;
+            __asm__("" : "+r"(met));  // gcc would compute the address of every pointer
             FUSION_UNROLL for (int k = 0; k < keys; k += F::depth) {
                 Words value[N];
                 FUSION_UNROLL for (int j = 0; j < N; j += 2) {
-                    F::columns(rows + key + k, at + F::bytes(j * lanes), value[j], value[j + 1]);
+                    F::columns(met + k, at + F::bytes(j * lanes), value[j], value[j + 1]);
                 }
                 FUSION_UNROLL for (int m = 0; m < M; ++m) {
                     const typename F::Weight weight = weights[(m * decode_tile + k) / F::depth];

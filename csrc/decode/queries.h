@@ -36,7 +36,8 @@ template <class F> struct DecodeSizes {  // of rows, in words
 
     explicit DecodeSizes(const DecodeProblem &p, const DecodeOperands &o, bool careful)
         : columns(round_up<std::int64_t>(p.dim_v, column_unit)) {
-        const auto fits = [](std::int64_t n) { return n % (most(lanes % 16, 4) * F::elements) == 0; };
+        constexpr int whole = lanes == 8 ? lanes : 4;  // words that are loaded together, at least
+        const auto fits = [](std::int64_t n) { return n % (whole * F::elements) == 0; };
         const bool same = p.storage == F::stored && !careful;
         const bool exact_words = same && !F::widened && fits(p.dim_qk) && fits(p.dim_rope);
         direct_keys = exact_words && !o.keys.piece && !o.key_ropes.piece;
@@ -147,6 +148,7 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
+        // Each in vectors of its own.
         if (lanes == 8) return {row, count, lanes, count > 4 ? 8 : count > 2 ? 4 : static_cast<int>(count)};
         // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
         int phases = unit.tokens ? 1 : lanes;

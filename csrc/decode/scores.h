@@ -1,4 +1,5 @@
-// The first half of a decode: scores of a tile's keys, while rows that come later are fetched.
+// The first half of a decode: scores of a tile's keys, while rows that come later are fetched. Vectors of eight lanes
+// have loops of their own (lanes8.h).
 
 #pragma once
 
