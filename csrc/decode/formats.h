@@ -4,8 +4,9 @@
 // words of a key, repeated for all query rows. So one load serves all rows, whatever their number, and sums over the P
 // phases are added up once per `lanes` keys. Three or four rows of bfloat16, or of few floats, fill vectors of half the
 // size by pairs, those of integers two vectors with twice the words: as many products, but half as many loads that
-// repeat; those of more floats have a vector each. Values: two keys' elements of 2 * lanes columns make two vectors of
-// words, in an order of columns that is undone once per chunk.
+// repeat; those of more floats have a vector each, and so has every row where vectors have eight lanes (lanes8.h).
+// Values: two keys' elements of 2 * lanes columns make two vectors of words, in an order of columns that is undone once
+// per chunk.
 
 #pragma once
 

@@ -45,11 +45,11 @@ private:
 
 template <class F> using Score = std::conditional_t<F::integer, Ints, Floats>;
 
-// Adds R rows' products with 8 / R keys of so many bytes. A row's vectors of one step lie behind each other, and those
-// of the next step `stride` vectors behind them.
+// Adds R rows' products with 8 / R keys of so many bytes. A row's vectors of one step lie behind each other, then
+// those of the next row.
 template <class F, int R>
-FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, std::int64_t stride, const char *const *rows,
-                                std::int64_t bytes, const char *const *next, const char *const *soon) {
+FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, const char *const *rows, std::int64_t bytes,
+                                const char *const *next, const char *const *soon) {
     constexpr int keys = lanes / R;
     const auto step = [&](std::int64_t byte) __attribute__((always_inline)) {
         Words part[keys][F::parts];
@@ -61,7 +61,7 @@ FUSION_INLINE void add_products(Score<F> (&sum)[lanes], const Words *q, std::int
                 to = F::dot(to, part[k][i % F::parts], query);
             }
         }
-        q += stride;
+        q += R * F::parts;
     };
     std::int64_t byte = 0;
     for (; byte + 32 < bytes; byte += 64) {
@@ -91,13 +91,13 @@ template <class V> FUSION_INLINE V sums_of_lanes(const V (&x)[lanes]) {
            (V)__builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// Rows [row, row + R) of a block against the keys of a tile.
+// The rows of a block, R at most, against the keys of a tile.
 template <class F, int R>
-__attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, std::int64_t row,
-                                          const DecodeTile &t, const LinePrefetch &ahead) {
+__attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t,
+                                          const LinePrefetch &ahead) {
     constexpr int keys = lanes / R;
-    const std::int64_t stride = b.vectors * F::parts, words = w.sizes.key_words, rope_words = w.sizes.rope_words;
-    const Words *const q = w.query(b.row) + row * F::parts;
+    const std::int64_t words = w.sizes.key_words, rope_words = w.sizes.rope_words;
+    const Words *const q = w.query(b.row);
     const std::int64_t count = t.count, turn = most<std::int64_t>(count - again_rows, 0);
     const char *const *const rows = w.s.key_rows, *const *const ropes = w.s.rope_rows;
     // Where nothing is to be fetched, what is in the cache.
@@ -105,10 +105,10 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
     const char *const *const next_rows = ahead.any() ? ahead.rows() : rows, *const *again = rows;
     const std::int64_t from = ahead.any() ? ahead.from() : 0;
     if (repeats) again += again_rows;
-    float *const to = w.s.scores + row * decode_tile;
+    float *const to = w.s.scores;
     [[maybe_unused]] Floats scale = {}, plus = {};
     for (int lane = 0; F::integer && lane < lanes; ++lane) {
-        const std::int64_t slot = w.slot(b.row + row + lane / keys);
+        const std::int64_t slot = w.slot(b.row + lane / keys);
         scale[lane] = w.s.row_scale[slot], plus[lane] = w.s.row_offset[slot];
     }
     for (std::int64_t key = 0; key < count; key += keys) {
@@ -116,15 +116,13 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
         const char *next[keys], *soon[keys];
         FUSION_UNROLL for (int k = 0; k < keys; ++k) next[k] = next_rows[key + k] + from, soon[k] = again[key + k];
         Score<F> sum[lanes] = {};
-        add_products<F, R>(sum, q, stride, rows + key, words * 4, next, soon);
-        if (rope_words) {
-            const char *const *const met = ropes + key;
-            add_products<F, R>(sum, q + words / lanes * stride, stride, met, rope_words * 4, met, met);
-        }
+        add_products<F, R>(sum, q, rows + key, words * 4, next, soon);
         Floats scores;
         if constexpr (F::integer) {  // from sums of whole numbers to the products that they stand for
             scores = __builtin_convertvector(sums_of_lanes(sum), Floats) * scale + plus;
         } else {
+            const char *const *const rope = ropes + key;
+            if (rope_words) add_products<F, R>(sum, q + words / lanes * R * F::parts, rope, rope_words * 4, rope, rope);
             scores = sums_of_lanes(sum);
         }
         FUSION_UNROLL for (int i = 0; i < R; ++i) copy_lanes<keys>(to + i * decode_tile + key, scores, i * keys);
@@ -133,13 +131,14 @@ __attribute__((noinline)) void score_rows(const DecodeWork<F> &w, const RowBlock
 
 // False: the next block's are not among them.
 template <class F>
-bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, LinePrefetch ahead) {
-    for (std::int64_t row = 0; row < b.rows; row += 4) {
-        const std::int64_t left = b.rows - row;
-        if (left > 2) score_rows<F, 4>(w, b, row, t, ahead);
-        else if (left > 1) score_rows<F, 2>(w, b, row, t, ahead);
-        else score_rows<F, 1>(w, b, row, t, ahead);
-        ahead = {};
+bool score_blocks(const DecodeWork<F> &w, const RowBlock &b, const DecodeTile &t, const LinePrefetch &ahead) {
+    switch (b.vectors) {
+        case 1: score_rows<F, 1>(w, b, t, ahead); break;
+        case 2: score_rows<F, 2>(w, b, t, ahead); break;
+        case 3: score_rows<F, 3>(w, b, t, ahead); break;
+        case 4: score_rows<F, 4>(w, b, t, ahead); break;
+        case 6: score_rows<F, 6>(w, b, t, ahead); break;
+        default: score_rows<F, 8>(w, b, t, ahead);
     }
     return false;
 }

@@ -149,7 +149,8 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
         // Each in vectors of its own.
-        if (lanes == 8) return {row, count, lanes, count > 4 ? 8 : count > 2 ? 4 : static_cast<int>(count)};
+        if (lanes == 8)
+            return {row, count, lanes, static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count)};
         // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
         int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
