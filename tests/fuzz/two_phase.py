@@ -158,12 +158,22 @@ def _mistakes(name: str) -> int:
     return sum(1 for _ in invalid_samples(RECORDS[name]))
 
 
+def _limited(op: Op, args: Args) -> bool:
+    """Whether a call that a note is about is one that the chip's limits refuse."""
+    try:
+        bind(op, args, strict=True)
+    except ContractError as error:
+        return all(failure.rule is not None and failure.rule.level == "limit" for failure in error.failures)
+    return False
+
+
 def _draw_poisoned(rng: Rng, op: Op) -> Drawn:
     """A call that breaks one rule, and the code that its record gives."""
     broken: InvalidSample = next(islice(invalid_samples(op), int(rng.integers(_mistakes(op.name))), None))
     outputs = outputs_of(op, broken.args)
     # Asked strictly, the chip's limits may speak before the rule that is broken.
     strict = broken.level == "limit" or (broken.level not in ("meaning", "content") and maybe(rng, 0.5))
+    strict = strict and not (broken.level == "note" and _limited(op, broken.args))
     content = broken.level == "content"
     watched = _Watched(rng, outputs, 1.0 if strict else 0.3)
     strictly = strict or not watched.tensors
