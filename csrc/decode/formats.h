@@ -187,6 +187,6 @@ struct Paired {
 #include "decode/integers_avx512.h"  // IWYU pragma: export
 #elif defined(FUSION_BYTE_PRODUCTS)
 #include "decode/integers_neon.h"  // IWYU pragma: export
-#elif defined(FUSION_AVX2)
-#include "decode/integers_avx2.h"  // IWYU pragma: export
+#elif defined(__AVX2__)
+#include "decode/integers_madd.h"  // IWYU pragma: export
 #endif

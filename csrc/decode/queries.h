@@ -324,7 +324,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
                 place_floats(w, b, i);
             }
         }
-        if constexpr (F::integer && F::digits > 1) place_starts(w, b);
+        if constexpr (F::integer && lanes != 8) place_starts(w, b);
     }
     return nonfinite;
 }
