@@ -16,7 +16,7 @@ bool attend_unit(const DecodeJob &job, const DecodeUnit &unit, const DecodeUnit 
 #if defined(FUSION_BRAIN_PRODUCTS)
     if (p.storage == Storage::bfloat16) return decode::attend_unit<decode::Paired>(job, unit, next, scratch, partial);
 #endif
-#if defined(FUSION_BYTE_PRODUCTS) || defined(FUSION_AVX2)
+#if defined(FUSION_BYTE_PRODUCTS) || defined(__AVX2__)
     if (p.dtype != Dtype::float32 && p.dim_rope == 0) {
         if (p.storage == Storage::int8) return decode::attend_unit<decode::Byte>(job, unit, next, scratch, partial);
         if (p.storage == Storage::int4) return decode::attend_unit<decode::Nibble>(job, unit, next, scratch, partial);

@@ -74,29 +74,6 @@ template <int P> FUSION_INLINE Words repeat(const char *from) {
 // product where products are computed 256 bits at a time.
 typedef float NarrowFloats __attribute__((vector_size(32)));
 typedef std::uint32_t NarrowWords __attribute__((vector_size(32)));
-
-FUSION_INLINE NarrowWords repeat_narrow(const char *from) {
-    return (NarrowWords)_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
-}
-
-// The sums of four lanes each: of the first half of each vector, then of the second.
-FUSION_INLINE NarrowFloats add_quads(const NarrowFloats *x) {
-    const auto pair = [](NarrowFloats a, NarrowFloats b) __attribute__((always_inline)) {
-        return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
-               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-    };
-    const NarrowFloats a = pair(x[0], x[1]), b = pair(x[2], x[3]);
-    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-}
-
-// Four lanes to each of four rows.
-FUSION_INLINE void store_quads(float *to, std::int64_t stride, Floats x) {
-    store(to, __builtin_shufflevector(x, x, 0, 1, 2, 3));
-    store(to + stride, __builtin_shufflevector(x, x, 4, 5, 6, 7));
-    store(to + 2 * stride, __builtin_shufflevector(x, x, 8, 9, 10, 11));
-    store(to + 3 * stride, __builtin_shufflevector(x, x, 12, 13, 14, 15));
-}
 #endif
 
 // Columns as unpacked: Count of x, Count of y, and so on, become those of x and those of y.
@@ -210,6 +187,6 @@ struct Paired {
 #include "decode/integers_avx512.h"  // IWYU pragma: export
 #elif defined(FUSION_BYTE_PRODUCTS)
 #include "decode/integers_neon.h"  // IWYU pragma: export
-#elif defined(FUSION_AVX2)
-#include "decode/integers_avx2.h"  // IWYU pragma: export
+#elif defined(__AVX2__)
+#include "decode/integers_madd.h"  // IWYU pragma: export
 #endif

@@ -36,26 +36,11 @@ struct Integer {
     static constexpr std::int32_t rounding = 0;  // added to the lowest sum
     static FUSION_INLINE Ints joined(const Ints *digits, int apart) { return (digits[0] << 8) + digits[apart]; }
     static FUSION_INLINE Floats total(Ints sum) { return __builtin_convertvector(sum, Floats); }
-    // Sums of eight lanes each, of two rows by four keys a pair of rows: lane 4 * i + j is row i's and key j's.
-    static FUSION_INLINE Ints gather_pairs(const Ints (&sum)[2][4]) {
-        Ints row[2];
-        FUSION_UNROLL for (int i = 0; i < 2; ++i) row[i] = fold(fold(sum[i][0], sum[i][1]), fold(sum[i][2], sum[i][3]));
-        return __builtin_shufflevector(row[0], row[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               __builtin_shufflevector(row[0], row[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
     static FUSION_INLINE Ints whole(Floats x) { return (Ints)_mm512_cvtps_epi32((__m512)x); }
     static FUSION_INLINE void store_elements(Weight *row, std::int64_t at, Floats low, Floats high) {
         char *to = reinterpret_cast<char *>(row) + at * 2;
         store(to, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)low)));
         store(to + 32, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)high)));
-    }
-
-private:
-    // Neighbouring lanes added, of a and b in turns. As floats: for integers gcc takes a slower shuffle.
-    static FUSION_INLINE Ints fold(Ints x, Ints y) {
-        const Floats a = (Floats)x, b = (Floats)y;
-        return (Ints)__builtin_shufflevector(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-               (Ints)__builtin_shufflevector(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
     }
 };
 
@@ -66,7 +51,7 @@ struct Byte : Integer {
     static constexpr std::int64_t bytes(std::int64_t columns) { return columns; }
 
     static FUSION_INLINE void split(Words x, Words (&part)[parts]) { part[0] = x ^ 0x80808080u; }
-    static FUSION_INLINE void split_repeated(const char *from, Words (&part)[parts]) {  // eight words, twice
+    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) {  // eight words, twice
         part[0] = (Words)_mm512_broadcast_i64x4(_mm256_xor_si256(load<__m256i>(from), _mm256_set1_epi8(-128)));
     }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
@@ -88,7 +73,7 @@ struct Nibble : Integer {
         part[0] = positive & 0x0f0f0f0fu;
         part[1] = positive >> 4 & 0x0f0f0f0fu;
     }
-    static FUSION_INLINE void split_repeated(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
+    static FUSION_INLINE void read(const char *from, Words (&part)[parts]) { split(repeat<8>(from), part); }
     static FUSION_INLINE void columns(const char *const *rows, std::int64_t from, Words &x, Words &y) {
         const __m128i a = load<__m128i>(rows[0] + from), b = load<__m128i>(rows[1] + from);
         const __m512i wide = _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));

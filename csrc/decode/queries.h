@@ -98,9 +98,19 @@ struct DecodeScratch {                        // one thread's
     }
 };
 
+// How rows meet keys.
+enum class Loop {
+    repeated,  // words of a key are repeated for all rows
+    narrow,    // three or four rows, by pairs in vectors of half the size
+    pairs,     // three or four rows of integers, by pairs in vectors of twice the words
+    wide,      // three or four long rows of floats, each in vectors of its own
+    rows       // of eight lanes: any rows, each in vectors of its own
+};
+
 // Rows [row, row + rows) of a unit in `vectors` vectors, each of which holds `lanes / phases` rows.
 struct RowBlock {
     std::int64_t row, rows;
+    Loop loop;
     int phases, vectors;
 };
 
@@ -148,19 +158,21 @@ template <class F> struct DecodeWork {  // a unit, of whose heads one is selecte
 
     RowBlock block(std::int64_t row) const {
         const std::int64_t count = least<std::int64_t>(lanes, rows() - row);
-        // Each in vectors of its own.
-        if (lanes == 8)
-            return {row, count, lanes, static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count)};
+        if (lanes == 8) {
+            const auto vectors = static_cast<int>(count > 4 ? round_up<std::int64_t>(count, 2) : count);
+            return {row, count, Loop::rows, lanes, vectors};
+        }
         // Sums begin in as many phases as rows leave: not where rows of other sequences are among them.
         int phases = unit.tokens ? 1 : lanes;
         while (phases > 1 && lanes / phases < count) phases /= 2;
         while (phases > 1 && (sizes.key_words % phases || sizes.rope_words % phases)) phases /= 2;
-        if (F::integer && lanes == 16 && phases == 4 && sizes.key_words % 8 == 0) return {row, count, 8, 2};
+        const bool four = lanes == 16 && phases == 4;
+        if (four && F::integer && sizes.key_words % 8 == 0) return {row, count, Loop::pairs, 8, 2};
         // Floats of long rows: what vectors of their own save is more than adding up their lanes takes.
         const bool wide = F::depth == 1 && sizes.key_words >= 4 * lanes;
         const bool whole = (sizes.key_words | sizes.rope_words) % lanes == 0;
-        if (wide && whole && lanes == 16 && phases == 4) return {row, count, 16, 4};
-        return {row, count, phases, 1};
+        if (four && wide && whole) return {row, count, Loop::wide, 16, 4};
+        return {row, count, four && !F::integer ? Loop::narrow : Loop::repeated, phases, 1};
     }
     Words *query(std::int64_t row) const {
         const std::int64_t size = staged_elements(p.dim_qk) + staged_elements(p.dim_rope);
@@ -312,7 +324,7 @@ template <class F> __attribute__((noinline)) std::uint64_t place_queries(const D
                 place_floats(w, b, i);
             }
         }
-        if constexpr (F::integer && F::digits > 1) place_starts(w, b);
+        if constexpr (F::integer && lanes != 8) place_starts(w, b);
     }
     return nonfinite;
 }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "decode/scores.h"
+#include "decode/prefetch.h"
 
 namespace fusion {
 namespace {
