@@ -102,6 +102,18 @@ def test_tensors_that_are_none() -> None:
         fa.lightning_indexer(q, k[:1], weights, TOP, visible=closed())
 
 
+def test_gradients_in_a_graph() -> None:
+    given = [t.requires_grad_() for t in inputs()]
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        values = fa.lightning_indexer(*tensors, TOP, visible=closed())[1]  # type: ignore[arg-type]
+        return values.nan_to_num(neginf=0).sum()
+
+    traced = torch.compile(loss, backend="aot_eager")
+    for one, other in zip(*(torch.autograd.grad(f(*given), given) for f in (traced, loss)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_one_graph_for_all_counts() -> None:
     q, k, weights = inputs()
     choose = torch.compile(lambda counts: fa.lightning_indexer(q, k, weights, TOP, visible=counts), backend="aot_eager")

@@ -15,22 +15,9 @@ from fusion_attention.ir.problem import IndexerOperands, Operands, Stats
 Some = TypeVar("Some", Operands, IndexerOperands)
 View = RowView | PagedView | MatrixView | torch.Tensor
 # Operands whose name is that of the field.
-_FIELDS: tuple[str, ...] = (
-    "q",
-    "k",
-    "v",
-    "out",
-    "q_rope",
-    "k_rope",
-    "bias",
-    "slopes",
-    "blocked",
-    "drop_bits",
-    "sink",
-    "out_scale",
-)
-_FIELDS += ("out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits", "weights", "indices")
-_FIELDS += ("values",)
+_FIELDS: tuple[str, ...] = ("q", "k", "v", "out", "q_rope", "k_rope", "bias", "slopes", "blocked", "drop_bits", "sink")
+_FIELDS += ("out_scale", "out_offset", "k_common", "v_common", "row_scale", "blocked_tiles", "blocked_bits")
+_FIELDS += ("weights", "indices", "values")
 
 
 def places(operands: Operands | IndexerOperands) -> dict[str, torch.Tensor]:

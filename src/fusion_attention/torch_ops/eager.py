@@ -33,14 +33,14 @@ def run(call: Lowered, backend: str = "auto") -> Results:
     return results
 
 
-def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **drawn: int) -> Results:
+def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **how: Any) -> Results:
     """The results of a bound call, differentiable as its record says; there may be more of them than it asks for.
 
     Args:
         bound: the call.
         backend: as plan().
         complete: with all that a derivative reads, wanted or not.
-        drawn: the seed and offset of a call that drops and has none.
+        how: for the record's lowering: the seed and offset of a call that drops and has none, the form of statistics.
     """
     op = bound.op
     backend = chosen(backend)
@@ -51,7 +51,7 @@ def results(bound: Bound, backend: str = "auto", *, complete: bool = False, **dr
     if prepared is not None and prepared.bare is not None:
         return _trained(op, *prepared.bare, bound.args, backend, prepared)
     assert op.lower is not None
-    call = op.lower(bound, **drawn)
+    call = op.lower(bound, **how)
     if trains:
         full: Differentiable = call.complete()
         inputs = full.inputs
