@@ -3,6 +3,7 @@
 #include "dispatch.h"
 
 #include "cpu_features.h"
+#include "data/tiles.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -32,6 +33,8 @@ FUSION_DECLARE(v4_avx512vnni)
 FUSION_DECLARE(v4_avx512bf16)
 FUSION_DECLARE(asimddp)
 FUSION_DECLARE(asimddp_bf16)
+FUSION_DECLARE(v4_amx)
+FUSION_DECLARE(amx_model)
 }
 
 namespace fusion {
@@ -52,10 +55,13 @@ struct Parts {
     Dense *dense;
     Decode *decode;
     Sparse *sparse;
+    Dense *pair_dense = nullptr;  // kernels of pairs in place of those parts', where they multiply tiles
+    Sparse *pair_sparse = nullptr;
 };
 
 #define FUSION_PARTS(dense, decode) \
     fusion_variant_##dense##_dense, fusion_variant_##decode##_decode, fusion_variant_##dense##_sparse
+#define FUSION_PAIR_PARTS(tiles) fusion_variant_##tiles##_dense
 
 std::vector<Parts> list_parts() {  // weakest first
     [[maybe_unused]] const Names v3 = {"pni", "ssse3", "cx16", "sse4_1", "sse4_2", "movbe", "popcnt", "lahf_lm",
@@ -76,11 +82,20 @@ std::vector<Parts> list_parts() {  // weakest first
     out.push_back(
         {"v4+avx512bf16", v4 + Names{"avx512_vnni", "avx512_bf16"}, FUSION_PARTS(v4_avx512bf16, v4_avx512bf16)});
 #endif
+#if defined(FUSION_HAS_V4_AMX)
+    out.push_back({"v4+amx", v4 + Names{"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+                   FUSION_PARTS(v4_avx512bf16, v4_avx512bf16), FUSION_PAIR_PARTS(v4_amx)});
+#endif
 #if defined(FUSION_HAS_ASIMDDP)
     out.push_back({"asimddp", armv82 + Names{"asimddp"}, FUSION_PARTS(base, asimddp)});
 #endif
 #if defined(FUSION_HAS_ASIMDDP_BF16)
     out.push_back({"asimddp+bf16", armv82 + Names{"asimddp", "bf16"}, FUSION_PARTS(asimddp_bf16, asimddp_bf16)});
+#endif
+#if defined(FUSION_HAS_AMX_MODEL)  // slow, and for tests: only who names it has it
+    if (forced_variant() == "amx_model") {
+        out.push_back({"amx_model", {}, FUSION_PARTS(base, base), FUSION_PAIR_PARTS(amx_model)});
+    }
 #endif
     return out;
 }
@@ -112,14 +127,26 @@ Names visible_features() {
                                 "), got '" + forced + "'");
 }
 
+// A variant's parts put together; plans keep references to them.
+Built assemble(const Parts &parts) {
+    static std::deque<Variant> dense;
+    static std::deque<SparseVariant> sparse;
+    dense.push_back({*parts.dense(), parts.name, *parts.decode(), second_level_cache()});
+    if (!parts.pair_dense) return {&dense.back(), parts.name, parts.sparse()};
+    const DenseVariant &tiles = *parts.pair_dense();
+    dense.back().as_pairs = tiles.as_pairs;
+    dense.back().gradients_as_pairs = tiles.gradients_as_pairs;
+    sparse.push_back(
+        {parts.sparse()->as_float, parts.pair_sparse ? parts.pair_sparse()->as_pairs : parts.sparse()->as_pairs});
+    return {&dense.back(), parts.name, &sparse.back()};
+}
+
 std::vector<Built> list_variants() {
-    static std::deque<Variant> put_together;  // plans keep references to them
     std::vector<Built> out;
     for (const Parts &parts : list_parts()) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
         if (runs_on(cpu_features(), parts)) {
-            put_together.push_back({*parts.dense(), parts.name, *parts.decode(), second_level_cache()});
-            out.push_back({&put_together.back(), parts.name, parts.sparse()});
+            out.push_back(assemble(parts));
         } else {
             out.push_back({nullptr, parts.name, nullptr});
         }
@@ -128,6 +155,10 @@ std::vector<Built> list_variants() {
 }
 
 }  // namespace
+
+#if defined(FUSION_HAS_AMX_MODEL)
+__thread TileCounts tile_counts;
+#endif
 
 std::string forced_variant() {
     const char *name = std::getenv("FUSION_ATTENTION_CPU");

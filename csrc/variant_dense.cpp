@@ -7,9 +7,11 @@
 
 #include "dense/forward.h"
 #include "dense/gradient.h"
-#include "peak.h"
 #include "kernel_table.h"
 #include "simd/formats.h"
+#if !defined(FUSION_TILES)
+#include "peak.h"
+#endif
 
 namespace fusion {
 namespace {
@@ -31,8 +33,13 @@ template <class Format> std::size_t key_bytes(const Problem &problem) {
 }
 
 template <class Format> constexpr Kernels kernels() {
-    return {packed_bytes<Format>, scratch_bytes<Format>, FUSION_KERNEL(pack_panels), FUSION_KERNEL(pack_stored_panels),
-            carry_panels<Format>, FUSION_KERNEL(attend)};
+    return {panel,
+            packed_bytes<Format>,
+            scratch_bytes<Format>,
+            FUSION_KERNEL(pack_panels),
+            FUSION_KERNEL(pack_stored_panels),
+            carry_panels<Format>,
+            FUSION_KERNEL(attend)};
 }
 
 template <class Format> constexpr GradientKernels gradient_kernels() {
@@ -40,6 +47,11 @@ template <class Format> constexpr GradientKernels gradient_kernels() {
             FUSION_KERNEL(load_keys), FUSION_KERNEL(accumulate), FUSION_KERNEL(store_dk_dv), FUSION_KERNEL(store_dq)};
 }
 
+#if defined(FUSION_TILES)
+// All else is another variant's, whose part this one is completed by.
+constexpr DenseVariant variant = {lanes,   {},      kernels<Pair>(), {},     gradient_kernels<Pair>(),
+                                  nullptr, nullptr, nullptr,         nullptr};
+#else
 // The probe: proof that this variant's instructions run here and mean what they should.
 
 inline float float_of(std::uint16_t brain) {
@@ -72,7 +84,6 @@ float dot_bf16(const std::uint16_t *x, const std::uint16_t *y, std::size_t n) {
 
 constexpr DenseVariant variant = {
     lanes,
-    panel,
     kernels<Single>(),
 #if defined(FUSION_BRAIN_PRODUCTS)
     kernels<Pair>(),
@@ -81,15 +92,14 @@ constexpr DenseVariant variant = {
     float_work,
     pair_work,
 #else
-    {},
-    gradient_kernels<Single>(),
-    {},
-    float_work,
+    {},      gradient_kernels<Single>(),
+    {},      float_work,
     nullptr,
 #endif
     dot,
     dot_bf16,
 };
+#endif
 
 }  // namespace
 }  // namespace fusion

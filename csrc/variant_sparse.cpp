@@ -59,21 +59,33 @@ template <class Format> std::size_t index_scratch_bytes(const SparseProblem &p, 
 }
 
 template <class Format> constexpr SparseKernels kernels() {
-    return {scratch_bytes<Format>,       FUSION_KERNEL(select_attend),
-            gradient_bytes<Format>,      notes_bytes<Format>,
-            sum_columns<Format>,         FUSION_KERNEL(gradient),
-            FUSION_KERNEL(list_loss),    add_keys<Format>,
-            FUSION_KERNEL(store_sums),   loss_bytes<Format>,
-            FUSION_KERNEL(tile_loss),    index_packed_bytes<Format>,
-            FUSION_KERNEL(index_pack),   index_scratch_bytes<Format>,
-            FUSION_KERNEL(index_stats),  FUSION_KERNEL(index_rows),
-            FUSION_KERNEL(index_scores), FUSION_KERNEL(index_choose)};
+    return {panel,
+            scratch_bytes<Format>,
+            FUSION_KERNEL(select_attend),
+            gradient_bytes<Format>,
+            notes_bytes<Format>,
+            sum_columns<Format>,
+            FUSION_KERNEL(gradient),
+            FUSION_KERNEL(list_loss),
+            add_keys<Format>,
+            FUSION_KERNEL(store_sums),
+            loss_bytes<Format>,
+            FUSION_KERNEL(tile_loss),
+            index_packed_bytes<Format>,
+            FUSION_KERNEL(index_pack),
+            index_scratch_bytes<Format>,
+            FUSION_KERNEL(index_stats),
+            FUSION_KERNEL(index_rows),
+            FUSION_KERNEL(index_scores),
+            FUSION_KERNEL(index_choose)};
 }
 
-#if defined(FUSION_BRAIN_PRODUCTS)
-constexpr SparseVariant variant = {kernels<Single>(), kernels<Pair>(), panel};
+#if defined(FUSION_TILES)
+constexpr SparseVariant variant = {{}, kernels<Pair>()};
+#elif defined(FUSION_BRAIN_PRODUCTS)
+constexpr SparseVariant variant = {kernels<Single>(), kernels<Pair>()};
 #else
-constexpr SparseVariant variant = {kernels<Single>(), {}, panel};
+constexpr SparseVariant variant = {kernels<Single>(), {}};
 #endif
 
 }  // namespace

@@ -13,6 +13,7 @@ namespace fusion {
 
 // The kernels of one operand format. Sizes are bytes and multiples of 64.
 struct Kernels {
+    std::int64_t panel;  // keys of a panel: what key ranges are rounded to
     std::size_t (*packed_bytes)(const Problem &, const Unit &);
     std::size_t (*scratch_bytes)(const Problem &);
     // Packs panels [first, end) of a unit, counted from its key_begin.
@@ -54,10 +55,9 @@ struct DecodeKernels {
 };
 
 struct DenseVariant {
-    int lanes;           // floats per vector register, as compiled
-    std::int64_t panel;  // keys of a panel: what key ranges are rounded to
-    Kernels as_float;    // float32, float16, and bfloat16 where there is nothing better
-    Kernels as_pairs;    // bfloat16 by dot products of pairs; null pointers where the instruction is missing
+    int lanes;         // floats per vector register, as compiled
+    Kernels as_float;  // float32, float16, and bfloat16 where there is nothing better
+    Kernels as_pairs;  // bfloat16 by dot products of pairs; null pointers where the instruction is missing
     GradientKernels gradients_as_float, gradients_as_pairs;
     double (*float_work)(std::int64_t turns, float *result);  // peak.h
     double (*pair_work)(std::int64_t turns, float *result);

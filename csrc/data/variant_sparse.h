@@ -8,6 +8,7 @@
 namespace fusion {
 
 struct SparseKernels {  // sizes are bytes and multiples of 64
+    std::int64_t panel;
     std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);
     std::int64_t (*attend)(const SparseJob &, const SparseItem &, void *scratch);  // returns 1 where no key is seen
     // The backward, and the loss where rows have lists: what an item adds to sums of keys is noted, and added by
@@ -46,7 +47,6 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
 
 struct SparseVariant {
     SparseKernels as_float, as_pairs;  // as_pairs: null pointers where the instruction is missing
-    std::int64_t panel;
 
     const SparseKernels &kernels(Dtype dtype) const {
         return dtype == Dtype::bfloat16 && as_pairs.attend ? as_pairs : as_float;

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t most_step = 512;                       // keys that a tile meets at a time, at most,
 constexpr std::int64_t step_bytes = std::int64_t{640} << 10;  // and what their panels may take of a second-level cache
 
-static_assert(tile_rows % block_rows == 0 && block_rows % 3 == 0 && most_step % (8 * lanes) == 0);
+static_assert(tile_rows % block_rows == 0 && block_rows % block_parts == 0 && most_step % (8 * lanes) == 0);
 
 // A function of the problem alone, since it decides in which order weights are summed.
 template <class Format> FUSION_INLINE std::int64_t step_keys(const Sizes<Format> &sizes) {
@@ -88,7 +88,7 @@ struct Block {
 // Rows of a block, of a tile of so many: as few blocks as there can be, alike.
 inline std::int64_t height_of(std::int64_t rows) {
     const std::int64_t blocks = (rows + block_rows - 1) / block_rows;
-    return round_up<std::int64_t>((rows + blocks - 1) / blocks, block_rows / 3);
+    return round_up<std::int64_t>((rows + blocks - 1) / blocks, block_rows / block_parts);
 }
 
 // The part of keys [begin, end) that the block's rows see, in whole panels; count 0 if they see none.
@@ -121,7 +121,7 @@ template <class Format, class Use> void for_seen_parts(const Work<Format> &w, co
 }
 
 template <class Format> FUSION_INLINE Floats weight_of(Floats scores, float factor, float shift) {
-    if constexpr (Format::fused) return exp2(scores * factor - shift);
+    if constexpr (Format::fused) return exp2(Format::rest(scores, all(factor), all(shift)));
     return exp2<6>((scores - shift) * factor);
 }
 

@@ -38,7 +38,8 @@ __attribute__((noinline)) void score_rows(const Work<Format> &w, const Block &b,
 
 template <class Format, int M, int N>
 FUSION_INLINE void value_columns(const Work<Format> &w, const Block &b, const float *fade, std::int64_t d) {
-    const std::int64_t begin = b.some_begin / Format::depth, end = (b.some_end + Format::depth - 1) / Format::depth;
+    const std::int64_t begin = b.some_begin / Format::depth / Format::step * Format::step;
+    const std::int64_t end = words_of<Format>(b.some_end);
     const auto *v = w.packed.values(d, b.first - w.packed.first_key, N * lanes) + begin * N * lanes;
     multiply<Format, M, N, N, true>(w.s.weights + begin, most_step / Format::depth, v, end - begin,
                                     w.s.out + b.row * w.sizes.value_columns + d, w.sizes.value_columns, fade);
@@ -347,6 +348,7 @@ template <class Format, class T> PrefetchQueue queue_of(const Work<Format> &w, c
 template <class Format, class T>
 std::int64_t attend(const Job &job, const Unit &unit, std::int64_t head, const Tile &tile, const Prefetches &ahead,
                     void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const Work<Format> w(job, unit, head, tile, scratch);
     PrefetchQueue queue = queue_of<Format, T>(w, ahead);
     load_rows<Format, T>(w);

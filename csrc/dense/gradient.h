@@ -55,7 +55,7 @@ void softmax_gradient(const GradientWork<Format> &w, const GradientBlock &b) {
     const float natural = w.natural, factor = natural * log2_e, kept_factor = keep_factor(w.p);
     const bool wants_dbias = w.g.dbias.base != nullptr;
     const std::int64_t count = b.count;
-    for (std::int64_t i = 0; i < b.rows; i += depth) {
+    for (std::int64_t i = 0; i < round_up<std::int64_t>(b.rows, depth * Format::step); i += depth) {
         const RowFactors<Format, SmallPeaks> r(w, b, i);
         float *const scores = k.scores + i * keys;
         const float *const dprobs = k.dprobs + i * keys;
@@ -218,8 +218,9 @@ template <class Format> GradientBlock cut(const GradientWork<Format> &w, std::in
         if constexpr (Format::fused) small_peaks &= !w.r.large_peak[row + i];
     }
     for (std::int64_t at = first - begin; at < last - begin; at += panel) nonfinite |= w.k.nonfinite[at / panel];
-    const std::int64_t from = most(first, some_begin / lanes * lanes);
-    const std::int64_t to = least(last, round_up<std::int64_t>(most<std::int64_t>(some_end, 0), lanes));
+    constexpr std::int64_t unit = Format::step > 1 ? panel : lanes;
+    const std::int64_t from = most(first, some_begin / unit * unit);
+    const std::int64_t to = least(last, round_up(most<std::int64_t>(some_end, 0), unit));
     const std::int64_t count = some_end > some_begin && last > first ? last - first : 0;
     return {row,         rows,          first - begin, count, from - begin, to - begin, hidden || nonfinite,
             small_peaks, nonfinite != 0};
@@ -297,6 +298,7 @@ template <class Format, class T> bool accumulate_block(const GradientWork<Format
 template <class Format, class T>
 void accumulate(const Job &job, const RowTile &row_tile, const KeyTile &key_tile, const RowTurn &turn,
                 const Prefetches &ahead) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const std::int64_t rows = row_tile.row1 - row_tile.row0;
     const std::int64_t keys = round_up<std::int64_t>(key_tile.key1 - key_tile.key0, panel);
     PrefetchQueue queue;

@@ -42,7 +42,7 @@ template <class Format> struct GradientWork {
 // Rows [row, row + rows) of the row tile and keys [at, at + count) of the key tile, whole panels.
 struct GradientBlock {
     std::int64_t row, rows, at, count;
-    std::int64_t from, to;  // of the key tile, whole vectors: outside no row sees a key
+    std::int64_t from, to;  // of the key tile, whole vectors (of tiles, panels): outside no row sees a key
     bool hidden;            // some row does not see some key
     bool small_peaks;       // no row has a large one, and bfloat16 is all that becomes of weights
     bool nonfinite;         // something is not finite; hidden says so too
@@ -51,23 +51,19 @@ struct GradientBlock {
 // ---------------------------------------------------------------------------------------------------------- products
 
 // Two panels abreast take half as many rows: as many accumulators, but fewer loads for each multiply-add. Only where
-// registers hold the wider row of operands.
-constexpr int abreast = lanes == 16 ? 2 : 1, low_rows = block_rows / abreast;
-static_assert(low_rows % 3 == 0);
+// registers hold the wider row of operands; tiles hold one.
+constexpr int abreast = lanes == 16 && block_parts == 3 ? 2 : 1, low_rows = block_rows / abreast;
+static_assert(low_rows % block_parts == 0);
 
 // C[M][Panels x N vectors] = A[M][depth] * B, or, with `add`, that more. B's panels lie b_apart words from each other,
-// their rows Step vectors, C's panels c_apart floats. Every tile is summed from zero: one accumulator carried through
-// all tiles would lose bits.
+// their rows Step vectors, C's panels c_apart floats.
 template <class Format, int M, int N, int Panels, int Step = N>
 __attribute__((noinline)) void multiply_panels(const typename Format::Word *a, std::int64_t a_stride,
                                                const typename Format::Word *b, std::int64_t b_apart, std::int64_t depth,
                                                float *c, std::int64_t c_stride, std::int64_t c_apart, bool add) {
-    RegisterTile<Format, M, Panels * N> tile;
-    tile.add(0, depth, RowMajor<typename Format::Word>{a, a_stride}, b, Step * lanes, InPanels<N>{b_apart});
-    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
-        float *at = c + i * c_stride + j / N * c_apart + j % N * lanes;
-        store(at, add ? sum + load<Floats>(at) : sum);
-    });
+    SumBlock<Format, M, Panels * N, N, false> block({c, c_stride, c_apart, add});
+    block.add(0, depth, RowMajor<typename Format::Word>{a, a_stride}, b, Step * lanes, InPanels<N>{b_apart});
+    block.finish();
 }
 
 // The same for a block of rows (filled up to a height that there is code for) and any number of panels; before() is
@@ -211,18 +207,15 @@ __attribute__((noinline)) void multiply_ragged(const typename Format::Word *a, s
                                                const typename Format::Word *b, std::int64_t b_apart,
                                                const RaggedRows<Panels> &ragged, float *c, std::int64_t c_apart) {
     constexpr int N = panel_vectors, V = Panels * N;
-    RegisterTile<Format, M, V> tile;
+    SumBlock<Format, M, V, N, false> block({c, panel, c_apart, ragged.add});
     const auto add = [&](int from, int to, std::int64_t first, std::int64_t end) __attribute__((always_inline)) {
-        tile.add(first, end, RowMajor<typename Format::Word>{a, a_stride}, b + first * panel, panel,
-                 InPanels<N>{b_apart}, from, to);
+        block.add(first, end, RowMajor<typename Format::Word>{a, a_stride}, b + first * panel, panel,
+                  InPanels<N>{b_apart}, from, to);
     };
     FUSION_UNROLL for (int j = 1; j < V; ++j) add(0, j, ragged.begin[j - 1], ragged.begin[j]);
     add(0, V, ragged.begin[V - 1], ragged.end[0]);
     FUSION_UNROLL for (int j = 1; j < V; ++j) add(j, V, ragged.end[j - 1], ragged.end[j]);
-    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
-        float *at = c + i * panel + j / N * c_apart + j % N * lanes;
-        store(at, ragged.add ? sum + load<Floats>(at) : sum);
-    });
+    block.finish();
 }
 
 // dk^T or dv^T of so many panels of keys, for all columns of the tile's rows.
@@ -230,7 +223,7 @@ template <class Format, int Panels>
 void add_transposed(const typename Format::Word *rows, std::int64_t deep, const typename Format::Word *weights,
                     const RaggedRows<Panels> &ragged, std::int64_t columns, float *to) {
     constexpr int height = block_rows / Panels;
-    for (std::int64_t d = 0; d < columns; d += height) {  // whole vectors: what remains is a third or two thirds
+    for (std::int64_t d = 0; d < columns; d += height) {  // whole vectors: what remains is some part of a height
         with_height<height>(columns - d, [&](auto rows_at_once) __attribute__((always_inline)) {
             multiply_ragged<Format, rows_at_once(), Panels>(rows + d * deep, deep, weights,
                                                             KeyPart<Format>::depth * panel, ragged, to + d * panel,
@@ -252,15 +245,15 @@ void begin_panels(const Sizes<Format> &sizes, const KeyPart<Format> &k, std::int
 
 // Which of the rows that a panel was weighed with meet its vectors.
 template <class Format, int Panels> RaggedRows<Panels> ragged_rows(const GradientWork<Format> &w, std::int64_t at) {
-    constexpr std::int64_t depth = Format::depth;
+    constexpr std::int64_t depth = Format::depth, step = Format::step;
     RaggedRows<Panels> ragged;
     for (int j = 0; j < RaggedRows<Panels>::vectors; ++j, at += lanes) {
         const std::int64_t key = w.key_tile.key0 + at, row0 = w.row_tile.row0;
         const std::int64_t some = w.k.row_begin[at / panel], end = w.k.row_end[at / panel];
         const std::int64_t top = w.seq.prefix > key ? 0 : key - w.seq.hi + 1 - row0,
                            bottom = key + lanes - w.seq.lo - row0;
-        ragged.begin[j] = least(most(top, some), end) / depth;
-        ragged.end[j] = least(most((bottom + depth - 1), some), end) / depth;
+        ragged.begin[j] = least(most(top, some), end) / depth / step * step;
+        ragged.end[j] = round_up(least(most((bottom + depth - 1), some), end) / depth, step);
     }
     return ragged;
 }
@@ -273,8 +266,8 @@ template <class Format, int Panels> void add_dk_dv(const GradientWork<Format> &w
             return;
         }
         for (int j = 0; j < ragged.vectors; ++j) {
-            ragged.begin[j] = w.k.row_begin[at / panel] / Format::depth;
-            ragged.end[j] = w.k.row_end[at / panel] / Format::depth;
+            ragged.begin[j] = w.k.row_begin[at / panel] / Format::depth / Format::step * Format::step;
+            ragged.end[j] = words_of<Format>(w.k.row_end[at / panel]);
         }
     }
     if (ragged.begin[0] >= ragged.end[ragged.vectors - 1]) return;

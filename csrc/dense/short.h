@@ -1,8 +1,8 @@
 // Blocks of rows that meet one panel of keys, and no more: sequences of few tokens, packed by the thousand.
 //
 // Scores go from product to product in registers, and a row's softmax is done at once. The arithmetic is that of
-// dense/forward.h, sum by sum: bits are the same, so what needs more than this goes there. Start reading at
-// attend_short().
+// dense/forward.h, sum by sum: bits are the same, so what needs more than this goes there, and so do products of tiles,
+// whose sums are in no vector registers. Start reading at attend_short().
 
 #pragma once
 
@@ -17,7 +17,7 @@ template <class Format> FUSION_INLINE bool is_plain(const Work<Format> &w) {
 
 // Whether the block's keys lie in one panel, all that its rows see.
 template <class Format> FUSION_INLINE bool is_short(const Work<Format> &w, const Block &b) {
-    return b.count == panel && w.tile.end <= w.tile.begin / panel * panel + step_keys(w.sizes);
+    return Format::step == 1 && b.count == panel && w.tile.end <= w.tile.begin / panel * panel + step_keys(w.sizes);
 }
 
 // How many steps of prefetching a block has.
@@ -105,6 +105,7 @@ __attribute__((noinline)) bool attend_in_registers(const Work<Format> &w, const 
 
 // False where the block needs more: then it is as it was.
 template <class Format> bool attend_short(const Work<Format> &w, const Block &b, PrefetchQueue &queue) {
+    if constexpr (Format::step > 1) return false;
     if (!is_short(w, b) || !is_plain(w)) return false;
     constexpr int half = panel_vectors / 2;
     bool done = false;

@@ -94,7 +94,7 @@ void ForwardPlan::cut_units() {
 
 // Tiles from the first on, of one sequence.
 ForwardPlan::PlannedUnit ForwardPlan::cut_piece(std::size_t first) const {
-    const std::int64_t panel = variant_.panel;
+    const std::int64_t panel = kernels_.panel;
     PlannedUnit piece = {{tiles_[first].seq, 0, 0, 0, nullptr}, first, first};
     const auto grow = [&](const Tile &tile) {  // by the keys of one more tile, unless the piece leaves a cache
         if (tile.begin == tile.end) return true;
@@ -169,14 +169,14 @@ void ForwardPlan::list_items() {
 }
 
 std::size_t ForwardPlan::runs_of(const PlannedUnit &u) const {
-    const std::int64_t run_keys = run_panels * variant_.panel;
+    const std::int64_t run_keys = run_panels * kernels_.panel;
     return ceil_div(u.unit.key_end - u.unit.key_begin, run_keys);
 }
 
 // A wave: the tiles of units [first, end), long ones first, and before each the packing that it needs and no tile
 // before it needed.
 void ForwardPlan::add_items(std::size_t first, std::size_t end) {
-    const std::int64_t run_keys = run_panels * variant_.panel, group = problem_.heads_q / problem_.heads_kv;
+    const std::int64_t run_keys = run_panels * kernels_.panel, group = problem_.heads_q / problem_.heads_kv;
     const auto keys = [&](const Item &item) { return tiles_[item.at].end - tiles_[item.at].begin; };
     std::vector<Item> order;
     for (std::size_t u = first; u < end; ++u) {
@@ -351,7 +351,7 @@ std::size_t ForwardPlan::take(Shared &shared, Bundle &own) const {
 // first keys during all tiles that need no more of this one's.
 std::int64_t ForwardPlan::work_alone(Shared &shared, const Team &team, char *packed, void *scratch) const {
     const Job &job = shared.job;
-    const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = variant_.panel;
+    const std::int64_t group = problem_.heads_q / problem_.heads_kv, panel = kernels_.panel;
     const Operands &o = *job.operands;
     const auto panels_to = [&](const Unit &unit, const Tile &tile) {
         return tile.begin < tile.end ? ceil_div(tile.end - unit.key_begin, panel) : 0;
@@ -418,7 +418,7 @@ std::int64_t ForwardPlan::begin_unit(const PlannedUnit &next, bool goes_on, char
     unit = next.unit;
     unit.packed = packed;
     unit.key_end = unit.key_begin + next.capacity;
-    const std::int64_t gone = (unit.key_begin - before.key_begin) / variant_.panel;
+    const std::int64_t gone = (unit.key_begin - before.key_begin) / kernels_.panel;
     if (!goes_on || gone < 0 || gone >= done) return 0;
     kernels_.carry(problem_, before, unit, done - gone);
     return done - gone;
@@ -448,7 +448,7 @@ std::int64_t ForwardPlan::do_item(const Item &item, std::size_t wave, Shared &sh
             if (!team.wait_until([&] { return left.load(std::memory_order_acquire) == 0; })) return 0;
         }
         const std::int64_t first = static_cast<std::int64_t>(item.at),
-                           panels = (unit.key_end - unit.key_begin) / variant_.panel;
+                           panels = (unit.key_end - unit.key_begin) / kernels_.panel;
         pack(shared.job, unit, first, std::min(first + run_panels, panels));
         shared.ready[item.first].store(true, std::memory_order_release);
         return 0;

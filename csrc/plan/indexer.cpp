@@ -24,7 +24,7 @@ constexpr Require require{"indexer"};
 }  // namespace
 
 IndexerPlan::IndexerPlan(const SparseVariant &variant, const SparseProblem &problem, std::vector<Sequence> sequences)
-    : kernels_(variant.kernels(problem.dtype)), panel_(variant.panel), problem_(problem),
+    : kernels_(variant.kernels(problem.dtype)), panel_(kernels_.panel), problem_(problem),
       sequences_(std::move(sequences)) {
     require(problem_.heads_q > 0 && problem_.dim_qk > 0 && problem_.select_count >= 0, "a size is not positive");
     std::int64_t rows = 0;

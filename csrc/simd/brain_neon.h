@@ -30,22 +30,9 @@ FUSION_INLINE Floats fused_difference(Floats a, Floats b, Floats product) {
     return (Floats)vfmaq_f32((float32x4_t)-product, (float32x4_t)a, (float32x4_t)b);
 }
 
-FUSION_INLINE Floats mantissa_of(Floats x, Floats &exponent) {
-    const Ints bits = (Ints)x, above = bits - 0x3f400000;  // 0.75
-    const Ints whole = above >> 23;
-    const Floats m = (Floats)(bits - (whole << 23));
-    const auto normal = (x > Floats{}) & (x < all(infinity));  // of others the exponent alone is the logarithm
-    exponent = normal ? __builtin_convertvector(whole, Floats) : x == Floats{} ? all(-infinity) : x;
-    return normal ? m : all(1.0f);
-}
-
-FUSION_INLINE Floats fraction_of(Floats x) { return x - (Floats)vrndmq_f32((float32x4_t)x); }
-
-FUSION_INLINE Floats scaled_by_power(Floats p, Floats x) {
-    const Floats whole = (Floats)vrndmq_f32((float32x4_t)larger(all(-127.0f), x));
-    const Ints n = __builtin_convertvector(whole, Ints);
-    return x < all(least_power) ? Floats{} : p * (Floats)((n + 127) << 23);
-}
+FUSION_INLINE Floats floor_of(Floats x) { return (Floats)vrndmq_f32((float32x4_t)x); }
 
 }  // namespace
 }  // namespace fusion
+
+#include "simd/brain_portable.h"  // IWYU pragma: export

@@ -7,16 +7,19 @@
 namespace fusion {
 namespace {
 
+// Words of n elements that a product sums over.
+template <class Format> FUSION_INLINE std::int64_t words_of(std::int64_t n) {
+    return round_up<std::int64_t>((n + Format::depth - 1) / Format::depth, Format::step);
+}
+
 template <class Format> struct Sizes {
-    std::int64_t main_words, words, value_words;        // of rows of q and k without and with rope, and of v
+    std::int64_t main_words, words, value_words;  // of rows of q and k without and with rope, and of v: whole steps
     std::int64_t main_columns, columns, value_columns;  // the same in elements, each part in whole vectors
 
     template <class P>
     explicit Sizes(const P &p)
-        : main_words((p.dim_qk + Format::depth - 1) / Format::depth),
-          words(main_words + (p.dim_rope + Format::depth - 1) / Format::depth),
-          value_words((p.dim_v + Format::depth - 1) / Format::depth),
-          main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
+        : main_words(words_of<Format>(p.dim_qk)), words(main_words + words_of<Format>(p.dim_rope)),
+          value_words(words_of<Format>(p.dim_v)), main_columns(round_up<std::int64_t>(p.dim_qk, lanes)),
           columns(main_columns + round_up<std::int64_t>(p.dim_rope, lanes)),
           value_columns(round_up<std::int64_t>(p.dim_v, lanes)) {}
 };

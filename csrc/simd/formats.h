@@ -13,6 +13,7 @@ struct Single {
     static constexpr int depth = 1;  // elements per word
     // Weights are 2^((score - peak) * factor): exact near the peak, as a float32 result needs.
     static constexpr bool fused = false;
+    static constexpr int step = 1;  // words that a product takes at a time: what it sums over is a multiple
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return sum + all(a) * floats_of(b); }
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return sum + floats_of(a) * floats_of(b); }
@@ -37,6 +38,11 @@ struct Pair {
     static constexpr int depth = 2;
     // Weights are 2^(score * factor - shift), one instruction less; the error that they share is taken out at the end.
     static constexpr bool fused = true;
+#if defined(FUSION_TILES)
+    static constexpr int step = 16;
+#else
+    static constexpr int step = 1;
+#endif
 
     static FUSION_INLINE Floats dot(Floats sum, Word a, Words b) { return dot(sum, all(a), b); }
     static FUSION_INLINE Floats dot(Floats sum, Words a, Words b) { return dot_brains(sum, a, b); }
@@ -49,7 +55,7 @@ struct Pair {
         std::memcpy(&out, &bits, 4);
         return out;
     }
-    // a * b - product, exactly: what rounding the product left.
+    // a * b - product, rounded once: what rounding a product left.
     static FUSION_INLINE Floats rest(Floats a, Floats b, Floats product) { return fused_difference(a, b, product); }
     // One word per lane, which holds the lane of both rows.
     static FUSION_INLINE Words join(const Floats (&rows)[2]) {

@@ -1,11 +1,13 @@
-// The register tile that products are made of: sum[M][N] += A[M][k] * B[k][N], M rows by N vectors of columns.
-//
-// Who multiplies says where A's words and B's vectors lie and what becomes of the sums. Instructions that multiply
-// whole tiles would take the place of RegisterTile::add() alone.
+// What products are made of: sum[M][N] += A[M][k] * B[k][N], M rows by N vectors of columns, in vector registers
+// (RegisterTile) or, of Pair, in tiles where there are such (SumBlock). Who multiplies says where A's words and B's
+// vectors lie, and where sums go.
 
 #pragma once
 
-#include "simd/types.h"
+#include "simd/formats.h"
+#if defined(FUSION_TILES)
+#include "simd/tiles.h"
+#endif
 
 namespace fusion {
 namespace {
@@ -61,18 +63,120 @@ template <class Format, int M, int N> struct RegisterTile {
     }
 };
 
+// Memory of sums: row i's vector j, in panels of N vectors.
+template <int N, bool Fades = false> struct Sums {
+    float *first;
+    std::int64_t stride;             // floats from row to row,
+    std::int64_t apart = N * lanes;  // and from panel to panel
+    bool add = false;                // to what is there,
+    const float *fade = nullptr;     // which shrinks by a factor for each row where Fades
+
+    FUSION_INLINE float *operator()(int i, int j) const { return first + i * stride + j / N * apart + j % N * lanes; }
+};
+
+// Products on their way to memory, M rows of V vectors: add() them, then finish(). Summed from zero where that costs
+// nothing: one sum over all keys would lose bits.
+template <class Format, int M, int V, int N, bool Fades, bool Tiles = (Format::step > 1)> class SumBlock {
+public:
+    FUSION_INLINE explicit SumBlock(const Sums<N, Fades> &to) : to_(to) {}
+
+    template <class... Arguments> FUSION_INLINE auto add(Arguments... arguments) { return tile_.add(arguments...); }
+
+    FUSION_INLINE void finish() const {
+        tile_.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
+            float *const at = to_(i, j);
+            if constexpr (Fades) {
+                if (to_.add) sum += load<Floats>(at) * all(to_.fade[i]);
+                store(at, sum);
+            } else {
+                store(at, to_.add ? sum + load<Floats>(at) : sum);
+            }
+        });
+    }
+
+private:
+    const Sums<N, Fades> to_;
+    RegisterTile<Format, M, V> tile_;
+};
+
+#if defined(FUSION_TILES)
+// Two tiles of rows by two of columns; a sum goes on from what is in memory, since each product adds up 32 terms first
+// and rounds as seldom as the way above. Depths are multiples of Format::step.
+template <class Format, int M, int V, int N, bool Fades> class SumBlock<Format, M, V, N, Fades, true> {
+    static constexpr int side = tiles::side;
+    static_assert(V <= 2 && M % side == 0 && M <= 2 * side && lanes == side && Format::step == side);
+
+public:
+    using Word = typename Format::Word;
+
+    FUSION_INLINE explicit SumBlock(const Sums<N, Fades> &to) : to_(to) {
+        if (!to.add) {
+            each([](auto tile, float *) __attribute__((always_inline)) { tiles::zero<tile()>(); });
+            return;
+        }
+        if constexpr (Fades) {
+            for (int i = 0; i < M; ++i) {
+                FUSION_UNROLL for (int j = 0; j < V; ++j) {
+                    fusion::store(to(i, j), fusion::load<Floats>(to(i, j)) * all(to.fade[i]));
+                }
+            }
+        }
+        each([&](auto tile, float *at) __attribute__((always_inline)) { tiles::load<tile()>(at, to.stride * 4); });
+    }
+
+    template <class Place = InPanels<V>>
+    FUSION_INLINE const Word *add(std::int64_t k, std::int64_t end, RowMajor<Word> left, const Word *b,
+                                  std::int64_t step, Place place = {}, int from = 0, int to = V) const {
+        tiles::expect(k % side == 0 && end % side == 0);
+        const bool low = from == 0 && to > 0, high = V > 1 && from < 2 && to > 1;
+        for (; k < end; k += side, b += side * step) {
+            const Word *const a = left.first + k;
+            if (low) tiles::load<6>(b + place(0), step * 4);
+            if (high) tiles::load<7>(b + place(1), step * 4);
+            tiles::load<4>(a, left.stride * 4);
+            if (low) tiles::multiply<0, 4, 6>();
+            if (high) tiles::multiply<1, 4, 7>();
+            if constexpr (M > side) {
+                tiles::load<5>(a + side * left.stride, left.stride * 4);
+                if (low) tiles::multiply<2, 5, 6>();
+                if (high) tiles::multiply<3, 5, 7>();
+            }
+        }
+        return b;
+    }
+
+    FUSION_INLINE void finish() const {
+        each([&](auto tile, float *at) __attribute__((always_inline)) { tiles::store<tile()>(at, to_.stride * 4); });
+    }
+
+private:
+    // use(tile of sums, where it lies)
+    template <class Use> FUSION_INLINE void each(Use use) const {
+        use(std::integral_constant<int, 0>{}, to_(0, 0));
+        if constexpr (V > 1) use(std::integral_constant<int, 1>{}, to_(0, 1));
+        if constexpr (M > side) use(std::integral_constant<int, 2>{}, to_(side, 0));
+        if constexpr (M > side && V > 1) use(std::integral_constant<int, 3>{}, to_(side, 1));
+    }
+
+    const Sums<N, Fades> to_;
+};
+#endif
+
+// What products need while a kernel runs.
+struct NoRegion {};
+#if defined(FUSION_TILES)
+template <class Format> using ProductRegion = std::conditional_t<(Format::step > 1), TileRegion, NoRegion>;
+#else
+template <class Format> using ProductRegion = NoRegion;
+#endif
+
 // C[M][N vectors] = A[M][depth] * B, whose rows are Stride vectors apart; with Add and fade, fade[i] * C[i] is added.
-// Every key tile is summed from zero: one sum over all keys would lose bits.
 template <class Format, int M, int N, int Stride, bool Add, class Left = RowMajor<typename Format::Word>>
 FUSION_INLINE void multiply(const typename Format::Word *a, std::int64_t a_stride, const typename Format::Word *b,
                             std::int64_t depth, float *c, std::int64_t c_stride, const float *fade) {
-    RegisterTile<Format, M, N> tile;
-    tile.add(0, depth, Left{a, a_stride}, b, Stride * lanes);
-    tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
-        float *at = c + i * c_stride + j * lanes;
-        if (Add && fade) sum += load<Floats>(at) * all(fade[i]);
-        store(at, sum);
-    });
+    SumBlock<Format, M, N, N, Add> block({c, c_stride, N * lanes, Add && fade, fade});
+    block.add(0, depth, Left{a, a_stride}, b, Stride * lanes);
+    block.finish();
 }
 
 // body(vectors) for what is left of so many columns behind whole panels, if anything is.
@@ -92,12 +196,15 @@ template <class Body> FUSION_INLINE void for_panels(std::int64_t columns, Body b
     narrow_panel(columns, [&](auto vectors) __attribute__((always_inline)) { body(vectors, at); });
 }
 
-// body(height) with the least of a third, two thirds and all of `whole` rows that holds so many.
+// body(height) with the least of the parts of `whole` rows that holds so many.
 template <int whole = block_rows, class Body> FUSION_INLINE void with_height(std::int64_t rows, Body body) {
-    constexpr int third = whole / 3;
-    if (rows > 2 * third) return body(std::integral_constant<int, whole>{});
-    if (rows > third) return body(std::integral_constant<int, 2 * third>{});
-    body(std::integral_constant<int, third>{});
+    constexpr int part = whole / block_parts;
+    static_assert(block_parts == 2 || block_parts == 3);
+    if (rows > (block_parts - 1) * part) return body(std::integral_constant<int, whole>{});
+    if constexpr (block_parts == 3) {
+        if (rows > part) return body(std::integral_constant<int, 2 * part>{});
+    }
+    body(std::integral_constant<int, part>{});
 }
 
 }  // namespace

@@ -15,8 +15,12 @@
 #endif
 
 // Dot products that the instruction set has besides multiply-adds: of pairs of bfloat16, and of bytes.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(FUSION_TILES_MODEL)
 #define FUSION_BRAIN_PRODUCTS
+#endif
+// Products of whole tiles (AMX), or their model, which is compiled for any processor and counts.
+#if defined(__AMX_BF16__) || defined(FUSION_TILES_MODEL)
+#define FUSION_TILES
 #endif
 #if defined(__AVX512VNNI__) || (defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD))
 #define FUSION_BYTE_PRODUCTS
@@ -28,15 +32,18 @@
 namespace fusion {
 namespace {
 
-// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file.
-#if defined(__AVX512F__)
-constexpr int lanes = 16, block_rows = 12, panel_vectors = 2;
+// block_rows x panel_vectors accumulators, panel_vectors operands and one broadcast fill the register file; of tiles
+// two times two accumulators and as many operands do. Heights of blocks are multiples of block_rows / block_parts.
+#if defined(FUSION_TILES)
+constexpr int lanes = 16, block_rows = 32, block_parts = 2, panel_vectors = 2;
+#elif defined(__AVX512F__)
+constexpr int lanes = 16, block_rows = 12, block_parts = 3, panel_vectors = 2;
 #elif defined(__AVX__)
-constexpr int lanes = 8, block_rows = 6, panel_vectors = 2;
+constexpr int lanes = 8, block_rows = 6, block_parts = 3, panel_vectors = 2;
 #elif defined(__aarch64__)
-constexpr int lanes = 4, block_rows = 6, panel_vectors = 4;
+constexpr int lanes = 4, block_rows = 6, block_parts = 3, panel_vectors = 4;
 #else
-constexpr int lanes = 4, block_rows = 6, panel_vectors = 2;
+constexpr int lanes = 4, block_rows = 6, block_parts = 3, panel_vectors = 2;
 #endif
 constexpr int panel = panel_vectors * lanes;
 
@@ -73,6 +80,14 @@ FUSION_INLINE Words all(std::uint32_t x) { return x + Words{}; }
 FUSION_INLINE Ints all(std::int32_t x) { return x + Ints{}; }
 FUSION_INLINE Words bits_of(Floats x) { return (Words)x; }
 FUSION_INLINE Floats floats_of(Words x) { return (Floats)x; }
+
+// Upper halves of floats, rounded to nearest, ties to even.
+FUSION_INLINE Halves upper_halves(Floats x) {
+    const Words bits = bits_of(x);
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Words quiet = bits >> 16 | 0x40;
+    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
+}
 
 FUSION_INLINE Ints lane_numbers() {
     Ints out;

@@ -10,6 +10,8 @@
 #endif
 #if defined(__AVX512BF16__)
 #include "simd/brain_avx512.h"  // IWYU pragma: export
+#elif defined(FUSION_TILES_MODEL)
+#include "simd/brain_model.h"  // IWYU pragma: export
 #elif defined(FUSION_BRAIN_PRODUCTS)
 #include "simd/brain_neon.h"  // IWYU pragma: export
 #endif
@@ -58,12 +60,7 @@ FUSION_INLINE std::uint32_t lane_bits(const std::uint8_t *row, std::int64_t at) 
 FUSION_INLINE Floats to_floats(Brain, Halves x) { return floats_of(widen(x) << 16); }
 
 #if !defined(FUSION_BRAIN_PRODUCTS)
-FUSION_INLINE Halves from_floats(Brain, Floats x) {
-    const Words bits = bits_of(x);
-    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to nearest, ties to even
-    const Words quiet = bits >> 16 | 0x40;
-    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded, Halves);
-}
+FUSION_INLINE Halves from_floats(Brain, Floats x) { return upper_halves(x); }
 #endif
 
 // The first n elements of a row as floats (n may exceed lanes, or be negative), zeros behind them.

@@ -14,7 +14,9 @@ namespace {
 
 // x, rounded to float32 here: the compiler may not fuse its product with what follows.
 FUSION_INLINE Floats rounded(Floats x) {
-#if defined(__x86_64__)
+#if defined(FUSION_TILES_MODEL)
+    __asm__("" : "+m"(x));  // wider than a register
+#elif defined(__x86_64__)
     __asm__("" : "+x"(x));
 #elif defined(__aarch64__)
     __asm__("" : "+w"(x));
@@ -83,7 +85,7 @@ FUSION_INLINE std::uint32_t mask_of(Ints condition) {
 }
 
 FUSION_INLINE Floats root(Floats x) {
-#if defined(__SSE__) && !defined(__AVX__)
+#if defined(__SSE__) && !defined(__AVX__) && !defined(FUSION_TILES_MODEL)
     return (Floats)_mm_sqrt_ps((__m128)x);
 #elif defined(__aarch64__)
     return (Floats)vsqrtq_f32((float32x4_t)x);

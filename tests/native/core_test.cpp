@@ -290,7 +290,7 @@ void test_dense(Report &report) {
             DenseTest test(report, one, dtype);
             for (std::size_t i = 0; i < all.size(); ++i) {
                 if (!report.tests(all[i])) continue;
-                test.run(all[i], is_first(all, i, [](const auto &b) { return b.variant->as_float.attend; }));
+                test.run(all[i], is_first(all, i, [&](const auto &b) { return b.variant->kernels(dtype).attend; }));
             }
         }
     }
@@ -329,6 +329,7 @@ int main(int count, char **arguments) {
     test_caches(report);
     test_sparse(report);
     test_teams(report);
+    test_tiles(report);
     std::printf("%d variants run here, %d failures\n", ran, report.failures);
     return ran > 0 && report.failures == 0 ? 0 : 1;
 }

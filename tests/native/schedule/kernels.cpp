@@ -326,6 +326,7 @@ void index_choose(const SparseJob &job, std::int64_t seq, std::int64_t, const fl
 
 SparseKernels sparse_kernels() {
     SparseKernels k = {};
+    k.panel = panel;
     k.scratch_bytes = sparse_scratch;
     k.attend = sparse_attend;
     k.gradient_bytes = sparse_scratch;
@@ -363,8 +364,7 @@ const Variant &variant() {
         Variant v = {};
         v.name = "time";
         v.lanes = 16;
-        v.panel = panel;
-        v.as_float = v.as_pairs = {packed_bytes, forward_scratch, pack, pack, carry, attend};
+        v.as_float = v.as_pairs = {panel, packed_bytes, forward_scratch, pack, pack, carry, attend};
         v.gradients_as_float = gradients(keys_of_tile(Dtype::float32));
         v.gradients_as_pairs = gradients(keys_of_tile(Dtype::bfloat16));
         v.decode = {decode_scratch, partial_floats, attend_decode, merge, finish, nullptr};
@@ -374,7 +374,7 @@ const Variant &variant() {
 }
 
 const SparseVariant &sparse_variant() {
-    static const SparseVariant made = {sparse_kernels(), sparse_kernels(), panel};
+    static const SparseVariant made = {sparse_kernels(), sparse_kernels()};
     return made;
 }
 

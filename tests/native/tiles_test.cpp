@@ -1,0 +1,71 @@
+// What the model of tiles counts of dense attention: products beside the useful multiply-adds, and loads.
+
+#include "data/tiles.h"
+#include "plan/backward.h"
+#include "plan/forward.h"
+#include "core_test.h"
+
+namespace check {
+
+#if defined(FUSION_HAS_AMX_MODEL)
+namespace {
+
+constexpr double product_work = 16 * 16 * 32;  // multiply-adds of two tiles
+
+struct Bound {
+    const char *what;
+    double most_work, most_loads;  // of useful multiply-adds, and of products
+};
+
+// A causal head of 2048 rows, 128 wide.
+Call long_head() {
+    constexpr Long length = 2048, dim = 128, far = Long{1} << 40;
+    Call c;
+    c.problem = {1, 1, dim, dim, 0, Dtype::bfloat16, 0.088, Bias::none, false, false, false, Dropout::none, 1.0, 65536};
+    c.sequences.push_back({length, length, -far, 1, 0, 0});
+    std::mt19937 random(29);
+    const std::vector<Long> lengths = {length};
+    for (RowMemory *m : {&c.q, &c.k, &c.v, &c.dout, &c.out}) {
+        *m = RowMemory(Dtype::bfloat16, 1, dim, lengths);
+        m->fill(random, 2.0);
+    }
+    for (RowMemory *m : {&c.q_rope, &c.k_rope}) *m = RowMemory(Dtype::bfloat16, 1, 0, lengths);
+    for (RowMemory *m : {&c.max, &c.sum}) *m = RowMemory(Dtype::float32, 1, 1, lengths);
+    return c;
+}
+
+template <class Run> void count(Report &report, const Bound &bound, double useful, const Run &run) {
+    const fusion::TileCounts before = fusion::tile_counts;
+    run();
+    const auto products = static_cast<double>(fusion::tile_counts.products - before.products);
+    const auto loads = static_cast<double>(fusion::tile_counts.loads - before.loads);
+    const auto stores = static_cast<double>(fusion::tile_counts.stores - before.stores);
+    const double work = products * product_work / useful;
+    std::printf("tiles, %-16s %8.0f products, %.3f of the useful ones; %.3f loads and %.3f stores each\n", bound.what,
+                products, work, loads / products, stores / products);
+    if (!(work >= 1.0 && work <= bound.most_work)) report.fail(std::string(bound.what) + ": products of tiles");
+    if (!(loads / products <= bound.most_loads)) report.fail(std::string(bound.what) + ": loads of tiles");
+}
+
+}  // namespace
+
+void test_tiles(Report &report) {
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (!report.tests(built) || built.name != std::string("amx_model")) continue;
+        Call c = long_head();
+        const auto length = static_cast<double>(c.sequences[0].q_len), dim = static_cast<double>(c.problem.dim_qk);
+        const double useful = length * (length + 1) / 2 * dim;
+        count(report, {"forward, D128", 1.15, 1.2}, 2 * useful,
+              [&] { fusion::ForwardPlan(*built.variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), 1); });
+        RowMemory dq = c.q, dk = c.k, dv = c.v;
+        fusion::Gradients g;
+        g.dout = c.dout.view(), g.dq = dq.view(), g.dk = dk.view(), g.dv = dv.view();
+        count(report, {"backward, D128", 1.15, 1.3}, 5 * useful,
+              [&] { fusion::BackwardPlan(*built.variant, c.problem, c.sequences).run(operands_of(c), g, 1); });
+    }
+}
+#else
+void test_tiles(Report &) {}
+#endif
+
+}  // namespace check
