@@ -4,6 +4,7 @@
 
 #include "cpu_features.h"
 #include "data/tiles.h"
+#include "tile_memory.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -61,7 +62,7 @@ struct Parts {
 
 #define FUSION_PARTS(dense, decode) \
     fusion_variant_##dense##_dense, fusion_variant_##decode##_decode, fusion_variant_##dense##_sparse
-#define FUSION_PAIR_PARTS(tiles) fusion_variant_##tiles##_dense
+#define FUSION_PAIR_PARTS(tiles) fusion_variant_##tiles##_dense, fusion_variant_##tiles##_sparse
 
 std::vector<Parts> list_parts() {  // weakest first
     [[maybe_unused]] const Names v3 = {"pni", "ssse3", "cx16", "sse4_1", "sse4_2", "movbe", "popcnt", "lahf_lm",
@@ -104,7 +105,8 @@ bool has(const Names &here, const std::string &name) { return std::find(here.beg
 
 bool runs_on(const Names &here, const Parts &parts) {
     return std::all_of(parts.needs.begin(), parts.needs.end(),
-                       [&](const std::string &name) { return has(here, name); });
+                       [&](const std::string &name) { return has(here, name); }) &&
+           (!has(parts.needs, "amx_tile") || tile_refusal().empty());
 }
 
 // The features of this CPU, or those of them that the forced variant needs.
@@ -123,8 +125,9 @@ Names visible_features() {
         }
         runnable += (runnable.empty() ? "" : ", ") + std::string(parts.name);
     }
+    const bool refused = has(here, "amx_tile") && forced.find("amx") != std::string::npos && !tile_refusal().empty();
     throw std::invalid_argument("FUSION_ATTENTION_CPU: expected a variant that this machine runs (" + runnable +
-                                "), got '" + forced + "'");
+                                "), got '" + forced + "'" + (refused ? ": " + tile_refusal() : ""));
 }
 
 // A variant's parts put together; plans keep references to them.

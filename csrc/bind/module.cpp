@@ -4,6 +4,7 @@
 #include "plan/arena.h"
 #include "plan/team.h"
 #include "dispatch.h"
+#include "tile_memory.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -106,6 +107,9 @@ nb::dict cpu_features() {
     out["features"] = fusion::cpu_features();
     out["forced"] = fusion::forced_variant();
     out["runnable"] = runnable_names();
+    const auto &features = fusion::cpu_features();
+    const bool tiles = std::find(features.begin(), features.end(), "amx_tile") != features.end();
+    out["tiles_refused"] = tiles ? fusion::tile_refusal() : "";
     return out;
 }
 

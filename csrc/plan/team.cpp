@@ -1,6 +1,7 @@
 #include "plan/team.h"
 
 #include "plan/threads.h"
+#include "tile_memory.h"
 
 #include <algorithm>
 #include <thread>
@@ -86,6 +87,7 @@ bool Team::cancelled() const {
         const Clock::time_point now = Clock::now();
         if (run.asked == Clock::time_point{}) run.asked = now;
         if (now - run.asked >= between_questions) {
+            const KeptTiles kept;  // a kernel waits, and signal handlers may run anything
             if (asks_to_stop()) run.cancelled.store(true, std::memory_order_relaxed);
             run.asked = Clock::now();
         }

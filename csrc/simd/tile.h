@@ -162,6 +162,45 @@ private:
 };
 #endif
 
+// Products that are read before they come to memory: sums()(i, j) is row i's vector j.
+template <class Format, int M, int N, bool Tiles = (Format::step > 1)> class StagedBlock {
+public:
+    template <class... Arguments> FUSION_INLINE auto add(Arguments... arguments) { return tile_.add(arguments...); }
+
+    FUSION_INLINE auto sums() const {
+        return [this](int i, int j) __attribute__((always_inline)) { return tile_.sum[i][j]; };
+    }
+    template <class Use> FUSION_INLINE void each(Use use) const { tile_.each(use); }
+
+private:
+    RegisterTile<Format, M, N> tile_;
+};
+
+#if defined(FUSION_TILES)
+template <class Format, int M, int N> class StagedBlock<Format, M, N, true> {
+public:
+    FUSION_INLINE StagedBlock() : block_({staged_, N * lanes}) {}
+
+    template <class... Arguments> FUSION_INLINE auto add(Arguments... arguments) { return block_.add(arguments...); }
+
+    FUSION_INLINE auto sums() const {
+        block_.finish();
+        return [this](int i, int j)
+                   __attribute__((always_inline)) { return fusion::load<Floats>(staged_ + (i * N + j) * lanes); };
+    }
+    template <class Use> FUSION_INLINE void each(Use use) const {
+        const auto staged = sums();
+        for (int i = 0; i < M; ++i) {
+            FUSION_UNROLL for (int j = 0; j < N; ++j) use(i, j, staged(i, j));
+        }
+    }
+
+private:
+    alignas(64) float staged_[M * N * lanes];
+    SumBlock<Format, M, N, N, false> block_;
+};
+#endif
+
 // What products need while a kernel runs.
 struct NoRegion {};
 #if defined(FUSION_TILES)

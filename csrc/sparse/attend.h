@@ -32,7 +32,7 @@ template <class Format> struct SparseScratch {
 
     SparseScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                   void *memory)
-        : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up<std::int64_t>(heads, lanes)),
+        : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up(heads, head_unit<Format>)),
           deep(chunk / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
         Carver carver(memory);
@@ -124,7 +124,8 @@ template <class Format> __attribute__((noinline)) void weigh_heads(const SparseW
                 Floats weight[depth];
                 FUSION_UNROLL for (int e = 0; e < depth; ++e) {
                     const Floats score = load<Floats>(at + (i * depth + e) * pitch);
-                    weight[e] = exp2(Format::fused ? score * factor - shift : (score - shift) * factor);
+                    if constexpr (Format::fused) weight[e] = exp2(Format::rest(score, all(factor), shift));
+                    else weight[e] = exp2((score - shift) * factor);
                     sums[e] += weight[e];
                 }
                 block[i] = Format::join(weight);
@@ -156,8 +157,9 @@ void attend_chunk(const SparseWork<Format> &w, const Chunk &chunk, ListReader<Fo
         store(s.scores + i, all(-infinity));
     raise_head_peaks(w, padded);
     weigh_heads(w, padded);
-    add_heads<Format>(s.weights, s.deep, s.values, s.deep, (count + Format::depth - 1) / Format::depth, s.out,
-                      w.sizes.value_columns, w.sizes.value_columns, w.item.heads, s.fade, reader.ahead);
+    clear_across<Format>(count, w.p.dim_v, s.values, s.deep);
+    add_heads<Format>(s.weights, s.deep, s.values, s.deep, words_of<Format>(count), s.out, w.sizes.value_columns,
+                      w.sizes.value_columns, w.item.heads, s.fade, reader.ahead);
 }
 
 // Row i of out anew, key by key. Products gave NaN where a weight that no float can hold met an infinity, though it is
@@ -185,7 +187,7 @@ __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64
     for (std::int64_t at = 0; at < count; ++at) {
         const float found = score(w.s.keys[at]);
         if (found == -infinity) continue;
-        const float power = Format::fused ? found * w.factor - shift : (found - shift) * w.factor;
+        const float power = Format::fused ? __builtin_fmaf(found, w.factor, -shift) : (found - shift) * w.factor;
         const Floats weight = large ? all(found == top ? 1.0f : 0.0f) : exp2(all(power));
         const Floats lasting = larger(all(least_weight), weight);
         const T *v = row_of<const T>(w.o.v, item.seq, item.head_kv, w.s.keys[at]);
@@ -234,6 +236,7 @@ template <class Format, class T> void store_heads(const SparseWork<Format> &w, s
 
 template <class Format, class T>
 std::int64_t select_attend(const SparseJob &job, const SparseItem &item, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const SparseWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t count = expand(job, item, s.keys), rounded = round_up<std::int64_t>(s.padded_heads, block_rows);

@@ -63,6 +63,9 @@ inline std::int64_t most_keys(const SparseProblem &p, std::int64_t longest) {
     return least(p.select_count, (longest + p.select_block - 1) / p.select_block) * p.select_block;
 }
 
+// Heads are counted in whole vectors; where weights of heads are multiplied by tiles, in as many as a tile takes.
+template <class Format> constexpr std::int64_t head_unit = Format::step > 1 ? Format::step * Format::depth : lanes;
+
 constexpr int digit_bits = 11;
 
 // Ascending by what lies above `from` bits, stable; `spare` has the same room. Returns where the result is.
@@ -135,14 +138,26 @@ FUSION_INLINE void store_across(const T *one, const T *two, std::int64_t n, type
     }
 }
 
+// Zeros behind the words of `rows` rows, up to those that a product sums over.
+template <class Format>
+FUSION_INLINE void clear_across(std::int64_t rows, std::int64_t n, typename Format::Word *to, std::int64_t deep) {
+    const std::int64_t from = (rows + Format::depth - 1) / Format::depth, end = words_of<Format>(rows);
+    const std::int64_t columns = round_up<std::int64_t>(n, lanes);
+    for (std::int64_t column = 0; from < end && column < columns; column += panel) {
+        const std::int64_t width = least<std::int64_t>(panel, columns - column);
+        std::memset(to + column * deep + from * width, 0, (end - from) * width * sizeof *to);
+    }
+}
+
 // `rows` rows, `stride` elements apart, as [column panel][rows / depth][column].
 template <class Format, class T>
 void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, typename Format::Word *to) {
-    const std::int64_t deep = (rows + Format::depth - 1) / Format::depth;
-    for (std::int64_t at = 0; at < deep; ++at) {
-        const T *one = first + at * Format::depth * stride;
-        store_across<Format>(one, at * Format::depth + 1 < rows ? one + stride : nullptr, n, to, deep, at);
+    const std::int64_t deep = words_of<Format>(rows);
+    for (std::int64_t i = 0; i < rows; i += Format::depth) {
+        const T *one = first + i * stride;
+        store_across<Format>(one, i + 1 < rows ? one + stride : nullptr, n, to, deep, i / Format::depth);
     }
+    clear_across<Format>(rows, n, to, deep);
 }
 
 // Rows of n elements beside each other: word d of row i at to[(i / panel) * deep * panel + (first_word + d) * width + i
@@ -150,7 +165,7 @@ void pack_across(const T *first, std::int64_t stride, std::int64_t rows, std::in
 template <class Format, class T>
 void pack_heads(const T *first, std::int64_t stride, std::int64_t rows, std::int64_t n, std::int64_t words,
                 std::int64_t first_word, std::int64_t deep, typename Format::Word *to) {
-    const std::int64_t padded = round_up<std::int64_t>(rows, lanes);
+    const std::int64_t padded = round_up(rows, head_unit<Format>);
     for (std::int64_t i0 = 0; i0 < padded; i0 += lanes) {
         const std::int64_t width = least<std::int64_t>(panel, padded - i0 / panel * panel);
         auto *const own = to + i0 / panel * panel * deep + first_word * width + i0 % panel;
@@ -205,10 +220,10 @@ __attribute__((noinline)) void by_panels(const typename Format::Word *a, std::in
 // Blocks of at most M rows: body(M, first row). Two of two thirds rather than a whole one and a third, which uses
 // registers badly.
 template <class Body> FUSION_INLINE void in_blocks(std::int64_t rows, Body body) {
-    constexpr int third = block_rows / 3;
+    constexpr int part = block_rows / block_parts;
     for (std::int64_t at = 0; at < rows;) {
-        const std::int64_t left = rows - at, thirds = (left + third - 1) / third;
-        with_height(thirds == 4 ? 2 * third : left, [&](auto height) __attribute__((always_inline)) {
+        const std::int64_t left = rows - at, parts = (left + part - 1) / part;
+        with_height(block_parts == 3 && parts == 4 ? 2 * part : left, [&](auto height) __attribute__((always_inline)) {
             body(height, at);
             at += height();
         });

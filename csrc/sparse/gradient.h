@@ -40,7 +40,7 @@ template <class Format> struct GradientScratch {
 
     GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
                     void *memory)
-        : padded_heads(round_up<std::int64_t>(heads, lanes)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
+        : padded_heads(round_up(heads, head_unit<Format>)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(pitch, block_rows), listed = most_keys(p, longest);
         const bool apart = !p.shares_kv || p.dim_v % Format::depth != 0;  // half a word is no part of a key's row
@@ -102,7 +102,7 @@ void load_heads(const SparseGradientWork<Format> &w, typename Format::Word *q_ro
                 typename Format::Word *dout_rows = nullptr) {
     const auto &item = w.item;
     const auto &s = w.s;
-    const std::int64_t heads = item.heads, deep = (heads + Format::depth - 1) / Format::depth;
+    const std::int64_t heads = item.heads, deep = words_of<Format>(heads);
     pack_item_heads<Format, T>(w.p, w.o, item, w.sizes, s.q);
     pack_across<Format>(row_of<const T>(w.o.q, item.seq, item.head0, item.row), w.o.q.stride_head[item.seq], heads,
                         w.p.dim_qk, q_rows);
@@ -219,10 +219,11 @@ template <class Format> struct GradientNotes {
 template <class Format>
 void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
                   const KeyRange &range, const KeySums &table, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len, main = w.sizes.main_columns, hw = s.head_words;
-    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    const std::int64_t depth = words_of<Format>(item.heads);
     const auto scale = static_cast<float>(w.p.scale);
     const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes.memory);
     const NotedKeys noted(notes, range);
@@ -275,6 +276,8 @@ void multiply_chunk(const SparseGradientWork<Format> &w, const Chunk &chunk, Lis
                          apart ? s.value_rows : s.rows, apart ? value_words : w.sizes.words, s.dout, value_words,
                          value_words, dprobs, s.pitch, s.padded_heads, nullptr, reader.ahead);
                  });
+    clear_across<Format>(chunk.count, w.p.dim_qk, s.across, s.deep);
+    clear_across<Format>(chunk.count, w.p.dim_rope, s.across + w.sizes.main_columns * s.deep, s.deep);
 }
 
 // Adds what a chunk's keys [0, count) give to dq.
@@ -282,7 +285,7 @@ template <class Format, class Meanwhile>
 void add_dq(const SparseGradientWork<Format> &w, std::int64_t count, const typename Format::Word *across, float *dq,
             Meanwhile &meanwhile) {
     const auto &s = w.s;
-    const std::int64_t depth = (count + Format::depth - 1) / Format::depth, main = w.sizes.main_columns;
+    const std::int64_t depth = words_of<Format>(count), main = w.sizes.main_columns;
     const std::int64_t columns = w.sizes.columns;
     add_heads<Format>(s.dscore_heads, s.deep, across, s.deep, depth, dq, columns, main, w.item.heads, s.ones,
                       meanwhile);
@@ -341,6 +344,7 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t kv_len = job.sequences[item.seq].kv_len;

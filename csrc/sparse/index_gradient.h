@@ -80,6 +80,7 @@ template <class Format, class T> void score_list(const IndexListWork<Format> &wo
         reader.stream.transpose_to(across);
         reader.score({s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at}, s.q,
                      work.list.products + at * s.pitch, s.pitch, s.padded_heads, across, [](auto...) {});
+        clear_across<Format>(least<std::int64_t>(s.chunk, count - at), w.p.dim_qk, across, s.deep);
     }
 }
 
@@ -124,6 +125,21 @@ __attribute__((noinline)) void weigh_list(const float *products, const float *gi
     }
 }
 
+// A chunk's dS as [head][deep], for tiles, whose rows lie beside each other; zeros behind its keys.
+template <class Format>
+void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, const typename Format::Word *dscores) {
+    const std::int64_t there = (count + Format::depth - 1) / Format::depth;
+    for (std::int64_t h = 0; h < s.pitch; h += lanes) {
+        for (std::int64_t c = 0; c < there; c += lanes) {
+            Words block[lanes];
+            for (int i = 0; i < lanes; ++i)
+                block[i] = c + i < there ? load<Words>(dscores + (c + i) * s.pitch + h) : Words{};
+            transpose(block);
+            for (int i = 0; i < lanes; ++i) store(s.dscore_heads + (h + i) * s.deep + c, block[i]);
+        }
+    }
+}
+
 // From dI, which the notes hold, to dq and dweights, chunk by chunk.
 template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
@@ -135,16 +151,21 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
     for (std::int64_t i = 0; i < rounded; ++i) s.ones[i] = 1.0f;
     Idle idle;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
-        const std::int64_t here = least<std::int64_t>(s.chunk, count - at),
-                           depth = (here + Format::depth - 1) / Format::depth;
+        const std::int64_t here = least<std::int64_t>(s.chunk, count - at), depth = words_of<Format>(here);
         weigh_list<Format>(work.list.products + at * s.pitch, left.given + at, here, s.pitch, s.share, s.delta,
                            left.positive + at * s.pitch / 8, work.list.dscores);
         const auto *across = work.list.across + at / Format::depth * columns;
-        in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
-            by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(
-                work.list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns, columns, s.ones + h,
-                idle);
-        });
+        if constexpr (Format::step > 1) {
+            transpose_weights(s, here, work.list.dscores);
+            add_heads<Format>(s.dscore_heads, s.deep, across, s.deep, depth, s.dq, columns, columns, w.item.heads,
+                              s.ones, idle);
+        } else {
+            in_blocks(w.item.heads, [&](auto height, std::int64_t h) __attribute__((always_inline)) {
+                by_panels<Format, height(), true, ColumnMajor<typename Format::Word>>(
+                    work.list.dscores + h, s.pitch, across, s.deep, depth, s.dq + h * columns, columns, columns,
+                    s.ones + h, idle);
+            });
+        }
     }
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
@@ -152,6 +173,7 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
 // All of a row but what it adds to sums of keys, which its notes keep; dI is given.
 template <class Format, class T>
 void index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const IndexListWork<Format> work(job, item, notes, scratch);
     const auto &w = work.gradient;
     std::uint64_t *sorted;
@@ -187,10 +209,11 @@ void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::in
 template <class Format>
 void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
                         const KeyRange &range, const KeySums &table, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
     const std::int64_t longest = job.sequences[item.seq].kv_len, columns = w.sizes.columns;
-    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    const std::int64_t depth = words_of<Format>(item.heads);
     const IndexNotes<Format> own(w.p, s, longest, notes.memory);
     const NotedKeys noted(notes, range);
     PrefetchQueue queue;  // other cores may have written what is added next

@@ -176,16 +176,17 @@ __attribute__((noinline)) void add_index_scores(const typename Format::Word *q, 
                                                 const typename Format::Word *keys, const float *weights,
                                                 std::int64_t heads, float *to, KeysAhead<Format, T> &ahead) {
     constexpr int N = panel_vectors;
-    RegisterTile<Format, M, N> tile;
+    StagedBlock<Format, M, N> tile;
     for (std::int64_t k = 0; k < words; k += ahead.step) {
         ahead();
         keys = tile.add(k, least(k + ahead.step, words), RowMajor<typename Format::Word>{q, words}, keys, panel);
     }
+    const auto sums = tile.sums();
     FUSION_UNROLL for (int j = 0; j < N; ++j) {
         Floats total = load<Floats>(to + j * lanes);
         FUSION_UNROLL for (int i = 0; i < M; ++i) {
             if (i >= heads) break;  // 0 * inf is NaN: a row that is not there may not even count as zeros
-            total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);
+            total += larger(Floats{}, sums(i, j)) * all(weights[i]);
         }
         store(to + j * lanes, total);
     }
@@ -398,6 +399,7 @@ FUSION_INLINE void score_chunks(const IndexWork<Format> &w, std::int64_t row0, s
 template <class Format, class T>
 void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                  void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
     for (std::int64_t slot = 0; slot < row1 - row0; ++slot) w.s.peaks[slot] = -infinity, w.s.sums[slot] = 0.0f;
     score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
@@ -412,6 +414,7 @@ void index_stats(const SparseJob &job, std::int64_t seq, std::int64_t row0, std:
 template <class Format, class T>
 void index_rows(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, const char *packed,
                 void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, index_tile_rows, packed, scratch);
     score_chunks<Format, T>(w, row0, row1, [&](std::int64_t slot, std::int64_t first, std::int64_t end, float *scores) {
         take(w, slot, first, end, scores);
@@ -423,6 +426,7 @@ template <class Format, class T>
 void index_scores(const SparseJob &job, std::int64_t seq, std::int64_t row0, std::int64_t row1, std::int64_t first,
                   std::int64_t end, std::int64_t later, const char *packed, float *scores, std::int64_t pitch,
                   void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const IndexWork<Format> w(job, seq, 1, packed, scratch);
     for (std::int64_t row = row0; row < row1; ++row, scores += pitch) {
         load_index_row<Format, T>(w, row, 0);

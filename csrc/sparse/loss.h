@@ -143,7 +143,7 @@ template <class Format> struct ListScratch {  // of the attention, beside that o
     std::size_t bytes;
 
     ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest, void *memory)
-        : pitch(round_up<std::int64_t>(attention.heads_q / attention.heads_kv, lanes)) {
+        : pitch(round_up(attention.heads_q / attention.heads_kv, head_unit<Format>)) {
         const Sizes<Format> sizes(attention);
         Carver carver(memory);
         carver.take(q, pitch * sizes.words);
@@ -207,6 +207,7 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
 void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes, double *loss, void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const IndexListWork<Format> work(job, item, notes, scratch);
     const auto &w = work.gradient;
     const ListScratch<Format> s(*job.attention, w.p, job.sequences[item.seq].kv_len,

@@ -154,6 +154,7 @@ void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block
         }
         store_across<Format>(rows[0], rows[1], n, w.s.across, w.s.deep, i / Format::depth);
     }
+    clear_across<Format>(count, n, w.s.across, w.s.deep);
     std::memset(t.index_rows + count * words, 0, block_rows * words * sizeof *t.index_rows);
 }
 
@@ -243,7 +244,7 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
     }
-    const std::int64_t depth = (item.heads + Format::depth - 1) / Format::depth;
+    const std::int64_t depth = words_of<Format>(item.heads);
     for (std::int64_t at = start; at < end; at += block_rows) {
         add_block_to_sums<Format, block_rows>(s.dscores + at * s.head_words, s.head_words, s.q_rows, depth, s.sums + at,
                                               s.sums + at + block_rows, 0, w.sizes.columns, 1.0f, idle);
@@ -267,6 +268,7 @@ double keys_loss(const SparseGradientWork<Format> &w, const SparseJob &job, cons
 template <class Format, class T>
 void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, const KeySums &table, double *loss,
                void *scratch) {
+    [[maybe_unused]] const ProductRegion<Format> region;
     const Sequence &seq = job.sequences[item.seq];
     const SparseGradientWork<Format> w(job, item, scratch);
     const TileScratch<Format> t(*job.attention, w.p, static_cast<char *>(scratch) + w.s.bytes);

@@ -58,15 +58,16 @@ __attribute__((noinline)) void add_block_to_sums(const typename Format::Word *a,
                                                  float factor, Meanwhile &meanwhile) {
     for_panels(columns, [&](auto vectors, std::int64_t d) __attribute__((always_inline)) {
         constexpr int N = vectors();
-        RegisterTile<Format, M, N> tile;
+        StagedBlock<Format, M, N> tile;
         const auto *rows = b + d * depth;
         meanwhile(M * depth * panel);
         for (int third = 0; third < 3; ++third) {  // more requests at a time than a core can follow up would stop it
             for (int i = third * M / 3; i < (third + 1) * M / 3; ++i) {
                 for (int j = 0; j < N * lanes; j += 16) __builtin_prefetch(next[i] + first + d + j, 1);
             }
-            rows = tile.add(depth * third / 3, depth * (third + 1) / 3, RowMajor<typename Format::Word>{a, a_stride},
-                            rows, N * lanes);
+            constexpr std::int64_t step = Format::step;
+            rows = tile.add(depth * third / 3 / step * step, depth * (third + 1) / 3 / step * step,
+                            RowMajor<typename Format::Word>{a, a_stride}, rows, N * lanes);
         }
         tile.each([&](int i, int j, Floats sum) __attribute__((always_inline)) {
             float *const to = sums[i] + first + d + j * lanes;

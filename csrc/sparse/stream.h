@@ -1,8 +1,9 @@
 // Multiplies a list's keys block by block, reading their rows where they lie, where rows are whole vectors.
 //
-// Rows that lie as words are never copied; others are converted while the block before them is multiplied. Reading rows
-// waits for memory and multiplying does not touch it, so the product of a block is cut into pieces, and between them a
-// vector's width of each row of a later block is asked for, and that of the block itself is transposed.
+// Rows that lie as words are never copied, but for tiles; others are converted while the block before them is
+// multiplied. Reading rows waits for memory and multiplying does not touch it, so the product of a block is cut into
+// pieces, and between them a vector's width of each row of a later block is asked for, and that of the block itself is
+// transposed.
 
 #pragma once
 
@@ -13,7 +14,7 @@ namespace {
 
 struct BlockRows {  // where the words of a block's rows begin, and those of their tails, which follow them in B
     const char *main[block_rows], *tail[block_rows];
-    std::int64_t main_words, tail_words;
+    std::int64_t main_words, tail_words, apart;  // apart: words from row to row of copies
 };
 
 template <class Word> struct Scattered {  // A's rows where they lie
@@ -32,21 +33,25 @@ __attribute__((noinline)) void block_by_panels(const BlockRows &rows, const type
     std::int64_t next = 0;
     for_panels(columns, [&](auto vectors, std::int64_t at) __attribute__((always_inline)) {
         constexpr int N = vectors();
-        RegisterTile<Format, block_rows, N> tile;
+        SumBlock<Format, block_rows, N, N, false> block({c + at, c_stride});
         const std::int64_t end = times * (at / panel + 1) / panels, pieces = most<std::int64_t>(end - next, 1);
         const auto *row = b + at * depth;
         for (std::int64_t piece = 1, k = 0; piece <= pieces; ++piece) {
             if (next < end) side(next++);
-            const std::int64_t stop = depth * piece / pieces;
-            if (k < main) row = tile.add(k, least(stop, main), Scattered<Word>{rows.main}, row, N * lanes);
-            if (stop > main) {
-                row =
-                    tile.add(most(k - main, std::int64_t{0}), stop - main, Scattered<Word>{rows.tail}, row, N * lanes);
+            const std::int64_t stop = depth * piece / pieces / Format::step * Format::step;
+            if constexpr (Format::step > 1) {  // tails lie behind the rest
+                const auto *const first = reinterpret_cast<const Word *>(rows.main[0]);
+                row = block.add(k, stop, RowMajor<Word>{first, rows.apart}, row, N * lanes);
+            } else {
+                if (k < main) row = block.add(k, least(stop, main), Scattered<Word>{rows.main}, row, N * lanes);
+                if (stop > main) {
+                    row = block.add(most(k - main, std::int64_t{0}), stop - main, Scattered<Word>{rows.tail}, row,
+                                    N * lanes);
+                }
             }
             k = stop;
         }
-        tile.each([&](int i, int j, Floats sum)
-                      __attribute__((always_inline)) { store(c + i * c_stride + at + j * lanes, sum); });
+        block.finish();
     });
 }
 
@@ -69,6 +74,7 @@ public:
           rope_base_(sizes.main_columns * deep) {
         now_.main_words = sizes.main_words;
         now_.tail_words = sizes.words - sizes.main_words;
+        now_.apart = sizes.words;
     }
 
     // Where blocks are transposed from now on.
@@ -108,7 +114,8 @@ public:
     }
 
 private:
-    static constexpr bool copies = sizeof(T) * Format::depth != sizeof(Word);
+    // Rows of a tile are evenly apart.
+    static constexpr bool copies = sizeof(T) * Format::depth != sizeof(Word) || Format::step > 1;
     static constexpr std::int64_t ahead = 2 * block_rows;  // keys behind the next block that are asked for
     struct Parts {
         const T *main[block_rows], *rope[block_rows];

@@ -11,6 +11,7 @@ class _CpuFeatures(TypedDict):
     features: list[str]
     forced: str
     runnable: list[str]
+    tiles_refused: str
 
 class _Probe(TypedDict):
     variant: str

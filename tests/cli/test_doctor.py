@@ -61,7 +61,10 @@ def test_features_are_those_of_the_system() -> None:
 def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     amx = [*FOUND["features"], "amx_tile", "amx_bf16"]
     monkeypatch.setattr(_native, "cpu_features", lambda: {**FOUND, "features": amx})
-    assert " ".join(module.AMX_NOTE.split()) in said()
+    assert " ".join(module.AMX_NOTE.format(module.AMX_FAMILIES).split()) in said()
+    why = "the system refuses memory for tiles (Invalid argument)"
+    monkeypatch.setattr(_native, "cpu_features", lambda: {**FOUND, "features": amx, "tiles_refused": why})
+    assert f"This processor has AMX, but {why}: the library computes without it." in said()
     assert module.notes(["avx2", "avx512_bf16"]) == []
 
 

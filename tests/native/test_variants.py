@@ -14,6 +14,7 @@ from fusion_attention import _native
 FEATURES = _native.cpu_features()
 BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
 LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512vnni": 16, "v4+avx512bf16": 16, "asimddp": 4, "asimddp+bf16": 4}
+LANES |= {"v4+amx": 16, "amx_model": 4}
 
 
 def test_the_chosen_variant_is_the_strongest_that_runs() -> None:

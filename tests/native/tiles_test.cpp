@@ -4,8 +4,31 @@
 #include "plan/backward.h"
 #include "plan/forward.h"
 #include "core_test.h"
+#include "tile_memory.h"
+
+#include <algorithm>
+#include <cerrno>
 
 namespace check {
+namespace {
+
+// Where the system refuses tiles, that is a sentence, and no variant that needs them runs.
+void test_refusal(Report &report) {
+    const std::string small = fusion::tile_refusal_of(ENOSPC), other = fusion::tile_refusal_of(EINVAL);
+    if (small.find("the signal stack (sigaltstack) of a thread is too small") == std::string::npos ||
+        other != "the system refuses memory for tiles (Invalid argument)")
+        report.fail("refusal of tiles: " + small + "; " + other);
+    const auto &features = fusion::cpu_features();
+    const bool has_tiles = std::find(features.begin(), features.end(), "amx_tile") != features.end();
+    for (const fusion::Built &built : fusion::built_variants()) {
+        if (built.name != std::string("v4+amx") || !built.variant) continue;
+        if (!has_tiles || !fusion::tile_refusal().empty()) report.fail("v4+amx runs without tiles");
+    }
+    if (!has_tiles && fusion::forced_variant().empty() && fusion::tile_refusal().empty())
+        report.fail("tiles were granted that are not there");
+}
+
+}  // namespace
 
 #if defined(FUSION_HAS_AMX_MODEL)
 namespace {
@@ -50,6 +73,7 @@ template <class Run> void count(Report &report, const Bound &bound, double usefu
 }  // namespace
 
 void test_tiles(Report &report) {
+    test_refusal(report);
     for (const fusion::Built &built : fusion::built_variants()) {
         if (!report.tests(built) || built.name != std::string("amx_model")) continue;
         Call c = long_head();
@@ -65,7 +89,7 @@ void test_tiles(Report &report) {
     }
 }
 #else
-void test_tiles(Report &) {}
+void test_tiles(Report &report) { test_refusal(report); }
 #endif
 
 }  // namespace check

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AMX_NOTE = (
-    "This processor has AMX, which the library does not use and torch's own attention does in bfloat16 and float16. "
-    "Nothing was measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
+    "This processor has AMX, which the library uses for bfloat16 in {}; "
+    "torch's own attention uses it for float16 too. Its instructions were checked on a model of tiles, and nothing was "
+    "measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
 )
+AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
+AMX_FAMILIES = "dense attention"
 RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
     "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
@@ -26,9 +29,11 @@ SHOWN = 5  # steps that went wrong; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
 
-def notes(features: Sequence[str]) -> list[str]:
+def notes(features: Sequence[str], tiles_refused: str = "") -> list[str]:
     """What a user of a processor with these features should know."""
-    return [AMX_NOTE] if "amx_bf16" in features else []
+    if "amx_bf16" not in features:
+        return []
+    return [AMX_REFUSED_NOTE.format(tiles_refused) if tiles_refused else AMX_NOTE.format(AMX_FAMILIES)]
 
 
 def doctor(
@@ -67,7 +72,7 @@ def facts() -> dict[str, Any]:
     back_ends = machine.back_ends()
     problems = [f"{r.name} is not installed" for r in releases if r.says == "missing"]
     problems += [f"{r.name} {r.installed} is older than the tested {r.tested}" for r in releases if "older" in r.says]
-    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": "", "forced": ""}
+    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": "", "forced": "", "tiles_refused": ""}
     try:
         from fusion_attention import _native
 
@@ -75,7 +80,7 @@ def facts() -> dict[str, Any]:
     except ImportError as error:
         problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
-    messages = notes(native["features"])
+    messages = notes(native["features"], native["tiles_refused"])
     messages += [RUNTIMES_NOTE] * (len(runtimes) > 1)
     allowed = int(cores["quota"] or cores["usable"] or 1) or 1
     messages += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))

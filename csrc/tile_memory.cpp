@@ -1,0 +1,62 @@
+// Compiled for the baseline instruction set, but for instructions that run only where the system has given leave.
+
+#include "tile_memory.h"
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#if defined(FUSION_HAS_V4_AMX) && defined(__linux__)
+#define FUSION_ASKS_FOR_TILES
+#include <sys/auxv.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace fusion {
+namespace {
+
+std::atomic<bool> granted = false;
+
+std::string ask() {
+#if defined(FUSION_ASKS_FOR_TILES)
+    constexpr long request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    if (syscall(SYS_arch_prctl, request, tile_data) != 0) return tile_refusal_of(errno);
+    granted = true;
+    return "";
+#else
+    return "this build has no kernels for it";
+#endif
+}
+
+}  // namespace
+
+std::string tile_refusal_of(int error) {
+    const std::string refused = "the system refuses memory for tiles";
+    if (error != ENOSPC) return refused + " (" + std::strerror(error) + ")";
+    std::string room;
+#if defined(FUSION_ASKS_FOR_TILES)
+    constexpr unsigned long least_stack = 51;  // AT_MINSIGSTKSZ, which older headers lack
+    if (const unsigned long bytes = getauxval(least_stack)) room = ", which takes " + std::to_string(bytes) + " bytes";
+#endif
+    return refused + ": the signal stack (sigaltstack) of a thread is too small for their state" + room;
+}
+
+const std::string &tile_refusal() {
+    static const std::string reason = ask();
+    return reason;
+}
+
+KeptTiles::KeptTiles() {
+#if defined(FUSION_ASKS_FOR_TILES)
+    if (granted) __asm__ volatile("sttilecfg %0" : "=m"(config_));
+#endif
+}
+
+KeptTiles::~KeptTiles() {
+#if defined(FUSION_ASKS_FOR_TILES)
+    if (config_[0]) __asm__ volatile("ldtilecfg %0" ::"m"(config_));  // they were configured
+#endif
+}
+
+}  // namespace fusion
