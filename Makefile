@@ -21,7 +21,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-variants test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
+.PHONY: help demo test test-all test-variants test-amx test-asan test-core test-tsan test-aarch64 test-gpu wheels lint bench bench-gpu docs clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -56,6 +56,16 @@ test-variants: $(VENV)/.extra-test $(VENV)/.extra-demo ## what ends in the nativ
 	for name in $(VARIANTS); do \
 	  FUSION_ATTENTION_CPU=$$name OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS) $(VARIANT_TESTS) || exit 1; done
+	$(MAKE) test-amx
+
+# The model of tiles is no part of the module that is installed: a build of its own has it.
+AMX := $(VENV)-amx
+AMX_TESTS ?= tests/native tests/training tests/sparse
+test-amx: $(BUILD_INPUTS) ## the kernels for AMX, over a model of its tiles that any x86-64 runs
+	test -d $(AMX) || $(PYTHON) -m venv $(AMX)
+	$(subst $(VENV)/,$(AMX)/,$(PIP_INSTALL)) --config-settings=cmake.define.FUSION_AMX_MODEL=ON ".[test]"
+	FUSION_ATTENTION_CPU=amx_model OMP_WAIT_POLICY=passive \
+	  $(AMX)/bin/python -m pytest -p no:cacheprovider -n auto --dist worksteal $(OPTIONS) $(AMX_TESTS)
 
 # What a kernel takes depends on the compiler: each Triton of which something is recorded, in a folder of its own, which
 # the pins do not reach.
@@ -95,6 +105,7 @@ test-core: ## the native core against naive loops, without Python: every instruc
 	$(CORE_TEST) -B build/core
 	cmake --build build/core --parallel
 	build/core/core_test
+	$(if $(filter x86_64,$(shell uname -m)),FUSION_ATTENTION_CPU=amx_model build/core/core_test amx_model)
 	build/core/schedule_test
 
 # Threads of the standard library's: for ThreadSanitizer every barrier of OpenMP's is a race. A test asks for more memory

@@ -32,6 +32,7 @@ const Case selections[] = {
     {.name = "shared values, chunks", .heads_q = 17, .dim_qk = 64, .dim_v = 48, .dim_rope = 16,
      .lengths = {{6, 500}}, .count = 300, .shares_kv = true},
     {.name = "long lists", .heads_q = 4, .dim_qk = 16, .dim_v = 16, .lengths = {{3, 3000}}, .count = 1500},
+    {.name = "many heads", .heads_q = 42, .dim_qk = 64, .dim_v = 32, .lengths = {{3, 200}}, .count = 145},
 };
 // clang-format on
 
@@ -46,7 +47,8 @@ struct IndexCase {
 const IndexCase choices[] = {{"choice", 5, 40, {{3, 100}, {0, 4}, {2, 1}}, 7, false},
                              {"choice, long lists", 8, 33, {{11, 700}}, 600, false},
                              {"choice, long rows", 2, 8, {{13, 1500}}, 20, false},
-                             {"choice, shared rows", 2, 8, {{2, 2500}}, 1100, false}};
+                             {"choice, shared rows", 2, 8, {{2, 2500}}, 1100, false},
+                             {"choice, many heads", 42, 64, {{12, 150}}, 40, false}};
 const IndexCase losses[] = {{"loss, lists", 5, 20, {{9, 90}, {1, 3}, {2, 0}}, 40, false},
                             {"loss, lists, ranges", 13, 33, {{5, 1100}}, 500, true},
                             {"loss, band", 5, 20, {{17, 60}, {3, 1}}, 0, true},

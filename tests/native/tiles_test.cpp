@@ -1,8 +1,11 @@
-// What the model of tiles counts of dense attention: products beside the useful multiply-adds, and loads.
+// What the model of tiles counts: products beside the useful multiply-adds, loads and stores. And what becomes of a
+// system that refuses tiles.
 
 #include "data/tiles.h"
 #include "plan/backward.h"
 #include "plan/forward.h"
+#include "plan/indexer.h"
+#include "plan/sparse.h"
 #include "core_test.h"
 #include "tile_memory.h"
 
@@ -70,22 +73,65 @@ template <class Run> void count(Report &report, const Bound &bound, double usefu
     if (!(loads / products <= bound.most_loads)) report.fail(std::string(bound.what) + ": loads of tiles");
 }
 
+void count_dense(Report &report, const fusion::Variant &variant) {
+    Call c = long_head();
+    const auto length = static_cast<double>(c.sequences[0].q_len), dim = static_cast<double>(c.problem.dim_qk);
+    const double useful = length * (length + 1) / 2 * dim;
+    count(report, {"forward", 1.15, 1.2}, 2 * useful,
+          [&] { fusion::ForwardPlan(variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), 1); });
+    RowMemory dq = c.q, dk = c.k, dv = c.v;
+    fusion::Gradients g;
+    g.dout = c.dout.view(), g.dq = dq.view(), g.dk = dk.view(), g.dv = dv.view();
+    count(report, {"backward", 1.15, 1.3}, 5 * useful,
+          [&] { fusion::BackwardPlan(variant, c.problem, c.sequences).run(operands_of(c), g, 1); });
+}
+
+// Rows of 64 heads over lists of 2048 keys, whose first 512 dims are values too; and an indexer with as many heads.
+void count_sparse(Report &report, const fusion::SparseVariant &variant) {
+    constexpr Long heads = 64, dim = 512, rope = 64, index_dim = 128, rows = 4, keys = 4096, listed = 2048;
+    const std::vector<Long> queries = {rows}, all = {keys};
+    const std::vector<fusion::Sequence> sequences = {{rows, keys, -keys, keys, 0, 0}};
+    std::mt19937 random(31);
+    RowMemory q(Dtype::bfloat16, heads, dim, queries), q_rope(Dtype::bfloat16, heads, rope, queries), out = q, dout = q;
+    RowMemory k(Dtype::bfloat16, 1, dim, all), k_rope(Dtype::bfloat16, 1, rope, all);
+    RowMemory max(Dtype::float32, heads, 1, queries), sum = max, chosen(Dtype::float32, 1, listed, queries);
+    for (RowMemory *m : {&q, &q_rope, &k, &k_rope, &dout}) m->fill(random, 1.0);
+    std::vector<std::int32_t> lists(rows * listed);
+    for (std::size_t i = 0; i < lists.size(); ++i) lists[i] = static_cast<std::int32_t>(i % listed * 2);
+    const std::vector<std::int64_t> zero = {0};
+    fusion::SparseOperands o;
+    o.q = q.view(), o.q_rope = q_rope.view(), o.k = {k.view()}, o.v = {k.view()}, o.k_rope = {k_rope.view()};
+    o.indices = {lists.data(), zero.data(), zero.data(), listed};
+    o.out = out.view(), o.max = max.view(), o.sum = sum.view();
+    fusion::SparseProblem p = {heads, 1,    dim,    dim, rope,  Dtype::bfloat16, 0.04,
+                               false, true, listed, 1,   false, Dtype::bfloat16};
+    const auto met = static_cast<double>(rows * listed * heads);
+    count(report, {"selection", 1.15, 1.3}, met * (dim + rope + dim),
+          [&] { fusion::SparsePlan(variant, p, sequences, false).run(o, 1); });
+    RowMemory dq = q, dk = k, dq_rope = q_rope, dk_rope = k_rope;
+    o.dout = dout.view(), o.dq = dq.view(), o.dk = dk.view();
+    o.dq_rope = dq_rope.view(), o.dk_rope = dk_rope.view();
+    count(report, {"its backward", 1.15, 1.5}, met * (3 * (dim + rope) + 2 * dim),
+          [&] { fusion::SparsePlan(variant, p, sequences, true).run(o, 1); });
+
+    RowMemory index_q(Dtype::bfloat16, heads, index_dim, queries), index_k(Dtype::bfloat16, 1, index_dim, all);
+    RowMemory weights(Dtype::bfloat16, 1, heads, queries);
+    for (RowMemory *m : {&index_q, &index_k, &weights}) m->fill(random, 1.0);
+    fusion::SparseOperands i;
+    i.q = index_q.view(), i.k = {index_k.view()}, i.weights = weights.view(), i.indices = chosen.view();
+    p = {heads, 1, index_dim, 0, 0, Dtype::bfloat16, 1.0, false, false, listed, 1, true, Dtype::bfloat16};
+    count(report, {"indexer", 1.15, 1.2}, static_cast<double>(rows * keys * heads * index_dim),
+          [&] { fusion::IndexerPlan(variant, p, sequences).run(i, 1); });
+}
+
 }  // namespace
 
 void test_tiles(Report &report) {
     test_refusal(report);
     for (const fusion::Built &built : fusion::built_variants()) {
         if (!report.tests(built) || built.name != std::string("amx_model")) continue;
-        Call c = long_head();
-        const auto length = static_cast<double>(c.sequences[0].q_len), dim = static_cast<double>(c.problem.dim_qk);
-        const double useful = length * (length + 1) / 2 * dim;
-        count(report, {"forward, D128", 1.15, 1.2}, 2 * useful,
-              [&] { fusion::ForwardPlan(*built.variant, c.problem, c.sequences, tiles_of(c)).run(operands_of(c), 1); });
-        RowMemory dq = c.q, dk = c.k, dv = c.v;
-        fusion::Gradients g;
-        g.dout = c.dout.view(), g.dq = dq.view(), g.dk = dk.view(), g.dv = dv.view();
-        count(report, {"backward, D128", 1.15, 1.3}, 5 * useful,
-              [&] { fusion::BackwardPlan(*built.variant, c.problem, c.sequences).run(operands_of(c), g, 1); });
+        count_dense(report, *built.variant);
+        count_sparse(report, *built.sparse);
     }
 }
 #else

@@ -20,7 +20,7 @@ AMX_NOTE = (
     "measured on such processors: torch.nn.functional.scaled_dot_product_attention may be faster."
 )
 AMX_REFUSED_NOTE = "This processor has AMX, but {}: the library computes without it."
-AMX_FAMILIES = "dense attention"
+AMX_FAMILIES = "dense attention, selections, the indexer and its loss"
 RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
     "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
@@ -72,7 +72,8 @@ def facts() -> dict[str, Any]:
     back_ends = machine.back_ends()
     problems = [f"{r.name} is not installed" for r in releases if r.says == "missing"]
     problems += [f"{r.name} {r.installed} is older than the tested {r.tested}" for r in releases if "older" in r.says]
-    native: dict[str, Any] = {"features": [], "built": [], "runnable": [], "chosen": "", "forced": "", "tiles_refused": ""}
+    native: dict[str, Any] = {"features": [], "built": [], "runnable": []}
+    native |= {"chosen": "", "forced": "", "tiles_refused": ""}
     try:
         from fusion_attention import _native
 
