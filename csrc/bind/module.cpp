@@ -106,6 +106,15 @@ nb::dict cpu_features() {
     out["features"] = fusion::cpu_features();
     out["forced"] = fusion::forced_variant();
     out["runnable"] = runnable_names();
+    nb::dict lanes, parts, needs;
+    for (const fusion::Built &built : fusion::built_variants()) {
+        lanes[built.name] = built.lanes;
+        parts[built.name] = built.parts;
+        needs[built.name] = built.needs;
+    }
+    out["lanes"] = lanes;
+    out["parts"] = parts;
+    out["needs"] = needs;
     return out;
 }
 
@@ -152,7 +161,7 @@ NB_MODULE(_native, m) {
         "cpu_features", &cpu_features,
         "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen; the CPU's\n"
         "features that a variant or a note asks about, by the names of /proc/cpuinfo; the variant that\n"
-        "FUSION_ATTENTION_CPU names.");
+        "FUSION_ATTENTION_CPU names; of each variant its lanes, its own parts and the features that it needs.");
     m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"

@@ -10,6 +10,9 @@ class _CpuFeatures(TypedDict):
     chosen: str
     features: list[str]
     forced: str
+    lanes: dict[str, int]
+    needs: dict[str, list[str]]
+    parts: dict[str, list[str]]
     runnable: list[str]
 
 class _Probe(TypedDict):
