@@ -3,6 +3,7 @@
 
 #include "plan/arena.h"
 #include "plan/team.h"
+#include "plan/threads.h"
 #include "dispatch.h"
 
 #include <nanobind/nanobind.h>
@@ -105,6 +106,7 @@ nb::dict cpu_features() {
     out["chosen"] = fusion::chosen_variant().name;
     out["features"] = fusion::cpu_features();
     out["forced"] = fusion::forced_variant();
+    out["forked"] = fusion::is_forked();
     out["runnable"] = runnable_names();
     nb::dict lanes, parts, needs;
     for (const fusion::Built &built : fusion::built_variants()) {
@@ -161,7 +163,8 @@ NB_MODULE(_native, m) {
         "cpu_features", &cpu_features,
         "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen; the CPU's\n"
         "features that a variant or a note asks about, by the names of /proc/cpuinfo; the variant that\n"
-        "FUSION_ATTENTION_CPU names; of each variant its lanes, its own parts and the features that it needs.");
+        "FUSION_ATTENTION_CPU names; whether this process is a child of fork(), which has one thread; of each variant "
+        "its lanes, its own parts and the features that it needs.");
     m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"
