@@ -43,7 +43,8 @@ Tensor = torch.Tensor
 Results = dict[str, Tensor]
 DTYPES = ("bfloat16", "float16", "float32")
 # Instruction sets that run here, but those that are another one's with a decode of their own.
-VARIANTS = [n for n in _native.cpu_features()["runnable"] if n not in ("v4+avx512vnni", "asimddp")]
+CORE = _native.cpu_features()
+VARIANTS = [name for name in CORE["runnable"] if "dense" in CORE["parts"][name]]
 LENGTH, SHORT, LONG = 256, 64, 2048  # keys; of the Triton kernels, which an interpreter runs; of the picture
 BINS, LOW, HIGH = 16, 0.1, 1000.0  # of a factor of ten; what is drawn
 

@@ -9,33 +9,22 @@
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
+#include <iterator>
+#include <sstream>
 #include <stdexcept>
 
-namespace fusion {
-namespace {
+#if __has_include("variants.h")  // the rows of CMakeLists.txt's table that are built
+#include "variants.h"
+#else  // where only this file is read, or one variant compiled
+#define FUSION_VARIANTS(X) X("base", 4, "dense decode sparse", "", base, base, base)
+#endif
 
-typedef const DenseVariant *Dense();
-typedef const DecodeKernels *Decode();
-typedef const SparseVariant *Sparse();
-
-}  // namespace
-}  // namespace fusion
-
-#define FUSION_DECLARE(variant)                       \
-    fusion::Dense fusion_variant_##variant##_dense;   \
-    fusion::Decode fusion_variant_##variant##_decode; \
-    fusion::Sparse fusion_variant_##variant##_sparse;
-
+#define FUSION_DECLARE(name, lanes, parts, needs, dense, decode, sparse) \
+    const fusion::DenseVariant *fusion_variant_##dense##_dense();        \
+    const fusion::DecodeKernels *fusion_variant_##decode##_decode();     \
+    const fusion::SparseVariant *fusion_variant_##sparse##_sparse();
 extern "C" {
-FUSION_DECLARE(base)
-FUSION_DECLARE(v3)
-FUSION_DECLARE(v4)
-FUSION_DECLARE(v4_avx512vnni)
-FUSION_DECLARE(v4_avx512bf16)
-FUSION_DECLARE(asimddp)
-FUSION_DECLARE(asimddp_bf16)
-FUSION_DECLARE(v4_amx)
-FUSION_DECLARE(amx_model)
+FUSION_VARIANTS(FUSION_DECLARE)
 }
 
 namespace fusion {
@@ -43,70 +32,28 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-Names operator+(Names a, const Names &b) {
-    a.insert(a.end(), b.begin(), b.end());
-    return a;
+Names words_of(const std::string &text) {
+    std::istringstream stream(text);
+    return {std::istream_iterator<std::string>(stream), {}};
 }
 
-// A variant's name, what it needs, and where its parts are. Dot products of bytes are decode's alone, so a variant that
-// has nothing else of its own is another one's with another decode.
-struct Parts {
-    const char *name;
-    Names needs;
-    Dense *dense;
-    Decode *decode;
-    Sparse *sparse;
-    Dense *pair_dense = nullptr;  // kernels of pairs in place of those parts', where they multiply tiles
-    Sparse *pair_sparse = nullptr;
-};
-
-#define FUSION_PARTS(dense, decode) \
-    fusion_variant_##dense##_dense, fusion_variant_##decode##_decode, fusion_variant_##dense##_sparse
-#define FUSION_PAIR_PARTS(tiles) fusion_variant_##tiles##_dense, fusion_variant_##tiles##_sparse
-
-std::vector<Parts> list_parts() {  // weakest first
-    [[maybe_unused]] const Names v3 = {"pni", "ssse3", "cx16", "sse4_1", "sse4_2", "movbe", "popcnt", "lahf_lm",
-                                       "abm", "bmi1",  "bmi2", "avx",    "f16c",   "fma",   "avx2"};
-    [[maybe_unused]] const Names v4 = v3 + Names{"avx512f", "avx512dq", "avx512cd", "avx512bw", "avx512vl"};
-    [[maybe_unused]] const Names armv82 = {"crc32", "atomics", "asimdrdm"};  // what compilers may use of it
-    std::vector<Parts> out = {{"base", {}, FUSION_PARTS(base, base)}};
-#if defined(FUSION_HAS_V3)
-    out.push_back({"v3", v3, FUSION_PARTS(v3, v3)});
-#endif
-#if defined(FUSION_HAS_V4)
-    out.push_back({"v4", v4, FUSION_PARTS(v4, v4)});
-#if defined(FUSION_HAS_V4_AVX512VNNI)
-    out.push_back({"v4+avx512vnni", v4 + Names{"avx512_vnni"}, FUSION_PARTS(v4, v4_avx512vnni)});
-#endif
-#endif
-#if defined(FUSION_HAS_V4_AVX512BF16)
-    out.push_back(
-        {"v4+avx512bf16", v4 + Names{"avx512_vnni", "avx512_bf16"}, FUSION_PARTS(v4_avx512bf16, v4_avx512bf16)});
-#endif
-#if defined(FUSION_HAS_V4_AMX)
-    out.push_back({"v4+amx", v4 + Names{"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
-                   FUSION_PARTS(v4_avx512bf16, v4_avx512bf16), FUSION_PAIR_PARTS(v4_amx)});
-#endif
-#if defined(FUSION_HAS_ASIMDDP)
-    out.push_back({"asimddp", armv82 + Names{"asimddp"}, FUSION_PARTS(base, asimddp)});
-#endif
-#if defined(FUSION_HAS_ASIMDDP_BF16)
-    out.push_back({"asimddp+bf16", armv82 + Names{"asimddp", "bf16"}, FUSION_PARTS(asimddp_bf16, asimddp_bf16)});
-#endif
-#if defined(FUSION_HAS_AMX_MODEL)  // slow, and for tests: only who names it has it
-    if (forced_variant() == "amx_model") {
-        out.push_back({"amx_model", {}, FUSION_PARTS(base, base), FUSION_PAIR_PARTS(amx_model)});
-    }
-#endif
-    return out;
+std::vector<Built> list_rows() {
+#define FUSION_ROW(name, lanes, parts, needs, dense, decode, sparse) \
+    {name,                                                           \
+     lanes,                                                          \
+     words_of(parts),                                                \
+     words_of(needs),                                                \
+     fusion_variant_##dense##_dense,                                 \
+     fusion_variant_##decode##_decode,                               \
+     fusion_variant_##sparse##_sparse},
+    return {FUSION_VARIANTS(FUSION_ROW)};
 }
 
 bool has(const Names &here, const std::string &name) { return std::find(here.begin(), here.end(), name) != here.end(); }
 
-bool runs_on(const Names &here, const Parts &parts) {
-    return std::all_of(parts.needs.begin(), parts.needs.end(),
-                       [&](const std::string &name) { return has(here, name); }) &&
-           (!has(parts.needs, "amx_tile") || tile_refusal().empty());
+bool runs_on(const Names &here, const Built &row) {
+    return std::all_of(row.needs.begin(), row.needs.end(), [&](const std::string &name) { return has(here, name); }) &&
+           (!has(row.needs, "amx_tile") || tile_refusal().empty());
 }
 
 // The features of this CPU, or those of them that the forced variant needs.
@@ -114,54 +61,54 @@ Names visible_features() {
     Names here = find_features();
     const std::string forced = forced_variant();
     if (forced.empty()) return here;
+    if (forced == "amx_model") here.push_back(forced);  // which no processor has
     std::string runnable;
-    for (const Parts &parts : list_parts()) {
-        if (!runs_on(here, parts)) continue;
-        if (forced == parts.name) {
+    for (const Built &row : list_rows()) {
+        if (!runs_on(here, row)) continue;
+        if (forced == row.name) {
             Names out;
             std::copy_if(here.begin(), here.end(), std::back_inserter(out),
-                         [&](const std::string &name) { return has(parts.needs, name); });
+                         [&](const std::string &name) { return has(row.needs, name); });
             return out;
         }
-        runnable += (runnable.empty() ? "" : ", ") + std::string(parts.name);
+        runnable += (runnable.empty() ? "" : ", ") + std::string(row.name);
     }
     const bool refused = has(here, "amx_tile") && forced.find("amx") != std::string::npos && !tile_refusal().empty();
     throw std::invalid_argument("FUSION_ATTENTION_CPU: expected a variant that this machine runs (" + runnable +
                                 "), got '" + forced + "'" + (refused ? ": " + tile_refusal() : ""));
 }
 
-// A variant's parts put together; plans keep references to them.
-Built assemble(const Parts &parts) {
+// Kernels of tiles are of pairs alone: the rest is that of the strongest variant before. Plans keep references.
+void assemble(Built &row, const Built *before) {
     static std::deque<Variant> dense;
     static std::deque<SparseVariant> sparse;
-    dense.push_back({*parts.dense(), parts.name, *parts.decode(), second_level_cache()});
-    if (!parts.pair_dense) return {&dense.back(), parts.name, parts.sparse()};
-    const DenseVariant &tiles = *parts.pair_dense();
-    dense.back().as_pairs = tiles.as_pairs;
-    dense.back().gradients_as_pairs = tiles.gradients_as_pairs;
-    sparse.push_back(
-        {parts.sparse()->as_float, parts.pair_sparse ? parts.pair_sparse()->as_pairs : parts.sparse()->as_pairs});
-    return {&dense.back(), parts.name, &sparse.back()};
+    dense.push_back({*row.dense(), row.name, *row.decode(), second_level_cache()});
+    row.sparse = row.sparse_part();
+    if (Variant &own = dense.back(); !own.as_float.attend) {
+        const DenseVariant tiles = own;
+        static_cast<DenseVariant &>(own) = *before->variant;
+        own.as_pairs = tiles.as_pairs, own.gradients_as_pairs = tiles.gradients_as_pairs;
+        sparse.push_back({before->sparse->as_float, row.sparse->as_pairs});
+        row.sparse = &sparse.back();
+    }
+    row.variant = &dense.back();
 }
 
 std::vector<Built> list_variants() {
-    std::vector<Built> out;
-    for (const Parts &parts : list_parts()) {
+    std::vector<Built> out = list_rows();
+    const Built *before = nullptr;
+    for (Built &row : out) {
         // An entry point is itself compiled for its variant, so it is called only on a CPU that can run it.
-        if (runs_on(cpu_features(), parts)) {
-            out.push_back(assemble(parts));
-        } else {
-            out.push_back({nullptr, parts.name, nullptr});
-        }
+        if (!runs_on(cpu_features(), row)) continue;
+        assemble(row, before);
+        before = &row;
     }
     return out;
 }
 
 }  // namespace
 
-#if defined(FUSION_HAS_AMX_MODEL)
 __thread TileCounts tile_counts;
-#endif
 
 std::string forced_variant() {
     const char *name = std::getenv("FUSION_ATTENTION_CPU");

@@ -12,10 +12,15 @@
 
 namespace fusion {
 
-struct Built {
-    const Variant *variant;  // null when the CPU cannot run it: even its tables are then left alone
+struct Built {  // a row of the table in CMakeLists.txt
     const char *name;
-    const SparseVariant *sparse;  // its third part
+    int lanes;
+    std::vector<std::string> parts, needs;
+    const DenseVariant *(*dense)();  // where its parts, or those of others that it takes, begin
+    const DecodeKernels *(*decode)();
+    const SparseVariant *(*sparse_part)();
+    const Variant *variant = nullptr;  // null when the CPU cannot run it: even its tables are then left alone
+    const SparseVariant *sparse = nullptr;
 };
 
 // The variant that FUSION_ATTENTION_CPU names, or "". The CPU then counts as one that has what this variant needs and

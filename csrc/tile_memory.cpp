@@ -1,4 +1,5 @@
-// Compiled for the baseline instruction set, but for instructions that run only where the system has given leave.
+// Compiled for the baseline instruction set, but for instructions that run only where the system has given leave; as
+// bytes, since older assemblers do not know them.
 
 #include "tile_memory.h"
 
@@ -6,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#if defined(FUSION_HAS_V4_AMX) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
 #define FUSION_ASKS_FOR_TILES
 #include <sys/auxv.h>
 #include <sys/syscall.h>
@@ -25,7 +26,7 @@ std::string ask() {
     granted = true;
     return "";
 #else
-    return "this build has no kernels for it";
+    return "this system has no tiles";
 #endif
 }
 
@@ -49,13 +50,14 @@ const std::string &tile_refusal() {
 
 KeptTiles::KeptTiles() {
 #if defined(FUSION_ASKS_FOR_TILES)
-    if (granted) __asm__ volatile("sttilecfg %0" : "=m"(config_));
+    if (granted) __asm__ volatile(".byte 0xc4, 0xe2, 0x79, 0x49, 0x07" ::"D"(config_) : "memory");  // sttilecfg (%rdi)
 #endif
 }
 
 KeptTiles::~KeptTiles() {
 #if defined(FUSION_ASKS_FOR_TILES)
-    if (config_[0]) __asm__ volatile("ldtilecfg %0" ::"m"(config_));  // they were configured
+    if (!config_[0]) return;                                                           // they were not configured
+    __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x07" ::"D"(config_) : "memory");  // ldtilecfg (%rdi)
 #endif
 }
 

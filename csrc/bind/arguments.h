@@ -6,6 +6,7 @@
 #pragma once
 
 #include "dispatch.h"
+#include "plan/threads.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -294,6 +295,12 @@ inline constexpr auto each_place = [](auto &o, auto visit) {
 
 inline void require_threads(int threads) {
     if (threads < 1) refuse("threads: expected at least 1, got " + std::to_string(threads));
+    if (threads == 1 || fusion::told_of_fork || !fusion::is_forked()) return;
+    fusion::told_of_fork = true;
+    const char *const text =
+        "fusion_attention: this process is a child of fork(), which has none of its parent's threads: attention is "
+        "computed on one thread. Start processes by \"spawn\" where that is too slow.";
+    if (PyErr_WarnEx(PyExc_RuntimeWarning, text, 1) < 0) throw nb::python_error();
 }
 
 }  // namespace

@@ -145,7 +145,10 @@ public:
         : kinds_(kinds_of(problem, more)), plan_(variant_named(variant), kinds_.problem, sequences_of(extents)) {}
 
     void update(const nb::object &kv_len, const nb::object &lo, const nb::object &hi) {
-        if (runs_) refuse("a plan cannot be updated while another thread runs it: make a plan for each thread");
+        if (runs_)
+            refuse(
+                "a plan cannot be updated while it runs, by another thread or beneath a signal handler: make a plan "
+                "for each");
         const std::size_t n = plan_.sequences();
         const Longs lengths(kv_len, "kv_len", n), first(lo, "lo", n), last(hi, "hi", n);
         plan_.update(lengths.data(), first.data(), last.data());

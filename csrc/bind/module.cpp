@@ -3,6 +3,7 @@
 
 #include "plan/arena.h"
 #include "plan/team.h"
+#include "plan/threads.h"
 #include "dispatch.h"
 #include "tile_memory.h"
 
@@ -106,10 +107,21 @@ nb::dict cpu_features() {
     out["chosen"] = fusion::chosen_variant().name;
     out["features"] = fusion::cpu_features();
     out["forced"] = fusion::forced_variant();
+    out["forked"] = fusion::is_forked();
     out["runnable"] = runnable_names();
     const auto &features = fusion::cpu_features();
     const bool tiles = std::find(features.begin(), features.end(), "amx_tile") != features.end();
-    out["tiles_refused"] = tiles ? fusion::tile_refusal() : "";
+    const bool uses_tiles = contains(built_names(), "v4+amx");
+    out["tiles_refused"] = !tiles ? "" : uses_tiles ? fusion::tile_refusal() : "this build has no kernels for it";
+    nb::dict lanes, parts, needs;
+    for (const fusion::Built &built : fusion::built_variants()) {
+        lanes[built.name] = built.lanes;
+        parts[built.name] = built.parts;
+        needs[built.name] = built.needs;
+    }
+    out["lanes"] = lanes;
+    out["parts"] = parts;
+    out["needs"] = needs;
     return out;
 }
 
@@ -156,7 +168,8 @@ NB_MODULE(_native, m) {
         "cpu_features", &cpu_features,
         "The instruction-set variants built in (weakest first), those this CPU can run, and the one chosen; the CPU's\n"
         "features that a variant or a note asks about, by the names of /proc/cpuinfo; the variant that\n"
-        "FUSION_ATTENTION_CPU names.");
+        "FUSION_ATTENTION_CPU names; whether this process is a child of fork(), which has one thread; of each variant "
+        "its lanes, its own parts and the features that it needs.");
     m.def("variant_probe", &variant_probe, "variant"_a, nb::kw_only(), "within"_a = nb::none(),
           "Run one variant's code on a fixed input and return its vector width and checksums.\n\n"
           "within: treat only these variants as runnable, as a weaker CPU would; it never adds one.\n"

@@ -158,8 +158,10 @@ void in_parallel(int size, Work work, const void *context) {
 
 }  // namespace
 
+bool is_forked() { return forked.load(std::memory_order_relaxed); }
+
 void on_threads(int size, Work work, const void *context) {
-    if (size == 1 || forked.load(std::memory_order_relaxed)) work(context, 0, 1);
+    if (size == 1 || is_forked()) work(context, 0, 1);
     else in_parallel(size, work, context);
 }
 

@@ -11,6 +11,9 @@ namespace fusion {
 // alone. No thread is created or ended for another size than the last.
 void on_threads(int size, void (*work)(const void *context, int thread, int members), const void *context);
 
+bool is_forked();                  // whether this process is such a child
+inline bool told_of_fork = false;  // whether its user knows; read and written under Python's lock
+
 template <class Work> void on_threads(int size, const Work &work) {
     on_threads(
         size,

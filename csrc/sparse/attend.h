@@ -6,6 +6,7 @@
 #pragma once
 
 #include "simd/statistics.h"
+#include "sparse/not_finite.h"
 #include "sparse/stream.h"
 
 namespace fusion {
@@ -170,12 +171,7 @@ __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64
     const auto &item = w.item;
     const std::int64_t head = item.head0 + i;
     const auto score = [&](std::int64_t key) {
-        float found = sum_of(dot_rows(row_of<const T>(w.o.q, item.seq, head, item.row),
-                                      row_of<const T>(w.o.k, item.seq, item.head_kv, key), w.p.dim_qk));
-        if (w.p.dim_rope) {
-            found += sum_of(dot_rows(row_of<const T>(w.o.q_rope, item.seq, head, item.row),
-                                     row_of<const T>(w.o.k_rope, item.seq, item.head_kv, key), w.p.dim_rope));
-        }
+        const float found = score_of<T>(w.p, w.o, item.seq, head, item.row, item.head_kv, key);
         return w.scale_pass ? found * static_cast<float>(w.p.scale) : found;
     };
     const float peak = w.s.peak[i], shift = peak == -infinity ? 0.0f : w.s.shift[i];  // as weigh_heads() has it
@@ -196,15 +192,6 @@ __attribute__((noinline)) void recompute(const SparseWork<Format> &w, std::int64
             store(out + d, load<Floats>(out + d) + (not_finite(bits_of(value)) != 0 ? lasting : weight) * value);
         }
     }
-}
-
-inline bool any_nan(const float *row, std::int64_t n) {
-    Words found = {};
-    for (std::int64_t d = 0; d < n; d += lanes) {
-        const Floats x = load_floats(row + d, n - d);
-        found |= (Words)(x != x);
-    }
-    return any(found);
 }
 
 // Divides, and writes out and statistics.

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "simd/statistics.h"
+#include "sparse/not_finite.h"
 #include "sparse/notes.h"
 #include "sparse/stream.h"
 
@@ -139,8 +140,9 @@ template <class Format, class T> void load_statistics(const SparseGradientWork<F
 
 // ------------------------------------------------------------------------------------------------------------ weights
 
-// Of one key and one vector of heads: P and dS; what is not there gives zeros.
-struct SoftmaxWeights {
+// Of one key and one vector of heads: P and dS; what is not there gives zeros. With Careful a key whose score is -inf
+// gives exactly 0, and no other P is 0, since what is not finite outlasts a weight that no float can hold.
+template <bool Careful> struct SoftmaxWeights {
     const float *scores, *dprobs;
     const float *peak, *share, *delta;
     std::int64_t pitch;
@@ -150,9 +152,18 @@ struct SoftmaxWeights {
         const Floats shares = load<Floats>(share + h);
         const Floats score = load<Floats>(scores + key * pitch + h) * natural;
         const Floats weight = exp2(below_peak(score, load<Floats>(peak + h)) * log2_e) * shares;
-        prob = shares == Floats{} ? Floats{} : weight;
-        const Floats found = weight * (load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h));
-        dscore = shares == Floats{} ? Floats{} : found;
+        const Floats apart = load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h);
+        if constexpr (Careful) {
+            const auto hidden = (shares == Floats{}) | (score == all(-infinity));
+            const Floats lasting = larger(all(least_weight), weight);
+            const Floats found = (not_finite(bits_of(apart)) != 0 ? lasting : weight) * apart;
+            prob = hidden ? Floats{} : lasting;
+            dscore = hidden ? Floats{} : found;
+        } else {
+            const Floats found = weight * apart;
+            prob = shares == Floats{} ? Floats{} : weight;
+            dscore = shares == Floats{} ? Floats{} : found;
+        }
     }
 };
 
@@ -197,6 +208,7 @@ template <class Format> struct GradientNotes {
     std::int32_t *keys;        // ascending
     Word *q_rows, *dout_rows;  // the row's heads
     Word *probs, *dscores;     // [key][head_words]
+    bool *nonfinite;           // whether elements of heads were, in whose places are zeros
     std::size_t bytes;
 
     GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
@@ -211,9 +223,33 @@ template <class Format> struct GradientNotes {
         carver.take(dout_rows, dout_words);
         carver.take(probs, weighed * head_words);
         carver.take(dscores, weighed * head_words);
+        carver.take(nonfinite, 1);
         bytes = carver.bytes();
     }
 };
+
+// Adds to sums of noted keys what elements that are not finite give.
+template <class Format, class T>
+__attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w,
+                                                   const GradientNotes<Format> &own, const NotedKeys &noted,
+                                                   const KeySums &table) {
+    const auto &item = w.item;
+    const auto scale = static_cast<float>(w.p.scale);
+    for (std::int64_t at = noted.first; at < noted.stop; ++at) {
+        float *const sums = table.memory + own.keys[at] * sum_columns<Format>(w.p);
+        for (std::int64_t i = 0; i < item.heads; ++i) {
+            const float prob = Format::get(own.probs + at * own.head_words, i);
+            const float dscore = Format::get(own.dscores + at * own.head_words, i);
+            const auto add = [&](const Rows &rows, std::int64_t n, float weight, std::int64_t column) {
+                add_row<false>(row_of<const T>(rows, item.seq, item.head0 + i, item.row), n, weight, sums + column);
+            };
+            if (prob != 0.0f) add(w.o.dout, w.p.dim_v, prob, w.p.shares_kv ? 0 : w.sizes.columns);
+            if (dscore == 0.0f) continue;
+            add(w.o.q, w.p.dim_qk, dscore * scale, 0);
+            if (w.p.dim_rope) add(w.o.q_rope, w.p.dim_rope, dscore * scale, w.sizes.main_columns);
+        }
+    }
+}
 
 // Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
 template <class Format>
@@ -252,6 +288,8 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
             add_block_to_sums<Format, M>(own.probs + at * hw, hw, own.dout_rows, depth, sums, after,
                                          w.p.shares_kv ? 0 : w.sizes.columns, w.sizes.value_columns, 1.0f, meanwhile);
         });
+    if (!*own.nonfinite) return;
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, noted, table); });
 }
 
 // ----------------------------------------------------------------------------------------------------- from end to end
@@ -341,6 +379,29 @@ template <class Format> std::int64_t order_keys(const SparseGradientWork<Format>
     return count;
 }
 
+// Of a row that met what is not finite: heads of dq that are NaN anew, without keys whose dS is 0; and its notes.
+template <class Format, class T>
+__attribute__((noinline)) void form_row_anew(const SparseGradientWork<Format> &w, std::int64_t count,
+                                             const GradientNotes<Format> &left) {
+    const std::int64_t columns = w.sizes.columns;
+    for (std::int64_t i = 0; i < w.item.heads; ++i) {
+        float *const dq = w.s.dq + i * columns;
+        if (!any_nan(dq, columns)) continue;
+        std::memset(dq, 0, columns * sizeof *dq);
+        for (std::int64_t at = 0; at < count; ++at) {
+            const float dscore = Format::get(left.dscores + at * left.head_words, i);
+            if (dscore == 0.0f) continue;
+            const auto add = [&](const Keys &keys, std::int64_t n, float *to) {
+                add_row<true>(row_of<T>(keys, w.item.seq, w.item.head_kv, left.keys[at]), n, dscore, to);
+            };
+            add(w.o.k, w.p.dim_qk, dq);
+            if (w.p.dim_rope) add(w.o.k_rope, w.p.dim_rope, dq + w.sizes.main_columns);
+        }
+    }
+    *left.nonfinite = clear_nonfinite<Format>(left.q_rows, w.item.heads, columns);
+    *left.nonfinite |= clear_nonfinite<Format>(left.dout_rows, w.item.heads, w.sizes.value_columns);
+}
+
 // All of a row but what it adds to sums of keys, which its notes keep.
 template <class Format, class T>
 void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, float *dsink, void *scratch) {
@@ -360,15 +421,26 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &
         s.padded_heads * (w.sizes.words + w.sizes.value_words) + item.heads * w.sizes.columns / Format::depth;
     ListReader<Format, T> reader(job, item, w.sizes, s.keys, count, w.streams, s.chunk, cost, s.rows, s.across, s.deep,
                                  w.p.dim_qk + w.p.dim_rope);
-    const SoftmaxWeights weights = {
-        s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
+    const bool wild_delta = meets_nonfinite(s.delta, 0, 0, s.pitch);
+    bool wild = false;
     for (std::int64_t at = 0; at < count; at += s.chunk) {
         const Chunk chunk = {s.keys + at, least<std::int64_t>(s.chunk, count - at), count - at};
         multiply_chunk(w, chunk, reader);
-        weigh_chunk<Format, true>(s, chunk.count, weights, left.probs + at * s.head_words,
-                                  left.dscores + at * s.head_words);
+        const bool here = wild_delta || meets_nonfinite(s.scores, s.pitch, chunk.count, s.padded_heads) ||
+                          meets_nonfinite(s.dprobs, s.pitch, chunk.count, s.padded_heads);
+        const auto weigh = [&](auto careful) {
+            const SoftmaxWeights<careful()> weights = {
+                s.scores, s.dprobs, s.peak, s.share, s.delta, s.pitch, static_cast<float>(w.p.scale)};
+            weigh_chunk<Format, true>(s, chunk.count, weights, left.probs + at * s.head_words,
+                                      left.dscores + at * s.head_words);
+        };
+        if (here) weigh(std::true_type{});
+        else weigh(std::false_type{});
         add_dq(w, chunk.count, s.across, s.dq, reader.ahead);
+        wild |= here;
     }
+    *left.nonfinite = false;
+    if (wild) form_row_anew<Format, T>(w, count, left);
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 

@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "simd/masks.h"
 #include "sparse/gradient.h"
 
 namespace fusion {
@@ -22,6 +23,7 @@ template <class Format> struct IndexNotes {
     Word *q_rows;            // the row's heads
     float *given;            // [key], dI
     std::uint8_t *positive;  // [key][pitch] bits: whether S is
+    bool *nonfinite;         // whether elements of heads were, in whose places are zeros
     std::size_t bytes;
 
     IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
@@ -32,6 +34,7 @@ template <class Format> struct IndexNotes {
         carver.take(q_rows, q_words);
         carver.take(given, most + lanes);
         carver.take(positive, (most + block_rows) * s.pitch / 8);  // blocks are read whole
+        carver.take(nonfinite, 1);
         bytes = carver.bytes();
     }
 };
@@ -140,6 +143,30 @@ void transpose_weights(const GradientScratch<Format> &s, std::int64_t count, con
     }
 }
 
+// body(dS) of key `at` of a list and head i, where its score is positive.
+template <class Format, class Body>
+void where_positive(const SparseGradientWork<Format> &w, const IndexNotes<Format> &notes, std::int64_t at,
+                    std::int64_t i, Body body) {
+    if (bit_of(notes.positive + at * w.s.pitch / 8, i)) body(notes.given[at] * w.s.share[i]);
+}
+
+// As of attention's rows.
+template <class Format, class T>
+__attribute__((noinline)) void form_row_anew(const IndexListWork<Format> &work, std::int64_t count) {
+    const auto &w = work.gradient;
+    for (std::int64_t i = 0; i < w.item.heads; ++i) {
+        float *const dq = w.s.dq + i * w.sizes.columns;
+        if (!any_nan(dq, w.sizes.columns)) continue;
+        std::memset(dq, 0, w.sizes.columns * sizeof *dq);
+        for (std::int64_t at = 0; at < count; ++at) {
+            where_positive(w, work.left, at, i, [&](float dscore) {
+                add_row<true>(row_of<T>(w.o.k, w.item.seq, 0, work.left.keys[at]), w.p.dim_qk, dscore, dq);
+            });
+        }
+    }
+    *work.left.nonfinite = clear_nonfinite<Format>(work.left.q_rows, w.item.heads, w.sizes.columns);
+}
+
 // From dI, which the notes hold, to dq and dweights, chunk by chunk.
 template <class Format, class T> void descend_list(const IndexListWork<Format> &work, std::int64_t count) {
     const auto &w = work.gradient;
@@ -167,6 +194,9 @@ template <class Format, class T> void descend_list(const IndexListWork<Format> &
             });
         }
     }
+    *left.nonfinite = false;
+    if (count && meets_nonfinite(work.list.products, s.pitch, count, s.padded_heads))
+        form_row_anew<Format, T>(work, count);
     store_head_gradients<Format, T>(w, s.dq, s.delta);
 }
 
@@ -205,6 +235,20 @@ void recall_weights(const IndexNotes<Format> &notes, std::int64_t first, std::in
     }
 }
 
+// Adds to sums of noted keys what elements that are not finite give.
+template <class Format, class T>
+__attribute__((noinline)) void add_nonfinite_heads(const SparseGradientWork<Format> &w, const IndexNotes<Format> &own,
+                                                   const NotedKeys &noted, const KeySums &table) {
+    for (std::int64_t at = noted.first; at < noted.stop; ++at) {
+        float *const sums = table.memory + own.keys[at] * w.sizes.columns;
+        for (std::int64_t i = 0; i < w.item.heads; ++i) {
+            where_positive(w, own, at, i, [&](float dscore) {
+                add_row<false>(row_of<const T>(w.o.q, w.item.seq, i, w.item.row), w.p.dim_qk, dscore, sums);
+            });
+        }
+    }
+}
+
 // Adds what a row's notes say of a range of keys to their sums; `next`: notes that are added next, or null.
 template <class Format>
 void add_index_gradient(const SparseJob &job, const SparseItem &item, const Notes &notes, const Notes *next,
@@ -236,6 +280,8 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Note
                             add_block_to_sums<Format, M>(s.dscores, s.head_words, own.q_rows, depth, sums, after, 0,
                                                          columns, 1.0f, meanwhile);
                         });
+    if (!*own.nonfinite) return;
+    by_dtype(w.p.dtype, [&](auto kind) { add_nonfinite_heads<Format, decltype(kind)>(w, own, noted, table); });
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ FUSION_INLINE Floats natural_log(Floats x) {
 // ------------------------------------------------------------------------------------------------- the attention's
 // part
 
-// What makes a product of a head and row a probability; an empty head gives no share.
+// What makes a product of a head and row a probability.
 struct Saved {
     float shift, share;
 };
@@ -39,7 +39,6 @@ struct Saved {
 template <class Format>
 Saved saved_of(const SparseOperands &o, std::int64_t seq, std::int64_t head, std::int64_t row) {
     const float peak = *row_of<float>(o.max, seq, head, row), sum = *row_of<float>(o.sum, seq, head, row);
-    if (peak == -infinity || sum == 0.0f) return {0.0f, 0.0f};
     if (!Format::fused) return {peak, 1.0f / sum};
     return {static_cast<float>(peak * 1.4426950408889634 + __builtin_log2(sum)), 1.0f};
 }
@@ -65,9 +64,27 @@ inline float head_share(const SparseProblem &p, const SparseOperands &o, std::in
     auto left = static_cast<double>(p.heads_q);
     for (std::int64_t h = 0; p.has_sink && h < p.heads_q; ++h) {
         const double peak = *row_of<float>(o.max, seq, h, row), sum = *row_of<float>(o.sum, seq, h, row);
-        if (peak != -infinity && sum != 0.0) left -= __builtin_exp(o.sink[h] - peak) / sum;
+        left -= __builtin_exp(o.sink[h] - peak) / sum;
     }
     return static_cast<float>(1.0 / left);
+}
+
+// Sums of probabilities over all heads that are NaN, of keys from `first` on or of those listed, anew: a score of +inf
+// beside a finite maximum, which exp2() does not take, is an infinity. NaN stays NaN, whatever other heads think.
+template <class T>
+void form_target_anew(const SparseProblem &p, const SparseOperands &o, std::int64_t seq, std::int64_t row,
+                      float *target, std::int64_t count, std::int64_t first, const std::int32_t *listed) {
+    if (!any_nan(target, count)) return;
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (target[i] == target[i]) continue;
+        const std::int64_t key = listed ? listed[i] : first + i, group = p.heads_q / p.heads_kv;
+        target[i] = 0.0f;
+        for (std::int64_t h = 0; h < p.heads_q && target[i] == target[i]; ++h) {
+            const float score = static_cast<float>(p.scale) * score_of<T>(p, o, seq, h, row, h / group, key);
+            target[i] +=
+                __builtin_expf(score - *row_of<float>(o.max, seq, h, row)) / *row_of<float>(o.sum, seq, h, row);
+        }
+    }
 }
 
 // ------------------------------------------------------------------------------------------------- the indexer's part
@@ -202,6 +219,7 @@ void list_target(const SparseJob &job, const SparseItem &item, const ListScratch
             add_probabilities(s, probability, chunk.count, s.target + at);
         }
     }
+    form_target_anew<T>(p, o, item.seq, item.row, s.target, count, 0, keys);
 }
 
 // All of a row but what it adds to sums of keys, which its notes keep.

@@ -131,6 +131,9 @@ void tile_target(const SparseJob &job, const SparseItem &item, const TileBlock &
         }
         add_head(t, probability, words, block, t.shift + head * loss_tile_rows, t.share + head * loss_tile_rows, next);
     }
+    for (std::int64_t r = block.row0; r < block.row1; ++r) {
+        form_target_anew<T>(p, o, item.seq, item.row + r, t.target + r * t.width, count, block.first, nullptr);
+    }
 }
 
 // The indexer's keys of a block, as rows and across. Rows that do not see a key have a dS of 0 for it, and 0 * NaN is
@@ -158,21 +161,20 @@ void load_index_keys(const SparseGradientWork<Format> &w, const TileBlock &block
     std::memset(t.index_rows + count * words, 0, block_rows * words * sizeof *t.index_rows);
 }
 
-// What elements of keys [first, end) of a block that are not finite give to a row's dq.
+// What elements of a block's keys [first, end) and of a row's heads that are not finite give to the row's dq and to the
+// block's sums.
 template <class Format, class T>
-__attribute__((noinline)) void add_nonfinite_keys_to_dq(const SparseGradientWork<Format> &w, const TileBlock &block,
-                                                        std::int64_t first, std::int64_t end,
-                                                        const std::uint8_t *nonfinite, float *dq) {
+__attribute__((noinline)) void add_nonfinite_elements(const SparseGradientWork<Format> &w, const TileBlock &block,
+                                                      std::int64_t first, std::int64_t end, bool nonfinite_heads,
+                                                      const TileScratch<Format> &t, float *dq) {
     for (std::int64_t i = first; i < end; ++i) {
-        for (std::int64_t h = 0; nonfinite[i] && h < w.item.heads; ++h) {
-            const T *k = row_of<T>(w.o.k, w.item.seq, 0, block.first + i);
+        for (std::int64_t h = 0; (nonfinite_heads || t.nonfinite[i]) && h < w.item.heads; ++h) {
+            if (!(w.s.scores[i * w.s.pitch + h] > 0.0f)) continue;
             const float dscore = Format::get(w.s.dscores + i * w.s.head_words, h);
-            for (std::int64_t d = 0; dscore != 0.0f && d < w.p.dim_qk; d += lanes) {
-                const Floats value = load_floats(k + d, w.p.dim_qk - d);
-                const Words term = bits_of(value * dscore) & not_finite(bits_of(value));
-                float *const to = dq + h * w.sizes.columns + d;
-                store(to, load<Floats>(to) + floats_of(term));
-            }
+            const T *k = row_of<T>(w.o.k, w.item.seq, 0, block.first + i);
+            add_row<false>(k, w.p.dim_qk, dscore, dq + h * t.columns);
+            add_row<false>(row_of<const T>(w.o.q, w.item.seq, h, w.item.row), w.p.dim_qk, dscore,
+                           t.sums + i * t.columns);
         }
     }
 }
@@ -240,7 +242,10 @@ double row_loss(const SparseJob &job, const SparseItem &tile, const TileBlock &b
     weigh_chunk<Format, false>(s, end, IndexerWeights{s.scores, s.given, s.share, t.dweights + r * t.heads, s.pitch},
                                nullptr, s.dscores);
     add_dq(w, end, s.across, dq, idle);
-    add_nonfinite_keys_to_dq<Format, T>(w, block, first, end, t.nonfinite, dq);
+    if (meets_nonfinite(s.scores + first * s.pitch, s.pitch, end - first, s.padded_heads)) {
+        const bool heads = clear_nonfinite<Format>(s.q_rows, item.heads, t.columns);
+        add_nonfinite_elements<Format, T>(w, block, first, end, heads, t, dq);
+    }
     for (std::int64_t i = 0; i < round_up<std::int64_t>(end, block_rows) + block_rows; ++i) {
         s.sums[i] = i >= first && i < end ? t.sums + i * t.columns : s.nowhere;
     }

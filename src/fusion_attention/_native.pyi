@@ -10,6 +10,10 @@ class _CpuFeatures(TypedDict):
     chosen: str
     features: list[str]
     forced: str
+    forked: bool
+    lanes: dict[str, int]
+    needs: dict[str, list[str]]
+    parts: dict[str, list[str]]
     runnable: list[str]
     tiles_refused: str
 

@@ -63,7 +63,7 @@ class Plan:
 
         Raises:
             ValueError: not a plan made with updatable=True, a wrong number of lengths, one beyond the capacity, or (on
-                the CPU) another thread runs the plan; then nothing is changed.
+                the CPU) a plan that runs, in another thread or beneath a signal handler; then nothing is changed.
         """
         if self.capacity is None:
             raise ValueError("fusion_attention: Plan.update: expected a plan made with updatable=True")

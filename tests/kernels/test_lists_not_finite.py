@@ -1,38 +1,23 @@
-"""What is not finite in any tensor reaches exactly golden's gradients: lists, the indexer's values, its loss.
-
-A weight of 0 times an infinity is NaN: so the elements that matter are those whose scores are -inf, or not above 0.
-"""
+"""What is not finite in any tensor reaches exactly golden's gradients: lists, the indexer's values, its loss."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from support.selected import Args, Results, cloned
+from support import not_finite
 
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.backends.triton.selected.shapes_backward import Cut
-from fusion_attention.judging.error_bound import Expected
-from fusion_attention.ops.indexer.call import IndexerBackward
-from fusion_attention.ops.sparse.call import SparseBackward
-from fusion_attention.testing import check, indexer_loss, sparse
-from fusion_attention.testing.expected_indexer import check_index
-from fusion_attention.testing.indexer_loss import LossCase
-from fusion_attention.testing.sparse import IndexerCase, SparseCase
-from fusion_attention.torch_ops.eager import run
+from fusion_attention.torch_ops import eager
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
-FILLS = (math.nan, math.inf, -math.inf)
-TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
-HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
-FLOAT16 = {"dtype": "float16", "weights": "float16"}
 SMALL = Tile(16, 16, 4, 1)
+run = partial(eager.run, backend="triton")
 
 
 @pytest.fixture(autouse=True)
@@ -45,126 +30,22 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_loss, "SLOTS", 16)
 
 
-def backward(args: Args) -> tuple[SparseBackward, dict[str, Expected]]:
-    """The call of golden's output and statistics, rounded once, and what it should give."""
-    call = sparse.lowered(args)
-    want = sparse.expected(call, args["dy"])
-    out, top, total = (want.pop(name).value for name in ("out", "max", "sum"))
-    return SparseBackward(call, args["dy"], out.to(call.problem.torch_dtype), top.float(), total.float()), want
-
-
-def attention(case: SparseCase, args: Args) -> Results:
-    """Ours, which differ from golden's by roundings."""
-    step, want = backward(args)
-    result = run(step, "triton")
-    check(case.id, result, want)
-    return result
-
-
-def values(case: IndexerCase, args: Args) -> Results:
-    """As attention()."""
-    step = IndexerBackward(sparse.lowered_indexer(args), args["dy"], args["lists"])
-    result = run(step, "triton")
-    check_index(step, {case.id: result})
-    return result
-
-
-def loss(case: LossCase, args: Args) -> Results:
-    """As attention()."""
-    call = indexer_loss.lowered(case, args)
-    result = run(call, "triton")
-    check_index(call, {case.id: result})
-    return result
-
-
-Family = Callable[[Any, Args], Results]
-OF_ATTENTION = ("query", "key", "value", "query_rope", "key_rope", "dy", "sinks")
-OF_VALUES = ("query", "key", "weights", "dy")
-OF_LOSS = ("query", "key", "query_rope", "key_rope", "query_index", "key_index", "weights", "softmax_max")
-CASES: list[tuple[Family, Any, tuple[str, ...]]] = [
-    (attention, SparseCase("TND", sink=True, dim_rope=4, **TWO), OF_ATTENTION),
-    (attention, SparseCase(count=3, heads_kv=2, dtype="bfloat16", **TWO), OF_ATTENTION),
-    (attention, SparseCase(count=6, shares_kv=True, dim_qk=20, dim_v=18, heads_q=3, dtype="float16", **TWO), ("key",)),
-    (attention, SparseCase(lists="all", count=9, heads_q=3, mode=0, **TWO), OF_ATTENTION),
-    (values, IndexerCase(**TWO), OF_VALUES),
-    (values, IndexerCase("TND", heads=3, top_k=6, **FLOAT16, **TWO), OF_VALUES),
-    (values, IndexerCase("TND", heads=33, top_k=20, q_len=(3, 2), kv_len=(20, 5), **HALF), OF_VALUES),
-    (loss, LossCase(count=6, **TWO), OF_LOSS),
-    (loss, LossCase("TND", count=6, dim_rope=3, **FLOAT16, **TWO), OF_LOSS),
-    (loss, LossCase("TND", count=6, heads=5, heads_q=6, heads_kv=3, sink=True, lists="wild", **HALF, **TWO), OF_LOSS),
-]
-
-
-def made(family: Family, case: Any, positive: bool) -> Args:
-    """Arguments; positive: of rows whose products are all above 0, so that minus infinity makes them all -inf."""
-    arguments = {attention: sparse.arguments, values: sparse.indexer_arguments, loss: indexer_loss.arguments}[family]
-    args = cloned(arguments(case))
-    if positive:
-        for name in ("query_index", "key_index") if family is loss else ("query", "key"):
-            args[name].abs_()
-    if family is values:
-        args["lists"] = sparse.chosen(sparse.promoted(sparse.lowered_indexer(args)), "golden")[0]
-    return args | indexer_loss.statistics(case, args) if family is loss else args
-
-
-def strides(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """The first element; a late one; a whole row."""
-    yield tuple(0 for _ in tensor.shape)
-    yield tuple(max(n - 2, 0) if axis < 2 else n - 1 for axis, n in enumerate(tensor.shape))
-    if tensor.dim() > 2:
-        yield tuple(min(1, n - 1) for n in tensor.shape[:-1])
-
-
-EVERYDAY = [
-    (CASES[0], "key", (1, 0), -math.inf),
-    (CASES[3], "query", (1, 1, 1), -math.inf),
-    (CASES[5], "query", (0, 0, 0), math.nan),
-    (CASES[4], "key", (0, 0, 0, 0), math.inf),
-    (CASES[7], "key_index", (1, 1, 0), math.inf),
-    (CASES[8], "query_index", (0, 0, 0), -math.inf),
-]
-
-
-@pytest.mark.parametrize(("what", "name", "at", "fill"), EVERYDAY, ids=lambda value: str(value)[-12:])
+@pytest.mark.parametrize(("what", "name", "at", "fill"), not_finite.HIDDEN, ids=lambda value: str(value)[-12:])
 def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tuple[int, ...], fill: float) -> None:
-    family, case, _ = what
-    args = made(family, case, positive=True)
-    args[name][at] = fill
-    family(case, args)
+    not_finite.hides(what, name, at, fill, run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positive", [False, True])
-@pytest.mark.parametrize(("family", "case", "names"), CASES, ids=lambda value: getattr(value, "id", None))
-def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
-    full = made(family, case, positive)
-    for name in names:
-        for at in strides(full[name]) if full[name] is not None else ():
-            for fill in FILLS:
-                args = cloned(full)
-                args[name][at] = fill
-                family(case, args)
+@pytest.mark.parametrize(("family", "case", "names"), not_finite.CASES, ids=lambda value: getattr(value, "id", None))
+def test_every_tensor(family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
+    not_finite.every_tensor(family, case, names, positive, run)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
-    """Of an entry far below the largest; and a key whose score is -inf beside it is not seen."""
-    case = SparseCase(q_len=(3,), kv_len=(20,), count=20, lists="all", heads_q=2, scale=1.0, dim_qk=4, dtype=dtype)
-    args = cloned(sparse.arguments(case))
-    args["query"].fill_(1.0), args["key"].zero_()
-    args["key"][0, 11, 0, 0] = 300.0
-    args["key"][0, 3, 0, 0] = -math.inf
-    args["dy"][0, 2, 1, 1] = -math.inf
-    result = attention(case, args)
-    assert result["dvalue"][0, 3].isfinite().all()
-    assert result["dvalue"][0, :, 0, 1].isinf().sum() > 9
+    not_finite.outlasts(dtype, run)
 
 
 def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() -> None:
-    """The gradient of a value whose entry names no key that the row sees may be anything."""
-    case = IndexerCase("TND", q_len=(3,), kv_len=(7,), top_k=4)
-    args = made(values, case, positive=False)
-    args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
-    args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
-    result = values(case, args)
-    assert all(t.isfinite().all() for t in result.values())
+    not_finite.entries_that_do_not_count(run)

@@ -22,6 +22,7 @@ struct Case {
     Long count = 1, block = 1;                   // entries of a list, keys of an entry
     bool sink = false, shares_kv = false;
     Long hi = Long{1} << 40;
+    bool hides = false;  // some keys, and all keys of some rows, by scores of -inf
 };
 
 const Case selections[] = {
@@ -33,6 +34,10 @@ const Case selections[] = {
      .lengths = {{6, 500}}, .count = 300, .shares_kv = true},
     {.name = "long lists", .heads_q = 4, .dim_qk = 16, .dim_v = 16, .lengths = {{3, 3000}}, .count = 1500},
     {.name = "many heads", .heads_q = 42, .dim_qk = 64, .dim_v = 32, .lengths = {{3, 200}}, .count = 145},
+    {.name = "hidden keys", .heads_q = 6, .heads_kv = 2, .dim_qk = 33, .dim_v = 7, .dim_rope = 5,
+     .lengths = {{5, 40}, {3, 9}}, .count = 20, .hides = true},
+    {.name = "hidden keys, shared", .heads_q = 17, .dim_qk = 64, .dim_v = 64, .lengths = {{6, 500}}, .count = 300,
+     .shares_kv = true, .hides = true},
 };
 // clang-format on
 
@@ -118,11 +123,43 @@ struct Selection {
         c.dout = c.out = RowMemory(dtype, from.heads_q, from.dim_v, rows.queries);
         c.max = c.sum = RowMemory(Dtype::float32, from.heads_q, 1, rows.queries);
         for (RowMemory *m : {&c.q, &c.k, &c.v, &c.q_rope, &c.k_rope, &c.dout}) m->fill(random, 2.0);
+        if (from.hides) make_infinite();
         if (from.shares_kv) {
             c.v.each([&](Long b, Long h, Long t, Long d) { c.v.set(b, h, t, d, c.k.get(b, h, t, d)); });
         }
         for (Long h = 0; h < from.heads_q; ++h) c.sink.push_back(0.5f - 0.4f * static_cast<float>(h));
         if (from.count) select(from, rows, random);
+        for (std::size_t b = 0; from.hides && b < rows.queries.size(); ++b) {
+            for (Long i = 0; i < rows.queries[b]; ++i) {
+                for (Long h = 0; h < from.heads_kv; ++h) {
+                    std::erase_if(c.lists[c.list_at(static_cast<Long>(b), h, i)],
+                                  [&](Long key) { return hides_row(i) || hides_key(key); });
+                }
+            }
+        }
+    }
+
+    static bool hides_row(Long row) { return row % 4 == 1; }
+    static bool hides_key(Long key) { return key % 5 == 2; }
+
+    // What is multiplied is positive; -inf in an element of a row of q or k makes all its scores so. What it then meets
+    // with a weight of 0 is not finite either.
+    void make_infinite() {
+        for (RowMemory *m : {&c.q, &c.k}) {
+            m->each([&](Long b, Long h, Long t, Long d) { m->set(b, h, t, d, std::fabs(m->get(b, h, t, d)) + 0.125); });
+        }
+        c.q.each([&](Long b, Long h, Long t, Long d) {
+            if (hides_row(t) && d == 1) c.q.set(b, h, t, d, -INFINITY);
+        });
+        c.k.each([&](Long b, Long h, Long t, Long d) {
+            if (hides_key(t) && d == 0) c.k.set(b, h, t, d, -INFINITY);
+        });
+        c.v.each([&](Long b, Long h, Long t, Long d) {
+            if (hides_key(t) && d == 2) c.v.set(b, h, t, d, NAN);
+        });
+        c.dout.each([&](Long b, Long h, Long t, Long d) {
+            if (hides_row(t) && d == 3) c.dout.set(b, h, t, d, INFINITY);
+        });
     }
 
     // Different blocks in any order, of which the band may hide a part; every third list ends early.

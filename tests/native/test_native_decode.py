@@ -19,6 +19,7 @@ from support.native_dense import CAPPED, converted, invalid, judge, with_cap
 from support.native_dense import DECODE_VARIANTS as VARIANTS
 from support.oracle import alone, forward, load, make, results
 
+from fusion_attention import _native
 from fusion_attention import plan as planning
 from fusion_attention.backends import cpu
 from fusion_attention.backends.cpu import decode
@@ -178,7 +179,7 @@ def test_sequences_with_many_rows_or_few_keys_go_to_the_dense_kernel_and_the_oth
 # ------------------------------------------------------------------------------- rows of a group that are met together
 
 # Variants that multiply integers as such: no order of sums changes a bit.
-EXACT = ("v4+avx512vnni", "v4+avx512bf16", "asimddp", "asimddp+bf16")
+EXACT = [name for name in VARIANTS if {"avx512_vnni", "asimddp"} & {*_native.cpu_features()["needs"][name]}]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

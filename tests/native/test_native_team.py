@@ -149,6 +149,63 @@ def test_a_child_of_fork_computes_the_same_bits() -> None:
     assert run(FORKED) == "7\n"
 
 
+WARNED = """
+import os, warnings, torch
+from support.families import families
+from fusion_attention.cli.doctor import FORKED_NOTE, facts
+calls = families(40, 700).values()
+def told():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    return [w.category.__name__ for w in caught if "child of fork" in str(w.message)], FORKED_NOTE in facts()["notes"]
+torch.set_num_threads(2)
+print(told(), flush=True)
+if os.fork() == 0:
+    torch.set_num_threads(1)  # what nobody asked threads for is not slower
+    print(told())
+    torch.set_num_threads(2)
+    print(told(), told()[0], flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no fork")
+def test_a_child_of_fork_says_once_that_it_has_one_thread() -> None:
+    assert run(WARNED) == "([], False)\n([], True)\n(['RuntimeWarning'], True) []\n"
+
+
+@pytest.mark.parametrize(("value", "says"), [("always", ""), ("never", "expected 'always' or nothing, got 'never'")])
+def test_teams_are_always_or_by_experience(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSION_ATTENTION_TEAM", value)
+    call = "from support.families import families\ntry: families(40, 700)['backward']()\n"
+    assert says in run(call + "except ValueError as error: print(error)\n")
+
+
+ANOTHER = """
+import ctypes, os, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+import torch
+from support.families import families
+torch.set_num_threads(7)
+torch.randn(1 << 22).add(1).sum()
+threads = len(os.listdir("/proc/self/task"))
+for call in families(300, 3000, 8).values():
+    call()
+print(len(os.listdir("/proc/self/task")) - threads)
+"""
+
+
+def test_a_runtime_that_all_see_is_the_one_that_torch_uses() -> None:
+    """Another libgomp was loaded before torch, for all to see: torch's calls go there, whatever torch brings."""
+    found = [path for folder in sys.path for path in Path(folder).glob("*.libs/libgomp-*.so*")]
+    if not found:
+        pytest.skip("no package brings a libgomp of its own")
+    assert run(ANOTHER, str(found[0])) == "0\n"
+
+
 SHORT = """
 import resource, torch
 from support.bits import same_bits
@@ -194,7 +251,7 @@ def test_a_plan_that_runs_refuses_to_change() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(again)
-        with pytest.raises(ValueError, match="cannot be updated while another thread runs it"):
+        with pytest.raises(ValueError, match="cannot be updated while it runs"):
             update_often()
         stop.set()
         running.result()
@@ -213,3 +270,49 @@ def test_a_thousand_threads_and_none() -> None:
     schedule = cpu.schedule(case.problem, case.call.extents, "attention_forward")
     with pytest.raises(ValueError, match="fusion_attention: native core: threads: expected at least 1, got 0"):
         schedule.decode.run(0, ())
+
+
+HANDLER = """
+import os, signal, threading, numpy as np
+os.environ["FUSION_ATTENTION_CPU"] = "base"  # takes longer
+import torch
+from support.bits import same_bits
+from support.native_decode import plain_case
+from fusion_attention.ir.mask import Band
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.plan import plan
+torch.set_num_threads(1)
+keys = 1 << 18
+lengths = np.array([keys])
+case = plain_case(Problem(16, 1, 128, 128), (1,), (keys,))
+extents = Extents(lengths * 0 + 1, lengths, *Band.causal().resolve(lengths * 0 + 1, lengths), lengths * 0)
+mine, said = plan(case.problem, extents, torch.device("cpu"), updatable=True), []
+operands = case.operands()
+mine.run(operands)
+want = operands.out.keep[0].clone()
+def handler(number, frame):
+    try:
+        mine.update(lengths - 1)
+    except ValueError as error:
+        said.append(str(error))
+signal.signal(signal.SIGUSR1, handler)
+running = threading.Event()
+def often():
+    while not running.wait(0.01):
+        os.kill(os.getpid(), signal.SIGUSR1)
+sender = threading.Thread(target=often)
+sender.start()
+while not said:
+    mine.run(operands)
+    mine.update(lengths)  # one of the handler's came between two runs
+running.set(), sender.join()
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+mine.update(lengths)
+mine.run(operands)
+same_bits(operands.out.keep[0], want)
+print({text for text in said if "cannot be updated while it runs" not in text})
+"""
+
+
+def test_a_plan_refuses_to_change_beneath_a_signal_handler() -> None:
+    assert run(HANDLER) == "set()\n"

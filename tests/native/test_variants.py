@@ -2,26 +2,33 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from support.sources import ROOT
 
 from fusion_attention import _native
 
 FEATURES = _native.cpu_features()
 BUILT, RUNNABLE = FEATURES["built"], FEATURES["runnable"]
-LANES = {"base": 4, "v3": 8, "v4": 16, "v4+avx512vnni": 16, "v4+avx512bf16": 16, "asimddp": 4, "asimddp+bf16": 4}
-LANES |= {"v4+amx": 16, "amx_model": 4}
+NEEDS = FEATURES["needs"]
 
 
 def test_the_chosen_variant_is_the_strongest_that_runs() -> None:
     assert BUILT[0] == RUNNABLE[0] == "base"
-    assert set(BUILT) <= set(LANES)
+    assert list(NEEDS) == BUILT
     assert [name for name in BUILT if name in RUNNABLE] == RUNNABLE
     assert FEATURES["chosen"] == RUNNABLE[-1]
+
+
+def test_a_variant_runs_where_all_that_it_needs_is_found() -> None:
+    known = set(re.findall(r'\{"(\w+)", ', (ROOT / "csrc/cpu_features.cpp").read_text(encoding="utf-8")))
+    assert [name for name in BUILT if set(NEEDS[name]) <= set(FEATURES["features"])] == RUNNABLE
+    assert set().union(*NEEDS.values()) <= known, "a feature that is never found"
 
 
 uncapped = pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION_CPU caps this process")
@@ -44,7 +51,7 @@ def test_the_environment_caps_the_processor(name: str) -> None:
     if name:
         assert found["runnable"] == RUNNABLE[: RUNNABLE.index(name) + 1]
         assert found["chosen"] == name
-        assert set(found["features"]) < set(FEATURES["features"])
+        assert set(found["features"]) == set(NEEDS[name])
 
 
 @uncapped
@@ -66,7 +73,7 @@ def test_every_runnable_variant_computes_the_same(variant: str) -> None:
     x, y = (i * 7 % 17 - 8).astype(np.float32), (i * 5 % 13 - 6).astype(np.float32)
     expected, bytes_expected = float(x @ y), int((i * 7 % 17) @ (i * 5 % 13 - 6))
     checksums = {"checksum": expected, "checksum_bf16": expected, "checksum_int8": bytes_expected}
-    assert _native.variant_probe(variant) == {"variant": variant, "lanes": LANES[variant], **checksums}
+    assert _native.variant_probe(variant) == {"variant": variant, "lanes": FEATURES["lanes"][variant], **checksums}
 
 
 def test_an_unknown_variant_is_refused() -> None:

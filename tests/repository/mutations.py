@@ -414,7 +414,7 @@ NATIVE = [
     core("core: chunks of selected keys are joined without fading", "sparse/attend.h",
          "store(w.s.fade + h, share);", "store(w.s.fade + h, all(1.0f));"),
     core("core: dS of selected keys forgets D", "sparse/gradient.h",
-         "(load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h));",
+         "load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h);",
          "load<Floats>(dprobs + key * pitch + h);"),
     core("core: scores of the indexer without ReLU", "sparse/indexer.h",
          "total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);", "total += tile.sum[i][j] * all(weights[i]);"),

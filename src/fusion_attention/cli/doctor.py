@@ -25,6 +25,10 @@ RUNTIMES_NOTE = (
     "More than one OpenMP runtime is loaded: each has threads of its own, and they may take each other's cores. "
     "Import torch first, and nothing that brings its own (some builds of numpy, scikit-learn, onnxruntime)."
 )
+FORKED_NOTE = (
+    "This process is a child of fork(), which has none of its parent's threads: the core computes on one. "
+    'Start processes by "spawn".'
+)
 SHOWN = 5  # steps that went wrong; --json has all
 MANY_THREADS_NOTE = "torch has more threads than this process may use cores: set OMP_NUM_THREADS={}."
 
@@ -73,7 +77,7 @@ def facts() -> dict[str, Any]:
     problems = [f"{r.name} is not installed" for r in releases if r.says == "missing"]
     problems += [f"{r.name} {r.installed} is older than the tested {r.tested}" for r in releases if "older" in r.says]
     native: dict[str, Any] = {"features": [], "built": [], "runnable": []}
-    native |= {"chosen": "", "forced": "", "tiles_refused": ""}
+    native |= {"chosen": "", "forced": "", "forked": False, "tiles_refused": ""}
     try:
         from fusion_attention import _native
 
@@ -81,7 +85,7 @@ def facts() -> dict[str, Any]:
     except ImportError as error:
         problems.append(f"the native core cannot be loaded ({error}): the float64 model alone computes on the CPU")
     runtimes, cores = machine.openmp_runtimes(), machine.cores()
-    messages = notes(native["features"], native["tiles_refused"])
+    messages = notes(native["features"], native["tiles_refused"]) + [FORKED_NOTE] * native["forked"]
     messages += [RUNTIMES_NOTE] * (len(runtimes) > 1)
     allowed = int(cores["quota"] or cores["usable"] or 1) or 1
     messages += [MANY_THREADS_NOTE.format(allowed)] * (torch.get_num_threads() > max(allowed, 1))

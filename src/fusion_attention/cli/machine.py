@@ -27,7 +27,7 @@ NEEDED = ("python", "torch", "numpy", "safetensors")
 # Settings of the environment that decide about threads.
 _VARIABLES = (
     *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"),
-    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET"),
+    *("KMP_BLOCKTIME", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "FUSION_ATTENTION_TEAM"),
 )
 _RUNTIME = re.compile(r"(/\S*/lib(?:gomp|iomp5|omp|libomp)[-\w.]*\.(?:so|dylib)\S*)")
 

@@ -1,0 +1,54 @@
+"""What is not finite in any tensor reaches exactly golden's gradients, on every variant: lists, the indexer's values,
+its losses over lists and over bands."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from support import native_lowered, not_finite
+from support.native_dense import VARIANTS
+from support.not_finite import CASES, FLOAT16, HALF, HIDDEN, OF_LOSS, TWO
+
+from fusion_attention.testing.indexer_loss import LossCase
+from fusion_attention.testing.sparse import SparseCase
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning"),
+    pytest.mark.parametrize("run", [partial(native_lowered.run, variant=name) for name in VARIANTS], ids=VARIANTS),
+]
+# Whole blocks of keys where they lie, and more than a chunk of them; rows of a band.
+LONG = {"q_len": (2, 19), "kv_len": (5, 150), "heads_q": 17, "count": 130}
+BANDS = [
+    LossCase(**TWO),
+    LossCase("TND", dim_rope=3, **FLOAT16, **TWO),
+    LossCase("TND", heads=5, heads_q=6, heads_kv=3, sink=True, window=3, mode=0, **HALF, **TWO),
+]
+MORE = [
+    (not_finite.attention, SparseCase("TND", dim_qk=64, dim_v=32, dim_rope=32, lists="wild", **LONG), ("key", "dy")),
+    (not_finite.attention, SparseCase("TND", shares_kv=True, dim_qk=64, dim_v=64, dtype="bfloat16", **LONG), ("key",)),
+    *((not_finite.loss, case, OF_LOSS) for case in BANDS),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "at", "fill"), HIDDEN, ids=lambda value: str(value)[-12:])
+def test_what_a_weight_of_zero_hides_stays_hidden(
+    what: Any, name: str, at: tuple[int, ...], fill: float, run: Any
+) -> None:
+    not_finite.hides(what, name, at, fill, run)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(("family", "case", "names"), [*CASES, *MORE], ids=lambda value: getattr(value, "id", None))
+def test_every_tensor(family: not_finite.Family, case: Any, names: tuple[str, ...], positive: bool, run: Any) -> None:
+    not_finite.every_tensor(family, case, names, positive, run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str, run: Any) -> None:
+    not_finite.outlasts(dtype, run)
+
+
+def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is(run: Any) -> None:
+    not_finite.entries_that_do_not_count(run)
