@@ -42,7 +42,8 @@ def whole_pages(tensor: torch.Tensor) -> tuple[int, int]:
 def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The parts [begin, end) of its whole pages for which huge ones were asked.
 
-    What the first and the last page hold beside them may still be marked for what lay there before.
+    What the first and the last page hold beside them may still be marked for what lay there before; the system may
+    list neighbouring parts apart.
     """
     results: list[tuple[int, int]] = []
     first, begin, end = tensor.data_ptr(), 0, 0
@@ -51,7 +52,10 @@ def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
         if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = (int(border, 16) - first for border in borders.groups())
         elif line.startswith("VmFlags:") and "hg" in line.split() and begin < most and end > least:
-            results.append((max(begin, least), min(end, most)))
+            part = max(begin, least), min(end, most)
+            if results and results[-1][1] == part[0]:
+                part = results.pop()[0], part[1]
+            results.append(part)
     return results
 
 
