@@ -417,7 +417,7 @@ NATIVE = [
          "load<Floats>(dprobs + key * pitch + h) - load<Floats>(delta + h);",
          "load<Floats>(dprobs + key * pitch + h);"),
     core("core: scores of the indexer without ReLU", "sparse/indexer.h",
-         "total += larger(Floats{}, tile.sum[i][j]) * all(weights[i]);", "total += tile.sum[i][j] * all(weights[i]);"),
+         "total += larger(Floats{}, sums(i, j)) * all(weights[i]);", "total += sums(i, j) * all(weights[i]);"),
     core("core: few rows meet one panel of index keys again and again", "sparse/indexer.h",
          "panel_of<Format, T>(w, first + j);", "panel_of<Format, T>(w, first);"),
     core("core: all words of an index key's panel but the first few are read twice", "sparse/indexer.h",
