@@ -20,6 +20,14 @@ template <class T> FUSION_INLINE bool write_lines(T *to, Floats low, Floats high
         _mm512_stream_si512(reinterpret_cast<__m512i *>(to), load<__m512i>(line));
     }
     return true;
+#elif defined(FUSION_AVX2)
+    if constexpr (sizeof(T) == 4) {  // of 16 bits two vectors are half a line
+        if (reinterpret_cast<std::uintptr_t>(to) % 64) return false;
+        _mm256_stream_ps(to, (__m256)low);
+        _mm256_stream_ps(to + lanes, (__m256)high);
+        return true;
+    }
+    return false;
 #else
     (void)to, (void)low, (void)high;
     return false;
