@@ -110,7 +110,7 @@ def measured(call: Any, found: Mapping[str, Results], grade: Grade) -> Iterator[
     else:
         setting, outputs = setting_of(call, given)
         held = {who: setting_of(call, results)[1] for who, results in found.items()}
-        result = evaluate.measured(setting, outputs, units(setting, outputs), grade=grade, whole=True, beside=held)
+        result = evaluate.measured(setting, outputs, units(setting, outputs), grade=grade, complete=True, beside=held)
     for who, theirs in result.beside.items():
         yield from ((who, name, tally.errors) for name, tally in theirs.items() if tally.count)
 
@@ -164,7 +164,7 @@ def right_and_wrong(length: int) -> dict[str, Any]:
 
 def blind(length: int) -> Edit:
     """A kernel's last 64 keys are never read, but by rows that would see none."""
-    return lambda x: replace(x, seen=x.seen & ((x.positions < length - 64) | (x.positions == 0)))
+    return lambda x: replace(x, visible=x.visible & ((x.positions < length - 64) | (x.positions == 0)))
 
 
 def _tiles(errors: Errors) -> list[float]:

@@ -159,7 +159,7 @@ def index() -> str:
                 first = (inspect.getdoc(getattr(result, name)) or "").split("\n\n")[0].replace("\n", " ").strip()
                 short = "rt." if module.endswith(".rt") else ""
                 anchor = (short.replace(".", "") + name).lower()
-                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.plain(first, ROOT)} |")
+                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.markdown(first, ROOT)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -236,4 +236,4 @@ def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
     for width in range(16, 16 + 2 * launching.LAYOUTS):
         backend.attention_forward(PROBLEM, e, schedule, memory_of(2, 40, width)[0])
-    assert len(schedule.known) == launching.LAYOUTS
+    assert len(schedule.by_layout) == launching.LAYOUTS

@@ -16,16 +16,16 @@ import torch
 from support.surroundings import Seen
 
 import fusion_attention as fa
-from fusion_attention.captures.capture import PLACES
+from fusion_attention.captures.capture import HOOKED
 from fusion_attention.npu import training
 from fusion_attention.torch_ops import dense
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_wrapped() -> Iterator[None]:
-    before = [getattr(owner, name) for owner, name in PLACES]
+    before = [getattr(owner, name) for owner, name in HOOKED]
     yield
-    assert [getattr(owner, name) for owner, name in PLACES] == before
+    assert [getattr(owner, name) for owner, name in HOOKED] == before
 
 
 def small() -> torch.Tensor:

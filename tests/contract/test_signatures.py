@@ -8,7 +8,7 @@ import pytest
 from support.records import INTERFACES
 
 import fusion_attention
-from fusion_attention.captures.capture import PLACES
+from fusion_attention.captures.capture import HOOKED
 from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
 from fusion_attention.ops import RECORDS
 
@@ -50,7 +50,7 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
     def stop(*args: Any, **how: Any) -> Any:
         raise Passed(next(value for value in args if isinstance(value, dict)))
 
-    for owner, name in PLACES:
+    for owner, name in HOOKED:
         monkeypatch.setattr(owner, name, stop)
     with pytest.raises(Passed) as result:
         function(**given)

@@ -36,13 +36,13 @@ def test_a_mesh_divides_the_shares_of_its_ring(lengths: list[int], ring: int, co
     check(placement, lengths, ring * columns)
     line = layout_of("zigzag", tuple(lengths), (ring,))
     for row in range(ring):
-        held = [token for at in range(columns) for token in placement.whole(row * columns + at).tolist()]
-        assert held == line.whole(row).tolist()
+        held = [token for at in range(columns) for token in placement.token_indices(row * columns + at).tolist()]
+        assert held == line.token_indices(row).tolist()
 
 
 def check(placement: Any, lengths: list[int], world: int) -> None:
     assert len(placement.ranks) == world
-    held = sorted(token for rank in range(world) for token in placement.whole(rank).tolist())
+    held = sorted(token for rank in range(world) for token in placement.token_indices(rank).tolist())
     assert held == list(range(sum(lengths)))
     for rank, pieces in enumerate(placement.ranks):
         assert list(pieces) == sorted(pieces)

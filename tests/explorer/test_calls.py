@@ -16,7 +16,7 @@ from fusion_attention import acl, npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.explorer.calls import call
 from fusion_attention.explorer.draw import cells_of, is_seen
-from fusion_attention.explorer.violations import OPERATORS, asked, remarks_on, verdict
+from fusion_attention.explorer.violations import OPERATORS, remarks_on, rules_of, verdict
 from fusion_attention.explorer.visible import INTERFACES, MODES, Setting
 
 SETTINGS = 24  # of every mode and interface
@@ -68,8 +68,8 @@ def check_seen(s: Setting, interface: str, out: torch.Tensor) -> None:
 
 def known(failures: Any, operator: str, interface: str) -> set[str]:
     """The messages of failures whose rules the explorer asks."""
-    rules = {rule.id for rule in asked(operator, interface)}
-    domain = [rule.expected for rule in asked(operator, interface) if rule.stage == "domains"]
+    rules = {rule.id for rule in rules_of(operator, interface)}
+    domain = [rule.expected for rule in rules_of(operator, interface) if rule.stage == "domains"]
     results = set()
     for failure in failures:
         if failure.rule.id in rules if failure.rule else failure.expected in domain:

@@ -59,7 +59,7 @@ def test_both_dark_themes_are_one() -> None:
 def test_pictures_have_the_colours_of_the_page() -> None:
     result = themes()
     for colours, kinds in ((result["light"], draw.LIGHT), (result["dark by choice"], draw.DARK)):
-        assert kinds[draw.SEEN] == colours["k3"]
+        assert kinds[draw.VISIBLE] == colours["k3"]
         assert kinds[draw.PREFIX] == colours["k4"]
 
 

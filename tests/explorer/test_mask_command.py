@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fusion_attention import Band
 from fusion_attention.cli import app
 from fusion_attention.explorer import gallery
-from fusion_attention.explorer.draw import LIGHT, OUTSIDE, SEEN, cells_of, is_seen, png, svg, text
+from fusion_attention.explorer.draw import LIGHT, OUTSIDE, VISIBLE, cells_of, is_seen, png, svg, text
 from fusion_attention.explorer.page import fragment, page, server
 from fusion_attention.explorer.visible import BAND, Setting
 from fusion_attention.explorer.words import RULES
@@ -191,7 +191,7 @@ def test_files_hold_the_picture(tmp_path: Path) -> None:
     pixels = unpacked((tmp_path / "m.png").read_bytes())
     scale = pixels.shape[0] // 4
     colours = pixels[scale // 2 :: scale, scale // 2 :: scale]
-    blue = [int(LIGHT[SEEN][i : i + 2], 16) for i in (1, 3, 5)]
+    blue = [int(LIGHT[VISIBLE][i : i + 2], 16) for i in (1, 3, 5)]
     assert np.array_equal((colours[..., :3] == blue).all(-1), seen.numpy())
     tree = ElementTree.parse(tmp_path / "a" / "m.svg")
     drawn = {path.get("class"): str(path.get("d")).count("M") for path in tree.iter(f"{SVG}path")}
@@ -220,7 +220,7 @@ def test_text_fits(width: int) -> None:
 
 def test_a_seen_key_is_never_blank_in_text() -> None:
     cells = np.full((400, 400), 1, np.uint8)
-    cells[17, 233] = SEEN
+    cells[17, 233] = VISIBLE
     assert sum(line.strip(" ") != "" for line in text(cells, 50)) == 1
 
 

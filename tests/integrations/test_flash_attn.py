@@ -217,9 +217,9 @@ def test_lengths_of_another_device_are_read_once() -> None:
     tensor.values, tensor._version = (0, 4), 1
     assert words.numbers(tensor) == words.numbers(tensor) == [0, 4]
     assert tensor.read == 2
-    for _ in range(2 * words._KEPT):
+    for _ in range(2 * words._ENTRIES):
         words.numbers(Elsewhere())  # type: ignore[arg-type]
-    assert len(words._READ) <= words._KEPT
+    assert len(words._READ) <= words._ENTRIES
     words._READ.clear()
 
 

@@ -11,7 +11,7 @@ from support.flex_cases import HEADS, ITEMS, MASKS, TOKENS, causal, formula, inp
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, or_masks
 
 from fusion_attention.integrations.flex_attention import flex_attention, masks, mods
-from fusion_attention.integrations.flex_attention.masks import Seen, Shape
+from fusion_attention.integrations.flex_attention.masks import Shape, Visible
 from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 SHAPE = Shape(ITEMS, HEADS, TOKENS, TOKENS, CPU)
 
 
-def of_tiles(seen: Seen, shape: Shape) -> Tensor:
+def of_tiles(seen: Visible, shape: Shape) -> Tensor:
     """[B or 1, N or 1, S1, S2] from tiles and bits alone."""
     assert seen.tiles is not None
     assert seen.bits is not None
@@ -34,7 +34,7 @@ def of_tiles(seen: Seen, shape: Shape) -> Tensor:
     return seen_whole[:, :, : shape.rows, : shape.keys]
 
 
-def of_band(seen: Seen, shape: Shape) -> Tensor:
+def of_band(seen: Visible, shape: Shape) -> Tensor:
     """[B, 1, S1, S2] from the band and lengths alone."""
     band = seen.band
     assert band is not None
@@ -57,7 +57,7 @@ def of_band(seen: Seen, shape: Shape) -> Tensor:
     return mask[:, None]
 
 
-def is_exactly(seen: Seen, want: Tensor, shape: Shape) -> None:
+def is_exactly(seen: Visible, want: Tensor, shape: Shape) -> None:
     """Every form that a mask has says the same."""
     assert seen.band is not None or seen.tiles is not None
     if seen.tiles is not None:
@@ -75,7 +75,7 @@ def is_exactly(seen: Seen, want: Tensor, shape: Shape) -> None:
         assert seen.aligned == begun.all()
 
 
-def form(seen: Seen) -> str:
+def form(seen: Visible) -> str:
     return "tiles" if seen.band is None else "packed" if seen.packed else "band"
 
 

@@ -87,11 +87,11 @@ class Program:
         """[draws, rows, keys]: from its own statistics, or from given ones."""
         c, a, r = self.c, self.g.a, self.g.r
         seen = c.times > 0
-        top = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True) if c.own else c.top
+        top = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True) if c.own_statistics else c.top
         left = (scores - top).masked_fill(~seen, 0)
         each = left.exp() * (1 + self.noise((2 * left.square() + 8) * a + r * (left.square() + 4)))
-        total = (each * c.times).sum(-1, keepdim=True) if c.own else c.total
-        n = c.times.square().sum(-1, keepdim=True) if c.own else torch.zeros(1)
+        total = (each * c.times).sum(-1, keepdim=True) if c.own_statistics else c.total
+        n = c.times.square().sum(-1, keepdim=True) if c.own_statistics else torch.zeros(1)
         shared = self.noise((a + r) * (2 + c.total.log().square()) + a * n / 3)
         return (each / total * (1 + shared)).masked_fill(~seen, 0)
 
@@ -221,7 +221,7 @@ def test_a_product_whose_sign_is_open() -> None:
         near = type(c.scored)(**{**c.scored.__dict__, "dots": dots})
         dots = dots.clone()
         dots[1, 6, 2] = share * errors.uncertain(near, dtype, grade).products[1, 6, 2].sqrt()
-        near = type(c.scored)(**{**c.scored.__dict__, "dots": dots, "kept": dots.clamp(min=0)})
+        near = type(c.scored)(**{**c.scored.__dict__, "dots": dots, "activations": dots.clamp(min=0)})
         u = errors.uncertain(near, dtype, grade)
         assert u.open.nonzero().tolist() == [[1, 6, 2]]
         given = c.dscores, None, 7, dtype, grade
@@ -232,7 +232,7 @@ def test_a_product_whose_sign_is_open() -> None:
         for n in ("dq", "dk"):
             ratio = ratios(other[n], one[n], result[n].sqrt() + 1e-30)
             assert 1.9 < math.sqrt(float(ratio.max())) <= 2.0
-    zero = type(near)(**{**near.__dict__, "dots": torch.zeros_like(dots), "kept": torch.zeros_like(dots)})
+    zero = type(near)(**{**near.__dict__, "dots": torch.zeros_like(dots), "activations": torch.zeros_like(dots)})
     assert not errors.uncertain(zero, dtype, grade).open.any()
 
 

@@ -17,7 +17,7 @@ from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.judging.error_bound import Expected
 from fusion_attention.ops.indexer.call import IndexerBackward
 from fusion_attention.ops.sparse.call import SparseBackward
@@ -38,7 +38,7 @@ SMALL = Tile(16, 16, 4, 1)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few slots has several; heads of the indexer take several launches."""
-    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: Cut(16, 16, 16, 4, 1))
+    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
     monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
     monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: shapes_loss.Selected(SMALL, SMALL, 16))

@@ -17,7 +17,7 @@ import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import launch_key_sum
-from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse import fa_record
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
@@ -28,7 +28,7 @@ from fusion_attention.testing.sparse import SparseCase, arguments, expected, gol
 from fusion_attention.torch_ops.eager import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
-SMALL = Cut(16, 16, 16, 4, 1)
+SMALL = SlotTile(16, 16, 16, 4, 1)
 TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
 MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True}
 

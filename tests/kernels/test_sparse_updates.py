@@ -80,7 +80,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
     tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    monkeypatch.setattr(launch_dense_kl_loss, "SHARE", 16)
+    monkeypatch.setattr(launch_dense_kl_loss, "KEYS_PER_SPLIT", 16)
 
 
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:

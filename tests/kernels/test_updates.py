@@ -105,7 +105,7 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
 
 
 def test_a_list_keeps_its_place_and_its_buffer() -> None:
-    kept = layout_table.Kept(extents((20, 40, 33)))
+    kept = layout_table.DeviceTables(extents((20, 40, 33)))
     kept.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731
     held = kept.on(CPU, "list", make).tensor

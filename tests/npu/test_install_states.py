@@ -168,7 +168,9 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 
 
 # Every place of install() that may fail: what it calls to change something.
-STEPS = {name: (install, name) for name in ("made", "watch", "register")} | {"_mapped": (another_name, "_mapped")}
+STEPS = {name: (install, name) for name in ("build_modules", "watch", "register")} | {
+    "_mapped": (another_name, "_mapped")
+}
 STEPS |= {"enter": (another_name._Devices, "enter"), "Player": (patches, "Player")}
 STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_attention import npu
 from fusion_attention.npu import inference
 from fusion_attention.npu.surface.absent import instead
-from fusion_attention.npu.surface.modules import functions, made
+from fusion_attention.npu.surface.modules import build_modules, functions
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
@@ -52,7 +52,7 @@ def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
 
 @pytest.mark.parametrize(("base", "kind"), [("cpu", "npu"), ("cuda", "npu"), ("cpu", "cpu")])
 def test_every_name_is_there_on_every_device(base: str, kind: str) -> None:
-    modules = made(torch.device(base), kind)
+    modules = build_modules(torch.device(base), kind)
     assert [name for name in modules if name != "torch_npu"] == [
         f"torch_npu.{name}" for name in modules_in_order(modules)
     ]
@@ -124,7 +124,7 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
 def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
     monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
-    modules = made(torch.device("cpu"), "npu")
+    modules = build_modules(torch.device("cpu"), "npu")
     assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
 
 

@@ -26,7 +26,7 @@ def typed(p: IndexerProblem) -> dict[str, str]:
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
     row = launch_indexer.row_type(shapes_sparse.sizes_of_gradient(p))
     rows = {"rows": "*" + TYPES[str(row).removeprefix("torch.")]}
-    integers = pointers("i32", "held", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
+    integers = pointers("i32", "counts", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
     tables = {"strides": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
     own = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
     return own | floats | rows | integers | tables

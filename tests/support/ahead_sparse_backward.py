@@ -34,10 +34,10 @@ APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
 
 def types_of(p: Problem, atomic: bool) -> dict[str, str]:
     """Of the kernels' arguments."""
-    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"part": "*fp32"}
+    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"partials": "*fp32"}
     if p.dtype == "float16":
         result["large"] = "*i32"
-    if atomic or launched.rows_dtype(p, wide=False).itemsize == 4:
+    if atomic or launched.rows_dtype(p, float32_rows=False).itemsize == 4:
         result["rows"] = "*fp32"
     absent = {"q_rope", "k_rope"} if not p.dim_rope else set()
     absent |= {"v"} if p.shares_kv else set()
@@ -55,11 +55,11 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
         cut = one.tile
         if kernel in (read_lists, recompute_rows, recompute_slots):
             small = shapes.Tile(0, 0, cut.num_warps, cut.num_stages)
-            return Compiled(kernel, one.known, types_of(p, atomic), small, counted=False)
+            return Compiled(kernel, one.constexprs, types_of(p, atomic), small, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
         sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
         tile = shapes.Tile(*sizes, cut.num_warps, cut.num_stages)
-        return Compiled(kernel, one.known, types_of(p, atomic), tile, ahead=ahead)
+        return Compiled(kernel, one.constexprs, types_of(p, atomic), tile, ahead=ahead)
 
     return made
 

@@ -32,7 +32,7 @@ def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: 
         tile = shapes_sparse.forward_tile(p, chip, align)
         if tile is None:
             return None
-        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("part",) * cut))
+        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("partials",) * cut))
         types |= pointers("i64", "strides", "lengths") | pointers("i32", "indices", "tokens")
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
@@ -40,7 +40,7 @@ def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: 
         if recomputes:
             known = launch_sparse.recompute_constants(p, align or shapes.widest(p))
             return Compiled(recompute_lists, known, types, shapes.recompute_tile("recompute_out", p), counted=False)
-        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), cut=cut)
+        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), split=cut)
         return Compiled(sparse_forward, known, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0)
 
     return compiled

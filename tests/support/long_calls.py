@@ -58,7 +58,7 @@ def made(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, A
     results = call.lowered().results()
     result = call.computed(backend, results)
     assert not isinstance(result, str), result
-    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, kept={})
+    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, cached={})
     return Long(call, *setting_of(call.lowered(), call.judgeable(call.lowered())))
 
 

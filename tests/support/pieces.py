@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.distributed.chunk_pairs import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.distributed.chunk_pairs import FullCall, Keys, Pieces, Rows, Saved
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected
@@ -59,14 +59,14 @@ class Call:
             return t[None]
         return t.transpose(1, 2) if t.dim() == 3 else t
 
-    def whole(self) -> Whole:
+    def whole(self) -> FullCall:
         call = self.lowered()
         given = dict(zip(EXTRAS, call.extras, strict=True))
         slopes, heads = given["slopes"], call.problem.heads_q
         if slopes is not None:
             slopes = slopes.reshape(-1, heads).expand(len(call.extents), heads)
         sink = given["sink"]
-        return Whole(call.problem, call.extents, heads, 0, slopes, sink, self.seed, call.offset, owns_bias(call))
+        return FullCall(call.problem, call.extents, heads, 0, slopes, sink, self.seed, call.offset, owns_bias(call))
 
     def rows(self, pieces: Pieces) -> Rows:
         q_rope = self.args.get("q_rope")

@@ -85,7 +85,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
         "dlse": True,
-        "part": kernel == "prepare" and not p.has_sink,
+        "partials": kernel == "prepare" and not p.has_sink,
         "large": p.dtype != "float16",
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),

@@ -21,10 +21,10 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         reach += (size - 1) * stride
     if ordered or 0 in shape:
         return False
-    places = np.zeros(reach, bool)
-    itemised = np.lib.stride_tricks.as_strided(places, shape, strides)
+    reached = np.zeros(reach, bool)
+    itemised = np.lib.stride_tricks.as_strided(reached, shape, strides)
     itemised[...] = True
-    return int(places.sum()) < itemised.size
+    return int(reached.sum()) < itemised.size
 
 
 class _Addressed:
@@ -42,7 +42,7 @@ class _Addressed:
         }
 
 
-def share(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two windows have an element in common; interleaved ones may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:

@@ -52,7 +52,7 @@ class Pieces:
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
     @classmethod
-    def whole(cls, lengths: np.ndarray) -> Pieces:
+    def full(cls, lengths: np.ndarray) -> Pieces:
         """All sequences, each in one piece, packed."""
         return cls.packed(np.arange(len(lengths)), np.zeros(len(lengths)), lengths)
 
@@ -71,7 +71,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class FullCall:
     """What all pieces of a call have in common.
 
     Args:
@@ -163,7 +163,7 @@ class Pairs:
         return len(self.row)
 
 
-def pairs(whole: Whole, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
+def pairs(full: FullCall, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
     """The pairs of pieces of the same sequence in which a row sees a key.
 
     All of them where empty rows are means of keys that they do not see; or, of results that are not partial, where a
@@ -173,25 +173,25 @@ def pairs(whole: Whole, rows: Pieces, keys: Pieces, *, partial: bool = False) ->
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
     row = np.repeat(np.arange(len(rows)), end - begin)
     key = order[np.arange(len(row)) - np.repeat(np.cumsum(end - begin) - end, end - begin)]
-    extents = _extents(whole, rows, keys, row, key)
-    if whole.problem.empty_rows == "zero" and (partial or whole.sink is None):
-        seen = _sees(extents)
-        if not seen.all():
-            row, key = row[seen], key[seen]
-            extents = _extents(whole, rows, keys, row, key)
+    extents = _extents(full, rows, keys, row, key)
+    if full.problem.empty_rows == "zero" and (partial or full.sink is None):
+        visible = _sees(extents)
+        if not visible.all():
+            row, key = row[visible], key[visible]
+            extents = _extents(full, rows, keys, row, key)
     return Pairs(row, key, extents)
 
 
 def forward(
-    whole: Whole, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
+    full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
     """Attention of the rows to these keys, fresh [batch, tokens, heads_q, dim_v] and [batch, tokens, heads_q].
 
     partial: out is float32, and a sink stays out of it (ir/merge.py: join_sink comes after the last keys); rows may
     then be in several pairs. Else out has the problem's dtype, and each piece of rows is in one pair at most.
     """
-    met = pairs(whole, rows.pieces, keys.pieces, partial=partial) if met is None else met
-    problem = _partial(whole.problem) if partial else whole.problem
+    met = pairs(full, rows.pieces, keys.pieces, partial=partial) if met is None else met
+    problem = _partial(full.problem) if partial else full.problem
     layers = int(met.row_layer.max(initial=0)) + 1
     if layers > 1 and not partial:
         raise ValueError("fusion_attention: pieces: expected every piece of rows in one pair, or a partial result")
@@ -202,7 +202,7 @@ def forward(
     out = _buffer(rows.q, (*shape, problem.dim_v), dtype, fills, 0.0)
     max_, sum_ = (_buffer(rows.q, shape, torch.float32, fills, value) for value in (-torch.inf, 0.0))
     if len(met):
-        o = _operands(whole, problem, rows, keys, met, (out, max_, sum_), met.row_layer)
+        o = _operands(full, problem, rows, keys, met, (out, max_, sum_), met.row_layer)
         plan(problem, met.extents, rows.q.device, backend).run(o)
     result = Partial(out[0], max_[0], sum_[0])
     for layer in range(1, layers):
@@ -212,7 +212,7 @@ def forward(
 
 
 def backward(
-    whole: Whole,
+    full: FullCall,
     rows: Rows,
     saved: Saved,
     keys: Keys,
@@ -228,8 +228,8 @@ def backward(
     rounded before it is added up has other bits. dbias: of whatever keys, ask wherever the whole call does, or bits
     differ.
     """
-    met = pairs(whole, rows.pieces, keys.pieces, partial=True) if met is None else met
-    problem = replace(_partial(whole.problem), wide_results=partial)
+    met = pairs(full, rows.pieces, keys.pieces, partial=True) if met is None else met
+    problem = replace(_partial(full.problem), wide_results=partial)
     if not partial and (met.row_layer.any() or met.key_layer.any()):
         raise ValueError("fusion_attention: pieces: expected all pieces in one pair each, or partial gradients")
     dtype = torch.float32 if partial else rows.q.dtype
@@ -238,7 +238,7 @@ def backward(
     dk, dv, dk_rope = (_Sum(t, dtype, *of_keys) for t in (keys.k, keys.v, keys.k_rope))
     added = None
     if rows.bias is not None and dbias:
-        added = rows.bias.new_zeros(rows.bias.shape, dtype=rows.bias.dtype if whole.owns_bias else torch.float32)
+        added = rows.bias.new_zeros(rows.bias.shape, dtype=rows.bias.dtype if full.owns_bias else torch.float32)
     if len(met):
         assert dq.view is not None
         assert dk.view is not None
@@ -250,26 +250,26 @@ def backward(
             dq_rope=dq_rope.view,
             dk_rope=dk_rope.view,
             dbias=None if added is None else _matrix(added, rows.pieces, met),
-            owns_dbias=added is not None and whole.owns_bias,
+            owns_dbias=added is not None and full.owns_bias,
         )
-        o = _operands(whole, problem, rows, keys, met, (saved.out, saved.max, saved.sum))
+        o = _operands(full, problem, rows, keys, met, (saved.out, saved.max, saved.sum))
         plan(problem, met.extents, rows.q.device, backend, "attention_backward").run(o, grads)
     return Gradients(dq.total(), dk.total(), dv.total(), dq_rope.total(), dk_rope.total(), added)
 
 
-def sink_gradient(whole: Whole, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
+def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
     """float32 [heads_q]: what the sink gets of these rows; of all rows, sequence by sequence: the whole's bits."""
-    assert whole.sink is not None
-    dsink = torch.zeros_like(whole.sink)
-    none = Pieces.packed(np.arange(len(whole.extents)), np.zeros(len(whole.extents)), np.zeros(len(whole.extents)))
-    p, q = whole.problem, rows.q
+    assert full.sink is not None
+    dsink = torch.zeros_like(full.sink)
+    none = Pieces.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
+    p, q = full.problem, rows.q
     bare = replace(p, dim_rope=0, bias="none", has_blocked=False, dropout="none", keep_prob=1.0, empty_rows="zero")
     everything = np.arange(len(rows.pieces))
-    extents = _extents(whole, rows.pieces, none, everything, rows.pieces.seq)
+    extents = _extents(full, rows.pieces, none, everything, rows.pieces.seq)
     k, v = q.new_zeros(1, 0, p.heads_kv, p.dim_qk), q.new_zeros(1, 0, p.heads_kv, p.dim_v)
     met = Pairs(everything, rows.pieces.seq, extents)
     keys = Keys(none, k, v)
-    o = _operands(whole, bare, Rows(rows.pieces, q), keys, met, (saved.out, saved.max, saved.sum))
+    o = _operands(full, bare, Rows(rows.pieces, q), keys, met, (saved.out, saved.max, saved.sum))
     view = rows.pieces.view
     dq = view(empty(q, q.shape), everything)
     dk, dv = (none.view(t, met.key) for t in (k, v))
@@ -316,16 +316,16 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _extents(whole: Whole, rows: Pieces, keys: Pieces, row: np.ndarray, key: np.ndarray) -> Extents:
+def _extents(full: FullCall, rows: Pieces, keys: Pieces, row: np.ndarray, key: np.ndarray) -> Extents:
     """Pairs as sequences: bands and shifts of the whole ones, counted from the pieces' first row and key."""
-    e, seq, first_row, first_key = whole.extents, rows.seq[row], rows.first[row], keys.first[key]
+    e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
-    part = Part(first_row, first_key, seq * whole.heads + whole.first_head, e.q_len[seq], e.kv_len[seq])
+    origin = Part(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
     prefix = np.maximum(e.prefix[seq] - first_key, 0)
     # The shift means nothing without slopes, and is then the same for all.
-    shift = e.shift[seq] - apart if whole.slopes is not None else np.zeros_like(seq)
-    return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, part)
+    shift = e.shift[seq] - apart if full.slopes is not None else np.zeros_like(seq)
+    return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, origin)
 
 
 def _sees(e: Extents) -> np.ndarray:
@@ -334,8 +334,8 @@ def _sees(e: Extents) -> np.ndarray:
     by_prefix = e.prefix > 0
     # Of the rows that end behind key 0, the first; it must begin before the last key.
     by_band = (e.hi > e.lo) & (np.maximum(1 - e.hi, 0) <= np.minimum(e.q_len, e.kv_len - e.lo) - 1)
-    seen: np.ndarray = some & (by_prefix | by_band)
-    return seen
+    visible: np.ndarray = some & (by_prefix | by_band)
+    return visible
 
 
 def _fills(pieces: Pieces, chosen: np.ndarray, layers: int, tokens: int) -> bool:
@@ -370,7 +370,7 @@ def _matrix(tensor: Tensor, pieces: Pieces, met: Pairs) -> MatrixView:
 
 
 def _operands(
-    whole: Whole,
+    full: FullCall,
     problem: Problem,
     rows: Rows,
     keys: Keys,
@@ -386,8 +386,8 @@ def _operands(
         given |= {"q_rope": of_rows(rows.q_rope, met.row), "k_rope": of_keys(keys.k_rope, met.key)}
     if problem.bias == "matrix" and rows.bias is not None:
         given["bias"] = _matrix(rows.bias, rows.pieces, met)
-    if problem.bias == "slopes" and whole.slopes is not None:
-        given["slopes"] = whole.slopes[torch.from_numpy(rows.pieces.seq[met.row])]
+    if problem.bias == "slopes" and full.slopes is not None:
+        given["slopes"] = full.slopes[torch.from_numpy(rows.pieces.seq[met.row])]
     if problem.has_blocked and rows.blocked is not None:
         given["blocked"] = _matrix(rows.blocked.view(torch.uint8), rows.pieces, met)
     return Operands(
@@ -396,8 +396,8 @@ def _operands(
         v=of_keys(keys.v, met.key),
         out=of_rows(out, met.row, layer),
         stats=Stats(of_rows(max_, met.row, layer), of_rows(sum_, met.row, layer)),
-        sink=whole.sink if problem.has_sink else None,
-        seed=whole.seed,
-        offset=whole.offset,
+        sink=full.sink if problem.has_sink else None,
+        seed=full.seed,
+        offset=full.offset,
         **given,
     )

@@ -21,7 +21,7 @@ SCHEDULES = ("allgather", "ring", "zigzag", "ulysses", "ulysses+ring")
 _BALANCED = ("allgather", "zigzag", "ulysses+ring")
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Neighbouring tokens of one sequence: from `first`, before `end`."""
 
     sequence: int
@@ -39,14 +39,14 @@ class Layout:
     """
 
     lengths: tuple[int, ...]
-    ranks: tuple[tuple[Piece, ...], ...]
+    ranks: tuple[tuple[Chunk, ...], ...]
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return tuple(sum(piece.end - piece.first for piece in pieces) for pieces in self.ranks)
+        return tuple(sum(chunk.end - chunk.first for chunk in pieces) for pieces in self.ranks)
 
-    def whole(self, rank: int) -> np.ndarray:
+    def token_indices(self, rank: int) -> np.ndarray:
         """Where the tokens of a rank stand among the tokens of all sequences, end to end: int64, in local order."""
         starts = np.cumsum((0, *self.lengths))
         parts = [np.arange(p.first, p.end) + starts[p.sequence] for p in self.ranks[rank]]
@@ -62,19 +62,19 @@ class Layout:
 def layout_of(schedule: str, lengths: tuple[int, ...], shape: tuple[int, ...]) -> Layout:
     """The layout of sequences on a world of a shape: (ranks,), or (ring, ulysses) of "ulysses+ring"."""
     if schedule == "ulysses":  # heads are what ranks divide: each needs no more than an equal part of the tokens
-        ranks = _divided(tuple(Piece(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
+        ranks = _divided(tuple(Chunk(b, 0, n) for b, n in enumerate(lengths) if n), shape[0])
         return Layout(lengths, tuple(ranks))
     shares = _Shares(lengths, shape[0])
     chunks = (2 if schedule in _BALANCED else 1) * shape[0]
     # Long sequences first: what they leave uneven shorter ones fill up.
     for b in sorted(range(len(lengths)), key=lambda b: (-lengths[b], b)):
         if lengths[b] >= chunks * CUT:
-            shares.cut(b, chunks)
+            shares.divide(b, chunks)
         else:
             shares.place(b)
     ranks = [joined(pieces) for pieces in shares.pieces]
     if len(shape) == 2:
-        ranks = [part for pieces in ranks for part in _divided(pieces, shape[1])]
+        ranks = [chunk for pieces in ranks for chunk in _divided(pieces, shape[1])]
     return Layout(lengths, tuple(ranks))
 
 
@@ -83,7 +83,7 @@ class _Shares:
 
     def __init__(self, lengths: tuple[int, ...], ranks: int) -> None:
         self.lengths = lengths
-        self.pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+        self.pieces: list[list[Chunk]] = [[] for _ in range(ranks)]
         self.tokens, self.pairs = [0] * ranks, [0] * ranks
         self.all_tokens, self.all_pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
@@ -92,7 +92,7 @@ class _Shares:
         finds the same."""
         return max(self.tokens[rank] * self.all_pairs, self.pairs[rank] * self.all_tokens)
 
-    def cut(self, b: int, chunks: int) -> None:
+    def divide(self, b: int, chunks: int) -> None:
         """A long sequence: a chunk of it to every rank, or an early and a late one."""
         ranks = len(self.pieces)
         owners = [*range(ranks), *reversed(range(ranks))][:chunks]
@@ -117,22 +117,22 @@ class _Shares:
             end = min(first + size * CUT, self.lengths[b])
             self.tokens[rank] += end - first
             self.pairs[rank] += (end * (end + 1) - first * (first + 1)) // 2
-            self.pieces[rank].append(Piece(b, first, end))
+            self.pieces[rank].append(Chunk(b, first, end))
             first = end
 
 
-def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def joined(pieces: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Pieces in order, those of no token left out; neighbours are one."""
-    results: list[Piece] = []
-    for piece in sorted(piece for piece in pieces if piece.end > piece.first):
-        if results and results[-1].sequence == piece.sequence and results[-1].end == piece.first:
-            results[-1] = results[-1]._replace(end=piece.end)
+    results: list[Chunk] = []
+    for chunk in sorted(chunk for chunk in pieces if chunk.end > chunk.first):
+        if results and results[-1].sequence == chunk.sequence and results[-1].end == chunk.first:
+            results[-1] = results[-1]._replace(end=chunk.end)
         else:
-            results.append(piece)
+            results.append(chunk)
     return tuple(results)
 
 
-def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
+def _divided(pieces: tuple[Chunk, ...], parts: int) -> list[tuple[Chunk, ...]]:
     """The tokens of one share in their order, divided among ranks at cuts of their sequences."""
     begins = list(itertools.accumulate((p.end - p.first for p in pieces), initial=0))
 
@@ -149,7 +149,7 @@ def _divided(pieces: tuple[Piece, ...], parts: int) -> list[tuple[Piece, ...]]:
     edges = (*map(edge, range(parts)), begins[-1])
     return [
         joined(
-            Piece(p.sequence, p.first + max(a - begin, 0), min(p.end, p.first + b - begin))
+            Chunk(p.sequence, p.first + max(a - begin, 0), min(p.end, p.first + b - begin))
             for p, begin in zip(pieces, begins, strict=False)
         )
         for a, b in itertools.pairwise(edges)

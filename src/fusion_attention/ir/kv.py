@@ -62,7 +62,7 @@ class PagedView:
         page_size: tokens of a page.
         stride_page, stride_token, stride_head: elements.
         dim: elements of a row.
-        piece: neighbouring elements of a row that lies in pieces; 0: all of them.
+        fragment: neighbouring elements of a row that lies in pieces; 0: all of them.
         stride_piece: elements from one piece to the next; 0 without pieces.
     """
 
@@ -73,7 +73,7 @@ class PagedView:
     stride_token: int
     stride_head: int
     dim: int
-    piece: int = 0
+    fragment: int = 0
     stride_piece: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
@@ -85,10 +85,10 @@ class PagedView:
         size = self.page_size
         pages = self.table[b, : -(-length // size)].long()
         count = int(pages.max()) + 1 if len(pages) else 0
-        piece = self.piece or self.dim
+        fragment = self.fragment or self.dim
         strides = self.stride_page, self.stride_head, self.stride_token, self.stride_piece, 1
         full = self.pool.as_strided(
-            (count, heads, size, -(-self.dim // piece), piece), strides, self.pool.storage_offset()
+            (count, heads, size, -(-self.dim // fragment), fragment), strides, self.pool.storage_offset()
         )
         rows = full[pages].flatten(-2)[..., : self.dim]
         return rows.transpose(0, 1).reshape(heads, len(pages) * size, self.dim)[:, :length]

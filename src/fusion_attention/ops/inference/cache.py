@@ -50,7 +50,7 @@ UNSCALED = Scales()
 
 
 @dataclass(eq=False)
-class Places:
+class CacheViews:
     """Makes the views of one call's cache.
 
     Args:
@@ -125,8 +125,8 @@ class Places:
     def _pages(self, pool: Tensor, dim: int) -> PagedView:
         size = self.cache.page_size
         if self.cache.layout == NZ:
-            block, head, piece, token, _ = pool.stride()
-            pieces = (pool.shape[4], piece) if pool.shape[2] > 1 else (0, 0)
+            block, head, fragment, token, _ = pool.stride()
+            pieces = (pool.shape[4], fragment) if pool.shape[2] > 1 else (0, 0)
             return PagedView(pool, self._table(), size, block, token, head, dim, *pieces)
         batch, tokens, heads = LAYOUTS[self.cache.layout]
         assert batch is not None
@@ -144,8 +144,8 @@ class Places:
 
     def _start(self) -> np.ndarray:
         """Packed: the first token of each sequence among those that the cache holds."""
-        own = np.maximum(self.extents.kv_len - self.common, 0)
-        return np.cumsum(own) - own
+        suffix_len = np.maximum(self.extents.kv_len - self.common, 0)
+        return np.cumsum(suffix_len) - suffix_len
 
     def _bytes(self, dim: int) -> int:
         """Elements of memory that a row takes."""
