@@ -60,7 +60,7 @@ def eager(x: Block, t: Leaves) -> Tensor:
 
 def torch_sdpa(x: Block, t: Leaves) -> Tensor:
     """torch's own function."""
-    q, k, v = (part[None] for part in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
+    q, k, v = (tensor[None] for tensor in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
     mask = x.visible.expand(len(t["q"]), -1, -1)[None]
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.problem.scale)[0]
 
@@ -74,9 +74,9 @@ def tiled(x: Block, t: Leaves) -> tuple[Tensor, Tensor]:
         here = slice(first, first + KEYS)
         scores = (q @ k[:, here].mT * x.problem.scale).masked_fill(~x.visible[..., here], -math.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights, kept = (scores - higher).exp(), (top - higher).exp()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        out = out * kept + weights.to(t["q"].dtype).float() @ v[:, here]
+        weights, decay = (scores - higher).exp(), (top - higher).exp()
+        total = total * decay + weights.sum(-1, keepdim=True)
+        out = out * decay + weights.to(t["q"].dtype).float() @ v[:, here]
         top = higher
     return (out / total).to(t["q"].dtype), top + total.log()
 
@@ -129,7 +129,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
             return {}
         _indexer(indexer.setting_of(call), indexer.views_of(call, outputs))
         return outputs
-    setting, known = setting_of(call, outputs)
+    setting, selected_outputs = setting_of(call, outputs)
     setting = setting if change is None else setting.changed(change)
     p, e = setting.problem, setting.extents
     written: Leaves = {}
@@ -146,7 +146,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
         else:
             result = {f"d{n}": g for n, g in BACKWARD[who](x, t, x.saved[0].to(p.torch_dtype)).items()}
             result = {"dpse" if n == "dbias" else n: g for n, g in result.items()}
-        for o in known:
+        for o in selected_outputs:
             if o.kind in result:
                 written[o.name] = o.tensor
                 if o.view is None:  # of one sequence

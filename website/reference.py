@@ -121,8 +121,8 @@ def _methods(cls: type) -> list[str]:
         if isinstance(inner, property):
             lines += [f"### {cls.__name__}.{name}", "", *docstrings.body(called, ROOT)]
         elif inspect.isfunction(inner):
-            said = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
-            lines += [f"### {cls.__name__}.{name}", "", "```pyi", said, "```", "", *docstrings.body(called, ROOT)]
+            signature = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
+            lines += [f"### {cls.__name__}.{name}", "", "```pyi", signature, "```", "", *docstrings.body(called, ROOT)]
     return lines
 
 

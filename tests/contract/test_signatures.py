@@ -177,8 +177,8 @@ TORCH_NPU = {
 def test_torch_npu_signatures(name: str) -> None:
     results = []
     for p in inspect.signature(INTERFACES[name]).parameters.values():
-        plain = p.default is p.empty or p.default is None
-        results.append(p.name if plain else f"{p.name}={p.default!r}")
+        has_no_default = p.default is p.empty or p.default is None
+        results.append(p.name if has_no_default else f"{p.name}={p.default!r}")
     assert results == TORCH_NPU[name].split()
 
 

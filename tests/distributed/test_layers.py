@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.reference_layers import LATENT, plain
+from support.reference_layers import LATENT, reference
 from support.worlds import Worlds
 from torch.nn.functional import pad
 
@@ -55,7 +55,7 @@ def plainly(form: str, stage: str, packed: bool) -> Tensors:
     layer, (x, dout) = layer_of(form, stage).double(), (t.double() for t in inputs(packed))
     leaf = x.clone().requires_grad_()
     rows = leaf.split(LENGTHS) if packed else [row[:n] for row, n in zip(leaf, LENGTHS, strict=True)]
-    result = [plain(layer, of_one, ROPE) for of_one in rows]
+    result = [reference(layer, of_one, ROPE) for of_one in rows]
     outs = [out for out, _ in result]
     out = torch.cat(outs) if packed else torch.stack([pad(t, (0, 0, 0, S - len(t))) for t in outs])
     loss = torch.stack([loss for _, loss in result]).sum() / sum(LENGTHS)
@@ -79,9 +79,9 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> Tensors:
     return {**full, "loss": got["loss"].detach(), **grads}
 
 
-def judged(found: list[Tensors], form: str, stage: str, packed: bool) -> None:
+def judged(by_rank: list[Tensors], form: str, stage: str, packed: bool) -> None:
     """The same on every rank, and as near to the plain layer as roundings of float32 allow."""
-    first, *others = found
+    first, *others = by_rank
     for other in others:
         assert torch.equal(other["loss"], first["loss"])
     compare_with(f"{form}, {stage}", first, partial(plainly, form, stage, packed), draws=DRAWS)

@@ -51,16 +51,16 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
     """Rows that meet all keys, and keys that meet all rows; a piece at a time, and all at once."""
     call, rng = draw(seed), random.Random(seed)
     torch.set_num_threads(2)
-    want, full = run(call), call.whole()
+    want, full = run(call), call.full()
     saved, cuts = call.saved(want), cuts_of(rng)
     all_rows, all_keys = call.pieces("q"), call.pieces("kv")
     torch.set_num_threads(1)
     rows, keys = call.pieces("q", cuts), call.pieces("kv", cuts)
     together = chunk_pairs.forward(full, call.rows(rows), call.keys(all_keys))
-    for piece in each(rows):
-        b, at = place(piece)
-        alone = chunk_pairs.forward(full, call.rows(piece), call.keys(all_keys))
-        g = chunk_pairs.backward(full, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
+    for chunk in each(rows):
+        b, at = place(chunk)
+        alone = chunk_pairs.forward(full, call.rows(chunk), call.keys(all_keys))
+        g = chunk_pairs.backward(full, call.rows(chunk), saved, call.keys(all_keys), dbias="dbias" in want)
         for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
             expected = call.tokens(want[name])[b, at]
             same_bits(one[b, at], expected, f"{name}, pieces together")
@@ -68,9 +68,9 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
         for name in ROW_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
-    for piece in each(keys):
-        b, at = place(piece)
-        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
+    for chunk in each(keys):
+        b, at = place(chunk)
+        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(chunk), dbias="dbias" in want)
         for name in KEY_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
@@ -86,7 +86,7 @@ def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> 
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
     rows = call.rows(call.pieces("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
-    result = chunk_pairs.forward(call.whole(), rows, call.keys(call.pieces("kv")))
+    result = chunk_pairs.forward(call.full(), rows, call.keys(call.pieces("kv")))
     same_bits(result.out[0], run(call)["out"])
 
 
@@ -95,20 +95,20 @@ def test_golden_knows_parts(seed: int) -> None:
     """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
-    full, cuts = call.whole(), cuts_of(rng)
+    full, cuts = call.full(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
     result = chunk_pairs.forward(full, rows, keys, backend="golden", partial=True)
     if full.sink is not None:
         join_sink(result, full.sink)
     wanted = expected(call)["out"].map(call.tokens)
-    for piece in each(call.pieces("q")):
-        b, at = place(piece)
+    for chunk in each(call.pieces("q")):
+        b, at = place(chunk)
         compare("out", result.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
-    full, cuts = call.whole(), cuts_of(rng)
+    full, cuts = call.full(), cuts_of(rng)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
     lots = [call.keys(subset(keys, lot)) for lot in np.array_split(rng.sample(range(len(keys)), len(keys)), 3)]
     batch, tokens, heads, _ = rows.q.shape
@@ -127,7 +127,7 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Ke
 def test_partial_results_merge_to_the_whole(seed: int) -> None:
     """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
-    full, wanted = call.whole(), expected(call)
+    full, wanted = call.full(), expected(call)
     result, lots = merged(call, rng)
     covered = call.pieces("q")
     ours = {"out": result.out.to(call.dout.dtype)}
@@ -147,6 +147,6 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
         of_rows = name in ("out", *ROW_GRADIENTS, *KEY_GRADIENTS)
         compare(name, ours[name], wanted[name].map(call.tokens) if of_rows else wanted[name])
     lse = wanted["lse"].map(call.tokens)
-    for piece in each(covered):
-        b, at = place(piece)
+    for chunk in each(covered):
+        b, at = place(chunk)
         compare("lse", (result.max + result.sum.log())[b, at], lse[b, at])

@@ -95,7 +95,7 @@ CASES: list[tuple[Family, Any, tuple[str, ...]]] = [
 ]
 
 
-def made(family: Family, case: Any, positive: bool) -> Args:
+def arguments_of(family: Family, case: Any, positive: bool) -> Args:
     """Arguments; positive: of rows whose products are all above 0, so that minus infinity makes them all -inf."""
     arguments = {attention: sparse.arguments, values: sparse.indexer_arguments, loss: indexer_loss.arguments}[family]
     args = cloned(arguments(case))
@@ -128,7 +128,7 @@ EVERYDAY = [
 @pytest.mark.parametrize(("what", "name", "at", "fill"), EVERYDAY, ids=lambda value: str(value)[-12:])
 def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tuple[int, ...], fill: float) -> None:
     family, case, _ = what
-    args = made(family, case, positive=True)
+    args = arguments_of(family, case, positive=True)
     args[name][at] = fill
     family(case, args)
 
@@ -137,7 +137,7 @@ def test_what_a_weight_of_zero_hides_stays_hidden(what: Any, name: str, at: tupl
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("family", "case", "names"), CASES, ids=lambda value: getattr(value, "id", None))
 def test_every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool) -> None:
-    full = made(family, case, positive)
+    full = arguments_of(family, case, positive)
     for name in names:
         for at in strides(full[name]) if full[name] is not None else ():
             for fill in FILLS:
@@ -163,7 +163,7 @@ def test_an_infinity_outlasts_a_weight_that_no_number_holds(dtype: str) -> None:
 def test_entries_that_do_not_count_weigh_nothing_whatever_their_gradient_is() -> None:
     """The gradient of a value whose entry names no key that the row sees may be anything."""
     case = IndexerCase("TND", q_len=(3,), kv_len=(7,), top_k=4)
-    args = made(values, case, positive=False)
+    args = arguments_of(values, case, positive=False)
     args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
     args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
     result = values(case, args)

@@ -35,7 +35,7 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
         del call.args["sink"]
-    full, wanted = call.whole(), expected(call)
+    full, wanted = call.full(), expected(call)
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
     rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
     result = empty_partial(rows.q, rows.q.shape[:3], 16)
@@ -51,7 +51,7 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     saved = chunk_pairs.Saved(call.tokens(call.dout), out, result.max, result.sum)
     parts = [chunk_pairs.backward(full, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
-        total = sum(getattr(part, name) for part in parts).to(dtype)
+        total = sum(getattr(addend, name) for addend in parts).to(dtype)
         compare(name, total[0], wanted[name])
 
 
@@ -63,5 +63,5 @@ def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
     everything = call.keys(call.pieces("kv"))
     rows = call.pieces("q", lambda length: list(range(64, length, 64)))
-    result = chunk_pairs.forward(call.whole(), call.rows(rows), everything, backend="triton")
+    result = chunk_pairs.forward(call.full(), call.rows(rows), everything, backend="triton")
     compare("out", result.out[0], expected(call)["out"])

@@ -40,12 +40,12 @@ class Call:
     def packed(self) -> bool:
         return self.args["layout"] == "TND"
 
-    def lowered(self, wide: bool = False) -> DenseCall:
+    def lowered(self, in_float64: bool = False) -> DenseCall:
         """The whole call; wide: in float64."""
         args = self.args
-        if wide:
-            made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
-            args = args | made
+        if in_float64:
+            inputs64 = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
+            args = args | inputs64
         # Without a call_cache: no plan of another variant is found again.
         return replace(fa_record.dense_call(bind(fa_record.RECORD, args), seed=self.seed))
 
@@ -59,7 +59,7 @@ class Call:
             return t[None]
         return t.transpose(1, 2) if t.dim() == 3 else t
 
-    def whole(self) -> FullCall:
+    def full(self) -> FullCall:
         call = self.lowered()
         given = dict(zip(EXTRAS, call.extras, strict=True))
         slopes, heads = given["slopes"], call.problem.heads_q
@@ -86,12 +86,12 @@ class Call:
         """The sequences of rows ("q") or keys ("kv"), cut where cuts(length) says."""
         e = self.lowered().extents
         lengths = e.q_len if side == "q" else e.kv_len
-        made = []
+        chunks = []
         for b, (length, start) in enumerate(zip(lengths, e.q_start if side == "q" else e.kv_start, strict=True)):
             edges = [0, *([] if cuts is None else cuts(int(length))), int(length)]
             for first, end in itertools.pairwise(edges):
-                made.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
-        return Pieces(*np.array(made, np.int64).T)
+                chunks.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
+        return Pieces(*np.array(chunks, np.int64).T)
 
 
 def each(pieces: Pieces) -> list[Pieces]:
