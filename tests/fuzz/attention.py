@@ -29,7 +29,7 @@ from .dense import (
     poison_matrix,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
+from .storage import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 
 UNLIMITED = 2**31 - 1
 

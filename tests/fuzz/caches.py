@@ -13,7 +13,7 @@ import fusion_attention as fa
 
 from .core import Value
 from .formulas import Rows, U
-from .places import Rng, Tensor, garbage, maybe, normal, pick, place
+from .storage import Rng, Tensor, garbage, maybe, normal, pick, place
 
 STEPS = 32639.0  # a query row beside stored integers has this many steps to its largest element
 WEIGHTS = 32767.0  # and a row's weights

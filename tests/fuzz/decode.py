@@ -14,7 +14,7 @@ from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill,
 from .core import Drawn, Results, Value
 from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
-from .places import (
+from .storage import (
     DTYPES,
     Rng,
     Tensor,

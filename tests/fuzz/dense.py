@@ -11,7 +11,7 @@ import torch
 
 from .core import Value
 from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, maybe, normal, pick, place, place_dense, place_rows, size
+from .storage import DTYPES, Rng, Tensor, dim, garbage, maybe, normal, pick, place, place_dense, place_rows, size
 
 LARGEST = 1_500_000  # elements of a call's scores
 

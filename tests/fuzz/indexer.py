@@ -15,8 +15,8 @@ from fusion_attention import npu
 from .core import Drawn, Results, Value, exact
 from .dense import Batch
 from .formulas import HALF, U, narrowing, rounding
-from .places import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
 from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_pages, read_entries, visible
+from .storage import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
 
 
 @dataclass

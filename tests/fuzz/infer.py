@@ -13,7 +13,7 @@ from .caches import Cache, draw_pages, draw_side
 from .core import Drawn
 from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, place_q, span_of, stored_out
 from .dense import draw_bias, draw_blocked, expanded
-from .places import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
+from .storage import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
 
 FORMS = {"BSH": "BSND", "BSND": "BSND", "BNSD": "BNSD"}
 

@@ -16,8 +16,8 @@ from .core import Drawn, Results, Value
 from .dense import Batch, fill_batch, hide_unseen
 from .formulas import EXP, Rows, U
 from .indexer import Scores, draw_parts, place_gradients, place_weights, scores_of
-from .places import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
 from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_stats, visible
+from .storage import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
 
 INDEX = ("iq", "ik", "iw")
 LEAST = 1e-8  # of a probability in a logarithm

@@ -12,7 +12,7 @@ import torch
 from .core import Value
 from .dense import Batch
 from .formulas import Slopes, U, rounding
-from .places import Tensor, maybe, normal, pick, place
+from .storage import Tensor, maybe, normal, pick, place
 
 if TYPE_CHECKING:
     from .training import Plan

@@ -17,7 +17,7 @@ from .caches import Cache, Side, draw_pages
 from .core import Drawn, Results, Value
 from .dense import Batch, dsink, fill_batch, gradients, hide_unseen
 from .formulas import Rows, Slopes, U
-from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, place_dense, size
+from .storage import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, place_dense, size
 
 
 def draw_sequences(rng: Rng, most: int = 300) -> Batch:

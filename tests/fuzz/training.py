@@ -27,8 +27,8 @@ from .dense import (
     hide_unseen,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 from .pse import Pse, draw_pse
+from .storage import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 
 FLT_MAX = float(np.finfo(np.float32).max)
 SQUARE, TALL = (2048, 2048), (3072, 2048)

@@ -22,7 +22,7 @@ from fusion_attention.contract.sampling import InvalidSample, invalid_samples, s
 from fusion_attention.ops import RECORDS
 
 from .core import Drawn, Results, Value, exact
-from .places import Rng, Tensor, maybe, pick, place
+from .storage import Rng, Tensor, maybe, pick, place
 
 OPERATORS = [op for name, op in RECORDS.items() if name.startswith("aclnn")]
 RUNTIME = 361001

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
-from fusion_attention.npu.auxiliary.kept import Some, keeping
+from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import experts
 
 __all__ = [
