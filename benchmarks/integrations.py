@@ -150,17 +150,17 @@ class LayerCall:
 
 def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
     """The call that a model's first layer makes; q, k and v lie in memory as they do there."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
-    function, result = known[name], []
+    function, result = ALL_ATTENTION_FUNCTIONS[name], []
 
     def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **words: Any) -> tuple[Tensor, Any]:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         result.append(LayerCall(function, module, q, k, v, mask, words))
         return function(module, q, k, v, mask, **words)
 
-    with torch.no_grad(), mock.patch.dict(known._local_mapping, {name: record}):
+    with torch.no_grad(), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {name: record}):
         model(input_ids=ids, use_cache=False)
     return result[0]
 

@@ -19,7 +19,7 @@ from fusion_attention.contract import ContractError, Op, bind
 from fusion_attention.distributed.groups import AnyGroup, Call, group_of
 from fusion_attention.distributed.layout import Layout, layout_of
 from fusion_attention.distributed.sharding import _gathered as gathered
-from fusion_attention.distributed.sharding import _shard_of as share
+from fusion_attention.distributed.sharding import _shard_of as shard_of
 from fusion_attention.distributed.sharding import _summed_shares as summed_shares
 from fusion_attention.distributed.sharding import shape_of
 from fusion_attention.ir.call import Lowered
@@ -110,12 +110,13 @@ class Side:
 
     def local(self, full: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks."""
-        return self.flat(share(self.lying(full), self.placement, self.rank, int(self.padded)))
+        return self.flat(shard_of(self.lying(full), self.placement, self.rank, int(self.padded)))
 
     def summed(self, call: Call, full: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks, summed over ranks in their order."""
         parts = (
-            share(self.lying(full), self.placement, rank, int(self.padded)) for rank in range(len(self.placement.ranks))
+            shard_of(self.lying(full), self.placement, rank, int(self.padded))
+            for rank in range(len(self.placement.ranks))
         )
         return self.flat(summed_shares(call, [shard.contiguous() for shard in parts]))
 

@@ -10,7 +10,7 @@ import torch
 
 from fusion_attention.distributed.lists import owned
 from fusion_attention.distributed.sharded_call import ShardedCall
-from fusion_attention.distributed.sharding import _shard_of as share
+from fusion_attention.distributed.sharding import _shard_of as shard_of
 from fusion_attention.memory import empty
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.plan import compute
@@ -100,7 +100,7 @@ def _exchanged(sharded: ShardedCall, indices: Tensor, values: Tensor) -> tuple[T
     offers = torch.cat((indices.view(torch.uint8), values.view(torch.uint8)), -1)
     full = side.lying(offers)
     sends = [
-        share(full, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
+        shard_of(full, side.placement, rank, int(side.padded)).contiguous() for rank in range(len(side.placement.ranks))
     ]
     shape = sends[sharded.call.rank].shape
     parts = [side.flat(t) for t in sharded.call.to_each("exchanging the best keys", sends, [shape] * len(sends))]
