@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
 
 def pairs(placement: Any) -> list[int]:
     """Causal pairs of a row and a key on each rank."""
-    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in pieces) for pieces in placement.ranks]
+    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in chunks) for chunks in placement.ranks]
 
 
 @given(LENGTHS, st.sampled_from(ONE), st.integers(1, 9))
@@ -44,10 +44,10 @@ def check(placement: Any, lengths: list[int], world: int) -> None:
     assert len(placement.ranks) == world
     tokens = sorted(token for rank in range(world) for token in placement.token_indices(rank).tolist())
     assert tokens == list(range(sum(lengths)))
-    for rank, pieces in enumerate(placement.ranks):
-        assert list(pieces) == sorted(pieces)
-        assert placement.sizes[rank] == sum(end - first for _, first, end in pieces)
-        for b, first, end in pieces:
+    for rank, chunks in enumerate(placement.ranks):
+        assert list(chunks) == sorted(chunks)
+        assert placement.sizes[rank] == sum(end - first for _, first, end in chunks)
+        for b, first, end in chunks:
             assert first < end
             assert first % CUT == 0
             assert end % CUT == 0 or end == lengths[b]

@@ -272,7 +272,7 @@ def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
 
 
 def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
-    """The whole call for pieces.py, with this rank's copy of what is the same on every rank."""
+    """The whole call for chunks.py, with this rank's copy of what is the same on every rank."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
     slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
     if slopes is not None:
@@ -387,7 +387,7 @@ def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, K
     matrices: dict[str, Any] = {
         n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES
     }
-    return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
+    return Rows(m.rows.chunks(rank), **rows, **matrices), Keys(m.keys.chunks(rank), **keys)
 
 
 def _rows_of(t: Any, layout: str, count: int) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fusion_attention.distributed import chunk_pairs
-from fusion_attention.distributed.chunk_pairs import FullCall, Gradients, Keys, Pairs, Pieces, Rows, Saved
+from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Gradients, Keys, Pairs, Rows, Saved
 from fusion_attention.distributed.groups import Call, Pending
 from fusion_attention.distributed.layout import Chunk, Layout, joined
 from fusion_attention.ir.merge import Partial, join_sink, merge
@@ -30,7 +30,7 @@ class Side:
     """How the tokens of rows, or of keys, lie on the ranks of a line.
 
     Args:
-        placement: the pieces of each rank, along the axis of tokens.
+        placement: the chunks of each rank, along the axis of tokens.
         lengths: tokens of each sequence that count.
         packed: sequences lie one behind another; else each item of a batch is one, and all are cut alike.
     """
@@ -39,14 +39,14 @@ class Side:
     lengths: np.ndarray
     packed: bool
 
-    def pieces(self, rank: int) -> Pieces:
-        """The pieces of a rank, as they lie in its tensors."""
-        return _pieces(self.placement.ranks[rank], self.lengths, self.packed)
+    def chunks(self, rank: int) -> Chunks:
+        """The chunks of a rank, as they lie in its tensors."""
+        return _chunks(self.placement.ranks[rank], self.lengths, self.packed)
 
-    def all(self) -> Pieces:
-        """All sequences, each in one piece, as they lie in gathered tensors."""
+    def all(self) -> Chunks:
+        """All sequences, each in one chunk, as they lie in gathered tensors."""
         full = tuple(Chunk(b, 0, n) for b, n in enumerate(self.placement.lengths))
-        return _pieces(full, self.lengths, self.packed, empty=True)
+        return _chunks(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
@@ -55,16 +55,16 @@ class Side:
         return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
 
 
-def _pieces(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Pieces:
+def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Chunks:
     b, first, end = np.array(chunks, np.int64).reshape(-1, 3).T
     start = np.cumsum(end - first) - (end - first)
     if packed:
-        return Pieces(b, first, end - first, np.zeros_like(b), start)
+        return Chunks(b, first, end - first, np.zeros_like(b), start)
     item = np.repeat(np.arange(len(lengths)), len(first))
     first, end, start = (np.tile(a, len(lengths)) for a in (first, end, start))
     count = np.minimum(end, lengths[item]) - first
     some = (count > 0) | empty
-    return Pieces(item[some], first[some], count[some], item[some], start[some])
+    return Chunks(item[some], first[some], count[some], item[some], start[some])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +87,8 @@ class Meeting:
     deterministic: bool = False
     dbias: bool = False
 
-    def pairs(self, name: Any, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
-        """The pairs of two sets of pieces, which all calls of a signature share under a name."""
+    def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
+        """The pairs of two sets of chunks, which all calls of a signature share under a name."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
             result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
@@ -101,14 +101,14 @@ class Meeting:
 def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     """Every rank gathers all keys: its rows meet theirs in ascending order, as in one process."""
     everything = _gather_keys(m, keys)
-    met = m.pairs("gathered", rows.pieces, everything.pieces)
+    met = m.pairs("gathered", rows.chunks, everything.chunks)
     return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """Gradients of keys are summed in the order of ranks; or computed by who has the keys, from all rows."""
     everything = _gather_keys(m, keys)
-    met = m.pairs("gathered", rows.pieces, everything.pieces)
+    met = m.pairs("gathered", rows.chunks, everything.chunks)
     g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
     names = ("dk", "dv", "dk_rope")
     if not m.deterministic:
@@ -120,20 +120,20 @@ def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Resul
 
 
 def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """The gradients of this rank's keys from all rows, rounded where one process rounds: one piece of each sequence at
+    """The gradients of this rank's keys from all rows, rounded where one process rounds: one chunk of each sequence at
     a time, so that none is a partial one."""
-    p, total = keys.pieces, None
+    p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
         some = turn == n
-        pieces = Pieces(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
-        met = m.pairs(("owned", n), rows.pieces, pieces)
+        chunks = Chunks(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
+        met = m.pairs(("owned", n), rows.chunks, chunks)
         # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
-        g = chunk_pairs.backward(m.full, rows, saved, replace(keys, pieces=pieces), met, m.backend, dbias=m.dbias)
+        g = chunk_pairs.backward(m.full, rows, saved, replace(keys, chunks=chunks), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
             continue
-        for b, start, end in zip(pieces.batch, pieces.start, pieces.start + pieces.count, strict=True):
+        for b, start, end in zip(chunks.batch, chunks.start, chunks.start + chunks.count, strict=True):
             for ours, theirs in ((total.dk, g.dk), (total.dv, g.dv), (total.dk_rope, g.dk_rope)):
                 if ours is not None and theirs is not None:
                     ours[b, start:end] = theirs[b, start:end]
@@ -216,8 +216,8 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     in this order. While it computes, the next keys arrive."""
     call = m.call
     if call.world == 1:
-        keys = replace(keys, pieces=m.keys.all())
-        return chunk_pairs.forward(m.full, rows, keys, m.pairs("local", rows.pieces, keys.pieces), m.backend)
+        keys = replace(keys, chunks=m.keys.all())
+        return chunk_pairs.forward(m.full, rows, keys, m.pairs("local", rows.chunks, keys.chunks), m.backend)
     block, result = _block(keys), None
     for step in range(call.world):
         source = (call.rank - step) % call.world
@@ -226,7 +226,7 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         with pending:
             if result is None or len(met):
                 partial = chunk_pairs.forward(
-                    m.full, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True
+                    m.full, rows, Keys(m.keys.chunks(source), *block), met, m.backend, partial=True
                 )
                 if result is None:
                     result = partial
@@ -235,7 +235,7 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         block = coming
     assert result is not None
     if m.full.sink is not None:
-        for b, start, count in zip(rows.pieces.batch, rows.pieces.start, rows.pieces.count, strict=True):
+        for b, start, count in zip(rows.chunks.batch, rows.chunks.start, rows.chunks.count, strict=True):
             join_sink(Partial(*(t[b, start : start + count] for t in result)), m.full.sink)
     return result._replace(out=result.out.to(rows.q.dtype))
 
@@ -247,8 +247,8 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """
     call = m.call
     if call.world == 1:
-        keys = replace(keys, pieces=m.keys.all())
-        met = m.pairs("local", rows.pieces, keys.pieces)
+        keys = replace(keys, chunks=m.keys.all())
+        met = m.pairs("local", rows.chunks, keys.chunks)
         g = chunk_pairs.backward(m.full, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
     block, total = _block(keys), None
@@ -258,7 +258,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
-        met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
+        met, of_block = _met(m, rows, source), Keys(m.keys.chunks(source), *block)
         with pending, behind:
             g = chunk_pairs.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
             del of_block  # No more than this block and the next are in memory.
@@ -283,7 +283,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
 
 def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
     """The pairs of this rank's rows with the keys of another."""
-    return m.pairs(("ring", source), rows.pieces, m.keys.pieces(source), partial=True)
+    return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:

@@ -107,7 +107,7 @@ class Heads:
         k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
         rank = self.inner.call.rank
-        in_rows, in_keys = self.inner.rows.pieces(rank), self.inner.keys.pieces(rank)
+        in_rows, in_keys = self.inner.rows.chunks(rank), self.inner.keys.chunks(rank)
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:

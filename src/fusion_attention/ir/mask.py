@@ -105,7 +105,7 @@ class Band:
         """As it is made."""
         text = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
         if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
-            return text  # what is no whole number a call names
+            return text  # a call names numbers that are not integers
         left = UNLIMITED if self.lo == -INFINITE else -self.lo
         right = UNLIMITED if self.hi == INFINITE else self.hi - 1
         align = () if self.align == "end" else (self.align,)

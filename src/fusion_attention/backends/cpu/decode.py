@@ -161,8 +161,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
         if pool.dtype is not dtype or table.dtype is not torch.int32:
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
-        pieces = (view.fragment, view.stride_piece) if view.fragment else ()
-        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *pieces
+        fragments = (view.fragment, view.stride_fragment) if view.fragment else ()
+        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *fragments
     start, address, stride_head, stride_token, dim = native.rows_of(view, dtype)
     return start, dtype.itemsize, address, stride_head, stride_token, dim
 

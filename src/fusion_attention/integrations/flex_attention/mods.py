@@ -190,7 +190,7 @@ def remembered(
     result = answer()
     if not keep(result):
         return result
-    answers[question] = (state, owners, result)  # held: while these live, their ids are not reused
+    answers[question] = (state, owners, result)  # while the owners live, their ids are not reused
     while len(answers) > _ENTRIES:
         answers.popitem(last=False)
     return result

@@ -14,7 +14,7 @@ from fusion_attention.ops.shared.rules import invalid, untrained
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
 INTEGERS = "quantised forms are not computed: pass floats"
 GRADIENT = "what is stored in a cache has no derivative: call it under torch.no_grad()"
-FRAGMENT = 16  # elements of a cache's piece in mode PA_NZ
+FRAGMENT = 16  # elements of a cache's fragment in mode PA_NZ
 
 WEIGHTS = (
     floats("weight_dq", "Makes the query's latent.", like="token_x", shape="H Cq"),

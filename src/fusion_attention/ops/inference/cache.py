@@ -15,7 +15,7 @@ from fusion_attention.ops.shared.layouts import LAYOUTS, keep
 Tensor = torch.Tensor
 View = TypeVar("View", RowView, PagedView, RowView | PagedView)
 
-NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in pieces
+NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in fragments
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class CacheViews:
         size = self.cache.page_size
         if self.cache.layout == NZ:
             block, head, fragment, token, _ = pool.stride()
-            pieces = (pool.shape[4], fragment) if pool.shape[2] > 1 else (0, 0)
-            return PagedView(pool, self._table(), size, block, token, head, dim, *pieces)
+            fragments = (pool.shape[4], fragment) if pool.shape[2] > 1 else (0, 0)
+            return PagedView(pool, self._table(), size, block, token, head, dim, *fragments)
         batch, tokens, heads = LAYOUTS[self.cache.layout]
         assert batch is not None
         stride = self._bytes(dim) if heads is None else pool.stride(heads)
