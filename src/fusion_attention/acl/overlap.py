@@ -14,7 +14,7 @@ _WORK = 100_000
 
 @functools.lru_cache(maxsize=1024)
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two elements of a strided window are the same memory."""
+    """True if two elements of a strided window are the same memory."""
     reach, ordered = 1, True
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         ordered = ordered and stride >= reach
@@ -43,7 +43,7 @@ class _Addressed:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two windows have an element in common; interleaved ones may have none."""
+    """True if two windows have an element in common; interleaved ones may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
         return bool(np.shares_memory(first, second, max_work=_WORK))

@@ -133,7 +133,7 @@ def calls(
 
 
 def summary(results: list[Call]) -> dict[str, Any]:
-    """How many calls of each verdict, and their time together."""
+    """The number of calls of each verdict, and their time together."""
     counts = {verdict: sum(call.verdict == verdict for call in results) for verdict in _STYLES}
     return {**counts, "milliseconds": sum(call.milliseconds for call in results)}
 

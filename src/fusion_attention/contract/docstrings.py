@@ -14,7 +14,7 @@ _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """What help() says: a sentence, the formula, and sections as every public docstring here has them."""
+    """The text of help(): a sentence, the formula, and sections as every public docstring here has them."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
     results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
@@ -38,7 +38,7 @@ def docstring(op: Op) -> str:
 
 
 def _description(op: Op, p: Param) -> str:
-    """What a record says of a parameter: its text, shape and dtypes, or its domain."""
+    """The line of a parameter: its text, shape and dtypes, or its domain."""
     sentences = [p.text]
     if isinstance(p, Attr) and p.axis:
         sentences[0] = f"{p.axis}: {sentences[0]}"

@@ -72,7 +72,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class FullCall:
-    """What all chunks of a call have in common.
+    """The unsharded call that its chunks belong to.
 
     Args:
         problem, extents: of the whole call; of heads that lie spread over processes, problem counts those here.
@@ -339,7 +339,7 @@ def _sees(e: Extents) -> np.ndarray:
 
 
 def _fills(chunks: Chunks, chosen: np.ndarray, layers: int, tokens: int) -> bool:
-    """Whether pairs write all tokens of a tensor."""
+    """True if pairs write all tokens of a tensor."""
     return layers == 1 and int(chunks.count[chosen].sum()) == tokens
 
 
@@ -348,7 +348,7 @@ def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bo
 
 
 def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Where chunks lie, neighbours together: places on a tensor's first two axes."""
+    """The runs of neighbouring chunks: positions on a tensor's first two axes."""
     batch, start, end = chunks.batch[chosen], chunks.start[chosen], (chunks.start + chunks.count)[chosen]
     order = np.lexsort((start, batch))
     batch, start, end = batch[order], start[order], end[order]

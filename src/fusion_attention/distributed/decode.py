@@ -208,7 +208,7 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """How many of this rank's tokens stand before tokens [sequences, rows] of their sequences."""
+    """The number of this rank's tokens before tokens [sequences, rows] of their sequences."""
     result = np.zeros_like(token)
     for b, local in enumerate(pages):
         page = token[b] // size

@@ -246,7 +246,7 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
 
 
 def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """What every rank must say alike; of matrices all axes but the rows, which may be few here and one there."""
+    """The settings that ranks must share; of matrices all axes but the rows, which may be few here and one there."""
     settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
     for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
@@ -260,7 +260,7 @@ def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str
 
 
 def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """How rows and keys lie on ranks."""
+    """The layouts of rows and keys on ranks."""
     e = lowered.extents
     batch, token, _ = LAYOUTS[lowered.form.layout]
 

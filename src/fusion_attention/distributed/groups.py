@@ -228,7 +228,7 @@ class Call:
 
     @contextmanager
     def reporting(self, step: str) -> Iterator[None]:
-        """What torch.distributed raises within, as a GroupError."""
+        """Errors of torch.distributed within become GroupErrors."""
         try:
             yield
         except GroupError:

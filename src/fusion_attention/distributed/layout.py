@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of sequences lie on ranks.
+    """The layout of the tokens of sequences on ranks.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -47,7 +47,7 @@ class Layout:
         return tuple(sum(chunk.end - chunk.first for chunk in chunks) for chunks in self.ranks)
 
     def token_indices(self, rank: int) -> np.ndarray:
-        """Where the tokens of a rank stand among the tokens of all sequences, end to end: int64, in local order."""
+        """The indices of a rank's tokens among those of all sequences, end to end: int64, in local order."""
         starts = np.cumsum((0, *self.lengths))
         parts = [np.arange(p.first, p.end) + starts[p.sequence] for p in self.ranks[rank]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)

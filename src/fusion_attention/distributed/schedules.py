@@ -27,7 +27,7 @@ Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """How the tokens of rows, or of keys, lie on the ranks of a line.
+    """The layout of the tokens of rows, or of keys, on the ranks of a line.
 
     Args:
         placement: the chunks of each rank, along the axis of tokens.
@@ -69,7 +69,7 @@ def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty:
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """What every schedule needs to know.
+    """The inputs of every schedule.
 
     Args:
         full: the unsharded call.
@@ -204,7 +204,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
-    """What the sink gets of this rank's rows."""
+    """The sink's gradient from this rank's rows."""
     return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
 

@@ -58,7 +58,7 @@ class Segment(NamedTuple):
 
 
 class Side:
-    """How the tokens of queries, or of keys, lie: on ranks, and in the whole.
+    """The layout of the tokens of queries, or of keys: on ranks, and in the unsharded call.
 
     Attributes:
         lengths: tokens of every sequence that count; starts: where it begins in the whole.

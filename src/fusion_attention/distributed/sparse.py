@@ -259,7 +259,7 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
 
 
 def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """What ranks compare beside the call: whether a backward will come, and which."""
+    """The settings that ranks compare beside the call: a coming backward, and its form."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 

@@ -66,7 +66,7 @@ def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 
 def _chosen(sharded: ShardedCall, tensors: dict[str, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """What this rank's keys offer every row: positions in whole sequences, and values."""
+    """The candidates of every row among this rank's keys: positions in unsharded sequences, and values."""
     q, problem = tensors["query"], replace(sharded.full.problem, has_values=True, wide_values=True)
     assert q is not None
     count, values_dtype = problem.top_k, torch.promote_types(q.dtype, torch.float32)

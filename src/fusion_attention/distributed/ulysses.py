@@ -179,7 +179,7 @@ class Heads:
         return [None if t is None else next(result) for t in tensors]
 
     def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
-        """What this rank has for its heads, and zeros for all others."""
+        """This rank's values for its heads, and zeros for all others."""
         first, end = self.of_q[self.call.rank]
         pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
         return torch.nn.functional.pad(tensor, pad)

@@ -73,7 +73,7 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """Whether each cell is seen."""
+    """True for cells that rows see."""
     return cells >= VISIBLE
 
 

@@ -171,7 +171,7 @@ def _transformed() -> bool:
 
 
 def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the three are what this library computes."""
+    """True if this library computes the three."""
     if type(query) not in _TENSOR_TYPES or type(key) not in _TENSOR_TYPES or type(value) not in _TENSOR_TYPES:
         return False
     device, dtype = query.device, query.dtype
@@ -227,7 +227,7 @@ def _batched(
 
 
 def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a mask is one that this library adds or obeys, and broadcasts to the scores."""
+    """True if this library adds or obeys a mask, and it broadcasts to the scores."""
     return (
         type(mask) in _TENSOR_TYPES
         and mask.dtype in (torch.bool, q.dtype)

@@ -238,7 +238,7 @@ def _read_padding(keys: Tensor) -> _Padding:
 
 
 def _cached(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """What read(tensor) says, kept on the tensor until it changes: a forward hands one mask to all its layers."""
+    """The result of read(tensor), cached on the tensor until it changes: a forward hands one mask to all its layers."""
     entries = tensor.__dict__.get("_fusion_attention")
     if tensor.is_inference() and entries is None:
         return read(tensor)  # which has no version; only mask() writes it

@@ -137,7 +137,7 @@ class Recorded:
 
 
 def from_recording(recording: Recording, source: str = "") -> Recorded:
-    """What a capture holds."""
+    """The call of a capture."""
     outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
     return Recorded(
         recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream

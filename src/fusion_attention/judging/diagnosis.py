@@ -118,7 +118,7 @@ def _unlike(explanations: list[Explanation]) -> list[Explanation]:
 def _lesser(
     case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """What explains the outputs but for noise; else what explains some of them."""
+    """The explanations of the outputs but for noise; else those of some outputs."""
     noisy = []
     for f in tried:
         if _left(f.result, sample, failing) <= LEFT:

@@ -71,7 +71,7 @@ class Map:
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
-    """What rows that are wrong look like: zeros, NaN, infinities, or copies of other rows.
+    """The appearance of wrong rows: zeros, NaN, infinities, or copies of other rows.
 
     Args:
         word: for a row. rows: of a sequence, [heads, rows, elements]; None: copies are no matter.

@@ -53,10 +53,10 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """How near the captured outputs are to the setting's.
+    """The distance of the captured outputs from the setting's.
 
     Args:
-        grade: of the programs whose errors are expected. whole: the pieces are all of the call, and maps are wanted.
+        grade: of the programs whose errors are expected. complete: the pieces are all of the call, and maps are wanted.
         with_baseline: measure a baseline program too. beside: other results, by who computed them.
     """
 

@@ -208,7 +208,7 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
 
 
 def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[str, Tensor]:
-    """What the block adds to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
+    """The block's addends to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
     rounded where sums go on."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g

@@ -86,7 +86,7 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
 
 
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an output looks like."""
+    """The appearance of an output's errors."""
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
     if kind == "indices":  # judgeable() marks them by NaN
@@ -124,7 +124,7 @@ def setting_of(lowered: Any) -> Index:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What golden has of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
+    """Golden's values of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
 
     kind: str
     b: int
@@ -200,7 +200,7 @@ def measured(
     with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """How near captured outputs, and other results beside them, are to golden's."""
+    """The distance of captured outputs, and of other results beside them, from golden's."""
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}

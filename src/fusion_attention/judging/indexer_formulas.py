@@ -182,7 +182,7 @@ class Compared:
 
 
 def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """What rows of a sequence make of the two distributions; low: dI is rounded to bfloat16, if it is that."""
+    """The two distributions over rows of a sequence, compared; low: dI is rounded to bfloat16, if it is that."""
     p, s, a = x.problem, x.scored(b, rows, dtype), _attended(x, b, rows, dtype)
     times = x.visible(b, rows).to(dtype)
     if p.select_count:
@@ -240,7 +240,7 @@ def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
-    """What rows add to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
+    """The rows' addends to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """

@@ -153,11 +153,11 @@ def computed(
     setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """What the outputs of a unit should be, by name.
+    """The expected outputs of a unit, by name.
 
     Args:
-        grade: of the programs whose errors are expected. plain: a plain program's results too. exact: of gradients of
-            keys, what the saved output lost is taken from all keys of the rows that they meet.
+        grade: of the programs whose errors are expected. with_baseline: a baseline program's results too. exact: of
+            gradients of keys, the error of the saved output is taken from all keys of the rows that they meet.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
     if not with_baseline:

@@ -44,7 +44,7 @@ def table(judgement: Judgement) -> RenderableType:
 
 
 def _figures(o: Opinion) -> str:
-    """Where an output is wrong, and by what; of one that is right, how exact it is."""
+    """The place and the error of a wrong output; the precision of a right one."""
     if o.passes:
         return o.grade if o.judged.standard == "error-bound" else ""
     return "; ".join((*o.where, o.judged.reason))

@@ -33,7 +33,7 @@ class _OneRank:
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """Where attention and the indexer's functions are: of one process, or of several ranks."""
+    """The module of attention and the indexer's functions: for one process, or for several ranks."""
     if ranks is None:
         return _OneRank
 

@@ -118,7 +118,7 @@ def _tree(text: bytes) -> ast.AST:
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
-    """Whether a name of the table is here.
+    """True if a name of the table is here.
 
     Args:
         name: as Use has it.

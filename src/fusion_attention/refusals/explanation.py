@@ -363,7 +363,7 @@ def _likely(op: Op, log: Log) -> list[Finding]:
 
 
 def _beside_log(log: Log, findings: list[Finding]) -> str:
-    """Whether what was found explains the code of a log."""
+    """A clause that compares the code of a log with the findings."""
     if not findings:
         return f"; but the log says {log.code}: the call that failed was another one, or CANN knows a rule more"
     same = [f for f in findings if f.code in (log.code, SAME.get(log.code))]

@@ -322,7 +322,7 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """What torch, or numpy, makes."""
+    """The result of a creating function of torch, or of numpy."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
@@ -351,7 +351,7 @@ def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call)
 
 
 def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """What a method of a tensor gives."""
+    """The result of a method of a tensor."""
     if name in _CASTS:
         return tensor.to(_DTYPES[name])
     if name in ("to", "type"):

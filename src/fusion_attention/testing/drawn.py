@@ -139,7 +139,7 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What a structure holds, by name; nothing where it holds None."""
+    """The leaves of a structure, by name; None has no leaf."""
     if isinstance(x, dict):
         for key, item in x.items():
             yield from _leaves(item, f"{name}: {key}")

@@ -39,7 +39,7 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """What a call should give beside the keys that it chooses: golden's results, and the sizes of errors.
+    """The expected results of a call beside the keys that it chooses: golden's, and the sizes of errors.
 
     Args:
         call: as check_index() takes it. chosen: results whose keys are judged meanwhile, by what they score.

@@ -79,7 +79,7 @@ def arguments(case: LossCase) -> dict[str, Any]:
 def statistics(
     case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """What attention and indexer would have saved, computed in one dtype and kept in another."""
+    """The saved statistics of attention and indexer, computed in one dtype and stored in another."""
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}

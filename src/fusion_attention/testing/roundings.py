@@ -294,7 +294,7 @@ class Roundings(TorchDispatchMode):
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
     def _is_exact(self, values: Tensor) -> Tensor:
-        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all of them.
+        """True where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all.
 
         float64's least number, with which models fill their masks, is -inf with an error.
         """
@@ -333,7 +333,7 @@ def _is_factor(name: str) -> bool:
 
 
 def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
-    """How many numbers each sum adds."""
+    """The number of terms of each sum."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
@@ -342,7 +342,7 @@ def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
 
 
 def _exact(base: str, result: Any, args: Any) -> Any:
-    """Where an operation has nothing to round: a factor is a power of two, or a term is 0."""
+    """True where an operation has nothing to round: a factor is a power of two, or a term is 0."""
     if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)

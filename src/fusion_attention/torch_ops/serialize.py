@@ -178,7 +178,7 @@ def bound(text: Text, args: dict[str, Any]) -> Bound:
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """What is wrong with the call, while it is traced; symbols and lengths wait until it runs."""
+    """Refuses a wrong call while it is traced; symbols and lengths wait until it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
     is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))

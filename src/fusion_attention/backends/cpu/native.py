@@ -87,7 +87,7 @@ class Floats:
         self._references.clear()
 
     def address(self, values: torch.Tensor | None) -> int:
-        """Where the values lie as one float32 array: often they are a row that serves all sequences."""
+        """The address of the values as one float32 array: often they are a row that serves all sequences."""
         if values is None:
             return 0
         self._references.append(values.to(torch.float32).contiguous())

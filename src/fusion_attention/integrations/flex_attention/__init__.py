@@ -275,7 +275,7 @@ def _attend(
 
 
 def _packs(visible: Visible, terms: Terms) -> bool:
-    """Whether a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
+    """True if a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
     if not visible.packed or visible.band is None or terms.bias is not None:
         return False
     return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)

@@ -72,13 +72,13 @@ class Shape:
 
 
 def of_block_mask(mask: Any, shape: Shape) -> Visible:
-    """What torch's BlockMask says of a call's pairs."""
+    """The visible pairs of torch's BlockMask."""
     grid, block = _grid(mask, shape)
     return _visible_of(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
 def of_function(mod: mods.Mod, shape: Shape) -> Visible:
-    """What a function of positions says: true where a row sees a key."""
+    """The visible pairs of a function of positions, true where a row sees a key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative

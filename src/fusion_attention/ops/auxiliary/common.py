@@ -30,7 +30,7 @@ def halves(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
+    """True if a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
     if tensor.dim() > target.dim():
         return False
     shape = target.shape[target.dim() - tensor.dim() :]

@@ -27,7 +27,7 @@ def buffer(cache: torch.Tensor, mode: str) -> int:
 
 
 def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
-    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache holds rows of a width, in an order that its mode can write."""
     if cache.dim() != 4 or cache.shape[3] != width:
         return False
     if mode == "Norm":

@@ -33,7 +33,7 @@ def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """Whether there is a product for every group; one: they share a result."""
+    """True if there is a product for every group; one: they share a result."""
     results = matrices(weight)
     shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
@@ -52,7 +52,7 @@ def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
-    """Whether there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
+    """True if there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
     weights = matrices(weight)
     results = vectors(given, len(weights))
 

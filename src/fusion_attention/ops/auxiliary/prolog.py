@@ -72,7 +72,7 @@ NO_SCALE = result("dequant_scale_q_nope", "Without elements.", "float32")
 
 
 def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
-    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache holds rows of a width, in an order that its mode can write."""
     if cache.dim() != 4 or tuple(cache.shape[2:]) != (1, width):
         return False
     return mode == "PA_BSND" or (width % FRAGMENT == 0 and cache.is_contiguous())

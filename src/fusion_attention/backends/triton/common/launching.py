@@ -133,7 +133,7 @@ class Schedule:
     by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """What `make` makes, the first time on a layout of memory (layout_table.layout); the last LAYOUTS are known."""
+        """make()'s result, made the first time on a layout of memory (layout_table.layout); the last LAYOUTS stay."""
         result = self.by_layout.get(layout)
         if result is None:
             result = self.by_layout[layout] = make()
@@ -152,5 +152,5 @@ class Schedule:
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """What an operation kind needs; tiles are cut when a device is known."""
+    """The schedule of an operation kind; tiles are planned when a device is known."""
     return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

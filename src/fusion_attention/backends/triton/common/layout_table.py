@@ -84,7 +84,7 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """How many of q's elements, at most those of 16 bytes, divide where every row of every view starts."""
+    """The most elements of q, at most those of 16 bytes, that divide the start of every row of every view."""
     q = views["q"]
     smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
     result = _LOAD_BYTES
@@ -220,7 +220,7 @@ class Copied:
 
 @dataclass(eq=False)
 class DeviceTables:
-    """What a schedule has on devices of the lengths: themselves and lists of tiles, each copied once."""
+    """The lengths of a schedule on devices, and the lists of tiles made of them, each copied once."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # what was planned for: lists have room for it

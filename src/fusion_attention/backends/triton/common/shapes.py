@@ -259,7 +259,7 @@ def crowded(problem: Problem) -> bool:
 
 
 def has_no_modifiers(problem: Problem) -> bool:
-    """Whether a score is a product and nothing else."""
+    """True if a score is a product and nothing else."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 

@@ -62,7 +62,7 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """What decode and join know while compiling."""
+    """The compile-time values of decode and join."""
     p = problem
     constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
     constexprs |= {
@@ -220,7 +220,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """What run() does with memory as these views and arguments lie."""
+    """The launches of run() on memory as these views and arguments lie."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:

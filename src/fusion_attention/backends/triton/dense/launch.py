@@ -75,7 +75,7 @@ def raw(problem: Problem) -> bool:
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """What the forward kernel knows while compiling."""
+    """The compile-time values of the forward kernel."""
     constexprs = constants(problem, tile, align)
     return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
@@ -137,7 +137,7 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
     sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
     flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
     return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
@@ -173,7 +173,7 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """What dropout counts by where it has no bits: the stream of head 0, the first row and the first key."""
+    """The counters of dropout that has no bits: the stream of head 0, the first row and the first key."""
     if problem.dropout != "philox":
         return None
     if (origin := extents.part) is not None:
@@ -227,7 +227,7 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """What a kernel knows that recomputes rows."""
+    """The compile-time values of a kernel that recomputes rows."""
     constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
     return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
@@ -304,7 +304,7 @@ def ready_forward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """What run_forward() does with memory as these views and arguments lie."""
+    """The launches of run_forward() on memory as these views and arguments lie."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
@@ -329,7 +329,7 @@ def ready_forward(
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
+    """The compile-time values of prepare, backward_query and backward_key, the last with a tile of its own."""
     constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
     of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
@@ -364,7 +364,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """What run_backward() launches."""
+    """Launches the kernels of run_backward()."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -392,7 +392,7 @@ def ready_backward(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Ready:
-    """What run_backward() does with memory as these views and arguments lie."""
+    """The launches of run_backward() on memory as these views and arguments lie."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory

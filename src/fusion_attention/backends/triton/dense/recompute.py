@@ -49,7 +49,7 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Whether some element of rows in parts is wrong: 0 or 1."""
+    """1 for rows in parts with a wrong element, else 0."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
     flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:

@@ -55,7 +55,7 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 @triton.jit
 def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """Where dI of a token begins; VIEWED: in a view of the caller's, else in memory of the chunk."""
+    """The address of dI of a token; VIEWED: in a view of the caller's, else in memory of the chunk."""
     if VIEWED:
         at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
@@ -65,7 +65,7 @@ def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr,
 
 @triton.jit
 def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
-    """Whether something of rows in parts is not finite: 0 or 1."""
+    """1 for rows in parts with an element that is not finite, else 0."""
     strange = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
     if W1:
         strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))

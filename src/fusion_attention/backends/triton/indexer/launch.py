@@ -79,7 +79,7 @@ def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """What index_scores, index_choice and index_write know while compiling."""
+    """The compile-time values of index_scores, index_choice and index_write."""
     p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
     of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
@@ -164,7 +164,7 @@ def ready_topk(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """What run_topk() does with memory as these views and arguments lie."""
+    """The launches of run_topk() on memory as these views and arguments lie."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
@@ -206,7 +206,7 @@ def ready_topk(
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """What the operation kind allocates besides operands and results, at most."""
+    """The most bytes that the operation kind allocates besides operands and results."""
     p, e = problem, schedule.device_tables.extents
     if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
@@ -268,7 +268,7 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """What recompute_gradient knows."""
+    """The compile-time values of recompute_gradient."""
     constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
     return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
@@ -338,7 +338,7 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """What run_backward() does with memory as these views and arguments lie."""
+    """The launches of run_backward() on memory as these views and arguments lie."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))

@@ -98,7 +98,7 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """What warm_lse and join_lse know while compiling."""
+    """The compile-time values of warm_lse and join_lse."""
     constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
     return constexprs, {"BM": tile.BM}
 
@@ -128,7 +128,7 @@ def ready_lse(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Roomy:
-    """What run_lse() does with memory as these views lie."""
+    """The launches of run_lse() on memory as these views lie."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
@@ -256,7 +256,7 @@ def ready_warm(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Roomy:
-    """What launch_loss.run_loss() does without lists, with memory as these views lie."""
+    """The launches of launch_loss.run_loss() without lists, on memory as these views lie."""
     e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)

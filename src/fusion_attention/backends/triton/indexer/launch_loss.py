@@ -87,7 +87,7 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
-    """What an operation kind allocates besides operands and results, at most."""
+    """The most bytes that an operation kind allocates besides operands and results."""
     e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
@@ -152,7 +152,7 @@ def ready_selected(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:
-    """What run_loss() does over selected keys, with memory as these views lie."""
+    """The launches of run_loss() over selected keys, on memory as these views lie."""
     e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)

@@ -75,20 +75,20 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 def forward_constants(
     problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False
 ) -> launching.Constants:
-    """What the forward kernel knows while compiling; split: programs share out a list."""
+    """The compile-time values of the forward kernel; split: programs share out a list."""
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
     return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "SPLIT": split}
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """What join() knows."""
+    """The compile-time values of join()."""
     constexprs = forward_constants(problem, launch_decode.JOIN, align)
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
 
 def recompute_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
-    """What the kernel that recomputes knows."""
+    """The compile-time values of the kernel that recomputes."""
     constexprs = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
@@ -150,7 +150,7 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """What run() does with memory as these views and arguments lie."""
+    """The launches of run() on memory as these views and arguments lie."""
     table, last = launch_decode.pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)

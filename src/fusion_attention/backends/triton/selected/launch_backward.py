@@ -76,7 +76,7 @@ def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> in
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
+    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
     p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
@@ -135,7 +135,7 @@ def prepare_layout(
     views: dict[str, Any],
     given: dict[str, Any],
 ) -> Prepared:
-    """What run() does with memory as these views lie."""
+    """The launches of run() on memory as these views lie."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
@@ -251,7 +251,7 @@ class Step:
 
 
 def launches(problem: Problem, tiles: dict[str, SlotTile], align: int, slots: int, atomic: bool = False) -> list[Step]:
-    """What a chunk launches, in its order."""
+    """The launches of a chunk, in their order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
     lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
@@ -320,7 +320,7 @@ def known_of(tile: SlotTile) -> Constants:
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
-    """What prepare() knows while compiling."""
+    """The compile-time values of prepare()."""
     constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
     return constexprs | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
