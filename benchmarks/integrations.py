@@ -235,10 +235,10 @@ def registered_us() -> float:
     differences = []
     for _ in range(400):
         taken = []
-        for call_ in (call.forward, lambda: direct().transpose(1, 2)):
+        for function in (call.forward, lambda: direct().transpose(1, 2)):
             start = time.perf_counter()
             for _ in range(5):
-                call_()
+                function()
             taken.append((time.perf_counter() - start) / 5)
         differences.append(taken[0] - taken[1])
     return statistics.median(differences) * 1e6

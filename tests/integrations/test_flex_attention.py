@@ -36,19 +36,19 @@ def block_mask(mask: Mod, tokens: int = TOKENS, size: Any = 128) -> Any:
 
 
 def judged(
-    score_mod: Mod | None, mask: Mod | None, block_mask_: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
+    score_mod: Mod | None, mask: Mod | None, created_mask: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
 ) -> None:
     """Output, lse and all gradients against the formula in float64."""
     *qkv, dout = inputs(0, dtype=dtype)
     names = ("out", "lse", "dq", "dk", "dv", *(f"dcaptured {i}" for i in range(len(trained))))
 
-    def results(call: Mod, dtype_: torch.dtype) -> dict[str, Tensor]:
-        leaves = [t.detach().to(dtype_).requires_grad_() for t in qkv]
+    def results(call: Mod, results_dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [t.detach().to(results_dtype).requires_grad_() for t in qkv]
         out, lse = call(*leaves)
-        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(dtype_))
+        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(results_dtype))
         return dict(zip(names, (out, lse, *grads), strict=True))
 
-    ours = results(lambda *t: flex_attention(*t, score_mod, block_mask_, enable_gqa=True, return_lse=True), dtype)
+    ours = results(lambda *t: flex_attention(*t, score_mod, created_mask, enable_gqa=True, return_lse=True), dtype)
 
     def golden() -> Any:
         return results(lambda *t: formula(*t, score_mod, mask), torch.float64)

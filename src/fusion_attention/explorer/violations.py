@@ -139,9 +139,9 @@ def respell(text: str, other_names: dict[str, str]) -> str:
     return text
 
 
-def verdict(remarks_: Sequence[Mapping[str, Any]]) -> str:
+def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
     """What becomes of a call: "ok", "note" (runs, and says something), "chip" (refused there alone), "refused"."""
-    levels = [remark["level"] for remark in remarks_]
+    levels = [remark["level"] for remark in findings]
     if "meaning" in levels:
         return "refused"
     if "limit" in levels or "doubt" in levels:

@@ -182,7 +182,7 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dty
     return of_p, row
 
 
-def of_loss(c: Compared, spread_: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
+def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
     """[1]: of what rows add to the loss, f (log p - log y) over their keys, but for what its own size adds.
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
@@ -190,13 +190,13 @@ def of_loss(c: Compared, spread_: Spread, terms: int, dtype: torch.dtype, grade:
            + a n (t^2 / 3 + sum_j t_j^2)        a row's sum t of its n keys
     all    a rows sum of t^2                    their sum over `terms` rows
     """
-    a, r, error_dtype = grade.sums(dtype), grade.step(dtype), spread_.of_y.dtype
+    a, r, error_dtype = grade.sums(dtype), grade.step(dtype), spreads.of_y.dtype
     by_y, by_p, losses = (_clean(t.to(error_dtype)) for t in (c.loss_by_y, c.loss_by_p, c.losses))
     log_p, log_y = (t.to(error_dtype) for t in c.logs)
     apart = 2 * (log_p - log_y).square()
     logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
     n, total = c.times.square().sum(-1).to(error_dtype), losses.sum(-1).square()
-    variance = spread_.of_sums(by_y, by_p) + (_clean(c.p.to(error_dtype)) * c.times.to(error_dtype)).square().mul(
+    variance = spreads.of_sums(by_y, by_p) + (_clean(c.p.to(error_dtype)) * c.times.to(error_dtype)).square().mul(
         logs
     ).sum(-1)
     variance = variance + a * n * (total / 3 + losses.square().sum(-1)) + (a * terms + r) * total

@@ -179,8 +179,8 @@ def _with_plain(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -
         _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
         baseline = {"values": values[None], "indices": indices[None]}
     elif x.op_kind == "indexer_lse":
-        statistics_ = softmax(x.scored(b, rows, narrow).scores, x.visible(b, rows).to(narrow))
-        baseline = {"max": statistics_[0][None], "sum": statistics_[1][None]}
+        max_and_sum = softmax(x.scored(b, rows, narrow).scores, x.visible(b, rows).to(narrow))
+        baseline = {"max": max_and_sum[0][None], "sum": max_and_sum[1][None]}
     elif x.op_kind == "indexer_loss":
         c = compared(x, b, rows, narrow, dtype)
         baseline = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}

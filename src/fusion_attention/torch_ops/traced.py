@@ -161,7 +161,5 @@ def gradients(
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]
-    gradients_ = torch.ops.fusion_attention.lowered_grad(
-        of_results, [results[n] for n in names.results], wanted, *packed
-    )
-    return dict(zip(names.tensors, gradients_, strict=True))
+    grads = torch.ops.fusion_attention.lowered_grad(of_results, [results[n] for n in names.results], wanted, *packed)
+    return dict(zip(names.tensors, grads, strict=True))
