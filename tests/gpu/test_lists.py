@@ -11,7 +11,7 @@ import torch
 from support.bits import same_bits
 from support.lse_calls import dense, judge, lists
 from support.on_gpu import copied
-from support.reference_layers import reference
+from support.reference_layers import plain
 
 import fusion_attention as fa
 from fusion_attention import nn
@@ -139,7 +139,7 @@ def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) 
         got = home(trained(layer, *layer(x.cuda(), rope=tuple(t.cuda() for t in rope))))
 
     def program() -> Results:
-        out, loss = reference(layer64, x[0].double(), 16)
+        out, loss = plain(layer64, x[0].double(), 16)
         return trained(layer64, out[None], loss / 200)
 
     compare_with(stage, got, program, draws=16)

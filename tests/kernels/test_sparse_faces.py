@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference_layers import HEADS, LATENT, reference
+from support.reference_layers import HEADS, LATENT, plain
 
 import fusion_attention as fa
 from fusion_attention import nn, npu
@@ -46,7 +46,7 @@ def test_layers(form: str, stage: str) -> None:
         got = trained(layer, *layer(x, rope=nn.rope_table(torch.arange(LENGTH), 6 if form == "latent" else 8)))
 
     def program() -> Results:
-        out, loss = reference(layer64, x[0].double())
+        out, loss = plain(layer64, x[0].double())
         return trained(layer64, out[None], loss / LENGTH)
 
     compare_with(f"{form} {stage}", got, program, draws=16)

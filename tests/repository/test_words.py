@@ -27,6 +27,7 @@ STAYS = {
     "testing/cases.py": "part seen", "testing/plain.py": "plain", "explorer/seen.py": "seen",
     "testing/indexer_loss.py": "kept own plain", "contract/record.py": "asked", "backends/cpu/decode.py": "own",
     "ops/shared/layouts.py": "wide", "ops/shared/rules.py": "WHOLE", "ir/places.py": "places",
+    "tests/support/reference_layers.py": "plain",
 }  # fmt: skip
 LATER = re.compile(
     r"tests/(sparse|native)/|src/fusion_attention/(ops/(sparse|indexer|indexer_loss)/|ir/problem|backends/golden/"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.bits import same_bits
 from support.compiled import compiled
-from support.reference_layers import DIM, LATENT, make, reference
+from support.reference_layers import DIM, LATENT, make, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -53,7 +53,7 @@ Results = dict[str, Tensor]
 
 def plainly(layer: Any, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
     """What plain() gives of a batch in float64: rows one behind the other, and the loss meant over them."""
-    results = [reference(layer, x.double()) for x in sequences]
+    results = [plain(layer, x.double()) for x in sequences]
     return torch.cat([out for out, _ in results]), torch.stack([loss for _, loss in results]).sum() / sum(
         map(len, sequences)
     )
@@ -236,7 +236,7 @@ def test_bfloat16(stage: str) -> None:
     assert {t.dtype for t in ours[::2]} == {torch.bfloat16}
 
     def written_plainly() -> list[Tensor]:
-        result = [reference(wide, x.bfloat16().double()) for x in batch]
+        result = [plain(wide, x.bfloat16().double()) for x in batch]
         return 3 * [torch.stack([out for out, _ in result]), torch.stack([loss for _, loss in result]) / 16]
 
     compare_with(stage, ours, written_plainly, dtype=torch.bfloat16, draws=DRAWS)

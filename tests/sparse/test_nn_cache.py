@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.reference_layers import DIM, LATENT, make, reference
+from support.reference_layers import DIM, LATENT, make, plain
 from torch import Tensor
 
 from fusion_attention import nn as dsa
@@ -75,7 +75,7 @@ def expected(form: str, stage: dsa.Stage, dtype: torch.dtype) -> dict[str, Expec
 
     def program() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"out": torch.cat([reference(layer, x)[0] for x in sequences])}
+            return {"out": torch.cat([plain(layer, x)[0] for x in sequences])}
 
     found: dict[str, Expected] = expected_of(program, {"out": torch.empty(0, dtype=dtype)}, DRAWS)
     return found
@@ -173,7 +173,7 @@ def test_under_autocast(stage: dsa.Stage) -> None:
 
     def program() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"out": torch.cat([reference(wide, one)[0] for one in sequences])}
+            return {"out": torch.cat([plain(wide, one)[0] for one in sequences])}
 
     check(stage, {"out": got}, expected_of(program, {"out": got}, DRAWS))
     rows = torch.randn(2, 19, 4, 8)

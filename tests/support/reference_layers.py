@@ -53,7 +53,7 @@ def plain_rows(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor, T
     return q, torch.cat([kv[..., :nope], k_rope], -1), kv[..., nope:], q_latent
 
 
-def reference(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
+def plain(layer: Any, x: Tensor, width: int = 8) -> tuple[Tensor, Tensor]:
     """One sequence [S, DIM] through a layer in its stage: out, and the loss summed over rows.
 
     width: elements that rope turns; latent layers have LATENT's.
