@@ -103,10 +103,10 @@ def timed(given: Iterator[Pair], turns: int, console: Console) -> Iterator[Timin
     for pair in given:
         t = measure(pair, turns)
         report = report or Report(console, TITLE, {**COLUMNS, "reached": -7})
-        share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+        peak_share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
         goals = [f"{t.goal:.2f}" if t.goal else "", f"{t.share_goal:.2f} of peak" if t.share_goal else ""]
         reached = "" if t.reached is None else "yes" if t.reached else "no"
-        figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+        figures = (f"{t.ours_ms:.2f}", f"{t.peer_ms:.2f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", peak_share)
         report.add(t.name, t.peer_name, *figures, ", ".join(g for g in goals if g), reached, section=t.group)
         yield t
 

@@ -94,7 +94,7 @@ def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Error
     """(program, output, errors) of all that can compute a call."""
     results: dict[str, Results] = dict(ours(call, triton))
     if not triton:
-        results |= {who: made for who in programs.NAMES if (made := programs.results(who, call))}
+        results |= {who: program_results for who in programs.NAMES if (program_results := programs.results(who, call))}
     low = ("eager", "SDPA") if call.op_kind.endswith("backward") else ("eager",)
     rounded = {who: results.pop(who) for who in low if who in results}
     for grade, theirs in ((KERNEL, results), (PROGRAM, rounded)):
@@ -102,16 +102,18 @@ def every(call: Lowered, triton: bool = False) -> Iterator[tuple[str, str, Error
             yield from measured(call, theirs, grade)
 
 
-def measured(call: Any, found: Mapping[str, Results], grade: Grade) -> Iterator[tuple[str, str, Errors]]:
+def measured(call: Any, by_program: Mapping[str, Results], grade: Grade) -> Iterator[tuple[str, str, Errors]]:
     """(program, output, errors) of results of a call, which may lack some of its outputs."""
-    asked = {name for results in found.values() for name in results}
-    given = {name: t for name, t in call.results().items() if name in asked}
+    output_names = {name for results in by_program.values() for name in results}
+    given = {name: t for name, t in call.results().items() if name in output_names}
     if indexer.serves(call):
-        result = indexer.measured(indexer.setting_of(call), call, given, grade, beside=found)
+        result = indexer.measured(indexer.setting_of(call), call, given, grade, beside=by_program)
     else:
         setting, outputs = setting_of(call, given)
-        held = {who: setting_of(call, results)[1] for who, results in found.items()}
-        result = evaluate.measured(setting, outputs, units(setting, outputs), grade=grade, whole=True, beside=held)
+        outputs_of = {who: setting_of(call, results)[1] for who, results in by_program.items()}
+        result = evaluate.measured(
+            setting, outputs, units(setting, outputs), grade=grade, complete=True, beside=outputs_of
+        )
     for who, theirs in result.beside.items():
         yield from ((who, name, tally.errors) for name, tally in theirs.items() if tally.count)
 
@@ -165,7 +167,7 @@ def right_and_wrong(length: int) -> dict[str, Any]:
 
 def blind(length: int) -> Edit:
     """A kernel's last 64 keys are never read, but by rows that would see none."""
-    return lambda x: replace(x, seen=x.seen & ((x.positions < length - 64) | (x.positions == 0)))
+    return lambda x: replace(x, visible=x.visible & ((x.positions < length - 64) | (x.positions == 0)))
 
 
 def _tiles(errors: Errors) -> list[float]:
@@ -176,8 +178,8 @@ def _tiles(errors: Errors) -> list[float]:
 def _counts(tiles: list[float]) -> list[int]:
     """How many lie in each bin of a logarithmic axis."""
     decades = torch.log10(torch.tensor([HIGH / LOW])).item()
-    places = ((torch.tensor(tiles) / LOW).log10() * BINS).floor().clamp(0, BINS * decades - 1).long()
-    return torch.bincount(places, minlength=round(BINS * decades)).tolist()
+    bins = ((torch.tensor(tiles) / LOW).log10() * BINS).floor().clamp(0, BINS * decades - 1).long()
+    return torch.bincount(bins, minlength=round(BINS * decades)).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- the command

@@ -59,7 +59,7 @@ def backward(dtype: str, length: int, **more: Any) -> Lowered:
     return DenseBackward(call, (dy, out, *to_lanes(call, *stats)), None if pse is None or pse.dim() != 4 else pse)
 
 
-def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, whole: bool = False) -> Lowered:
+def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, int8_results: bool = False) -> Lowered:
     """Fused inference over pages in no order; bits of a stored number; by: modes of scales; whole: int8 results."""
     lengths, heads = [length, length // 3 + 1, length // 2 + 5], 2
     make = torch.Generator().manual_seed(bits + by + rows)
@@ -90,7 +90,7 @@ def cached(dtype: str, length: int, rows: int, bits: int = 16, *, by: int = 1, w
             shape = (heads, 64) if by == 0 else (len(lengths), max(lengths))
             scale = (torch.rand(shape, generator=make) + 0.5) * 4 / (1 << bits)
             args |= {f"{name}_antiquant_scale": scale if by else scale.to(kind), f"{name}_antiquant_mode": by}
-    if whole:
+    if int8_results:
         args["quant_scale2"] = torch.rand(4 * 64, generator=make) * 400
     record = RECORDS["npu_fused_infer_attention_score"]
     assert record.lower is not None
@@ -146,7 +146,7 @@ FAMILIES: dict[str, tuple[Callable[[str, int], Lowered], ...]] = {
     "decode": (lambda d, n: cached(d, 4 * n, 1),),
     "decode, int8 cache": of_each(partial(cached, rows=1, bits=8), {"by": 0}, {"by": 1}),
     "decode, int4 cache": of_each(partial(cached, rows=1, bits=4), {"by": 0}, {"by": 1}),
-    "decode, int8 results": (lambda d, n: cached(d, n, 1, whole=True),),
+    "decode, int8 results": (lambda d, n: cached(d, n, 1, int8_results=True),),
     "prompt over a cache": (lambda d, n: cached(d, n, n // 4),),
     "sparse attention": (lambda d, n: selections(d, n)[0],),
     "sparse gradients": (sparse_backward,),

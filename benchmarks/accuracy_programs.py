@@ -49,7 +49,7 @@ def eager(x: Block, t: Leaves) -> Tensor:
         scores = x.softcap * (scores / x.softcap).tanh()
     if "bias" in t:
         scores = scores + t["bias"]
-    scores = scores.masked_fill(~x.seen, -math.inf)
+    scores = scores.masked_fill(~x.visible, -math.inf)
     if "sink" in t:
         scores = torch.cat((scores.float(), t["sink"][:, None, None].expand(-1, scores.shape[1], 1)), -1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(v.dtype)
@@ -60,8 +60,8 @@ def eager(x: Block, t: Leaves) -> Tensor:
 
 def torch_sdpa(x: Block, t: Leaves) -> Tensor:
     """torch's own function."""
-    q, k, v = (part[None] for part in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
-    mask = x.seen.expand(len(t["q"]), -1, -1)[None]
+    q, k, v = (tensor[None] for tensor in (t["q"], by_query_head(t, "k"), by_query_head(t, "v")))
+    mask = x.visible.expand(len(t["q"]), -1, -1)[None]
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=x.problem.scale)[0]
 
 
@@ -72,11 +72,11 @@ def tiled(x: Block, t: Leaves) -> tuple[Tensor, Tensor]:
     total, out = torch.zeros_like(top), torch.zeros(*q.shape[:-1], v.shape[-1])
     for first in range(0, k.shape[1], KEYS):
         here = slice(first, first + KEYS)
-        scores = (q @ k[:, here].mT * x.problem.scale).masked_fill(~x.seen[..., here], -math.inf)
+        scores = (q @ k[:, here].mT * x.problem.scale).masked_fill(~x.visible[..., here], -math.inf)
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights, kept = (scores - higher).exp(), (top - higher).exp()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        out = out * kept + weights.to(t["q"].dtype).float() @ v[:, here]
+        weights, decay = (scores - higher).exp(), (top - higher).exp()
+        total = total * decay + weights.sum(-1, keepdim=True)
+        out = out * decay + weights.to(t["q"].dtype).float() @ v[:, here]
         top = higher
     return (out / total).to(t["q"].dtype), top + total.log()
 
@@ -89,7 +89,7 @@ def tiled_gradients(x: Block, t: Leaves, dout: Tensor) -> Leaves:
     result = {"q": torch.zeros_like(q), "k": torch.zeros_like(k), "v": torch.zeros_like(v)}
     for first in range(0, k.shape[1], KEYS):
         here = slice(first, first + KEYS)
-        scores = (q @ k[:, here].mT * scale).masked_fill(~x.seen[..., here], -math.inf)
+        scores = (q @ k[:, here].mT * scale).masked_fill(~x.visible[..., here], -math.inf)
         soft = (scores - out_lse[1]).exp()
         dscores = (soft * (dout @ v[:, here].mT - delta)).to(dtype).float()
         result["q"] += dscores @ k[:, here] * scale
@@ -129,7 +129,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
             return {}
         _indexer(indexer.setting_of(call), indexer.views_of(call, outputs))
         return outputs
-    setting, known = setting_of(call, outputs)
+    setting, selected_outputs = setting_of(call, outputs)
     setting = setting if change is None else setting.changed(change)
     p, e = setting.problem, setting.extents
     written: Leaves = {}
@@ -146,7 +146,7 @@ def results(who: str, call: Any, change: Edit | None = None) -> Leaves:
         else:
             result = {f"d{n}": g for n, g in BACKWARD[who](x, t, x.saved[0].to(p.torch_dtype)).items()}
             result = {"dpse" if n == "dbias" else n: g for n, g in result.items()}
-        for o in known:
+        for o in selected_outputs:
             if o.kind in result:
                 written[o.name] = o.tensor
                 if o.view is None:  # of one sequence
@@ -167,7 +167,7 @@ def _indexer(x: Index, views: dict[str, Any]) -> None:
         with torch.enable_grad():
             scores = (given[2] * (given[0] @ given[1].mT).relu()).sum(0)
         if x.grads is None:
-            scores = scores.detach().masked_fill(~x.seen(b, slice(0, q_len)), -math.inf)
+            scores = scores.detach().masked_fill(~x.visible(b, slice(0, q_len)), -math.inf)
             values, indices = scores.sort(dim=-1, descending=True, stable=True)
             chosen = {"values": values, "indices": indices.where(values != -math.inf, -1)}
             for kind, t in chosen.items():

@@ -42,12 +42,12 @@ def grouped(quick: bool) -> Iterator[Pair]:
     """Four query heads to a key head."""
     size = 256 if quick else 1024
     for label, dtype in DTYPES.items():
-        wide = rows(dtype, (32, 8), size, 128, grad=True)
-        flops, peak = arithmetic(wide[0], size**2, MATMULS), PEAKS[label]
-        mine, name = ours(*wide), f"{label} 32/8 heads S{size}"
-        yield Pair("gradients", name, "SDPA", mine, theirs(*wide), flops, peak)
-        own = ours(*rows(dtype, (32, 32), size, 128, grad=True))
-        yield Pair("gradients", name, "ours 32/32", mine, own, flops, peak, goal=0.0 if quick else GROUPED)
+        full_heads = rows(dtype, (32, 8), size, 128, grad=True)
+        flops, peak = arithmetic(full_heads[0], size**2, MATMULS), PEAKS[label]
+        mine, name = ours(*full_heads), f"{label} 32/8 heads S{size}"
+        yield Pair("gradients", name, "SDPA", mine, theirs(*full_heads), flops, peak)
+        expanded_heads = ours(*rows(dtype, (32, 32), size, 128, grad=True))
+        yield Pair("gradients", name, "ours 32/32", mine, expanded_heads, flops, peak, goal=0.0 if quick else GROUPED)
 
 
 def features(quick: bool) -> Iterator[Pair]:
@@ -65,12 +65,12 @@ def features(quick: bool) -> Iterator[Pair]:
             goal = 0.0 if quick else goal
             return Pair("gradients", f"{label} {name}, S{size}", *rest, peak, goal=goal, **more)
 
-        seen = (key <= row) & (row - key < window)
-        flops, mine = arithmetic(q, int(seen.sum()), MATMULS), ours(q, k, v, band=fa.Band.window(window - 1, 0))
+        visible = (key <= row) & (row - key < window)
+        flops, mine = arithmetic(q, int(visible.sum()), MATMULS), ours(q, k, v, band=fa.Band.window(window - 1, 0))
         yield pair(f"window {window}", RATE, mine, full, flops, peer_flops=every, goal=VISIBLE)
-        yield pair(f"window {window}", "SDPA + mask", mine, theirs(q, k, v, attn_mask=seen), flops)
-        seen = (key <= row) | (key < prefix)
-        flops, mine = arithmetic(q, int(seen.sum()), MATMULS), ours(q, k, v, band=fa.Band.prefix_causal([prefix]))
+        yield pair(f"window {window}", "SDPA + mask", mine, theirs(q, k, v, attn_mask=visible), flops)
+        visible = (key <= row) | (key < prefix)
+        flops, mine = arithmetic(q, int(visible.sum()), MATMULS), ours(q, k, v, band=fa.Band.prefix_causal([prefix]))
         yield pair(f"prefix {prefix}", RATE, mine, full, flops, peer_flops=every, goal=VISIBLE)
         yield pair("causal", RATE, causal, full, half, peer_flops=every, goal=VISIBLE)
         mine = ours(q, k, v, band=fa.Band.causal(), alibi_slopes=torch.tensor([2.0 ** -(h + 1) for h in range(8)]))
@@ -95,13 +95,13 @@ def packed(quick: bool) -> Iterator[Pair]:
         mine, full = gradients(call(), q, k, v), ours(*dense)
         every, work = arithmetic(dense[0], size**2, MATMULS), flops * MATMULS
         yield Pair("steps", f"{name}, packed backward", RATE, mine, full, work, peak, peer_flops=every, goal=goal)
-        *wide, mask = padded(q.detach(), k.detach(), v.detach(), lengths)
-        for tensor in wide:
+        *padded_rows, mask = padded(q.detach(), k.detach(), v.detach(), lengths)
+        for tensor in padded_rows:
             tensor.requires_grad_()
-        douts = torch.randn_like(q), torch.randn_like(wide[0])
-        other = functools.partial(sdpa, *wide, attn_mask=mask)
+        douts = torch.randn_like(q), torch.randn_like(padded_rows[0])
+        other = functools.partial(sdpa, *padded_rows, attn_mask=mask)
         step = functools.partial(forward_and_backward, call, (q, k, v), douts[0])
-        peer = functools.partial(forward_and_backward, other, tuple(wide), douts[1])
+        peer = functools.partial(forward_and_backward, other, tuple(padded_rows), douts[1])
         work = flops * (MATMULS + 2)
         yield Pair("steps", f"{name}, packed step", "padded SDPA + mask", step, peer, work, peak)
 

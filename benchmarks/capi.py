@@ -66,7 +66,7 @@ def seconds(command: Sequence[str]) -> tuple[float, float]:
     return time.perf_counter() - began, used
 
 
-def said(program: Path, *words: str) -> list[list[float]]:
+def figures_of(program: Path, *words: str) -> list[list[float]]:
     """The numbers that the program prints, line by line."""
     run = subprocess.run([str(program), *words], check=True, env=ONE, capture_output=True, text=True)
     return [[float(word) for word in line.split()] for line in run.stdout.splitlines()]
@@ -107,15 +107,15 @@ def measured(quick: bool, turns: int) -> list[Cost]:
     """All figures: medians of the turns, pairs in turns."""
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
-        start = [said(program, "start")[0][0] for _ in range(turns)]
+        start = [figures_of(program, "start")[0][0] for _ in range(turns)]
         ours, torchs = [], []
         for _ in range(turns):
             ours.append(seconds([str(program), "16", "0"]))
             torchs.append(seconds([sys.executable, "-c", "import torch"]))
-        fresh, known, second = map(statistics.median, zip(*said(program, "16", str(turns)), strict=True))
+        fresh, repeated, second = map(statistics.median, zip(*figures_of(program, "16", str(turns)), strict=True))
         _, computed = in_python(16, turns)
         large = 512 if quick else 2048
-        in_c = statistics.median(row[2] for row in said(program, str(large), str(turns)))
+        in_c = statistics.median(row[2] for row in figures_of(program, str(large), str(turns)))
         beside, _ = in_python(large, turns)
     wall, used = ([statistics.median(pair[i] for pair in side) for side in (ours, torchs)] for i in (0, 1))
     return [
@@ -125,7 +125,7 @@ def measured(quick: bool, turns: int) -> list[Cost]:
         Cost("  the difference", "s", used[0] - used[1], 1.0),
         Cost("smallest program, by the clock, less the same", "s", wall[0] - wall[1], 1.0),
         Cost("phase 1 on new tensors", "us", fresh, 60.0),
-        Cost("phase 1 on known tensors", "us", known, 60.0),
+        Cost("phase 1 on known tensors", "us", repeated, 60.0),
         Cost("phase 2, with what it computes of 16 tokens", "us", second),
         Cost("  without", "us", second - computed, 30.0),
         Cost(f"phase 2 on {large} tokens, beside Python's", "x", in_c / beside, 1.05),

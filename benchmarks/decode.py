@@ -72,8 +72,8 @@ def numbers(s: Shape, dim: int) -> torch.Tensor:
     """[batch, heads, keys, dim] of the cache, in huge pages as PagedKVCache's; two int4 in a byte."""
     shape = (s.batch, s.heads_kv, s.keys, dim // 2 if s.kind == "int4" else dim)
     if s.stored:
-        made = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
-        return made.view(torch.uint8 if s.kind == "int4" else torch.int8)
+        values = zeros(shape, torch.int8).copy_(torch.randint(-128, 128, shape, dtype=torch.int8))
+        return values.view(torch.uint8 if s.kind == "int4" else torch.int8)
     return zeros(shape, getattr(torch, s.kind)).copy_(torch.randn(shape))
 
 

@@ -44,7 +44,7 @@ class Case:
     goals: dict[str, float] = field(default_factory=dict)
     slow: float = 0.85
     fast: float = 0.7
-    part: float = 1.0
+    read_part: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Row:
     ms: float
     rate: float
     read: float
-    share: float
+    bandwidth_share: float
     gflops: float
     share_of_peak: float
     ratios: dict[str, float]
@@ -65,7 +65,7 @@ class Row:
     @property
     def reached(self) -> bool | None:
         """Whether what has a goal reaches it; None without a goal."""
-        results = {"share": self.share, **self.ratios}
+        results = {"share": self.bandwidth_share, **self.ratios}
         return (
             all(results[n] >= REACHED * goal for n, goal in self.goals.items() if n in results) if self.goals else None
         )
@@ -83,7 +83,7 @@ class Latency:
 FOLDED, ROWS, PAGES, INT8, BATCH8, PLANNED = "SDPA folded", "rows", "pages", "int8", "batch 8", "planned, huge pages"
 CACHED = "in a cache"
 BF16, INT = Shape("bf16 pages"), Shape("int8 pages", kind="int8")
-_REST = {"part": 0.75}
+_REST = {"read_part": 0.75}
 CASES = (
     Case(BF16, peers=True, others={ROWS: replace(BF16, page=0)}, by_time=True, goals={FOLDED: 3.2, ROWS: 1 / 1.05}),
     Case(Shape("fp16 pages", kind="float16"), slow=0, fast=0),
@@ -135,9 +135,9 @@ def measure(case: Case, turns: int) -> Row:
         ratios[name] = middle(lambda turn, name=name, work=work: work * turn[name] / turn["ours"])
     peak = statistics.median(rate for _, rate in taken)
     goals = dict(case.goals)
-    if share := case.fast if read >= FAST * 1e9 else case.slow:
-        by_arithmetic = 0.75 * peak / (s.flops / s.bytes) / read if case.part < 1 else 1.0
-        goals["share"] = case.part * min(share, by_arithmetic)
+    if goal_share := case.fast if read >= FAST * 1e9 else case.slow:
+        by_arithmetic = 0.75 * peak / (s.flops / s.bytes) / read if case.read_part < 1 else 1.0
+        goals["share"] = case.read_part * min(goal_share, by_arithmetic)
     return Row(
         s.name, ours * 1e3, s.bytes / ours / 1e9, read / 1e9,
         middle(lambda turn: s.bytes / turn["ours"] / (READ_BYTES / turn["read"])), s.flops / ours / 1e9,
@@ -200,7 +200,13 @@ def show(row: Row, report: Report) -> None:
     def listed(values: dict[str, float]) -> str:
         return ", ".join(f"{name} {value:.2f}" for name, value in values.items())
 
-    figures = (f"{row.ms:.2f}", f"{row.rate:.1f}", f"{row.read:.1f}", f"{row.share:.2f}", f"{row.share_of_peak:.2f}")
+    figures = (
+        f"{row.ms:.2f}",
+        f"{row.rate:.1f}",
+        f"{row.read:.1f}",
+        f"{row.bandwidth_share:.2f}",
+        f"{row.share_of_peak:.2f}",
+    )
     reached = "" if row.reached is None else "yes" if row.reached else "no"
     report.add(row.name, *figures, reached, listed(row.ratios), listed(row.goals))
 

@@ -91,17 +91,17 @@ def training(quick: bool) -> Iterator[Pair]:
                 q, k, v = rows(dtype, (8, 8), size, dim)
                 ours, theirs = forward(q, k, v, band=band), peer(q, k, v, is_causal=causal)
                 flops, peak = arithmetic(q, pairs, 2), PEAKS[label]
-                share = SHARES[label][causal] if dim == 128 and not quick else 0.0
+                share_goal = SHARES[label][causal] if dim == 128 and not quick else 0.0
                 goal = 0.0 if quick else FORWARD[label, dim][causal]
-                yield Pair("forward", name, "SDPA", ours, theirs, flops, peak, goal=goal, share_goal=share)
+                yield Pair("forward", name, "SDPA", ours, theirs, flops, peak, goal=goal, share_goal=share_goal)
                 q, k, v = rows(dtype, (8, 8), size, dim, grad=True)
                 outs = fa.attention(q, k, v, layout="BNSD", band=band), sdpa(q, k, v, is_causal=causal)
                 dout = torch.randn_like(outs[0])
                 calls = [functools.partial(torch.autograd.grad, o, (q, k, v), dout, retain_graph=True) for o in outs]
-                share = BACKWARD_SHARES[label][causal] if dim == 128 and not quick else 0.0
+                share_goal = BACKWARD_SHARES[label][causal] if dim == 128 and not quick else 0.0
                 goal = 0.0 if quick else BACKWARD[label, dim][causal]
                 flops = arithmetic(q, pairs, 5)
-                yield Pair("backward", name, "SDPA", *calls, flops, peak, goal=goal, share_goal=share)
+                yield Pair("backward", name, "SDPA", *calls, flops, peak, goal=goal, share_goal=share_goal)
 
 
 def masks(quick: bool) -> Iterator[Pair]:
@@ -157,10 +157,10 @@ def packed_lengths(count: int) -> list[int]:
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, ...]:
     """Packed rows [T, heads, dim] as [B, heads, longest, dim] each, and the mask of keys that are there."""
     longest = max(lengths)
-    wide = torch.zeros(3, len(lengths), q.shape[1], longest, q.shape[2], dtype=q.dtype)
-    for b, part in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
-        wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
-    return *wide, (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
+    padded_rows = torch.zeros(3, len(lengths), q.shape[1], longest, q.shape[2], dtype=q.dtype)
+    for b, sequence_rows in enumerate(torch.stack((q, k, v)).split(lengths, dim=1)):
+        padded_rows[:, b, :, : lengths[b]] = sequence_rows.transpose(1, 2)
+    return *padded_rows, (torch.arange(longest) < torch.tensor(lengths)[:, None])[:, None, None]
 
 
 def packed(quick: bool) -> Iterator[Pair]:
@@ -171,9 +171,9 @@ def packed(quick: bool) -> Iterator[Pair]:
     for label in ("fp32", "bf16"):
         dtype = DTYPES[label]
         q, k, v = (torch.randn(total, heads, dim, dtype=dtype) for _ in range(3))
-        *wide, mask = padded(q, k, v, lengths)
+        *padded_rows, mask = padded(q, k, v, lengths)
         ours = torch.no_grad()(functools.partial(fa.attention, q, k, v, layout="TND", q_len=lengths))
-        theirs = torch.no_grad()(functools.partial(sdpa, *wide, attn_mask=mask))
+        theirs = torch.no_grad()(functools.partial(sdpa, *padded_rows, attn_mask=mask))
         flops = sum(4 * heads * n * n * dim for n in lengths)
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
         goal = 0.0 if quick else 0.9 * padding * FORWARD[label, dim][0]

@@ -104,17 +104,17 @@ def _rank(rank: int, world: int, store: str) -> None:
     itself, "send" bytes to the next rank while those of the one before arrive."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    held: tuple[Any, list[torch.Tensor]] = (None, [])
+    state: tuple[Any, list[torch.Tensor]] = (None, [])
     for line in sys.stdin:
         order = json.loads(line)
         length, schedule = order["length"], order.get("schedule", "")
-        if held[0] != order:
-            share = layout_of(schedule, (length,), (world,)).sizes[rank] if order["what"] == "step" else length
-            held = (
+        if state[0] != order:
+            tokens = layout_of(schedule, (length,), (world,)).sizes[rank] if order["what"] == "step" else length
+            state = (
                 order,
                 [torch.zeros(length, dtype=torch.uint8) for _ in range(2)]
                 if order["what"] == "send"
-                else _tensors(share),
+                else _tensors(tokens),
             )
 
         def call(*tensors: torch.Tensor, length: int = length, schedule: str = schedule, **words: Any) -> Any:
@@ -123,12 +123,12 @@ def _rank(rank: int, world: int, store: str) -> None:
         dist.barrier()
         before, begun, cpu = resident("VmRSS"), time.perf_counter(), time.process_time()
         if order["what"] == "send":
-            out, into = held[1]
+            out, into = state[1]
             around = dist.P2POp(dist.isend, out, (rank + 1) % world), dist.P2POp(dist.irecv, into, (rank - 1) % world)
             for work in dist.batch_isend_irecv(list(around)):
                 work.wait()
         else:
-            _step(call if order["what"] == "step" else fa.attention, held[1])
+            _step(call if order["what"] == "step" else fa.attention, state[1])
         taken, used = time.perf_counter() - begun, time.process_time() - cpu
         results = {"ms": taken * 1e3, "cpu_ms": used * 1e3, "mb": (resident("VmHWM") - before) / 1e6}
         print(json.dumps(results), flush=True)
@@ -163,11 +163,11 @@ def rates(quick: bool, turns: int) -> list[Shared]:
 
 def memory(quick: bool) -> list[Shared]:
     """How a rank grows beyond its share, the share being the same in worlds of three and four."""
-    share, grown = 1024 if quick else 8192, []
+    tokens, grown = 1024 if quick else 8192, []
     for world in (3, 4):  # with two there is one block of others, and no second
         with Ranks(world) as ranks:
-            grown.append(max(rank["mb"] for rank in ranks.ask("step", length=share * world, schedule="zigzag")))
-    return [Shared(f"zigzag, growth of a rank with {share} tokens, 4 ranks beside 3, MB", grown[1], grown[0],
+            grown.append(max(rank["mb"] for rank in ranks.ask("step", length=tokens * world, schedule="zigzag")))
+    return [Shared(f"zigzag, growth of a rank with {tokens} tokens, 4 ranks beside 3, MB", grown[1], grown[0],
                    grown[1] / grown[0], 0.0)]  # fmt: skip
 
 
@@ -176,7 +176,7 @@ def balance(length: int = 16384) -> list[Shared]:
     results = []
     for schedule, goal in (("zigzag", 1.05), ("ring", 0.0)):
         placement = layout_of(schedule, (length,), (8,))
-        pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in held) for held in placement.ranks]
+        pairs = [sum((end * (end + 1) - at * (at + 1)) / 2 for _, at, end in chunks) for chunks in placement.ranks]
         mean = sum(pairs) / len(pairs)
         results.append(Shared(f"{schedule}, 8 ranks, S {length}, pairs", max(pairs), mean, max(pairs) / mean, goal))
     return results

@@ -33,13 +33,13 @@ def costs(quick: bool) -> Iterator[Pair]:
     flops, half, causal = arithmetic(q, size * size, 2), arithmetic(q, triangle(size), 2), fa.Band.causal()
     slopes = torch.tensor([2.0 ** -(h + 1) for h in range(8)])
 
-    def pair(name: str, ours: Callable[[], object], plain: Callable[[], object], flops: int, loss: float) -> Pair:
+    def pair(name: str, ours: Callable[[], object], baseline: Callable[[], object], flops: int, loss: float) -> Pair:
         goal = 0.0 if quick else 1 / (1 + loss)
-        return Pair("costs", f"{name}, S{size}", "ours without", ours, plain, flops, "bfloat16", goal=goal)
+        return Pair("costs", f"{name}, S{size}", "ours without", ours, baseline, flops, "bfloat16", goal=goal)
 
-    plain = forward(q, k, v, band=causal)
-    yield pair("causal ALiBi", forward(q, k, v, band=causal, alibi_slopes=slopes), plain, half, 0.08)
-    yield pair("causal softcap", forward(q, k, v, band=causal, softcap=50.0), plain, half, 0.20)
+    baseline = forward(q, k, v, band=causal)
+    yield pair("causal ALiBi", forward(q, k, v, band=causal, alibi_slopes=slopes), baseline, half, 0.08)
+    yield pair("causal softcap", forward(q, k, v, band=causal, softcap=50.0), baseline, half, 0.20)
     mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     rooted: dict[str, Any] = dict(pse=slopes, pse_type=3, q_start_idx=[0], kv_start_idx=[0])
     calls = []
@@ -48,29 +48,29 @@ def costs(quick: bool) -> Iterator[Pair]:
         calls.append(torch.no_grad()(lambda given=given: npu_fusion_attention_v2(q, k, v, 8, "BNSD", **given)))
     yield pair("causal ALiBi, square root", calls[1], calls[0], half, 0.20)
     bits = torch.randint(0, 256, (8 * size * size // 8,), dtype=torch.uint8)
-    plain = forward(q, k, v)
-    yield pair("dropout, bits", forward(q, k, v, keep_prob=0.9, drop_bits=bits), plain, flops, 0.20)
-    yield pair("dropout, drawn", forward(q, k, v, keep_prob=0.9, seed=1), plain, flops, 0.20)
+    baseline = forward(q, k, v)
+    yield pair("dropout, bits", forward(q, k, v, keep_prob=0.9, drop_bits=bits), baseline, flops, 0.20)
+    yield pair("dropout, drawn", forward(q, k, v, keep_prob=0.9, seed=1), baseline, flops, 0.20)
 
 
 def rates(quick: bool) -> Iterator[Pair]:
     """Rates of shapes and bands beside the plain one's: ratio of GFLOP/s over what is visible."""
     size, long = (512, 2048) if quick else (2048, 16384)
     q, k, v = rows(BF16, (8, 8), size, 128)
-    plain, flops = forward(q, k, v), arithmetic(q, size * size, 2)
+    baseline, flops = forward(q, k, v), arithmetic(q, size * size, 2)
 
     def pair(name: str, ours: Callable[[], object], work: int, goal: float) -> Pair:
         other = f"ours full D128 S{size}"
         goal = 0.0 if quick else goal
-        return Pair("rates", name, other, ours, plain, work, "bfloat16", peer_flops=flops, goal=goal)
+        return Pair("rates", name, other, ours, baseline, work, "bfloat16", peer_flops=flops, goal=goal)
 
     many = rows(BF16, (32, 8), size // 2, 128)
     yield pair(f"32/8 heads S{size // 2}", forward(*many), arithmetic(many[0], size * size // 4, 2), 0.95)
     for dim, goal in ((72, 0.7), (80, 0.7), (96, 0.85), (256, 0.85)):
         given = rows(BF16, (8, 8), size, dim)
         yield pair(f"D{dim}", forward(*given), arithmetic(given[0], size * size, 2), goal)
-    wide = rows(BF16, (8, 8), size, 192)
-    yield pair("D192/128", forward(*wide[:2], v), 2 * 8 * size * size * (192 + 128), 0.85)
+    wider_keys = rows(BF16, (8, 8), size, 192)
+    yield pair("D192/128", forward(*wider_keys[:2], v), 2 * 8 * size * size * (192 + 128), 0.85)
     cost = 1 / 1.25  # of what a band leaves visible
     given = rows(BF16, (8, 8), long, 128)
     pairs = 256 * long - triangle(255)
@@ -122,8 +122,10 @@ def threads(quick: bool) -> Iterator[Pair]:
             yield Pair("threads", name, "one thread", ours, with_threads(1, ours), flops, "bfloat16", goal=goal)
     if "v3" in _native.cpu_features()["runnable"]:
         q, k, v = rows(torch.float32, (8, 8), size, 128)
-        made, operands = planned(q, k, v)
-        v3 = dataclasses.replace(made, schedule=cpu.schedule(made.problem, made.extents, made.op_kind, "v3"))
+        forward_plan, operands = planned(q, k, v)
+        v3 = dataclasses.replace(
+            forward_plan, schedule=cpu.schedule(forward_plan.problem, forward_plan.extents, forward_plan.op_kind, "v3")
+        )
         flops = arithmetic(q, size * size, 2)
         ours = functools.partial(v3.run, operands)
         goal = 0.0 if quick else 0.80
@@ -141,11 +143,11 @@ def planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Plan, An
 
 def overhead_us() -> float:
     """Microseconds of plan.run() for sixteen rows of one head, where the core has next to nothing to do."""
-    made, operands = planned(*rows(torch.float32, (1, 1), 16, 64))
+    forward_plan, operands = planned(*rows(torch.float32, (1, 1), 16, 64))
     best = 1e9
     for _ in range(200):
         start = time.perf_counter()
         for _ in range(10):
-            made.run(operands)
+            forward_plan.run(operands)
         best = min(best, (time.perf_counter() - start) / 10)
     return best * 1e6

@@ -72,9 +72,9 @@ def _numbers(kind: str, *shape: int) -> torch.Tensor:
 
 
 def _cache(c: Case, dim: int, kind: str, table: torch.Tensor) -> RowView | PagedView:
-    own = max(c.kv_len) - (c.common if c.merged else 0)
+    suffix_len = max(c.kv_len) - (c.common if c.merged else 0)
     if not c.page:
-        return rows(_numbers(kind, len(c.kv_len), c.heads_kv, own, dim), dim)
+        return rows(_numbers(kind, len(c.kv_len), c.heads_kv, suffix_len, dim), dim)
     pool = _numbers(kind, int(table.max()) + 1, c.heads_kv, c.page, dim)
     return PagedView(pool, table, c.page, pool.stride(0), pool.stride(2), pool.stride(1), dim)
 
@@ -82,9 +82,9 @@ def _cache(c: Case, dim: int, kind: str, table: torch.Tensor) -> RowView | Paged
 def _table(c: Case) -> torch.Tensor:
     """Pages of each sequence; those that sequences share come first."""
     count, shared = len(c.kv_len), 0 if c.merged else c.common // max(c.page, 1)
-    own = -(-(max(c.kv_len) - c.common) // max(c.page, 1))
-    order = torch.randperm(shared + count * own).int()
-    table = torch.cat([order[:shared].expand(count, -1), order[shared:].view(count, own)], 1)
+    suffix_pages = -(-(max(c.kv_len) - c.common) // max(c.page, 1))
+    order = torch.randperm(shared + count * suffix_pages).int()
+    table = torch.cat([order[:shared].expand(count, -1), order[shared:].view(count, suffix_pages)], 1)
     return table.contiguous()
 
 
@@ -120,20 +120,20 @@ def rows_of_all(quick: bool) -> Iterator[Pair]:
     """The rows, each with its goal."""
     few = 4 if quick else 1
 
-    def pair(name: str, peer: str, ours: Case, other: Case, goal: float, share: float = 0.0) -> Pair:
-        goals = (0.0, 0.0) if quick else (goal, share)
+    def pair(name: str, peer: str, ours: Case, other: Case, goal: float, share_goal: float = 0.0) -> Pair:
+        goals = (0.0, 0.0) if quick else (goal, share_goal)
         return Pair("inference", name, peer, call(ours), call(other), flops(ours), "bfloat16",
                     peer_flops=flops(other), goal=goals[0], share_goal=goals[1])  # fmt: skip
 
     size = 2048 // few
-    prompt, plain = Case((size,), (size,)), Case((size,), (size,), page=0)
-    yield pair(f"prompt over pages, S{size} causal", "rows", prompt, plain, 0.95)
+    prompt, unpaged = Case((size,), (size,)), Case((size,), (size,), page=0)
+    yield pair(f"prompt over pages, S{size} causal", "rows", prompt, unpaged, 0.95)
     new, cached, count = 256 // few, 4096 // few, 8 // few
     chunk = Case((new,) * count, (cached + new,) * count)
-    yield pair(f"{new} new rows over {cached} cached, {count} sequences", f"rows, S{size} causal", chunk, plain, 0.90)
+    yield pair(f"{new} new rows over {cached} cached, {count} sequences", f"rows, S{size} causal", chunk, unpaged, 0.90)
     yield mixed(1024 // few, 31 // few, cached, quick)
-    for heads_kv, goal, share in ((32, 3.0, 0.0), (8, 3.0, 0.7)):
-        yield prefix(heads_kv, 8192 // few, 32 // few, goal, share, quick)
+    for heads_kv, goal, share_goal in ((32, 3.0, 0.0), (8, 3.0, 0.7)):
+        yield prefix(heads_kv, 8192 // few, 32 // few, goal, share_goal, quick)
     for batch in (1, 8 // few):
         mla = Case((1,) * batch, (cached,) * batch, heads=128, heads_kv=1, dim=512, rope=64, shares=True)
         yield pair(f"MLA, 128 heads, {cached} keys, batch {batch}", "", mla, mla, 0.0, 0.7)
@@ -158,12 +158,12 @@ def mixed(prompt: int, count: int, keys: int, quick: bool) -> Pair:
                 goal=0.0 if quick else 1 / 1.1)  # fmt: skip
 
 
-def prefix(heads_kv: int, common: int, count: int, goal: float, share: float, quick: bool) -> Pair:
+def prefix(heads_kv: int, common: int, count: int, goal: float, share_goal: float, quick: bool) -> Pair:
     """One row of each sequence over a prefix in memory of its own, and in pages that all tables name. The goal of the
     ratio, or the share of the peak where that is less."""
     ours = Case((1,) * count, (common + 64,) * count, heads_kv, common=common, page=0)
     other = replace(ours, page=64, merged=False)
     name = f"shared prefix {common}, suffix 64, batch {count}, {heads_kv} key heads"
-    goals = (0.0, 0.0) if quick else (0.0, share) if share else (goal, 0.0)
+    goals = (0.0, 0.0) if quick else (0.0, share_goal) if share_goal else (goal, 0.0)
     return Pair("inference", name, "shared pages", call(ours), call(other), flops(ours), "bfloat16",
                 goal=goals[0], share_goal=goals[1])  # fmt: skip

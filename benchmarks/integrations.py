@@ -39,14 +39,14 @@ def transformers() -> Any:
 
 def models(kind: str, config: Any, dtype: torch.dtype) -> list[Any]:
     """[ours, SDPA's]: one model twice, with the same weights."""
-    made = []
+    results = []
     for attention in (OURS, "sdpa"):
         torch.manual_seed(0)
-        own = copy.deepcopy(config)  # which a model writes its attention into
-        model = getattr(transformers(), kind)._from_config(own, attn_implementation=attention, dtype=dtype)
-        made.append(model.eval())
-    assert [model.config._attn_implementation for model in made] == [OURS, "sdpa"]
-    return made
+        copied_config = copy.deepcopy(config)  # which a model writes its attention into
+        model = getattr(transformers(), kind)._from_config(copied_config, attn_implementation=attention, dtype=dtype)
+        results.append(model.eval())
+    assert [model.config._attn_implementation for model in results] == [OURS, "sdpa"]
+    return results
 
 
 def linear(model: Any, tokens: int) -> int:
@@ -69,13 +69,13 @@ def encoders(quick: bool) -> Iterator[Pair]:
         "input_ids": torch.tensor([text + [0] * (longest - len(text)) for text in texts]),
         "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long(),
     }
-    share = len(texts) * longest / real
+    padding_ratio = len(texts) * longest / real
     for label in ("bf16", "fp32"):
         ours, theirs = models("BertModel", config, DTYPES[label])
         calls = [torch.no_grad()(functools.partial(m, **given)) for m, given in ((ours, packed), (theirs, padded))]
         name = f"BERT {label}, {len(texts)} texts, {real} of {len(texts) * longest} tokens"
         flops = linear(ours, real) + sum(4 * n * n * config.hidden_size for n in lengths) * config.num_hidden_layers
-        goal = 0.0 if quick else max(1.5, 0.95 * share)
+        goal = 0.0 if quick else max(1.5, 0.95 * padding_ratio)
         yield Pair("integrations", name, "padded, sdpa", *calls, flops, PEAKS[label], goal=goal)
 
 
@@ -150,17 +150,17 @@ class LayerCall:
 
 def a_layers_call(model: Any, ids: Tensor) -> LayerCall:
     """The call that a model's first layer makes; q, k and v lie in memory as they do there."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
-    function, result = known[name], []
+    function, result = ALL_ATTENTION_FUNCTIONS[name], []
 
     def record(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **words: Any) -> tuple[Tensor, Any]:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         result.append(LayerCall(function, module, q, k, v, mask, words))
         return function(module, q, k, v, mask, **words)
 
-    with torch.no_grad(), mock.patch.dict(known._local_mapping, {name: record}):
+    with torch.no_grad(), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {name: record}):
         model(input_ids=ids, use_cache=False)
     return result[0]
 
@@ -205,10 +205,10 @@ def flex(quick: bool) -> Iterator[Pair]:
     lengths = documents(size)
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (document[i] == document[j]) & (i >= j)
 
-    mask = create_block_mask(seen, None, None, size, size, device="cpu")
+    mask = create_block_mask(is_visible, None, None, size, size, device="cpu")
     q, k, v = rows(BF16, (8, 8), size, 128)
     ours = torch.no_grad()(functools.partial(flex_attention, q, k, v, block_mask=mask))
     theirs = torch.no_grad()(functools.partial(compiled_flex(), q, k, v, block_mask=mask))
@@ -217,7 +217,7 @@ def flex(quick: bool) -> Iterator[Pair]:
     flops = arithmetic(q, pairs, 2)
     yield Pair("integrations", name, "FlexAttention", ours, theirs, flops, "bfloat16", goal=goal)
     q, k, v = rows(BF16, (8, 8), size, 128, grad=True)
-    full = seen(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
+    full = is_visible(torch.tensor(0), torch.tensor(0), torch.arange(size)[:, None], torch.arange(size))
     outs = flex_attention(q, k, v, block_mask=mask), torch.nn.functional.scaled_dot_product_attention(q, k, v, full)
     calls = [backward(out, (q, k, v)) for out in outs]
     yield Pair("integrations", f"{name}, backward", "SDPA + mask", *calls, arithmetic(q, pairs, 5), "bfloat16")
@@ -231,14 +231,14 @@ def registered_us() -> float:
     (model, _) = models("LlamaForCausalLM", config, torch.float32)
     call = a_layers_call(model, torch.arange(16)[None])
     words: dict[str, Any] = dict(layout="BNSD", scale=call.words["scaling"], band=fa.Band.causal())
-    plain = torch.no_grad()(functools.partial(fa.attention, call.q, call.k, call.v, **words))
+    direct = torch.no_grad()(functools.partial(fa.attention, call.q, call.k, call.v, **words))
     differences = []
     for _ in range(400):
         taken = []
-        for made in (call.forward, lambda: plain().transpose(1, 2)):
+        for function in (call.forward, lambda: direct().transpose(1, 2)):
             start = time.perf_counter()
             for _ in range(5):
-                made()
+                function()
             taken.append((time.perf_counter() - start) / 5)
         differences.append(taken[0] - taken[1])
     return statistics.median(differences) * 1e6

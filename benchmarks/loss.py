@@ -56,9 +56,9 @@ class Loss:
     def ours(self, extents: Extents) -> Callable[[], None]:
         """Our loss, without a selection after its statistics, as a call without arguments."""
         p, dim = self.problem, self.q.shape[2] - ROPE
-        own = Stats(*(one(torch.empty(len(self.q), 1, 1)) for _ in range(2)))
+        statistics = Stats(*(one(torch.empty(len(self.q), 1, 1)) for _ in range(2)))
         listed = None if self.indices is None else one(self.indices)
-        index = IndexerOperands(one(self.qi), one(self.ki), one(self.w), listed, stats=None if listed else own)
+        index = IndexerOperands(one(self.qi), one(self.ki), one(self.w), listed, stats=None if listed else statistics)
         stats, heads = Stats(one(self.lse), one(torch.ones_like(self.lse))), one(self.q, 0, dim)
         ropes = one(self.q, dim, ROPE), one(self.k, dim, ROPE)
         operands = IndexerLossOperands(heads, one(self.k, 0, dim), stats, index, torch.empty(1), *ropes)

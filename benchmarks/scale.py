@@ -97,17 +97,17 @@ def cost(step: Step, machine: Machine, ranks: int, schedule: str) -> Cost | None
     Ulysses spreads heads, so it has no more ranks than heads; with a ring it takes a node's ranks, or as many as there
     are key heads, and the ring the rest.
     """
-    share = (ranks - 1) / ranks
+    remote_fraction = (ranks - 1) / ranks
     keys = 2 * step.tokens * step.heads_kv * step.dim  # elements of all keys and values
     compute = step.flops / machine.flops / ranks
     if schedule == "allgather":
         # Gathered forward and again backward; gradients of all keys go home in float32.
-        sent = share * keys * (2 * step.size + 4)
+        sent = remote_fraction * keys * (2 * step.size + 4)
         seconds = compute + machine.sent(sent, ranks) + 3 * machine.wait
         return Cost(sent, 3, seconds, keys * (step.size + 4))
     if schedule == "zigzag":
         # Forward keys travel, backward keys and their gradients; each step hides behind the computing, or the reverse.
-        sent = share * keys * (2 * step.size + 4)
+        sent = remote_fraction * keys * (2 * step.size + 4)
         waits = 2 * (ranks - 1) * machine.wait
         seconds = machine.beside(compute, machine.sent(sent, ranks) + waits)
         return Cost(sent, 2 * (ranks - 1), seconds, 2 * keys * (step.size + 4) / ranks)

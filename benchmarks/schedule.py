@@ -86,8 +86,8 @@ def build(folder: Path, *, sleeps: bool = False) -> Path:
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", *(f"-I{f}" for f in folders)]
     objects = [program.with_name(f"{program.name}_{source.stem}.o") for source in sources]
 
-    def compiled(source: Path, made: Path) -> None:
-        subprocess.run([result, *options, "-c", str(source), "-o", str(made)], check=True)
+    def compiled(source: Path, target: Path) -> None:
+        subprocess.run([result, *options, "-c", str(source), "-o", str(target)], check=True)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, sources, objects))
@@ -126,12 +126,12 @@ def show(console: Console) -> list[Schedule]:
     return result
 
 
-def draw(found: list[Schedule], path: Path) -> None:
+def draw(schedules: list[Schedule], path: Path) -> None:
     """Speed-up over threads, a panel for each family, as a PNG file."""
     from matplotlib import colormaps  # Only a run that asks for a chart needs the bench extra.
     from matplotlib.figure import Figure
 
-    families = list(dict.fromkeys(row.family for row in found))
+    families = list(dict.fromkeys(row.family for row in schedules))
     columns = 4
     lines = -(-len(families) // columns)
     figure = Figure(figsize=(4.2 * columns, 4.6 * lines), layout="constrained")
@@ -139,7 +139,7 @@ def draw(found: list[Schedule], path: Path) -> None:
     for axes, family in zip(panels, families, strict=False):
         axes.plot((1, *THREADS), (1, *THREADS), color="black", linewidth=1, linestyle="dotted")
         axes.set_prop_cycle(color=colormaps["tab20"].colors)
-        for row in found:
+        for row in schedules:
             if row.family == family:
                 counts = sorted(row.speedup)
                 axes.plot(counts, [row.speedup[count] for count in counts], label=row.case, linewidth=1.2)

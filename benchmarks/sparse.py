@@ -161,8 +161,8 @@ def fastest_first(ways: list[tuple[str, Callable[[], object]]]) -> list[tuple[st
 
 def goals(table: dict[str, tuple[float, float]], label: str, quick: bool) -> dict[str, float]:
     """What a row wants to reach; few rows reach nothing."""
-    ratio, share = (0.0, 0.0) if quick else table.get(label, (0.0, 0.0))
-    return {"goal": ratio, "share_goal": share}
+    ratio, share_goal = (0.0, 0.0) if quick else table.get(label, (0.0, 0.0))
+    return {"goal": ratio, "share_goal": share_goal}
 
 
 def as_fast(
@@ -205,20 +205,20 @@ def gradients(quick: bool) -> Iterator[Pair]:
     """The backward beside autograd through both eager forms, whose graphs are kept. They take a few rows at a time, as
     long for these as for any others, so that a part of the rows tells their rate."""
     rows, work = 32 if quick else 256, 2 * HEADS * CHOSEN * (3 * (DIM + ROPE) + 2 * DIM)
-    part = rows // 4
+    few_rows = rows // 4
     for label, dtype in DTYPES.items():
         if dtype is torch.float16:
             continue
         for local in (False, True):
             s, name = select(dtype, rows, local), f"{label} {rows} rows {'local' if local else 'random'}"
             backward, wanted = s.backward(lengths(rows, KEYS)), goals(BACKWARD, label, quick)
-            few = replace(s, q=s.q[:part], indices=s.indices[:part], dout=s.dout[:part])
+            few = replace(s, q=s.q[:few_rows], indices=s.indices[:few_rows], dout=s.dout[:few_rows])
             ways: list[tuple[str, Callable[[], object]]] = [
                 (peer, autograd(few, call, chunk))
                 for peer, call, chunk in (("autograd, row by row", row_by_row, 1), ("autograd", eager, 4))
             ]
             for peer, theirs in fastest_first(ways):
-                peer = f"{peer}, {part} of them"
+                peer = f"{peer}, {few_rows} of them"
                 yield Pair(
                     "sparse backward",
                     name,
@@ -227,7 +227,7 @@ def gradients(quick: bool) -> Iterator[Pair]:
                     theirs,
                     rows * work,
                     PEAKS[label],
-                    peer_flops=part * work,
+                    peer_flops=few_rows * work,
                     **wanted,
                 )
                 wanted = {}
@@ -287,20 +287,23 @@ def irregular(rows: int) -> Iterator[tuple[str, torch.Tensor, int, int, int]]:
     few = CHOSEN // 2
     padded = torch.cat((drawn(few, few), torch.full((rows, CHOSEN - few), -1)), 1)
     yield "fewer keys than slots", padded, few, 1, rows * few
-    block, seen = 64, KEYS - 30
+    block, visible_keys = 64, KEYS - 30
     blocks = drawn(KEYS // block - 1, CHOSEN // block)
     blocks[:, 0] = KEYS // block - 1  # the last block, which what rows see cuts off
-    yield "blocks of 64", blocks, seen, block, rows * (CHOSEN - 30)
+    yield "blocks of 64", blocks, visible_keys, block, rows * (CHOSEN - 30)
 
 
 def lists(quick: bool) -> Iterator[Pair]:
     """What a visited key costs in lists of all kinds, beside lists of unique random keys."""
     rows = 16 if quick else 64
-    plain, both, goal = select(torch.bfloat16, rows, False), lengths(rows, KEYS), 0.0 if quick else COST
-    for name, indices, seen, block, visited in irregular(rows):
-        odd, extents = replace(plain, indices=indices.int()[:, None], block=block), lengths(rows, KEYS, seen)
+    selection, both, goal = select(torch.bfloat16, rows, False), lengths(rows, KEYS), 0.0 if quick else COST
+    for name, indices, visible_keys, block, visited in irregular(rows):
+        odd, extents = (
+            replace(selection, indices=indices.int()[:, None], block=block),
+            lengths(rows, KEYS, visible_keys),
+        )
         for way, per_key in (("forward", 2 * DIM + ROPE), ("backward", 5 * DIM + 3 * ROPE)):
-            ours, theirs = getattr(odd, way)(extents), getattr(plain, way)(both)
+            ours, theirs = getattr(odd, way)(extents), getattr(selection, way)(both)
             work, usual = (2 * HEADS * per_key * keys for keys in (visited, rows * CHOSEN))
             yield Pair("lists", f"{way}, {name}", "unique keys", ours, theirs, work, peer_flops=usual, goal=goal)
 

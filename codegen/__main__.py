@@ -20,8 +20,8 @@ def files() -> dict[str, str]:
     results = {f"{PACKAGE}/capi/include/{name}": text for name, text in headers.files(RECORDS).items()}
     results["csrc/capi/operators.inc"] = headers.definitions(RECORDS)
     results[f"{PACKAGE}/_aclnn.pyi"] = stub.stub([getattr(aclnn, name) for name in aclnn.__all__])
-    made = [f for name, f in sorted(functions().items()) if name in CONTRACTS or name.startswith("_npu_fused")]
-    results[f"{PACKAGE}/npu/__init__.pyi"] = stub.npu_stub(made)
+    stubbed = [f for name, f in sorted(functions().items()) if name in CONTRACTS or name.startswith("_npu_fused")]
+    results[f"{PACKAGE}/npu/__init__.pyi"] = stub.npu_stub(stubbed)
     results["docs/pictures/overview.svg"] = overview().render()
     return results
 

@@ -14,7 +14,7 @@ import torch
 from fusion_attention import acl
 
 WIDTH = 118
-PLACES = {np.ndarray: "np.", torch.dtype: "torch."}
+PREFIXES = {np.ndarray: "np.", torch.dtype: "torch."}
 HEAD = '''\
 """The functions of aclnn. Written by `python -m codegen`; `fusion-attention ops NAME` explains the parameters."""
 
@@ -79,8 +79,8 @@ def _compact(function: Callable[..., Any]) -> str:
     """A function whose text is its docstring's alone, in as few lines as it takes."""
     parameters, returns = _signature(function)
     end = f") -> {returns}: ...".replace(" ", "\0")
-    whole = f"def {function.__name__}({', '.join(parameters)}{end}"
-    lines = wrap(whole, WIDTH, break_on_hyphens=False, subsequent_indent="    ")
+    signature = f"def {function.__name__}({', '.join(parameters)}{end}"
+    lines = wrap(signature, WIDTH, break_on_hyphens=False, subsequent_indent="    ")
     head = "@_with_out\n" if hasattr(function, "out") else ""
     return head + "\n".join(lines).replace("\0", " ") + "\n"
 
@@ -124,7 +124,7 @@ def _type(annotation: Any) -> str:
         return _type(parts[0])  # what is said besides is for schemas
     if origin is Union:
         return " | ".join(map(_type, parts))
-    written = [_type(part) for part in parts]
+    written = [_type(operand) for operand in parts]
     return f"{_named(origin)}[{', '.join(written)}]" if origin else " | ".join(written)
 
 
@@ -132,5 +132,5 @@ def _named(kind: Any) -> str:
     """The name by which the stub's imports find a class."""
     if kind is Any:
         return "Any"
-    place = "acl." if kind.__module__.startswith(acl.__name__) else PLACES.get(kind, "")
+    place = "acl." if kind.__module__.startswith(acl.__name__) else PREFIXES.get(kind, "")
     return place + str(kind.__name__)

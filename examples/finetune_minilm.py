@@ -51,8 +51,11 @@ def embed_packed(model: Any, tokens: Tokens) -> Tensor:
     positions = torch.cat([torch.arange(n) for n in lengths])
     hidden = model.embeddings(input_ids=ids[None], position_ids=positions[None])[0]
     for layer in model.encoder.layer:
-        own = layer.attention.self
-        q, k, v = (f(hidden).unflatten(-1, (-1, own.attention_head_size)) for f in (own.query, own.key, own.value))
+        attention_layer = layer.attention.self
+        q, k, v = (
+            f(hidden).unflatten(-1, (-1, attention_layer.attention_head_size))
+            for f in (attention_layer.query, attention_layer.key, attention_layer.value)
+        )
         mixed = fa.attention(q, k, v, layout="TND", q_len=lengths)
         attended = layer.attention.output(mixed.flatten(1), hidden)
         hidden = layer.output(layer.intermediate(attended), attended)

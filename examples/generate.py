@@ -120,10 +120,10 @@ def perplexity(model: Any, current: Any, ids: Any, stored: str, backend: str) ->
     half, last, position = ids.shape[1] // 2, ids.shape[1] - 1, torch.arange(ids.shape[1])[None]
     loss = 0.0
     for begin, end in [(0, half), *((t, min(t + 8, last)) for t in range(half, last, 8))]:
-        kept = end - begin if begin else 1
-        rows = model(ids[:, begin:end], position_ids=position[:, begin:end], use_cache=False, logits_to_keep=kept)
+        scored = end - begin if begin else 1
+        rows = model(ids[:, begin:end], position_ids=position[:, begin:end], use_cache=False, logits_to_keep=scored)
         chances = rows.logits[0].float().log_softmax(-1)
-        loss -= float(chances.gather(1, ids[0, end - kept + 1 : end + 1, None]).sum())
+        loss -= float(chances.gather(1, ids[0, end - scored + 1 : end + 1, None]).sum())
     return float(torch.tensor(loss / (ids.shape[1] - half)).exp())
 
 
@@ -171,9 +171,9 @@ def main() -> None:
         print(f"float32  {name:18}  {1 / seconds:6.1f} tokens/s, {nbytes} bytes of cache; {agree}")
         assert stored or tokens == eager, "float32 pages must choose the tokens that eager chooses"
     words = tokenizer(text(), return_tensors="pt").input_ids[:, : given.text]
-    plain, narrow = (perplexity(model, current, words, stored, given.backend) for stored in ("", "int8"))
-    print(f"perplexity of {given.text} tokens: {plain:.4f} from float32 pages, {narrow:.4f} from int8 ones")
-    assert abs(narrow / plain - 1) < 0.01, "int8 pages must not change the perplexity by 1 %"
+    full_precision, narrow = (perplexity(model, current, words, stored, given.backend) for stored in ("", "int8"))
+    print(f"perplexity of {given.text} tokens: {full_precision:.4f} from float32 pages, {narrow:.4f} from int8 ones")
+    assert abs(narrow / full_precision - 1) < 0.01, "int8 pages must not change the perplexity by 1 %"
     model = model.to(torch.bfloat16)
     tokens, seconds, nbytes = by_pages(model, current, ids, given.tokens, "", given.backend)
     agree, gap = close_calls(tokens, eager, logits)

@@ -86,8 +86,8 @@ class Run:
         torch.manual_seed(0)  # the same weights on every rank, whatever their number
         self.given, self.model = given, Model(given.schedule)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for part in (*self.model.blocks, self.model):
-            fully_shard(part, mesh=mesh)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=given.rate)
         self.losses: list[float] = []
         self.text = read_text()
@@ -100,7 +100,7 @@ class Run:
         first = int(torch.randint(len(self.text) - given.tokens, (), generator=start))
         full = self.text[first : first + given.tokens + 1][None]
         tokens, following = (
-            distributed.shard(part, None, given.schedule, given.tokens) for part in (full[:, :-1], full[:, 1:])
+            distributed.shard(tensor, None, given.schedule, given.tokens) for tensor in (full[:, :-1], full[:, 1:])
         )
         logits = self.model(tokens, self.positions, given.tokens)
         loss = cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum") / given.tokens
@@ -134,9 +134,9 @@ class Run:
         if last["settings"] != settings(self.given):
             raise SystemExit(f"{path} belongs to a run of other settings; remove its folder, or name another --folder")
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        held: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(held, checkpoint_id=self.given.folder / f"step-{last['step']}")
-        set_state_dict(self.model, self.optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=self.given.folder / f"step-{last['step']}")
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.losses = last["losses"]
 
 

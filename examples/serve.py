@@ -47,7 +47,7 @@ class Pool:
         self.holders[page] = 1
         return page
 
-    def share(self, pages: list[int]) -> list[int]:
+    def retain(self, pages: list[int]) -> list[int]:
         """One holder more of each."""
         for page in pages:
             self.holders[page] += 1
@@ -76,7 +76,7 @@ class Request:
         self.prompt = len(self.tokens)
 
     @property
-    def made(self) -> list[int]:
+    def generated(self) -> list[int]:
         """The tokens that the model chose."""
         return self.tokens[self.prompt :]
 
@@ -115,11 +115,13 @@ class Server:
         for rows, new in ((keys, k), (values, v)):
             rows.view(-1, rows.shape[-1])[step.slots] = new[0].transpose(0, 1).flatten(1)
         window = getattr(module, "sliding_window", None)
-        seen = {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0} if window else {"sparse_mode": 3}
+        mask_arguments = (
+            {"sparse_mode": 4, "pre_tokens": window - 1, "next_tokens": 0} if window else {"sparse_mode": 3}
+        )
         out, _ = npu.npu_fused_infer_attention_score(
             q[0].transpose(0, 1), keys, values, atten_mask=self.mask, block_table=step.table, block_size=pool.size,
             actual_seq_lengths=step.ends, actual_seq_lengths_kv=step.lengths, input_layout="TND",
-            num_heads=q.shape[1], num_key_value_heads=pool.heads, scale=scaling, **seen,
+            num_heads=q.shape[1], num_key_value_heads=pool.heads, scale=scaling, **mask_arguments,
         )  # fmt: skip
         return out[None], None
 
@@ -134,7 +136,7 @@ class Server:
 
         best = max(self.running, key=common, default=None)
         if best is not None:
-            request.pages = self.pool.share(best.pages[: common(best)])
+            request.pages = self.pool.retain(best.pages[: common(best)])
             request.stored = len(request.pages) * size
         self.running.append(request)
 
@@ -148,15 +150,15 @@ class Server:
                 chunks, left = [*chunks, (request, count)], left - count
         self.step = self._pack(chunks)
         ids = torch.tensor([[t for r, n in chunks for t in r.tokens[r.stored : r.stored + n]]])
-        places = torch.tensor([[i for r, n in chunks for i in range(r.stored, r.stored + n)]])
+        positions = torch.tensor([[i for r, n in chunks for i in range(r.stored, r.stored + n)]])
         last = torch.tensor(self.step.ends) - 1
-        logits = self.model(ids, position_ids=places, use_cache=False, logits_to_keep=last).logits[0]
+        logits = self.model(ids, position_ids=positions, use_cache=False, logits_to_keep=last).logits[0]
         self.packed.append(ids.numel())
         for (request, count), row in zip(chunks, logits, strict=True):
             request.stored += count
             if request.stored == len(request.tokens):
                 request.tokens.append(int(row.argmax()))
-        for request in [r for r in self.running if len(r.made) == r.wanted]:
+        for request in [r for r in self.running if len(r.generated) == r.wanted]:
             self.running.remove(request)
             self.pool.give_back(request.pages)
 
@@ -226,7 +228,7 @@ def main() -> None:
     seconds = server.serve(requests)
     print(f"packed, pages shared       {count / seconds:6.1f} tokens/s in {len(server.packed)} steps")
     print(f"tokens packed into each step: {' '.join(map(str, server.packed))}")
-    assert [r.made for r in requests] == wanted, "serving together must choose the tokens of one request alone"
+    assert [r.generated for r in requests] == wanted, "serving together must choose the tokens of one request alone"
     assert sorted(server.pool.free) == list(range(len(server.pool.holders))), "all pages must be free again"
     print("the same tokens; all pages are free again")
 

@@ -40,16 +40,19 @@ def main() -> None:
             out, expected = (fa.decode_attention(q, cache, band=band) for cache in (here, there))
             furthest = max(furthest, float((out - expected).abs().max()))
             if HEADS % ranks == 0:  # The same where each rank has some heads alone.
-                own = q.chunk(ranks, 2)[rank]
-                mine = fa.distributed.decode_attention(own, here, band=band, own_heads=True)
+                local_q = q.chunk(ranks, 2)[rank]
+                mine = fa.distributed.decode_attention(local_q, here, band=band, own_heads=True)
                 assert torch.equal(mine, out.chunk(ranks, 2)[rank])
     assert furthest < 1e-5, furthest
-    kept = sum(len(own) for cache in shared for own in cache.own_pages())
+    page_count = sum(len(page_list) for cache in shared for page_list in cache.own_pages())
     for turn in range(ranks):
         dist.barrier()
         if turn == rank:
             size = sum(cache.nbytes for cache in shared) / 2**20
-            print(f"rank {rank} of {ranks}: {kept} pages in {size:.2f} MiB, results within {furthest:.1e}", flush=True)
+            print(
+                f"rank {rank} of {ranks}: {page_count} pages in {size:.2f} MiB, results within {furthest:.1e}",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 

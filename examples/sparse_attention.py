@@ -24,8 +24,8 @@ expected, _ = scores.topk(CHOSEN, dim=-1)
 assert torch.allclose(values[:, :, 0], expected, atol=1e-5)
 print(f"indexer: the {CHOSEN} best of up to {TOKENS} keys; row 2 sees three: {indices[0, 2, 0, :5].tolist()}")
 
-seen = values > -torch.inf
-mine = torch.autograd.grad(values.masked_fill(~seen, 0).sum(), (index_q, index_k, index_w))
+visible = values > -torch.inf
+mine = torch.autograd.grad(values.masked_fill(~visible, 0).sum(), (index_q, index_k, index_w))
 theirs = torch.autograd.grad(expected[expected > -torch.inf].sum(), (index_q, index_k, index_w))
 worst = max((a - b).abs().max() for a, b in zip(mine, theirs, strict=True))
 assert worst < 1e-3, worst

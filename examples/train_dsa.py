@@ -143,15 +143,15 @@ class State:
     def save(self, path: Path) -> None:
         """Replaces the checkpoint at once: a crash meanwhile leaves the old one whole."""
         learners = {"learner": self.learner, "baseline": self.baseline}
-        held: dict[str, Any] = {
+        state: dict[str, Any] = {
             name: {"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}
             for name, one in learners.items()
             if one is not None
         }
-        plain = {"step": self.step, "losses": self.losses, "seconds": self.seconds, "recalls": self.recalls}
+        progress = {"step": self.step, "losses": self.losses, "seconds": self.seconds, "recalls": self.recalls}
         draft = path.with_suffix(".draft")
         with draft.open("wb") as file:
-            torch.save({**held, **plain, "settings": asdict(self.settings)}, file)
+            torch.save({**state, **progress, "settings": asdict(self.settings)}, file)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -159,20 +159,20 @@ class State:
     def load(self, path: Path) -> None:
         """Takes over a checkpoint of the same settings."""
         try:
-            held = torch.load(path, weights_only=True)
+            state = torch.load(path, weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise SystemExit(f"{path} is no checkpoint ({error}); remove it, or name another --folder") from error
-        if held["settings"] != asdict(self.settings):
+        if state["settings"] != asdict(self.settings):
             raise SystemExit(f"{path} belongs to a run of other settings; remove it, or name another --folder")
-        if "baseline" in held:
+        if "baseline" in state:
             self.baseline = Learner(deepcopy(self.learner.model), self.settings)
             set_stage(self.baseline.model, "dense")
         for name, one in (("learner", self.learner), ("baseline", self.baseline)):
             if one is not None:
-                one.model.load_state_dict(held[name]["model"])
-                one.optimizer.load_state_dict(held[name]["optimizer"])
+                one.model.load_state_dict(state[name]["model"])
+                one.optimizer.load_state_dict(state[name]["optimizer"])
         self.step, self.losses, self.seconds, self.recalls = (
-            held[name] for name in ("step", "losses", "seconds", "recalls")
+            state[name] for name in ("step", "losses", "seconds", "recalls")
         )
 
 
@@ -199,22 +199,22 @@ def selections(model: Model, tokens: Tensor, by: str) -> Iterator[tuple[float, T
     left out. by: "indexer"; "chance"; "attention" itself, the most that one list for all heads can reach.
     """
     x, top_k = model.embed(tokens), model.blocks[0].attention.indexer.top_k
-    seen = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+    visible = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
     for block in model.blocks:
-        own = block.before(x)
-        q, k, v = block.attention.project(own, model.rope)
+        hidden = block.before(x)
+        q, k, v = block.attention.project(hidden, model.rope)
         if by == "indexer":
-            lists = block.attention.indexer(own, rope=model.rope).indices
+            lists = block.attention.indexer(hidden, rope=model.rope).indices
         elif by == "chance":
-            drawn = torch.rand(len(x), *seen.shape, generator=torch.Generator().manual_seed(0))
-            lists = drawn.masked_fill(~seen, -1).topk(top_k).indices.unsqueeze(2)
+            drawn = torch.rand(len(x), *visible.shape, generator=torch.Generator().manual_seed(0))
+            lists = drawn.masked_fill(~visible, -1).topk(top_k).indices.unsqueeze(2)
         else:
             scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
-            mass = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1).mean(1)
-            lists = mass.masked_fill(~seen, -1).topk(top_k).indices.unsqueeze(2)
+            mass = (scores * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf).softmax(-1).mean(1)
+            lists = mass.masked_fill(~visible, -1).topk(top_k).indices.unsqueeze(2)
         _, everything = fa.attention(q, k, v, band=fa.Band.causal(), return_lse=True)
-        _, part = fa.sparse_attention(q, k, v, lists.expand(*k.shape[:-1], -1), return_lse=True)
-        yield (part - everything)[..., top_k:].exp().mean().item(), lists
+        _, lse = fa.sparse_attention(q, k, v, lists.expand(*k.shape[:-1], -1), return_lse=True)
+        yield (lse - everything)[..., top_k:].exp().mean().item(), lists
         x = block(x, model.rope)[0]
 
 
@@ -222,7 +222,7 @@ def recall(model: Model, text: Tensor, s: Settings, by: str = "indexer") -> list
     """The recall of every layer on held-out text, attention being dense."""
     stage = model.blocks[0].attention.stage
     set_stage(model, "dense")
-    results = [share for share, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
+    results = [recalled for recalled, _ in selections(model.eval(), draw(text, s, 99)[0], by)]
     set_stage(model.train(), stage)
     return results
 
@@ -297,10 +297,15 @@ def report(state: State, held_out: Tensor, console: Console) -> bool:
     for name in ("stage", "steps", "first loss", "last loss", "indexers first", "indexers last", "ms per step"):
         times.add_column(name, justify="right")
     for name, seconds in state.seconds.items():
-        own, index = state.losses[name], state.losses.get(f"{name} indexers")
+        losses, index = state.losses[name], state.losses.get(f"{name} indexers")
         between = (f"{index[0]:.3f}", f"{index[-1]:.3f}") if index else ("", "")
         times.add_row(
-            name, str(len(own)), f"{own[0]:.3f}", f"{own[-1]:.3f}", *between, f"{seconds / len(own) * 1e3:.0f}"
+            name,
+            str(len(losses)),
+            f"{losses[0]:.3f}",
+            f"{losses[-1]:.3f}",
+            *between,
+            f"{seconds / len(losses) * 1e3:.0f}",
         )
     console.print(times)
     shares = Table(title=f"Recall: share of the dense attention's mass on {s.top_k} chosen keys (held-out text)")

@@ -34,8 +34,8 @@ def main() -> None:
     out = my_kernel(q, k, v, 0.125)
 
     # In a program: what the call should be, and what the kernel gave.
-    asked = {"q": q, "k": k, "v": v, "scale": 0.125, "band": fa.Band.causal()}
-    result = fa.diagnose("attention", asked, {"out": out})
+    inputs = {"q": q, "k": k, "v": v, "scale": 0.125, "band": fa.Band.causal()}
+    result = fa.diagnose("attention", inputs, {"out": out})
     print(result)
     assert result.verdict == "wrong"
     assert result.mistakes[0].name == "causal-alignment"

@@ -68,8 +68,8 @@ def main(first: str) -> None:
     golden = results(theirs, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         all_three = zip(("out", "dq", "dk", "dv"), results(ours, dtype), golden, results(theirs, dtype), strict=True)
-        for name, mine, exact, plain in all_three:
-            compare(f"{name}, {dtype}", mine, exact, plain, 300)
+        for name, mine, exact, baseline in all_three:
+            compare(f"{name}, {dtype}", mine, exact, baseline, 300)
     check_c_api()
     result = runtimes()
     assert len(result) == 1, f"one OpenMP runtime serves torch and the core, but there are {result}"

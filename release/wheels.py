@@ -79,11 +79,11 @@ def debian_headers(python: str, machine: str, work: Path) -> Path:
     question = "import sysconfig; print(sysconfig.get_config_h_filename())"
     include = Path(run(python, "-c", question).strip()).parent
     folder = work / f"headers-{machine}"
-    own = include.parent / f"{os.uname().machine}-linux-gnu" / include.name / "pyconfig.h"
-    if own.is_file():
+    of_machine = include.parent / f"{os.uname().machine}-linux-gnu" / include.name / "pyconfig.h"
+    if of_machine.is_file():
         other = folder / f"{machine}-linux-gnu" / include.name
         other.mkdir(parents=True, exist_ok=True)
-        shutil.copy(own, other)
+        shutil.copy(of_machine, other)
     return folder
 
 
@@ -136,8 +136,8 @@ def installed(python: str, wheel: Path, work: Path, pip: list[str]) -> None:
     """A fresh environment with torch in it: how long the wheel takes there without a compiler, and what it computes."""
     folder = work / f"environment-{Path(python).name}"
     run(python, "-m", "venv", "--clear", folder)
-    own = folder / "bin/python"
-    install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip]
+    interpreter = folder / "bin/python"
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pip]
     run(*install, "-c", ROOT / "constraints.txt", "torch")
     begun = time.monotonic()
     run(*install, "-c", ROOT / "constraints.txt", wheel, PATH=str(folder / "bin"))
@@ -147,7 +147,7 @@ def installed(python: str, wheel: Path, work: Path, pip: list[str]) -> None:
     print(f"  {wheel.name}: installed in {took:.1f} s without a compiler")
     smoke = shutil.copy(ROOT / "release/smoke.py", work)
     for first in ("torch", "core"):
-        print("  " + run(own, smoke, first).strip())
+        print("  " + run(interpreter, smoke, first).strip())
 
 
 def for_python(version: str, wheels: list[Path], machine: str) -> Path:

@@ -39,8 +39,8 @@ def pytest_report_header() -> str:
         from fusion_attention import _native
     except ImportError as error:  # the GPU tests run without the core
         return f"native core: {error}"
-    found = _native.cpu_features()
-    return f"native core: {found['chosen']}{', FUSION_ATTENTION_CPU' if found['forced'] else ''}"
+    features = _native.cpu_features()
+    return f"native core: {features['chosen']}{', FUSION_ATTENTION_CPU' if features['forced'] else ''}"
 
 
 @pytest.fixture(autouse=True)

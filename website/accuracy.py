@@ -69,13 +69,13 @@ class _Panel:
         p.line(self.left, self.bottom, right, self.bottom, "ink", width=1.5)
         p.line(self.x(limit), top, self.x(limit), self.bottom, "ink", width=1.5, dash="5 4")
 
-    def bars(self, counts: list[int], fill: str, beyond: str = "", share: tuple[int, int] = (0, 1)) -> None:
+    def bars(self, counts: list[int], fill: str, beyond: str = "", offset: tuple[int, int] = (0, 1)) -> None:
         """Bars of a colour; beyond: of bins beyond the limit; share: which of how many that stand side by side."""
-        width = self.decade / self.data["bins"] / share[1]
+        width = self.decade / self.data["bins"] / offset[1]
         for i, count in enumerate(counts):
             if count:
                 z = self.data["low"] * 10 ** (i / self.data["bins"])
-                x = self.x(z) + share[0] * width
+                x = self.x(z) + offset[0] * width
                 colour = beyond if beyond and z >= LIMIT else fill
                 self.picture.rect(x + 0.7, self.y(count), width - 1.4, self.bottom - self.y(count), colour, r=1.5)
 
@@ -88,8 +88,8 @@ def tiles(tall: bool = False) -> Picture:
         440 if tall else 900, 566 if tall else 546, "Tiles of right results are below the limit, of faults beyond"
     )  # fmt: skip
     picture.text(edge, 36, "Tiles of right and of wrong results", size=18, bold=True)
-    said = f"how many tiles of 32 rows have which z; bfloat16, causal, S {data['length']}"
-    for place, words in enumerate(said.split("; ") if tall else [said]):
+    caption = f"how many tiles of 32 rows have which z; bfloat16, causal, S {data['length']}"
+    for place, words in enumerate(caption.split("; ") if tall else [caption]):
         picture.text(edge, 57 + 18 * place, words, size=13, fill="soft")
     first = 226 if tall else 208
     upper = _Panel(picture, data, left, first, width)
@@ -99,7 +99,7 @@ def tiles(tall: bool = False) -> Picture:
     picture.text(x + 16, top + 12, "right results", size=14, bold=True)
     picture.text(x + 16, top + 30, f"worst tile {data['largest']:.2f}", size=13, fill="soft")
     for place, (who, (colour, name)) in enumerate(RIGHT.items()):
-        upper.bars(counts[who], colour, share=(place, len(RIGHT)))
+        upper.bars(counts[who], colour, offset=(place, len(RIGHT)))
         picture.rect(x + 16, top + 41 + 19 * place, 12, 12, colour, r=2)
         picture.text(x + 34, top + 51 + 19 * place, name, size=13)
     for place, (what, fault) in enumerate(data["wrong"].items()):

@@ -20,26 +20,26 @@ SHOWN = 8  # calls; what has fewer is summed up
 
 def table() -> str:
     """Every function of torch_npu that is here, by family, in one sentence."""
-    known = functions()
-    families = groups(sorted(name for name in known if name.startswith("npu_")))
-    families["Beside them"] = sorted(set(known) - {name for names in families.values() for name in names})
+    functions_here = functions()
+    families = groups(sorted(name for name in functions_here if name.startswith("npu_")))
+    families["Beside them"] = sorted(set(functions_here) - {name for names in families.values() for name in names})
     lines: list[str] = []
     for title, names in families.items():
         lines += [
             f"| {title.removeprefix('torch_npu: ').capitalize()} | what it computes | computed by |",
             "|---|---|---|",
         ]
-        lines += [_row(name, known[name]) for name in names]
+        lines += [_row(name, functions_here[name]) for name in names]
         lines.append("")
     return "\n".join(lines)
 
 
 def _row(name: str, function: object) -> str:
     record = CONTRACTS.get(name)
-    said = record.summary if record else docstrings.prose(_first(function), "")
+    summary = record.summary if record else docstrings.prose(_first(function), "")
     link = f"[`{name}`](ops/{name}.md)" if record else f"`{name}`"
     core = record is not None and (name not in AUXILIARY or another(name))
-    return f"| {link} | {_cell(said)} | {'the core' if core else 'torch'} |"
+    return f"| {link} | {_cell(summary)} | {'the core' if core else 'torch'} |"
 
 
 def _first(function: object) -> str:
@@ -60,19 +60,19 @@ def coverage() -> str:
 
 def calls(tall: bool = False) -> Picture:
     """Which functions programs call most, and which of them are here; tall: for a small screen."""
-    known = set(functions())
+    functions_here = set(functions())
     rows = [(names.split(), count) for names, count in EVERYWHERE if count >= SHOWN]
     rows.sort(key=lambda row: -row[1])
-    answered = sum(count for names, count in EVERYWHERE if set(names.split()) <= known)
+    answered = sum(count for names, count in EVERYWHERE if set(names.split()) <= functions_here)
     step, left, edge, scale = (44, 6, 4, 2.6) if tall else (24, 296, 24, 4.2)
     picture = Picture(
         420 if tall else 860, 104 + step * len(rows), "What programs for the chip call, and what is here"
     )  # fmt: skip
     picture.text(edge, 34, "What programs for the chip call", size=18, bold=True)
-    said = f"{ALL_CALLS} calls in thirteen public repositories; {answered / ALL_CALLS:.0%} are answered"
-    picture.text(edge, 56, said, size=13, fill="soft")
+    caption = f"{ALL_CALLS} calls in thirteen public repositories; {answered / ALL_CALLS:.0%} are answered"
+    picture.text(edge, 56, caption, size=13, fill="soft")
     for place, (names, count) in enumerate(rows):
-        y, here = 76 + step * place, set(names) <= known
+        y, here = 76 + step * place, set(names) <= functions_here
         words = names[0] + (f" + {len(names) - 1}" if len(names) > 1 else "")
         if tall:
             picture.text(left, y + 12, words, size=13, mono=True)

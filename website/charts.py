@@ -49,8 +49,8 @@ def beside_sdpa(tall: bool = False) -> Picture:
         x = left + (tick - 1) * scale
         bottom = 446 if tall else 416
         picture.line(x, 76, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
-        said = "as fast" if tick == 1 else f"{tick:g}" if tall else f"{tick:g} times"
-        picture.text(x, bottom + 22, said, size=12.5, fill="soft", anchor="middle")
+        label = "as fast" if tick == 1 else f"{tick:g}" if tall else f"{tick:g} times"
+        picture.text(x, bottom + 22, label, size=12.5, fill="soft", anchor="middle")
     y = 84.0
     for dtype, colour in colours.items():
         picture.text(edge, y + (12 if tall else 46), names[dtype], size=15, bold=True, fill=colour)
@@ -106,9 +106,9 @@ def beside_masks(tall: bool = False) -> Picture:
     for tick in (1, 10, 20, 30, 40):
         x = left + (tick - 1) * scale
         picture.line(x, top, x, bottom, "ink" if tick == 1 else "rule", width=1.5 if tick == 1 else 1)
-        said = "as fast" if tick == 1 else f"{tick} times"
+        label = "as fast" if tick == 1 else f"{tick} times"
         anchor = "start" if tall and tick == 1 else "middle"
-        picture.text(x, bottom + 22, said, size=12.5, fill="soft", anchor=anchor)
+        picture.text(x, bottom + 22, label, size=12.5, fill="soft", anchor=anchor)
     for place, (group, name, peer, shown, beside) in enumerate(SHAPED):
         y, value = top + 6 + step * place, ratio(group, name, peer)
         if tall:

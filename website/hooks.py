@@ -32,8 +32,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for name, text in generated().items():
-        if known := files.get_file_from_path(name):  # README's picture, which git holds
-            files.remove(known)
+        if file := files.get_file_from_path(name):  # README's picture, which git holds
+            files.remove(file)
         files.append(File.generated(config, name, content=text))
     return files
 
@@ -72,12 +72,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Pictures take the page's colours when they are part of it; tables may be wider than the page."""
 
-    def inside(found: re.Match[str]) -> str:
-        wide = _of_the_page(found[2])
-        tall = f"{found[2]}_tall"
+    def inside(match: re.Match[str]) -> str:
+        picture_html = _of_the_page(match[2])
+        tall = f"{match[2]}_tall"
         if f"pictures/{tall}.svg" in generated():
-            wide = _of_the_page(tall).replace('class="fa-pic"', 'class="fa-pic fa-tall"', 1) + wide
-        return f'<figure class="fa-figure fa-{found[2]}">{wide}</figure>'
+            picture_html = _of_the_page(tall).replace('class="fa-pic"', 'class="fa-pic fa-tall"', 1) + picture_html
+        return f'<figure class="fa-figure fa-{match[2]}">{picture_html}</figure>'
 
     html = PICTURE.sub(inside, html)
     if page.file.src_uri.startswith("ops/"):

@@ -22,23 +22,23 @@ PREFIX_COMPRESSED = torch.cat([COMPRESSED, torch.zeros(1024, 2048, dtype=torch.b
 PREFIX_COMPRESSED[2048:, 1024:] = True
 
 
-def seen(rows: int = ROWS, keys: int = KEYS, layout: str = "BSND", **call: Any) -> torch.Tensor:
+def visible_pairs(rows: int = ROWS, keys: int = KEYS, layout: str = "BSND", **call: Any) -> torch.Tensor:
     """[rows, keys] bool: what npu_fusion_attention gives a weight."""
-    wide = max(DIM, keys)
-    q, k, v = torch.zeros(rows, 1, wide), torch.zeros(keys, 1, wide), torch.eye(keys, wide)[:, None]
+    width = max(DIM, keys)
+    q, k, v = torch.zeros(rows, 1, width), torch.zeros(keys, 1, width), torch.eye(keys, width)[:, None]
     if layout == "BSND":
         q, k, v = q[None], k[None], v[None]
     out = npu_fusion_attention(q, k, v, 1, layout, **call)[0]
-    return out.reshape(rows, wide)[:, :keys] > 0
+    return out.reshape(rows, width)[:, :keys] > 0
 
 
 def of_band(band: fa.Band, rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
     """[rows, keys] bool: what fa.attention gives a weight."""
-    wide = max(DIM, keys)
+    width = max(DIM, keys)
     out = fa.attention(
-        torch.zeros(1, rows, 1, wide), torch.zeros(1, keys, 1, wide), torch.eye(keys, wide)[None, :, None], band=band
+        torch.zeros(1, rows, 1, width), torch.zeros(1, keys, 1, width), torch.eye(keys, width)[None, :, None], band=band
     )
-    return out.reshape(rows, wide)[:, :keys] > 0
+    return out.reshape(rows, width)[:, :keys] > 0
 
 
 def scattered(rows: int = ROWS, keys: int = KEYS) -> torch.Tensor:
@@ -51,7 +51,7 @@ def packed(mode: int, q_len: list[int], kv_len: list[int], next_tokens: int) -> 
     """A packed call: three sequences one after the other, the cut one shifted by next_tokens."""
     ends = {"actual_seq_qlen": list(accumulate(q_len)), "actual_seq_kvlen": list(accumulate(kv_len))}
     call = {"atten_mask": COMPRESSED, "sparse_mode": mode, "next_tockens": next_tokens, **ends}
-    return seen(sum(q_len), sum(kv_len), "TND", **call)
+    return visible_pairs(sum(q_len), sum(kv_len), "TND", **call)
 
 
 def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
@@ -60,20 +60,22 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
     window: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 2}
     results: list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]] = []
 
-    def add(mode: int, name: str, says: str, result: torch.Tensor, whole: torch.Tensor | None = None) -> None:
-        results.append((mode, name, says, result, None if whole is None else whole & ~result))
+    def add(mode: int, name: str, says: str, result: torch.Tensor, unmasked: torch.Tensor | None = None) -> None:
+        results.append((mode, name, says, result, None if unmasked is None else unmasked & ~result))
 
-    add(0, "window, and your mask", "pre 3, next 2", seen(atten_mask=mask, sparse_mode=0, **window),
-        seen(atten_mask=torch.zeros_like(mask), sparse_mode=0, **window))  # fmt: skip
-    add(1, "your mask alone", "a full mask", seen(atten_mask=mask, sparse_mode=1), torch.ones_like(mask))
-    add(2, "causal, from the upper left", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=2))
-    add(3, "causal, to the lower right", "compressed mask", seen(atten_mask=COMPRESSED, sparse_mode=3))
+    add(0, "window, and your mask", "pre 3, next 2", visible_pairs(atten_mask=mask, sparse_mode=0, **window),
+        visible_pairs(atten_mask=torch.zeros_like(mask), sparse_mode=0, **window))  # fmt: skip
+    add(1, "your mask alone", "a full mask", visible_pairs(atten_mask=mask, sparse_mode=1), torch.ones_like(mask))
+    add(2, "causal, from the upper left", "compressed mask", visible_pairs(atten_mask=COMPRESSED, sparse_mode=2))
+    add(3, "causal, to the lower right", "compressed mask", visible_pairs(atten_mask=COMPRESSED, sparse_mode=3))
     band: dict[str, Any] = {"pre_tockens": 3, "next_tockens": 1}
-    add(4, "band, to the lower right", "pre 3, next 1", seen(atten_mask=COMPRESSED, sparse_mode=4, **band))
+    add(4, "band, to the lower right", "pre 3, next 1", visible_pairs(atten_mask=COMPRESSED, sparse_mode=4, **band))
     below = torch.ones(ROWS, KEYS, dtype=torch.bool).triu(KEYS - ROWS + 1)
     below[:, :6] = False
-    add(5, "prefix, and a full mask", "prefix 6", seen(atten_mask=below, sparse_mode=5, prefix=[6]))
-    add(6, "prefix, compressed mask", "prefix 6", seen(atten_mask=PREFIX_COMPRESSED, sparse_mode=6, prefix=[6]))
+    add(5, "prefix, and a full mask", "prefix 6", visible_pairs(atten_mask=below, sparse_mode=5, prefix=[6]))
+    add(
+        6, "prefix, compressed mask", "prefix 6", visible_pairs(atten_mask=PREFIX_COMPRESSED, sparse_mode=6, prefix=[6])
+    )
     add(7, "packed, last sequence cut", "next -2", packed(7, [3, 2, 3], [3, 2, 5], -2))
     add(8, "packed, first sequence cut", "next 2", packed(8, [3, 2, 3], [5, 2, 3], 2))
     return results
@@ -81,10 +83,10 @@ def modes() -> list[tuple[int, str, str, torch.Tensor, torch.Tensor | None]]:
 
 def gallery() -> Picture:
     """The nine sparse modes."""
-    wide, high, side = 300, 248, 24
-    picture = Picture(3 * wide + 40, 3 * high + 74, "Which keys a row sees in CANN's nine sparse modes")
+    width, high, side = 300, 248, 24
+    picture = Picture(3 * width + 40, 3 * high + 74, "Which keys a row sees in CANN's nine sparse modes")
     for place, (mode, name, says, result, taken) in enumerate(modes()):
-        x, y = 32 + place % 3 * wide, 26 + place // 3 * high
+        x, y = 32 + place % 3 * width, 26 + place // 3 * high
         rows, keys = result.shape
         size = min(176 / rows - 2, 234 / keys - 2, 24)
         picture.text(x, y + 14, str(mode), size=20, fill="a", bold=True)
@@ -108,7 +110,7 @@ def gallery() -> Picture:
     ):
         picture.rect(x, y - 12, side - 9, side - 9, fill)
         picture.text(x + 22, y, words, size=13, fill="soft")
-    picture.text(3 * wide + 8, y, "rows are queries, columns are keys", size=13, fill="soft", anchor="end")
+    picture.text(3 * width + 8, y, "rows are queries, columns are keys", size=13, fill="soft", anchor="end")
     return picture
 
 
@@ -122,10 +124,10 @@ def bands() -> Picture:
         ("Band.window(2, 2)", fa.Band.window(2, 2)),
         ("Band.prefix_causal([5])", fa.Band.prefix_causal([5])),
     ]
-    wide, high = 300, 204
-    picture = Picture(3 * wide + 40, 2 * high + 24, "What the bands of fa.attention let rows see")
+    width, high = 300, 204
+    picture = Picture(3 * width + 40, 2 * high + 24, "What the bands of fa.attention let rows see")
     for place, (name, band) in enumerate(shown):
-        x, y = 32 + place % 3 * wide, 28 + place // 3 * high
+        x, y = 32 + place % 3 * width, 28 + place // 3 * high
         picture.text(x, y + 12, name, size=14, mono=True)
         picture.grid(x, y + 28, [["a" if s else "off" for s in row] for row in of_band(band).tolist()], 20)
     return picture

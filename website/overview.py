@@ -116,6 +116,6 @@ def _packed_cells() -> list[list[str]]:
         (5, 8, 4, 6, fa.Band.causal(), "b"),
     ):
         for i, row in enumerate(of_band(band, rows, keys).tolist()):
-            for j, seen in enumerate(row):
-                cells[start + i][first + j] = colour if seen else "off"
+            for j, is_visible in enumerate(row):
+                cells[start + i][first + j] = colour if is_visible else "off"
     return cells

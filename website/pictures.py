@@ -25,8 +25,8 @@ def in_memory(layout: str, lengths: list[int], heads: int) -> list[Cell]:
         return [(b, s, n) for b, length in enumerate(lengths) for s in range(length) for n in range(heads)]
     sizes = {"B": len(lengths), "S1": max(lengths), "N1": heads}
     axes = [axis for word in words for axis in word.split("*") if axis in sizes]
-    places = torch.cartesian_prod(*(torch.arange(sizes[axis]) for axis in axes)).tolist()
-    return [(p[axes.index("B")], p[axes.index("S1")], p[axes.index("N1")]) for p in places]
+    positions = torch.cartesian_prod(*(torch.arange(sizes[axis]) for axis in axes)).tolist()
+    return [(p[axes.index("B")], p[axes.index("S1")], p[axes.index("N1")]) for p in positions]
 
 
 def layouts() -> Picture:
@@ -43,10 +43,10 @@ def layouts() -> Picture:
         y = 54 + 66 * line
         picture.text(28, y + 29, layout, size=17, bold=True, mono=True)
         for place, (b, s, n) in enumerate(in_memory(layout, lengths, heads)):
-            x, held = 104 + place * (size + 2), s < lengths[b]
+            x, is_token = 104 + place * (size + 2), s < lengths[b]
             colour = SEQUENCES[b] if n == 0 else SEQUENCES[b] + "2"
-            picture.rect(x, y, size, size, colour if held else "off", r=5)
-            if held:
+            picture.rect(x, y, size, size, colour if is_token else "off", r=5)
+            if is_token:
                 picture.text(
                     x + size / 2, y + 22, f"t{s}", size=15, anchor="middle", fill="on" if n == 0 else "ink", bold=True
                 )
@@ -117,9 +117,9 @@ def pages() -> Picture:
     names = {a: "a", b: "b", c: "c = fork(a)"}
     for line, sequence in enumerate((a, b, c)):
         y = 70 + line * 112
-        colour, held = SEQUENCES[line], cache.lengths([sequence])[0]
+        colour, token_count = SEQUENCES[line], cache.lengths([sequence])[0]
         picture.text(32, y + 14, names[sequence], size=15, bold=True, fill=colour)
-        picture.text(32, y + 34, f"{held} tokens", size=12.5, fill="soft")
+        picture.text(32, y + 34, f"{token_count} tokens", size=12.5, fill="soft")
         table = cache.block_table([sequence])[0].tolist()
         for place, page in enumerate(table):
             x = 150 + place * 54
@@ -137,9 +137,9 @@ def pages() -> Picture:
         picture.text(536, y + 22, str(page), size=15, anchor="middle", fill="soft", bold=True)
         for slot, code in enumerate(slots):
             owner = code // 100 - 1
-            held = owner >= 0
-            picture.rect(556 + slot * 62, y, 58, 34, SEQUENCES[owner] + "2" if held else "off", r=5)
-            if held:
+            token_count = owner >= 0
+            picture.rect(556 + slot * 62, y, 58, 34, SEQUENCES[owner] + "2" if token_count else "off", r=5)
+            if token_count:
                 picture.text(585 + slot * 62, y + 22, f"t{code % 100}", size=14, anchor="middle")
         note = "shared" if holders.get(page, 0) > 1 else "" if page in holders else "free"
         picture.text(812, y + 22, note, size=12.5, fill="a" if note == "shared" else "soft")

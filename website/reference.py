@@ -121,8 +121,8 @@ def _methods(cls: type) -> list[str]:
         if isinstance(inner, property):
             lines += [f"### {cls.__name__}.{name}", "", *docstrings.body(called, ROOT)]
         elif inspect.isfunction(inner):
-            said = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
-            lines += [f"### {cls.__name__}.{name}", "", "```pyi", said, "```", "", *docstrings.body(called, ROOT)]
+            signature = docstrings.signature(getattr(cls, name), f"{cls.__name__}.{name}")
+            lines += [f"### {cls.__name__}.{name}", "", "```pyi", signature, "```", "", *docstrings.body(called, ROOT)]
     return lines
 
 
@@ -159,7 +159,7 @@ def index() -> str:
                 first = (inspect.getdoc(getattr(result, name)) or "").split("\n\n")[0].replace("\n", " ").strip()
                 short = "rt." if module.endswith(".rt") else ""
                 anchor = (short.replace(".", "") + name).lower()
-                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.plain(first, ROOT)} |")
+                lines.append(f"| [`{short}{name}`]({file}.md#{anchor}) | {docstrings.markdown(first, ROOT)} |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -95,9 +95,9 @@ class Picture:
         classes = " ".join([*([f"s-{stroke}"] if stroke else []), *([f"f-{fill}"] if fill else [])])
         none = "" if fill else ' fill="none"'
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        wide = f' stroke-width="{width:g}"' if stroke else ""
+        stroke_width = f' stroke-width="{width:g}"' if stroke else ""
         head = f' marker-end="url(#head-{stroke})"' if arrow else ""
-        self._parts.append(f'<path d="{d}" class="{classes}"{none}{wide}{dashed}{head}/>')
+        self._parts.append(f'<path d="{d}" class="{classes}"{none}{stroke_width}{dashed}{head}/>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = "rule", **more: object) -> None:
         """A straight line."""
@@ -139,7 +139,7 @@ class Picture:
             'orient="auto">'
             f'<path d="M0 0L8 4L0 8z" class="f-{name}"/></marker>'
             for name in PALETTE
-            if any(f"#head-{name})" in part for part in self._parts)
+            if any(f"#head-{name})" in element for element in self._parts)
         )
         style = f"{stylesheet()}\n@media(prefers-color-scheme:dark){{{stylesheet(scheme=1)}}}"
         return "\n".join([

@@ -43,13 +43,13 @@ def measure(row: Row, matmul: float, read: float) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def show(row: dict[str, Any]) -> None:
     """One line of the table."""
-    rate = f"{found['tflops']:7.1f} TFLOP/s {found['share_of_matmul']:5.2f} of matmul"
-    if found["gbytes_per_s"]:
-        rate = f"{found['gbytes_per_s']:7.0f} GB/s    {found['share_of_read']:5.2f} of read  "
-    ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in found["ratios"].items())
-    print(f"{found['group']:14} {found['name']:24} {found['ours_ms']:9.3f} ms {rate}  {ratios}", flush=True)
+    rate = f"{row['tflops']:7.1f} TFLOP/s {row['share_of_matmul']:5.2f} of matmul"
+    if row["gbytes_per_s"]:
+        rate = f"{row['gbytes_per_s']:7.0f} GB/s    {row['share_of_read']:5.2f} of read  "
+    ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row["ratios"].items())
+    print(f"{row['group']:14} {row['name']:24} {row['ours_ms']:9.3f} ms {rate}  {ratios}", flush=True)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short sequences")
     parser.add_argument("--only", choices=GROUPS, help="one group")
     parser.add_argument("--output", type=Path, default=Path("build/gpu"), help="folder of figures.json and figures.png")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch finds no GPU")
     torch.manual_seed(0)
@@ -82,15 +82,15 @@ def main() -> None:
     print(f"measured: matmul {matmul / 1e12:.0f} TFLOP/s (bf16), read {read / 1e9:.0f} GB/s")
     rows: list[dict[str, Any]] = []
     for name, make in GROUPS.items():
-        for row in make(asked.quick) if asked.only in (None, name) else ():
+        for row in make(options.quick) if options.only in (None, name) else ():
             rows.append(measure(row, matmul, read))
             show(rows[-1])
-    asked.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     facts = {"chip": chip, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
     facts |= {"triton": triton.__version__, "matmul": matmul, "read": read}
-    (asked.output / "figures.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    (options.output / "figures.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     try:
-        draw(rows, asked.output / "figures.png")
+        draw(rows, options.output / "figures.png")
     except ImportError:
         print("no chart: matplotlib is not installed")
 

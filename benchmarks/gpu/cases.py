@@ -90,12 +90,12 @@ def _bound(function: Callable[..., object], tensors: tuple[torch.Tensor, ...]) -
 
 def _late(function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...]) -> Call:
     """A peer's backward, whose forward runs at the first call: a peer that fails must not end the run."""
-    made: list[Call] = []
+    calls: list[Call] = []
 
     def call() -> object:
-        if not made:
-            made.append(_backward(function, tensors))
-        return made[0]()
+        if not calls:
+            calls.append(_backward(function, tensors))
+        return calls[0]()
 
     return call
 
@@ -129,8 +129,8 @@ def _packed(heads: int, dim: int) -> Row:
     padded = tuple(
         torch.zeros(len(lengths), heads, longest, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)
     )
-    seen = torch.arange(longest, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    mask = seen[:, None, None, :] & torch.ones(longest, longest, device="cuda", dtype=torch.bool).tril()
+    is_token = torch.arange(longest, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    mask = is_token[:, None, None, :] & torch.ones(longest, longest, device="cuda", dtype=torch.bool).tril()
     pairs = int((lengths * (lengths + 1) // 2).sum()) * heads
     given = lengths.tolist()
     ours = lambda: attention(q, k, v, layout="TND", q_len=given, band=Band.causal(), backend="triton")  # noqa: E731

@@ -101,15 +101,15 @@ def selected(quick: bool) -> Iterator[Row]:
 def _backward(name: str, graded: Selection, flops: int) -> Row:
     out = graded.ours()
     given = torch.randn_like(out)
-    made: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     def ours() -> object:
         return torch.autograd.grad(out, graded.leaves, given, retain_graph=True)
 
     def eager() -> object:
-        if not made:  # at the first call: a peer that runs out of memory must not end the run
-            made.append(graded.eager())
-        return torch.autograd.grad(made[0], graded.leaves, given, retain_graph=True)
+        if not gradients:  # at the first call: a peer that runs out of memory must not end the run
+            gradients.append(graded.eager())
+        return torch.autograd.grad(gradients[0], graded.leaves, given, retain_graph=True)
 
     return Row("lists backward", name, ours, {"atomic": _atomic(ours), "eager": eager}, flops)
 

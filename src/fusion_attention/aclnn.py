@@ -139,7 +139,13 @@ def _arguments(op: Op, values: tuple[Any, ...]) -> dict[str, Any]:
 
 def _view(op: Op, position: int, value: Any) -> torch.Tensor:
     """The memory of a live tensor in a plain format."""
-    if type(value) is acl.Tensor and value.view is not None and value.memory.alive and value.plain and not value.lost:
+    if (
+        type(value) is acl.Tensor
+        and value.view is not None
+        and value.memory.alive
+        and value.is_strided
+        and not value.lost
+    ):
         return value.view
     raise _no_tensor(op, op.params[position].shown, value)
 
@@ -151,8 +157,8 @@ def _integers(op: Op, position: int, view: torch.Tensor) -> Any:
 
 def _no_tensor(op: Op, param: str, value: Any) -> Refusal:
     if not isinstance(value, acl.Tensor):
-        made = " (acl.Tensor.of(tensor) makes one)" if isinstance(value, torch.Tensor) else ""
-        return refusal(op, param, "an acl.Tensor or None", show(value) + made)
+        advice = " (acl.Tensor.of(tensor) makes one)" if isinstance(value, torch.Tensor) else ""
+        return refusal(op, param, "an acl.Tensor or None", show(value) + advice)
     if not value.alive:
         return refusal(op, param, "a live tensor", "one destroyed, or whose memory was freed")
     if value.lost:
@@ -272,17 +278,17 @@ def _check_workspace(op: Op, workspace: Any, size: Any, needed: int) -> None:
     if size < needed:
         raise refusal(op, "workspace_size", f"at least {needed}", str(size), advice, RUNTIME)
     if isinstance(workspace, torch.Tensor):
-        held = workspace.numel() * workspace.element_size()
+        available = workspace.numel() * workspace.element_size()
     elif isinstance(workspace, (int, np.integer)) and not isinstance(workspace, bool):
         try:
             memory, start = STATE.find(int(workspace))
         except Refusal as error:
             raise refusal(op, "workspace", f"{size} bytes of device memory", error.text, advice, RUNTIME) from None
-        held = 0 if memory.host else memory.bytes.numel() - start
+        available = 0 if memory.host else memory.bytes.numel() - start
     else:
         raise refusal(op, "workspace", "an address or a torch tensor", type(workspace).__name__)
-    if held < size:
-        raise refusal(op, "workspace", f"{size} bytes of device memory", f"{held}", advice, RUNTIME)
+    if available < size:
+        raise refusal(op, "workspace", f"{size} bytes of device memory", f"{available}", advice, RUNTIME)
 
 
 def _check_content(op: Op, args: dict[str, Any], strict: bool, check_content: bool) -> None:
@@ -359,7 +365,7 @@ if TYPE_CHECKING:
     from fusion_attention._aclnn import *  # noqa: F403
 
 
-def _made(name: str) -> Any:
+def _entry(name: str) -> Any:
     op = OPERATORS.get(name.removesuffix(PHASE_1))
     if op is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -369,7 +375,7 @@ def _made(name: str) -> Any:
 
 
 if not TYPE_CHECKING:  # Checkers read _aclnn.pyi, which holds these functions as text; a name it lacks is an error.
-    __getattr__ = _made
+    __getattr__ = _entry
 
 
 def __dir__() -> list[str]:

@@ -39,21 +39,21 @@ class Layer:
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name, self.on = owner, name, True  # the owner is held, so that its id stays its own
         self.value: Any = _ABSENT
-        self._seen: Any
-        self._found = result = _read(owner, name)
+        self._read_value: Any
+        self._replaced = result = _read(owner, name)
         self._lower = next((layer for layer in reversed(self._all()) if layer.value is result), None)
         if self._lower is not None:
-            self._seen = self._lower._seen
+            self._read_value = self._lower._read_value
         elif result is _ABSENT:  # a class inherits, and a module may make what it is asked for
-            self._seen = getattr(owner, name, None)
+            self._read_value = getattr(owner, name, None)
         else:
-            self._seen = result
+            self._read_value = result
 
     @property
     def below(self) -> Any:
         """What one would find without this layer, as of now: what lay below may have been taken off meanwhile."""
         under = self._under()
-        return self._seen if under is _ABSENT else under
+        return self._read_value if under is _ABSENT else under
 
     def _under(self) -> Any:
         layer = self
@@ -61,7 +61,7 @@ class Layer:
             layer = layer._lower
             if layer.on:
                 return layer.value
-        return layer._found
+        return layer._replaced
 
     def _all(self) -> list[Layer]:
         """The layers of the place that are on, the lowest first."""
@@ -298,8 +298,8 @@ class Player:
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """The distribution, if it is what is asked for."""
-        asked = getattr(context, "name", None)
-        if asked is None or re.sub(r"[-_.]+", "_", asked).lower() == self.name:
+        asked_name = getattr(context, "name", None)
+        if asked_name is None or re.sub(r"[-_.]+", "_", asked_name).lower() == self.name:
             yield self.distribution
 
 

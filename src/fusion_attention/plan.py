@@ -143,18 +143,18 @@ def plan(
         ValueError, BackendError: as choose().
     """
     if updatable:
-        return _made(problem, extents, device, backend, op_kind, _Capacity(extents))
+        return _build(problem, extents, device, backend, op_kind, _Capacity(extents))
     key = (problem, extents.key, device, backend, op_kind)
     with _PLANS_LOCK:
         if result := _PLANS.get(key):
             _PLANS.move_to_end(key)
             return result
-    made = _made(problem, extents, device, backend, op_kind, None)
+    new_plan = _build(problem, extents, device, backend, op_kind, None)
     with _PLANS_LOCK:
-        _PLANS[key] = made
+        _PLANS[key] = new_plan
         while len(_PLANS) > _PLANS_KEPT:
             _PLANS.popitem(last=False)
-    return made
+    return new_plan
 
 
 def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "auto") -> None:
@@ -173,7 +173,7 @@ def compute(call: Lowered, outputs: Mapping[str, torch.Tensor], backend: str = "
         filled.finish()
 
 
-def _made(
+def _build(
     problem: AnyProblem, extents: Extents, device: torch.device, backend: str, op_kind: str, capacity: _Capacity | None
 ) -> Plan:
     name = choose(problem, device, backend, op_kind)

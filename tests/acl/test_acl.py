@@ -193,7 +193,7 @@ def test_descriptions_at_random_are_handles_or_refused() -> None:
     odd = [0, 1, 2, 3, 7, -1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 2**130, 10**5000, -(10**5000), np.int64(5)]
     odd += [np.uint64(2**63), 1.5, True, None, "x", [1], torch.tensor(3), float("inf")]
     address, _ = acl.rt.malloc(4096)
-    made = 0
+    created = 0
 
     def sizes() -> Any:
         few = (*range(5), draw.choice(odd)) if draw.random() < 0.5 else range(5)
@@ -204,7 +204,7 @@ def test_descriptions_at_random_are_handles_or_refused() -> None:
         arguments = (sizes(), draw.choice((acl.ACL_FLOAT, acl.ACL_BF16, torch.int8, draw.choice(odd))), sizes())
         rest = (draw.choice((0, 0, 0, draw.choice(odd))), draw.choice((2, 2, 2, draw.choice(odd))), sizes())
         handle = acl.create_tensor(*arguments, *rest, draw.choice((address, address, address + 4, draw.choice(odd))))
-        made += handle is not None
+        created += handle is not None
         if handle is not None:
             assert handle.stop - address <= 4096
         else:
@@ -218,4 +218,4 @@ def test_descriptions_at_random_are_handles_or_refused() -> None:
         ):
             assert isinstance(ret, int)
         acl.get_recent_err_msg()
-    assert made > 50
+    assert created > 50

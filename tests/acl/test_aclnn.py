@@ -52,9 +52,9 @@ VARIANTS: dict[str, Args] = {
 def variants(op: Op) -> Iterator[tuple[str, Args]]:
     """Sampled calls of a record, in every layout and with everything that it has."""
     for (name, settings), layout in itertools.product(VARIANTS.items(), op.layouts):
-        own = {**settings, **settings.get(layout, {})}
-        known = all(key in op.by_name or key in op.sizes or key in op.layouts for key in own)
-        if known and (layout == "TND") >= (name == "rope") and not (layout == "TND" and name == "empty_rows"):
+        settings_here = {**settings, **settings.get(layout, {})}
+        applies = all(key in op.by_name or key in op.sizes or key in op.layouts for key in settings_here)
+        if applies and (layout == "TND") >= (name == "rope") and not (layout == "TND" and name == "empty_rows"):
             yield f"{name}-{layout}", sample(op, input_layout=layout, **settings)
 
 
@@ -249,8 +249,8 @@ def test_a_wrong_workspace_is_refused(workspace: Any) -> None:
     _, size, executor, handles = planned()
     assert size > 0
     before = handles["attention_out"].view.clone()
-    made = {"small": acl.rt.malloc(size - 1)[0], "host": acl.rt.malloc_host(size)[0], "torch": torch.zeros(3)}
-    memory = made.get(workspace, workspace)
+    workspaces = {"small": acl.rt.malloc(size - 1)[0], "host": acl.rt.malloc_host(size)[0], "torch": torch.zeros(3)}
+    memory = workspaces.get(workspace, workspace)
     code = INVALID if workspace == "text" or workspace is True else RUNTIME
     failed(run(size, executor, memory), code, "workspace")
     if workspace == "host":

@@ -12,7 +12,7 @@ from fusion_attention.backends import choose
 from fusion_attention.contract import BackendError
 from fusion_attention.ir.problem import Problem
 
-PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
+PROBLEM = Problem(heads_q=4, heads_kv=2, dim_qk=64, dim_v=64, dtype="bfloat16")
 
 
 def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
@@ -29,9 +29,9 @@ def test_memory_of_the_cpu_is_the_cpus_and_nobody_asks_triton() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_a_device_that_nobody_computes_is_refused_with_every_reason() -> None:
     with pytest.raises(BackendError, match=r"triton: the triton back end .*cpu: the cpu back end computes device cpu"):
-        choose(PLAIN, torch.device("cuda"), "auto")
+        choose(PROBLEM, torch.device("cuda"), "auto")
     with pytest.raises(BackendError, match=r"triton: the triton back end computes device cuda, not cpu"):
-        choose(PLAIN, torch.device("cpu"), "triton")
+        choose(PROBLEM, torch.device("cpu"), "triton")
 
 
 WITHOUT = """

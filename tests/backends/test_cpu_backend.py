@@ -29,18 +29,18 @@ from fusion_attention.testing import compare, expected_of
 from fusion_attention.testing.drawn import compare_with
 
 LENGTHS = [(37, 37), (280, 300), (0, 4), (1, 600), (5, 0), (270, 3)]
-PLAIN = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)
+PROBLEM = Problem(heads_q=4, heads_kv=2, dim_qk=24, dim_v=16, scale=0.2)
 RICH = dataclasses.replace(
-    PLAIN, dim_rope=8, dtype="bfloat16", bias="slopes", has_sink=True, dropout="philox", keep_prob=0.8
+    PROBLEM, dim_rope=8, dtype="bfloat16", bias="slopes", has_sink=True, dropout="philox", keep_prob=0.8
 )
 CASES = {
-    "plain": PLAIN,
+    "plain": PROBLEM,
     "rich": RICH,
-    "means": dataclasses.replace(PLAIN, empty_rows="mean", dropout="philox", keep_prob=0.5),
+    "means": dataclasses.replace(PROBLEM, empty_rows="mean", dropout="philox", keep_prob=0.5),
 }
 
 
-def made(problem: Problem) -> Call:
+def call_of(problem: Problem) -> Call:
     """Causal from the first key, with a window that leaves rows far behind the last key nothing to see."""
     q_len, kv_len = zip(*LENGTHS, strict=True)
     return converted(make(problem, q_len, kv_len, Band.window(200, 0, "start")), problem.torch_dtype)
@@ -54,7 +54,7 @@ def run(call: Call, packed: bool = True, threads: int = 1) -> Results:
 
 @pytest.mark.parametrize("name", CASES)
 def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
-    call = made(CASES[name])
+    call = call_of(CASES[name])
     packed = run(call)
     assert not any(value.isnan().any() for values in packed.values() for value in values)
     same_bits(packed, run(call, packed=False))
@@ -63,12 +63,12 @@ def test_packed_equals_padded_and_a_second_run_bit_for_bit(name: str) -> None:
 
 def test_neighbours_do_not_matter() -> None:
     # Without drawn dropout, whose streams count sequences by definition.
-    call = made(dataclasses.replace(RICH, dropout="none", keep_prob=1.0))
+    call = call_of(dataclasses.replace(RICH, dropout="none", keep_prob=1.0))
     together = run(call)
     del together["dsink"]  # one for all
     for b in range(len(LENGTHS)):
-        own = run(alone(call, b), packed=False)
-        same_bits({n: own[n] for n in together}, {n: values[b : b + 1] for n, values in together.items()})
+        result = run(alone(call, b), packed=False)
+        same_bits({n: result[n] for n in together}, {n: values[b : b + 1] for n, values in together.items()})
 
 
 @pytest.mark.parametrize("heads", [1, 6, 7])
@@ -89,7 +89,7 @@ def test_threads_share_short_sequences(heads: int) -> None:
 
 
 def test_threads_do_not_matter() -> None:
-    call = made(RICH)
+    call = call_of(RICH)
     same_bits(run(call), run(call, threads=2))
 
 
@@ -98,11 +98,11 @@ def test_an_empty_batch_runs() -> None:
     none = RowView((torch.empty(0),), e.q_len, 1, e.q_len, 1)
     operands = Operands(none, none, none, none, Stats(none, none), sink=torch.zeros(4))
     dsink = torch.full((4,), math.nan)
-    cpu.attention_forward(PLAIN, e, cpu.schedule(PLAIN, e, "attention_forward"), operands)
+    cpu.attention_forward(PROBLEM, e, cpu.schedule(PROBLEM, e, "attention_forward"), operands)
     grads = Grads(none, none, none, none, dsink=dsink)
-    cpu.attention_backward(PLAIN, e, cpu.schedule(PLAIN, e, "attention_backward"), operands, grads)
+    cpu.attention_backward(PROBLEM, e, cpu.schedule(PROBLEM, e, "attention_backward"), operands, grads)
     assert torch.equal(dsink, torch.zeros(4))
-    assert cpu.workspace_bytes(PLAIN, e, "attention_backward") == 0
+    assert cpu.workspace_bytes(PROBLEM, e, "attention_backward") == 0
 
 
 @pytest.mark.parametrize("empty_rows", ["zero", "mean"])
@@ -170,7 +170,7 @@ def test_no_matrix_of_all_pairs_is_built() -> None:
     ("dtype", "device", "count"), [("float16", "cpu", 0), ("float64", "cpu", 1), ("int8", "cuda", 2)]
 )
 def test_reasons_against_name_what_does_not_fit(dtype: str, device: str, count: int) -> None:
-    reasons = cpu.reasons_against(dataclasses.replace(PLAIN, dtype=dtype), torch.device(device))
+    reasons = cpu.reasons_against(dataclasses.replace(PROBLEM, dtype=dtype), torch.device(device))
     assert len(reasons) == count
     assert all(reason.endswith(".") and (dtype in reason or device in reason) for reason in reasons)
 
@@ -179,10 +179,10 @@ def test_reasons_against_name_what_does_not_fit(dtype: str, device: str, count: 
 def test_means_do_not_depend_on_the_order_of_keys(size: float) -> None:
     """So no number of threads, which add in another order, changes a bit."""
     torch.manual_seed(3)
-    kept, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
+    keep, values = torch.rand(2, 60, 256) < 0.8, torch.randn(2, 256, 24) * size
     values[0, 7], values[1, 9, 3] = 0.0, torch.inf
     order = torch.randperm(256)
-    result, turned = mean_rows._kept_sum(kept, values), mean_rows._kept_sum(kept[:, :, order], values[:, order])
+    result, turned = mean_rows._kept_sum(keep, values), mean_rows._kept_sum(keep[:, :, order], values[:, order])
     assert torch.equal(result, turned)
-    added = torch.where(kept[..., None], values[:, None], 0.0).double()
+    added = torch.where(keep[..., None], values[:, None], 0.0).double()
     compare_with("sums", result, lambda: added.sum(2), draws=16)

@@ -67,12 +67,12 @@ def test_large_memory_asks_for_its_whole_pages() -> None:
 
 
 def test_only_large_memory_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(memory, "_advise", lambda *given: asked.append(given))
+    advised: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(memory, "_advise", lambda *given: advised.append(given))
     memory.empty(torch.empty(0), (memory.LARGE - 1,), torch.uint8)
-    assert not asked
+    assert not advised
     tensor = memory.empty(torch.empty(0), (memory.LARGE,), torch.uint8)
-    ((first, size, _),) = asked
+    ((first, size, _),) = advised
     assert (first - tensor.data_ptr(), first + size - tensor.data_ptr()) == whole_pages(tensor)
 
 
@@ -150,10 +150,10 @@ def saved_for_a_derivative(tensor: torch.Tensor) -> torch.Tensor:
 def test_memory_that_somebody_holds_is_nobody_elses(hold: Callable[[torch.Tensor], Any]) -> None:
     tensor = large()
     place = tensor.data_ptr()
-    held = hold(tensor)
+    holder = hold(tensor)
     del tensor
     assert large().data_ptr() != place
-    del held
+    del holder
     assert place in (large().data_ptr(), large().data_ptr())  # one of the two that are left
 
 

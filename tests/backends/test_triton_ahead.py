@@ -97,8 +97,8 @@ def pool() -> ProcessPoolExecutor:
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[str, Future[ahead.Figures]]:
     """Everything that this run's tests will ask for, under way."""
-    asked = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in asked and run in RECORDED}
+    requested = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
+    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in requested and run in RECORDED}
 
 
 @recorded

@@ -73,15 +73,15 @@ def test_rows_that_no_descriptor_describes_are_plain_tritons(hopper: None) -> No
 @gluon
 def test_a_launch_names_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, dict[str, Any]]] = []
-    watch(monkeypatch, lambda *seen: launched.append(seen), computes=False)
+    watch(monkeypatch, lambda *launch: launched.append(launch), computes=False)
     monkeypatch.setattr(launch_gluon, "serves", lambda *_: True)
     monkeypatch.setattr("fusion_attention.backends.triton.reasons_against", lambda *_: [])
     q = torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16)
     fa.attention(q, q, q, backend="triton")
     kernel, named = launched[0]
-    known = launch_gluon.constants(problem(128, scale=q.shape[-1] ** -0.5), 8)
+    constexprs = launch_gluon.constants(problem(128, scale=q.shape[-1] ** -0.5), 8)
     assert kernel is launch_gluon.kernel()
-    assert {name: value for name, value in named.items() if name.isupper()} == known | {"GROUP": 1}
+    assert {name: value for name, value in named.items() if name.isupper()} == constexprs | {"GROUP": 1}
     assert {name for name, value in named.items() if value is None} == {"sink"}
     assert launch_gluon.OPTIONS.items() <= named.items()
 
@@ -90,16 +90,16 @@ def compiled(p: Problem) -> Any:
     """The kernel for sm_90."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel, known = launch_gluon.kernel(), launch_gluon.constants(p, 8)
+    kernel, constexprs = launch_gluon.kernel(), launch_gluon.constants(p, 8)
     types = {"strides": "*i64", "lengths": "*i64", "tiles": "*i32", "max_": "*fp32", "sum_": "*fp32"}
     types |= {"sink": "*fp32"} if p.has_sink else {}
     types |= dict.fromkeys(("q", "k", "v", "out"), f"*{TYPES[p.dtype]}")
     signature, fixed, attributes = {}, {}, {}
     for at, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        kind = types.get(name) or ("constexpr" if name in known or name == "sink" else param.annotation_type)
+        kind = types.get(name) or ("constexpr" if name in constexprs or name == "sink" else param.annotation_type)
         signature[name] = kind
         if kind == "constexpr":
-            fixed[(at,)] = known.get(name)
+            fixed[(at,)] = constexprs.get(name)
         elif kind.startswith("*"):
             attributes[(at,)] = [["tt.divisibility", 16]]
     options = {"num_warps": launch_gluon.TILE.num_warps, **launch_gluon.OPTIONS}
@@ -119,14 +119,14 @@ def compiled(p: Problem) -> Any:
 )
 def test_ahead(p: Problem, tmp_path: Path) -> None:
     """No register spills, products of a tile overlap the weighing of another, and loads are one warp's."""
-    made, file = compiled(p), tmp_path / "cubin"
-    file.write_bytes(made.asm["cubin"])
+    binary, file = compiled(p), tmp_path / "cubin"
+    file.write_bytes(binary.asm["cubin"])
     usage, code = (
         subprocess.run([CUOBJDUMP, option, file], capture_output=True, text=True, check=True).stdout
         for option in ("-res-usage", "-sass")
     )
     assert re.findall(r"(?:STACK|LOCAL):(\d+)", usage) == ["0", "0"]
-    assert made.metadata.shared <= 177 * 1024
+    assert binary.metadata.shared <= 177 * 1024
     tile = launch_gluon.TILE
     scores = sass.loops(code)
     assert len(scores) == 2  # warpgroups, each with a loop of its own

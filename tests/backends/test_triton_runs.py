@@ -14,7 +14,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from support.caches import Cache, made, rows
+from support.caches import Cache, operands_on, rows
 from support.launches import constants, watch
 
 from fusion_attention.backends import triton as backend
@@ -75,16 +75,16 @@ def test_a_batch_with_an_empty_row_runs_the_same_code(empty_rows: Any, launches:
 @pytest.mark.parametrize(("width", "align"), [(16, 8), (24, 8), (20, 4), (18, 2), (17, 1)], ids=str)
 def test_rows_are_read_in_the_widest_pieces_on_which_they_start(width: int, align: int, launches: list[Launch]) -> None:
     run(PROBLEM, extents((20, 30), (40, 40)), *memory_of(2, 40, width))
-    assert {known["ALIGN"] for _, known in launches} == {align}
-    for name, known in launches:
-        assert not known.get("TMA") or align == 8, (name, known)
+    assert {constexprs["ALIGN"] for _, constexprs in launches} == {align}
+    for name, constexprs in launches:
+        assert not constexprs.get("TMA") or align == 8, (name, constexprs)
 
 
 def test_what_is_not_on_its_own_bytes_is_read_element_by_element(launches: list[Launch]) -> None:
     operands, grads = memory_of(1, 40)
     moved = torch.zeros(1 + operands.k.keep[0].numel(), dtype=torch.float16)[1:].view(1, 40, 1, 16)
     run(PROBLEM, extents((20,), (40,)), dataclasses.replace(operands, k=rows(moved)), grads)
-    assert {known["ALIGN"] for _, known in launches} == {1}
+    assert {constexprs["ALIGN"] for _, constexprs in launches} == {1}
 
 
 def test_integers_of_a_cache_count_their_own_elements() -> None:
@@ -112,12 +112,12 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
     entered: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a graph is being captured is asked of the current device: it has to be theirs."""
-    asked: list[str] = []
+    devices_asked: list[str] = []
 
     def asking(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*given: Any) -> Any:
             assert entered == [torch.device("cpu")], what
-            asked.append(what)
+            devices_asked.append(what)
             return real(*given)
 
         return watched
@@ -129,10 +129,10 @@ def test_tables_are_written_and_kernels_start_on_the_tensors_device(
     run(PROBLEM, e, *memory_of(2, 40))
     cache = Cache(kv_len=(40, 33))
     schedule = backend.schedule(cache.problem, cache.extents(), "attention_forward")
-    backend.attention_forward(cache.problem, cache.extents(), schedule, made(cache, "cpu"))
-    asked.clear()
+    backend.attention_forward(cache.problem, cache.extents(), schedule, operands_on(cache, "cpu"))
+    devices_asked.clear()
     backend.reschedule(cache.problem, cache.extents((20, 10)), "attention_forward", schedule)
-    assert set(asked) == {"write"}
+    assert set(devices_asked) == {"write"}
     assert launch_decode.serves(cache.problem, cache.extents())
     assert entered == []
 
@@ -164,8 +164,8 @@ def test_another_run_on_a_layout_asks_nothing_and_launches_on_its_own_memory(
         launched.clear()
         compute(PROBLEM, e, schedule, operands, *([grads] if op_kind == "attention_backward" else []))
         assert len(tables) == 1, turn
-        own = {view.keep[0].data_ptr() for view in (operands.q, operands.k, operands.v, grads.dq)}
-        assert all(each["q"].data_ptr() in own for each in launched if "q" in each)
+        addresses = {view.keep[0].data_ptr() for view in (operands.q, operands.k, operands.v, grads.dq)}
+        assert all(each["q"].data_ptr() in addresses for each in launched if "q" in each)
         assert any("q" in each for each in launched)
     dead = weakref.ref(operands.q.keep[0])
     launched.clear()
@@ -196,7 +196,7 @@ def test_another_layout_has_another_table(what: str, tables: list[np.ndarray], l
     for operands in (memory_of(2, 40)[0], other_layouts()[what]):
         backend.attention_forward(PROBLEM, e, schedule, operands)
     assert len(tables) == 2
-    aligned, other = (known["ALIGN"] for name, known in launches if name == "forward")
+    aligned, other = (constexprs["ALIGN"] for name, constexprs in launches if name == "forward")
     assert (aligned, other) == (8, 1 if what == "another start" else 8)
     assert (tables[0] == tables[1]).all() == (what == "another start")
 
@@ -211,7 +211,7 @@ def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -
 
     watch(monkeypatch, noting, computes=False)
     cache = Cache(kv_len=(40, 33))
-    operands, e = made(cache, "cpu"), cache.extents()
+    operands, e = operands_on(cache, "cpu"), cache.extents()
     schedule = backend.schedule(cache.problem, e, "attention_forward")
     pool = operands.k.pool
     for pages in (len(pool), len(pool) - 1):
@@ -222,7 +222,7 @@ def test_a_smaller_pool_has_another_last_page(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_page_table_of_its_own_is_refused_after_runs_that_share_one(launches: list[Launch]) -> None:
     cache = Cache(kv_len=(40, 33))
-    operands, e = made(cache, "cpu"), cache.extents()
+    operands, e = operands_on(cache, "cpu"), cache.extents()
     schedule = backend.schedule(cache.problem, e, "attention_forward")
     operands.v = dataclasses.replace(operands.v, table=operands.k.table)
     backend.attention_forward(cache.problem, e, schedule, operands)
@@ -236,4 +236,4 @@ def test_a_schedule_knows_the_last_layouts_alone(launches: list[Launch]) -> None
     schedule = backend.schedule(PROBLEM, e, "attention_forward")
     for width in range(16, 16 + 2 * launching.LAYOUTS):
         backend.attention_forward(PROBLEM, e, schedule, memory_of(2, 40, width)[0])
-    assert len(schedule.known) == launching.LAYOUTS
+    assert len(schedule.by_layout) == launching.LAYOUTS

@@ -38,8 +38,8 @@ def pool() -> ProcessPoolExecutor:
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> dict[str, Future[Figures]]:
     """Everything that this run's tests will ask for, under way."""
-    asked = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
-    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in asked and run in RECORDED}
+    requested = [item.callspec.params.get("run") for item in request.session.items if hasattr(item, "callspec")]
+    return {run: pool().submit(ahead.figures, run) for run in ahead.RUNS if run in requested and run in RECORDED}
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in ahead.RUNS])
@@ -54,8 +54,8 @@ def test_resources(run: str, compiled: dict[str, Future[Figures]]) -> None:
 
 
 def test_every_run_is_recorded() -> None:
-    known = [area for area in ahead.AREAS if ahead.recorded(area)]  # of this Triton
-    assert [run for run, (area, _, _) in ahead.RUNS.items() if area in known and run not in RECORDED] == []
+    recorded_areas = [area for area in ahead.AREAS if ahead.recorded(area)]  # of this Triton
+    assert [run for run, (area, _, _) in ahead.RUNS.items() if area in recorded_areas and run not in RECORDED] == []
 
 
 def test_what_spills_is_known() -> None:

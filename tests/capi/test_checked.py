@@ -79,7 +79,7 @@ def test_ends_that_overlap(checked: Runtime, capfd: pytest.CaptureFixture[str]) 
 def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
     """16-bit values copied to where a tensor of 32 bits is prepared; 32-bit values read where one of 16 bits lies."""
     address = copied(checked, np.zeros(16, np.float16), 64)
-    wide = checked.tensor((16,), FLOAT, address)
+    float_tensor = checked.tensor((16,), FLOAT, address)
     (line,) = reported(capfd)
     assert (
         "aclCreateTensor: dataType: a tensor of ACL_FLOAT has 64 bytes where the program put 32 (aclrtMemcpy, call "
@@ -94,7 +94,7 @@ def test_host_types_that_are_not_the_tensors(checked: Runtime, capfd: pytest.Cap
         "aclrtMemcpy: dst: 64 bytes where a tensor of ACL_BF16 has 32 bytes: the host's type is not the tensor's"
         in line
     )
-    for tensor in (wide, narrow):
+    for tensor in (float_tensor, narrow):
         assert checked.aclDestroyTensor(tensor) == 0
     for memory in (address, other):
         assert checked.aclrtFree(memory) == 0
@@ -112,9 +112,9 @@ def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: py
     assert library.aclInit(str(config).encode()) == 0
     assert library.aclrtSetDevice(0) == 0
     library.malloc(300)
-    library.made("aclrtMallocHost", 200)
-    made = one_of_each(library)
-    assert library.aclrtDestroyEvent(made["event"]) == 0
+    library.create("aclrtMallocHost", 200)
+    handles = one_of_each(library)
+    assert library.aclrtDestroyEvent(handles["event"]) == 0
     capfd.readouterr()
     assert library.aclFinalize() == 0
     lines = reported(capfd)
@@ -127,7 +127,7 @@ def test_leaks_are_listed_at_the_end(library: Runtime, tmp_path: Path, capfd: py
     ):
         assert sum(text in line and "aclFinalize: leak: " in line for line in lines) == 1, (text, lines)
     assert not any("aclrtEvent" in line for line in lines)
-    for name, handle in made.items():
+    for name, handle in handles.items():
         if name not in ("context", "stream", "event"):
             kind = "".join(word.title() for word in name.split())
             assert getattr(library, f"aclDestroy{kind}")(handle) == 0

@@ -42,13 +42,13 @@ def test_tensors_say_what_they_are(acl: Runtime) -> None:
         values, count = ctypes.c_void_p(), ctypes.c_uint64()
         assert getattr(acl, name)(tensor, ctypes.byref(values), ctypes.byref(count)) == 0
         assert list((ctypes.c_int64 * count.value).from_address(values.value or 0)) == expected
-    number, wide, place = ctypes.c_int(), ctypes.c_int64(), ctypes.c_void_p()
+    number, offset, place = ctypes.c_int(), ctypes.c_int64(), ctypes.c_void_p()
     assert acl.aclGetDataType(tensor, ctypes.byref(number)) == 0
     assert number.value == BF16
     assert acl.aclGetFormat(tensor, ctypes.byref(number)) == 0
     assert number.value == 2
-    assert acl.aclGetViewOffset(tensor, ctypes.byref(wide)) == 0
-    assert wide.value == 5
+    assert acl.aclGetViewOffset(tensor, ctypes.byref(offset)) == 0
+    assert offset.value == 5
     assert acl.aclSetRawTensorAddr(tensor, data + 64) == 0
     assert acl.aclGetRawTensorAddr(tensor, ctypes.byref(place)) == 0
     assert place.value == data + 64
@@ -98,15 +98,15 @@ def test_tensors_that_cannot_be(acl: Runtime) -> None:
 def test_lists_own_their_tensors(acl: Runtime) -> None:
     data = acl.malloc(64)
     tensors = [acl.tensor((4,), FLOAT, data) for _ in range(3)]
-    kept = acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3)
+    tensor_list = acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3)
     size = ctypes.c_uint64()
-    assert acl.aclGetTensorListSize(kept, ctypes.byref(size)) == 0
+    assert acl.aclGetTensorListSize(tensor_list, ctypes.byref(size)) == 0
     assert size.value == 3
     # As in a program of an operator's page: one ends before its list does.
     assert acl.aclDestroyTensor(tensors[1]) == 0
     assert acl.aclCreateTensorList((ctypes.c_void_p * 3)(*tensors), 3) is None
     assert acl.message() == "aclCreateTensorList: value[1]: expected an aclTensor, got an aclTensor that was destroyed"
-    assert acl.aclDestroyTensorList(kept) == 0
+    assert acl.aclDestroyTensorList(tensor_list) == 0
     assert [acl.aclDestroyTensor(tensor) for tensor in tensors] == [161002] * 3
 
 
@@ -133,13 +133,13 @@ def test_arrays_are_copies(acl: Runtime) -> None:
 
 
 def test_handles_are_never_used_again(acl: Runtime) -> None:
-    seen = set()
+    handles = set()
     for _ in range(2000):
         array = acl.aclCreateIntArray(None, 0)
         assert acl.aclDestroyIntArray(array) == 0
-        seen.add(array)
-    assert len(seen) == 2000
-    assert all(handle % 256 == 0 for handle in seen)
+        handles.add(array)
+    assert len(handles) == 2000
+    assert all(handle % 256 == 0 for handle in handles)
 
 
 def ordinary(parameter: Parameter, buffer: Any) -> Any:
@@ -163,7 +163,7 @@ def test_nothing_that_is_handed_over_crashes(library: Runtime, name: str) -> Non
             assert library.aclInit(None) == 0
             assert library.aclrtSetDevice(0) == 0
             alive = one_of_each(library)
-            gone = {"ended": library.aclCreateIntArray(None, 0), "stream": library.made("aclrtCreateStream")}
+            gone = {"ended": library.aclCreateIntArray(None, 0), "stream": library.create("aclrtCreateStream")}
             library.aclDestroyIntArray(gone["ended"])
             library.aclrtDestroyStream(gone["stream"])
         for i, parameter in enumerate(function.parameters):
@@ -202,13 +202,13 @@ def test_the_runtime_is_needed(library: Runtime) -> None:
 def test_what_was_made_ends_with_the_runtime(library: Runtime) -> None:
     assert library.aclInit(None) == 0
     assert library.aclrtSetDevice(0) == 0
-    made, data = one_of_each(library), library.malloc(64)
+    handles, data = one_of_each(library), library.malloc(64)
     assert library.aclFinalize() == 0
     assert library.aclInit(None) == 0
-    assert library.aclrtSynchronizeStream(made["stream"]) == 107017
+    assert library.aclrtSynchronizeStream(handles["stream"]) == 107017
     assert library.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 64, 0) == 107002
     assert library.aclrtFree(data) == 207002
-    assert library.aclDestroyTensor(made["tensor"]) == 0  # handles of operators are the program's
+    assert library.aclDestroyTensor(handles["tensor"]) == 0  # handles of operators are the program's
     assert library.aclFinalize() == 0
 
 

@@ -40,12 +40,12 @@ def both(c: Operators, op: Op, args: Args) -> tuple[int, int]:
     """The codes of a call in C and in Python, after their bytes and their words were compared."""
     ours, theirs = outputs_of(op, args), outputs_of(op, args)
     result = c.call(op, args, ours)
-    said = c.runtime.message() or ""
+    error_text = c.runtime.message() or ""
     expected = max(call(op, args, theirs, tensors=False))
     words = python.get_recent_err_msg()
     if expected:
-        assert said.startswith((f"{op.name}{PHASE_1}: ", f"{op.name}: ")), said
-        assert said.split(": ", 1)[1] == words.replace(f"{op.name}: ", "")
+        assert error_text.startswith((f"{op.name}{PHASE_1}: ", f"{op.name}: ")), error_text
+        assert error_text.split(": ", 1)[1] == words.replace(f"{op.name}: ", "")
     for name, tensor in theirs.items():
         assert tensor is None or same(tensor, ours[name]), name
     return result, expected
@@ -64,8 +64,10 @@ def test_samples_give_what_python_gives(op: Op, c: Operators) -> None:
 def test_windows_of_larger_memory_give_what_python_gives(c: Operators) -> None:
     args = sample(OPERATORS[SCORE], input_layout="BSND")
     for name in ("query", "key", "value"):
-        wide = torch.randn(*args[name].shape[:-1], 3 * args[name].shape[-1], generator=torch.Generator().manual_seed(1))
-        args[name] = wide.to(args[name].dtype)[..., args[name].shape[-1] : 2 * args[name].shape[-1]]
+        larger = torch.randn(
+            *args[name].shape[:-1], 3 * args[name].shape[-1], generator=torch.Generator().manual_seed(1)
+        )
+        args[name] = larger.to(args[name].dtype)[..., args[name].shape[-1] : 2 * args[name].shape[-1]]
         assert args[name].storage_offset() > 0
     assert both(c, OPERATORS[SCORE], args) == (0, 0)
 
@@ -113,10 +115,10 @@ class Attention:
         self.rows = [torch.randn(shape, generator=generator), torch.ones(shape), self.values]
         self.out, self.statistics = torch.full((1, tokens, 2, 16), 7.0), torch.zeros(1, 2, tokens, 8)
         every = [*self.rows, self.out, self.statistics, self.statistics]
-        self.places = [c.runtime.malloc(t.nbytes) for t in every]
-        for place, t in zip(self.places, every, strict=True):
+        self.addresses = [c.runtime.malloc(t.nbytes) for t in every]
+        for place, t in zip(self.addresses, every, strict=True):
             c.copy(place, t.data_ptr(), t.nbytes, TO_DEVICE)
-        self.handles = [c.tensor(t, place) for t, place in zip(every, self.places, strict=True)]
+        self.handles = [c.tensor(t, place) for t, place in zip(every, self.addresses, strict=True)]
 
     def plan(self) -> tuple[int, int, int | None]:
         q, k, v, out, top, total = map(ctypes.c_void_p, self.handles)
@@ -124,13 +126,13 @@ class Attention:
         tail: list[Any] = [ctypes.c_char_p(b"BSND"), ctypes.c_int64(0), ctypes.c_int64(0), top, total, None, out]
         return self.c.first(SCORE, [q, k, v, *[None] * 5, *numbers, *tail])
 
-    def found(self, place: int | None = None) -> torch.Tensor:
+    def result(self, place: int | None = None) -> torch.Tensor:
         out = torch.zeros_like(self.out)
-        self.c.copy(out.data_ptr(), self.places[3] if place is None else place, out.nbytes, TO_HOST)
+        self.c.copy(out.data_ptr(), self.addresses[3] if place is None else place, out.nbytes, TO_HOST)
         return out
 
     def is_right(self, place: int | None = None) -> bool:
-        return bool((self.found(place) == self.values.mean(1, keepdim=True)).all())
+        return bool((self.result(place) == self.values.mean(1, keepdim=True)).all())
 
 
 def message(c: Operators) -> str:
@@ -153,10 +155,10 @@ def test_a_repeatable_executor_follows_its_tensors(c: Operators) -> None:
     assert c.runtime.aclSetAclOpExecutorRepeatable(executor) == 0
     assert [c.second(SCORE, executor, size) for _ in range(2)] == [0, 0]
     assert first.is_right()
-    c.copy(second.places[3], torch.zeros_like(second.out).data_ptr(), second.out.nbytes, TO_DEVICE)
-    for index, (handle, place) in enumerate(zip(first.handles[:3], second.places[:3], strict=True)):
+    c.copy(second.addresses[3], torch.zeros_like(second.out).data_ptr(), second.out.nbytes, TO_DEVICE)
+    for index, (handle, place) in enumerate(zip(first.handles[:3], second.addresses[:3], strict=True)):
         assert c.runtime.aclSetInputTensorAddr(executor, index, handle, place) == 0, message(c)
-    assert c.runtime.aclSetOutputTensorAddr(executor, 3, first.handles[3], second.places[3]) == 0, message(c)
+    assert c.runtime.aclSetOutputTensorAddr(executor, 3, first.handles[3], second.addresses[3]) == 0, message(c)
     assert c.second(SCORE, executor, size) == 0, message(c)
     assert second.is_right()
     assert first.is_right(), "the old output was written"
@@ -172,7 +174,7 @@ def test_addresses_may_come_after_phase_1(c: Operators) -> None:
     assert c.runtime.aclSetAclOpExecutorRepeatable(executor) == 0
     assert c.second(SCORE, executor, size) == 361001
     assert "query: expected an address before phase 2" in message(c)
-    assert c.runtime.aclSetTensorAddr(executor, 0, attention.handles[0], attention.places[0]) == 0, message(c)
+    assert c.runtime.aclSetTensorAddr(executor, 0, attention.handles[0], attention.addresses[0]) == 0, message(c)
     assert c.second(SCORE, executor, size) == 0, message(c)
     assert attention.is_right()
 
@@ -191,11 +193,11 @@ def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c:
         size -= 1
         name = "workspaceSize"
     elif wrong == "of the host":
-        workspace = c.runtime.made("aclrtMallocHost", size)
+        workspace = c.runtime.create("aclrtMallocHost", size)
     elif wrong == "beyond":
-        workspace, size = attention.places[0], 1 << 40
+        workspace, size = attention.addresses[0], 1 << 40
     elif wrong == "freed":
-        assert c.runtime.aclrtFree(attention.places[0]) == 0
+        assert c.runtime.aclrtFree(attention.addresses[0]) == 0
         name = "query"
     elif wrong == "destroyed":
         assert c.runtime.aclDestroyTensor(attention.handles[1]) == 0
@@ -207,7 +209,7 @@ def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c:
     ret = run(*map(ctypes.c_void_p, (workspace,)), ctypes.c_uint64(size), ctypes.c_void_p(executor), stream)
     assert ret in (361001, 161002)
     assert message(c).startswith(f"{SCORE}: {name}: ")
-    assert bool((attention.found() == 7).all())
+    assert bool((attention.result() == 7).all())
     if wrong not in ("freed", "destroyed"):
         _, size, _ = attention.plan()
         assert c.second(SCORE, executor, size) == 0, message(c)
@@ -218,11 +220,11 @@ def test_what_phase_2_refuses_writes_nothing_and_can_be_corrected(wrong: str, c:
 @pytest.mark.parametrize("wrong", ["null", "destroyed", "a list", "an address"])
 def test_wrong_handles_are_codes(wrong: str, place: int, c: Operators) -> None:
     attention = Attention(c)
-    held = attention.handles[place]
+    handle = attention.handles[place]
     if wrong == "destroyed":
-        assert c.runtime.aclDestroyTensor(held) == 0
+        assert c.runtime.aclDestroyTensor(handle) == 0
     else:
-        listed = c.runtime.aclCreateTensorList((ctypes.c_void_p * 1)(held), 1)
+        listed = c.runtime.aclCreateTensorList((ctypes.c_void_p * 1)(handle), 1)
         attention.handles[place] = {"null": 0, "a list": listed, "an address": id(c)}[wrong]
     ret, size, executor = attention.plan()
     assert (size, executor) == (0, None)
@@ -276,12 +278,12 @@ def test_memory_that_torch_allocates(library: Runtime, tmp_path: Path) -> None:
         assert ret == 0, message(c)
         assert c.second(SCORE, executor, size) == 0, message(c)
         assert attention.is_right()
-        assert library.aclrtMemset(attention.places[3], 64, 7, 64) == 0
-        raw = attention.found().view(torch.uint8).flatten()
+        assert library.aclrtMemset(attention.addresses[3], 64, 7, 64) == 0
+        raw = attention.result().view(torch.uint8).flatten()
         assert bool((raw[:64] == 7).all())
         assert bool((raw[64:68].view(torch.float32) == attention.values.mean(1).flatten()[16]).all())
-        assert library.aclrtFree(attention.places[0]) == 0
-        assert library.aclrtFree(attention.places[0]) != 0
+        assert library.aclrtFree(attention.addresses[0]) == 0
+        assert library.aclrtFree(attention.addresses[0]) != 0
         assert library.aclrtMalloc(ctypes.byref(ctypes.c_void_p()), 1 << 62, 0) == 207001
 
 

@@ -128,16 +128,16 @@ def finalized() -> Iterator[None]:
 def tensors(text: str) -> tuple[list[str], list[str]]:
     """The tensors that a program makes, and those that it copies back, in order."""
     body = text[text.index("int main()") :]
-    made = re.findall(r"CreateAclTensor\([^;]*&(\w+)\);", body)
+    created = re.findall(r"CreateAclTensor\([^;]*&(\w+)\);", body)
     taken = re.findall(r"PrintOutResult\(\w+, &(\w+)DeviceAddr\)", body) or ["outTensor"]
-    return made, taken
+    return created, taken
 
 
 def poisoned(text: str, given: dict[str, bytes]) -> dict[int, bytes]:
     """What replaces the program's host data: outputs by a pattern, inputs by what is given."""
-    made, taken = tensors(text)
+    created, taken = tensors(text)
     fill = bytes([FILL]) * (1 << 21)
-    return {made.index(name): fill for name in taken} | {made.index(name): data for name, data in given.items()}
+    return {created.index(name): fill for name in taken} | {created.index(name): data for name, data in given.items()}
 
 
 def same(ran: Ran, twin: Printed) -> None:
@@ -153,13 +153,13 @@ def drawn(operator: str) -> tuple[dict[str, bytes], dict[str, torch.Tensor]]:
     """Random numbers at the start of queries, keys and values: by the program's variables, and by its twin's names."""
     generator = torch.Generator().manual_seed(25)
     dtype = torch.bfloat16 if "Unpadding" in operator else torch.float16
-    own, twin = {}, {}
+    file_bytes, twin = {}, {}
     for name in tensors(corrected(operator))[0]:
-        plain = name.removesuffix("Tensor")
-        if plain in ("q", "k", "v", "query", "key", "value", "dx", "dOut", "qIndex", "kIndex"):
+        argument = name.removesuffix("Tensor")
+        if argument in ("q", "k", "v", "query", "key", "value", "dx", "dOut", "qIndex", "kIndex"):
             data = torch.randn(16, generator=generator).mul(0.05).to(dtype)
-            own[name], twin[plain] = data.view(torch.uint8).numpy().tobytes(), data
-    return own, twin
+            file_bytes[name], twin[argument] = data.view(torch.uint8).numpy().tobytes(), data
+    return file_bytes, twin
 
 
 @EACH
@@ -188,9 +188,9 @@ def test_the_loss_as_printed_is_refused(bench: Bench) -> None:
 @EACH
 def test_random_data_give_the_bytes_of_the_same_calls_in_python(operator: str, bench: Bench) -> None:
     text = corrected(operator)
-    own, twin = drawn(operator)
-    assert own
-    same(bench.run(text, poisoned(text, own)), TWINS[operator](twin))
+    file_bytes, twin = drawn(operator)
+    assert file_bytes
+    same(bench.run(text, poisoned(text, file_bytes)), TWINS[operator](twin))
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_devices_and_contexts(acl: Runtime) -> None:
         assert acl.aclrtSetDevice(number) == 107001
         assert acl.aclrtResetDevice(number) == 107001
         assert f"expected 0 to 7, got {number}" in (acl.message() or "")
-    context = acl.made("aclrtCreateContext", 3)
+    context = acl.create("aclrtCreateContext", 3)
     assert acl.aclrtGetDevice(ctypes.byref(device)) == 0
     assert device.value == 3
     assert acl.aclrtDestroyContext(context) == 0
@@ -203,8 +203,8 @@ def test_a_thread_has_no_device_of_another_ones(acl: Runtime) -> None:
 
 
 def test_streams_end_with_their_context(acl: Runtime) -> None:
-    context = acl.made("aclrtCreateContext", 1)
-    stream = acl.made("aclrtCreateStream")
+    context = acl.create("aclrtCreateContext", 1)
+    stream = acl.create("aclrtCreateStream")
     assert stream % 256 == 0
     assert acl.aclrtSynchronizeStream(stream) == 0
     assert acl.aclrtDestroyContext(context) == 0
@@ -217,8 +217,8 @@ def test_streams_end_with_their_context(acl: Runtime) -> None:
 
 def test_events_measure(acl: Runtime) -> None:
     first, second, status, time = (
-        acl.made("aclrtCreateEvent"),
-        acl.made("aclrtCreateEvent"),
+        acl.create("aclrtCreateEvent"),
+        acl.create("aclrtCreateEvent"),
         ctypes.c_int(7),
         ctypes.c_float(),
     )
@@ -255,7 +255,7 @@ def test_bytes_arrive(acl: Runtime) -> None:
     data = np.random.default_rng(3).integers(0, 256, 5 * MIB, np.uint8)
     back = np.zeros_like(data)
     first, second = copied(acl, data), acl.malloc(data.nbytes)
-    stream = acl.made("aclrtCreateStream")
+    stream = acl.create("aclrtCreateStream")
     assert acl.aclrtMemcpyAsync(second, data.nbytes, first, data.nbytes, ON_DEVICE, stream) == 0
     assert acl.aclrtMemcpy(back.ctypes.data, back.nbytes, second, back.nbytes, BY_ADDRESS) == 0
     assert np.array_equal(back, data)
@@ -266,7 +266,7 @@ def test_bytes_arrive(acl: Runtime) -> None:
     assert acl.aclrtMemcpy(first + 1, 1000, first, 1000, ON_DEVICE) == 0
     assert acl.aclrtMemcpy(back.ctypes.data, 1001, first, 1001, TO_HOST) == 0
     assert np.array_equal(back[1:1001], data[:1000])
-    host = acl.made("aclrtMallocHost", 64)
+    host = acl.create("aclrtMallocHost", 64)
     assert acl.aclrtMemcpy(host, 64, first, 64, TO_HOST) == 0
     assert ctypes.string_at(host, 64) == back[:64].tobytes()
     assert acl.aclrtFreeHost(host) == 0
@@ -312,7 +312,7 @@ def test_what_does_not_fit_copies_nothing(acl: Runtime) -> None:
 
 
 def test_memory_ends_once(acl: Runtime) -> None:
-    device, host = acl.malloc(64), acl.made("aclrtMallocHost", 64)
+    device, host = acl.malloc(64), acl.create("aclrtMallocHost", 64)
     assert acl.aclrtFree(None) == 100000
     assert acl.aclrtFree(host) == 207002
     assert acl.aclrtFreeHost(device) == 207002
@@ -335,10 +335,10 @@ def test_more_than_there_is(acl: Runtime) -> None:
     assert acl.aclrtMalloc(ctypes.byref(place), 1, -1) == 100000
     free, total, before = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_size_t()
     assert acl.aclrtGetMemInfo(1, ctypes.byref(before), ctypes.byref(total)) == 0
-    held = acl.malloc(3 * MIB)
+    block = acl.malloc(3 * MIB)
     assert acl.aclrtGetMemInfo(1, ctypes.byref(free), ctypes.byref(total)) == 0
     assert before.value - free.value == 4 * MIB
-    assert acl.aclrtFree(held) == 0
+    assert acl.aclrtFree(block) == 0
     assert acl.aclrtGetMemInfo(1, ctypes.byref(free), ctypes.byref(total)) == 0
     assert free.value == before.value <= total.value
 

@@ -46,5 +46,5 @@ def test_nothing_is_broken_by_anything(tmp_path: Path, sanitizers: str) -> None:
     run("g++", *flags[:3], *objects, driver, "-ldl", "-lpthread", "-o", program)
     for seed in range(1, 4):
         assert run(program, "20000", str(seed), **OPTIONS) == ""
-    said = run(program, "2000", "4", FUSION_ATTENTION_CHECKED="1", **OPTIONS)
-    assert all(line.startswith("fusion_attention: checked: ") for line in said.splitlines())
+    output = run(program, "2000", "4", FUSION_ATTENTION_CHECKED="1", **OPTIONS)
+    assert all(line.startswith("fusion_attention: checked: ") for line in output.splitlines())

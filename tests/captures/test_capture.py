@@ -48,7 +48,7 @@ def slopes(q: torch.Tensor, **given: Any) -> tuple[Any, ...]:
     return npu.npu_fusion_attention_grad_v2(q, q, q, q, 4, "BSND", pse=pse, pse_type=2, **saved)
 
 
-def own(q: torch.Tensor, **given: Any) -> torch.Tensor:
+def attended(q: torch.Tensor, **given: Any) -> torch.Tensor:
     blocked = torch.zeros(5, 5, dtype=torch.bool)
     more = {"band": fa.Band.prefix_causal([1, 2]), "blocked": blocked, "bias": rows(5, 5), "softcap": 0.9}
     return fa.attention(q, q, q, **more, **given)
@@ -63,7 +63,7 @@ def golden_replays_golden(call: Callable[[], Any], folder: Path) -> None:
         assert fa.replay(file, backend="golden").worst == 0.0, file
 
 
-CALLS = [forward, backward, packed, slopes, own]
+CALLS = [forward, backward, packed, slopes, attended]
 
 
 @pytest.mark.parametrize("given", [{}, {"keep_prob": 0.7}], ids=["plain", "drawn"])
@@ -100,8 +100,8 @@ def selecting(q: torch.Tensor) -> tuple[list[str], Any]:
     npu.npu_sparse_flash_attention_grad(q, keys, None, lists, out, out, *stats, 0.3, 1)
     of_index = (index_q, index, weights)
     npu.npu_sparse_lightning_indexer_grad_kl_loss(q, keys, *of_index, lists, *stats, 0.3, **ends)
-    own = npu.npu_dense_lightning_indexer_softmax_lse(*of_index, **ends)
-    last = npu.npu_dense_lightning_indexer_grad_kl_loss(q, keys, *of_index, *stats, *own, 0.3, **ends)
+    lse_results = npu.npu_dense_lightning_indexer_softmax_lse(*of_index, **ends)
+    last = npu.npu_dense_lightning_indexer_grad_kl_loss(q, keys, *of_index, *stats, *lse_results, 0.3, **ends)
     family = ("lightning_indexer", "sparse_flash")
     return [name for name in npu.__all__ if name in RECORDS and any(word in name for word in family)], last
 

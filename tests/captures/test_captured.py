@@ -82,7 +82,7 @@ def test_a_folder_that_is_removed_costs_no_result(tmp_path: Path) -> None:
 
 DEEP = "[" * 100_000 + "]" * 100_000
 THREE = ["attention_out", "softmax_max", "softmax_sum"]
-PLAIN = {"head_num": 4, "input_layout": "BSND"}
+REQUIRED = {"head_num": 4, "input_layout": "BSND"}
 BAND = [-(2**40), 1, "end", []]
 
 
@@ -115,13 +115,13 @@ def strides(**given: Any) -> dict[str, Any]:
         ({"attributes": '{"a": ' * 100_000}, "attributes: expected JSON"),
         ({"attributes": [1]}, r"attributes: expected an object, got \[1\]"),
         ({"attributes": {"scale": 1.0}}, "not one of npu_fusion_attention"),
-        ({"attributes": PLAIN | {"head_num": 3}}, "not one of npu_fusion_attention: .*head_num"),
+        ({"attributes": REQUIRED | {"head_num": 3}}, "not one of npu_fusion_attention: .*head_num"),
         ({"attributes": {"color": 3}}, "attributes: expected names of parameters .*, got 'color'"),
-        ({"attributes": PLAIN | {"query": 3}}, "attributes: expected names of parameters .*, got 'query'"),
-        ({"attributes": PLAIN | {"scale": [1.0]}}, r"attributes: scale: expected a number or a string, got \[1.0\]"),
-        ({"attributes": PLAIN | {"scale": {}}}, "attributes: scale: expected a number or a string"),
-        ({"attributes": PLAIN | {"scale": None}}, "attributes: scale: expected a number or a string, got None"),
-        ({"attributes": PLAIN | {"head_num": 10**40}}, "attributes: head_num: expected an integer of 64 bits"),
+        ({"attributes": REQUIRED | {"query": 3}}, "attributes: expected names of parameters .*, got 'query'"),
+        ({"attributes": REQUIRED | {"scale": [1.0]}}, r"attributes: scale: expected a number or a string, got \[1.0\]"),
+        ({"attributes": REQUIRED | {"scale": {}}}, "attributes: scale: expected a number or a string"),
+        ({"attributes": REQUIRED | {"scale": None}}, "attributes: scale: expected a number or a string, got None"),
+        ({"attributes": REQUIRED | {"head_num": 10**40}}, "attributes: head_num: expected an integer of 64 bits"),
         ({"arrays": []}, "arrays: expected an object"),
         ({"arrays": {"prefix": ["a"]}}, "arrays: prefix: expected a list of integers of 64 bits"),
         ({"arrays": {"prefix": [4.5, 16]}}, r"arrays: prefix: expected a list of integers .*, got \[4.5, 16\]"),

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.surroundings import Seen
+from support.surroundings import Recorded
 
 import fusion_attention as fa
-from fusion_attention.captures.capture import PLACES
+from fusion_attention.captures.capture import HOOKED
 from fusion_attention.npu import training
 from fusion_attention.torch_ops import dense
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_wrapped() -> Iterator[None]:
-    before = [getattr(owner, name) for owner, name in PLACES]
+    before = [getattr(owner, name) for owner, name in HOOKED]
     yield
-    assert [getattr(owner, name) for owner, name in PLACES] == before
+    assert [getattr(owner, name) for owner, name in HOOKED] == before
 
 
 def small() -> torch.Tensor:
@@ -244,15 +244,15 @@ def test_a_folder_that_cannot_be_made_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_another_wrapped_stays_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrapper below another one cannot be taken off; it records for nobody, not for a later capture either."""
-    before, seen = dense.forward, []
+    before, calls = dense.forward, []
     with fa.capture(tmp_path) as recorded:
         below = dense.forward
-        monkeypatch.setattr(dense, "forward", lambda *args, **how: seen.append(args) or below(*args, **how))
+        monkeypatch.setattr(dense, "forward", lambda *args, **how: calls.append(args) or below(*args, **how))
         small()
     small()
     with fa.capture(tmp_path) as again:
         small()
-    assert (len(seen), len(recorded.files), len(again.files)) == (3, 1, 1)
+    assert (len(calls), len(recorded.files), len(again.files)) == (3, 1, 1)
     monkeypatch.setattr(dense, "forward", before)
 
 
@@ -267,8 +267,8 @@ def test_a_program_may_change_its_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_modes_do_not_see_the_writing(tmp_path: Path) -> None:
-    with Seen() as alone:
+    with Recorded() as alone:
         small()
-    with fa.capture(tmp_path), Seen() as beside:
+    with fa.capture(tmp_path), Recorded() as beside:
         small()
     assert beside.names == alone.names

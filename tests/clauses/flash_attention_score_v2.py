@@ -10,7 +10,7 @@ from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
 from clauses.flash_attention_score_v2_calls import OUTPUTS, PROTOTYPE, base, formula
 from clauses.table import INVALID, NULL, RUN_TIME, Check, Page, clause, computes, forbids, refuses, repeats
 from clauses.training import PREFIX_TRIANGLE, TRIANGLE, hiding, tabled
-from clauses.values import GENERATOR, draw, drawn, fractal, gapped, swapped, to, whole, zeros
+from clauses.values import GENERATOR, draw, drawn, drawn_integers, fractal, gapped, swapped, to, zeros
 
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 DTYPES = (H, BF, F32)
@@ -76,15 +76,15 @@ def alibi(batch: int, rows: int, keys: int, **over: Any) -> dict[str, Any]:
     return {"B": 1, "S1": rows, "S2": keys, "N": 1, "N2": 1, "D": 8, "realShiftOptional": last} | over
 
 
-def dropping(share: float, **over: Any) -> Check:
+def dropping(keep_prob: float, **over: Any) -> Check:
     """Dropout of about a share of the scores."""
     bytes_ = 64
 
-    def made(old: object) -> torch.Tensor:
-        kept = torch.rand(bytes_ * 8, generator=GENERATOR) < share
-        return (kept.reshape(-1, 8) * (1 << torch.arange(8))).sum(1).to(U8)
+    def drawn_bits(old: object) -> torch.Tensor:
+        keep = torch.rand(bytes_ * 8, generator=GENERATOR) < keep_prob
+        return (keep.reshape(-1, 8) * (1 << torch.arange(8))).sum(1).to(U8)
 
-    return computes(dropMaskOptional=made, keepProbOptional=share, **over)
+    return computes(dropMaskOptional=drawn_bits, keepProbOptional=keep_prob, **over)
 
 
 CLAUSES = (
@@ -393,7 +393,7 @@ CLAUSES = (
     clause(
         "dropout",
         "A bit of dropMaskOptional per score, 1 keeps it and divides by keepProbOptional; statistics do not see it.",
-        *(dropping(share, layout=x) for share in (0.5, 0.9) for x in LAYOUTS),
+        *(dropping(keep_prob, layout=x) for keep_prob in (0.5, 0.9) for x in LAYOUTS),
         dropping(0.5, dtype=F32),
         dropping(0.7, **full(2, 4, 5, 7)),
         forbids("dropMaskOptional", keepProbOptional=0.5, dropMaskOptional=zeros(34, d=U8)),
@@ -424,7 +424,9 @@ CLAUSES = (
         "words",
         "Bits of dropMaskOptional follow [B,N,Sq,Skv], least significant first.",
         *(
-            computes(keepProbOptional=0.5, dropMaskOptional=lambda old, n=n: whole(40, high=n, d=U8), dtype=F32)
+            computes(
+                keepProbOptional=0.5, dropMaskOptional=lambda old, n=n: drawn_integers(40, high=n, d=U8), dtype=F32
+            )
             for n in (2, 256)
         ),
         ruling=9,

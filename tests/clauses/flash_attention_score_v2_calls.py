@@ -65,7 +65,7 @@ def base(
     )
 
 
-def _seen(args: Args, batch: int, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _visible(args: Args, batch: int, rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([B, 1, rows, keys] of the band, [B or 1, N or 1, rows, keys] of the mask)."""
     mask, mode = given(args["attenMaskOptional"]), args["sparseModeOptional"]
     everything = torch.ones(1, 1, rows, keys, dtype=torch.bool)
@@ -107,18 +107,18 @@ def formula(args: Args) -> dict[str, Near]:
     bias, distance = _bias(args, rows, keys)
     names = {"scaleValue": args["scaleValueOptional"], "pseType": args["pseTypeOptional"]}
     scores = biased(near(query) @ near(key).T, names, bias, distance)
-    window, mask = _seen(args, batch, rows, keys)
-    seen = (window & mask).expand(scores.value.shape)
-    some, full = seen.any(-1, keepdim=True), (batch, heads, rows, 8)
-    weights, top, total = softmax(scores, seen | ~some)
+    window, mask = _visible(args, batch, rows, keys)
+    visible = (window & mask).expand(scores.value.shape)
+    some, full = visible.any(-1, keepdim=True), (batch, heads, rows, 8)
+    weights, top, total = softmax(scores, visible | ~some)
     zeros = args["innerPreciseOptional"] == 2 or not bool(window.any(-1).all())
     # A row without keys: zeros, or the mean of all values.
     mean = near(torch.tensor(0.0 if zeros else 1 / keys))
     weights = Near(torch.where(some, weights.value, mean.value), torch.where(some, weights.slack, 0))
     drop = given(args["dropMaskOptional"])
     if drop is not None:
-        kept = bits(drop, scores.value.numel()).reshape(scores.value.shape)
-        weights = weights.only(kept, 0) / args["keepProbOptional"]
+        keep = bits(drop, scores.value.numel()).reshape(scores.value.shape)
+        weights = weights.only(keep, 0) / args["keepProbOptional"]
     out = (weights.rounded(dtype) @ near(value)).rounded(dtype)
     top, total = top.only(some, -FLT_MAX), total.only(some, FLT_MAX if zeros else keys)
     out = Near(prepared(out.value, layout), prepared(out.slack, layout))

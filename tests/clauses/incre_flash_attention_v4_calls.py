@@ -9,7 +9,7 @@ import torch
 from clauses.dtypes import I8, I32, H
 from clauses.near import Near, near, softmax
 from clauses.table import Args, filled, prototype
-from clauses.values import draw, heads_first, prepared, whole
+from clauses.values import draw, drawn_integers, heads_first, prepared
 
 PROTOTYPE = prototype("""
     aclTensor     query
@@ -63,7 +63,7 @@ def base(
 
     def rows(n: int, s: int, heads: int, order: str, d: torch.dtype) -> torch.Tensor:
         shape = (n, heads, s, D)
-        return prepared(whole(*shape, low=-128, high=128, d=d) if d == I8 else draw(*shape, d=d), order)
+        return prepared(drawn_integers(*shape, low=-128, high=128, d=d) if d == I8 else draw(*shape, d=d), order)
 
     stored = cache or dtype
     spread, table = [(B, S)] if not listed else [(1, s) for s in listed], None
@@ -110,8 +110,8 @@ def _window(args: Args, items: int, slots: int) -> torch.Tensor:
     """[B, 1, 1, slots]: the tokens of every item."""
     given, listed, pad = args["actualSeqLengths"], len(args["key"]) > 1, args["kvPaddingSize"]
     layout = args["inputLayout"]
-    own = [heads_first(t, layout, 1 if t.dim() == 3 else 0).shape[2] for t in args["key"]] if listed else [slots]
-    lengths = torch.tensor(given if given is not None else own).expand(items)
+    capacities = [heads_first(t, layout, 1 if t.dim() == 3 else 0).shape[2] for t in args["key"]] if listed else [slots]
+    lengths = torch.tensor(given if given is not None else capacities).expand(items)
     last = torch.full((items,), slots)
     first = torch.zeros(items, dtype=torch.int64)
     if pad is not None and pad.numel() and pad.dim() and given is not None:
@@ -146,17 +146,17 @@ def formula(args: Args) -> dict[str, Near]:
     group = torch.arange(heads) // (heads // kv_heads)
     key, value = (_stored(args, which, kv_heads)[:, group] for which in range(2))
     integers = args["key"][0].dtype == I8
-    seen = _window(args, query.value.shape[0], key.value.shape[2])
+    visible = _window(args, query.value.shape[0], key.value.shape[2])
     scores = ((_sixteen(query) if integers else query) @ key.T) * args["scaleValue"]
     pse, mask = args["pseShift"], args["attenMask"]
     columns = key.value.shape[2]
     if pse is not None and pse.numel():
         scores = scores + near(pse[..., :columns])
     if mask is not None and mask.numel():
-        seen = seen & (mask.reshape(mask.shape[0], 1, 1, -1)[..., :columns] == 0)
-    seen = seen.expand(scores.value.shape)
-    empty = ~seen.any(-1, keepdim=True)
-    weights = softmax(scores, seen | empty)[0].rounded(dtype)
+        visible = visible & (mask.reshape(mask.shape[0], 1, 1, -1)[..., :columns] == 0)
+    visible = visible.expand(scores.value.shape)
+    empty = ~visible.any(-1, keepdim=True)
+    weights = softmax(scores, visible | empty)[0].rounded(dtype)
     out = ((_sixteen(weights) if integers else weights) @ value).only(~empty, 0.0)
     if args["attentionOut"].dtype == I8:
         out = _integers(args, out)

@@ -7,7 +7,7 @@ import torch
 from clauses.dtypes import BF, F32, F64, I8, I16, I64, U8, H
 from clauses.indexer_grad_kl_loss_calls import LENGTHS, PROTOTYPE, base, finish, formula
 from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
-from clauses.values import deeper, ends, fractal, gapped, longer, swapped, to, wide, zeros
+from clauses.values import deeper, ends, fractal, gapped, longer, swapped, to, widened, zeros
 
 BSND = {"axes": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "queryIndex", "keyIndex", "queryRope", "keyRope")
@@ -120,8 +120,8 @@ CLAUSES = (
         "Shapes agree in T1, T2, N1, Nidx1, D, Dr and G; gradients have the shape of what they belong to.",
         *(forbids(f"{name} key keyIndex", **{name: longer}) for name in (*REQUIRED[1:8], "queryRope", "keyRope")),
         *(forbids(name, **{name: longer}) for name in OUTPUTS),
-        *(forbids(name, **{name: wide}) for name in ("key", "keyIndex", "weights", "softmaxSum", *OUTPUTS)),
-        forbids("softmaxMax softmaxSum", softmaxMax=wide),
+        *(forbids(name, **{name: widened}) for name in ("key", "keyIndex", "weights", "softmaxSum", *OUTPUTS)),
+        forbids("softmaxMax softmaxSum", softmaxMax=widened),
         forbids("loss", loss=zeros()),
         *(forbids(name, **{name: longer}, **BSND) for name in ("keyIndex", "weights", "sparseIndices", "dKeyIndex")),
     ),

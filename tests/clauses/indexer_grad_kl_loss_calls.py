@@ -120,10 +120,10 @@ def finish(args: Args, changed: frozenset[str]) -> None:
         if name in changed:
             continue
         rows = torch.zeros(flat(args["query"]).shape[0], heads)
-        for item, seen in sequences(args):
-            seen = wide_of(seen, heads)
-            result = softmax(scores_of(args, item), seen | ~seen.any(-1, keepdim=True))[which].value[..., 0]
-            rows[item.row : item.row + item.rows] = (result * seen.any(-1)).float()
+        for item, visible in sequences(args):
+            visible = wide_of(visible, heads)
+            result = softmax(scores_of(args, item), visible | ~visible.any(-1, keepdim=True))[which].value[..., 0]
+            rows[item.row : item.row + item.rows] = (result * visible.any(-1)).float()
         args[name] = rows.reshape(args[name].shape)
 
 
@@ -135,21 +135,23 @@ def formula(args: Args) -> dict[str, Near]:
     loss = near(torch.zeros(1, 1))
     # The rows' own axis first, which is the second or third one.
     statistics = [args[name].squeeze(-3).flatten(0, -2) for name in ("softmaxMax", "softmaxSum")]
-    for item, seen in sequences(args):
+    for item, visible in sequences(args):
         rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
-        some = seen.any(-1, keepdim=True)
-        wide = wide_of(seen, heads)
+        some = visible.any(-1, keepdim=True)
+        visible_of_heads = wide_of(visible, heads)
         top, total = (near(t[rows])[..., None] for t in statistics)
-        of_heads = ((scores_of(args, item).only(wide, 0) - top).exp() / total.only(total.value > 0, 1)).only(wide, 0)
+        of_heads = (
+            (scores_of(args, item).only(visible_of_heads, 0) - top).exp() / total.only(total.value > 0, 1)
+        ).only(visible_of_heads, 0)
         p = of_heads.sum(1)[:, 0] / heads
         products = near(q[rows]) @ near(k[keys]).T
         weight = near(w[rows])[..., None]
-        y = softmax((weight * products.relu()).sum(1)[:, 0], seen | ~some)[0].only(seen, 0)
-        logs = p.only(seen, 1).log() - y.only(seen, 1).log()
+        y = softmax((weight * products.relu()).sum(1)[:, 0], visible | ~some)[0].only(visible, 0)
+        logs = p.only(visible, 1).log() - y.only(visible, 1).log()
         loss = loss + (p * logs).sum(1).sum(0)
         d_i = (y - p)[:, None]
         d_w.prepare(rows, (d_i * products.relu()).sum(2))
-        d_s = (d_i * weight * products.step()).rounded(dtype).only(wide_of(seen, q.shape[1]), 0)
+        d_s = (d_i * weight * products.step()).rounded(dtype).only(wide_of(visible, q.shape[1]), 0)
         d_q.prepare(rows, d_s @ near(k[keys]))
         flat_s = Near(d_s.value.flatten(0, 1), d_s.slack.flatten(0, 1))
         d_k.prepare(keys, flat_s.T @ near(q[rows].flatten(0, 1)))
@@ -157,6 +159,6 @@ def formula(args: Args) -> dict[str, Near]:
     return {name: x.rounded(args[name].dtype).reshape(args[name].shape) for name, x in results.items()}
 
 
-def wide_of(seen: torch.Tensor, heads: int) -> torch.Tensor:
+def wide_of(visible: torch.Tensor, heads: int) -> torch.Tensor:
     """[rows, heads, keys]."""
-    return seen[:, None].expand(-1, heads, -1)
+    return visible[:, None].expand(-1, heads, -1)

@@ -23,26 +23,26 @@ class Near:
     value: torch.Tensor
     slack: torch.Tensor
 
-    def _made(self, value: torch.Tensor, slack: torch.Tensor, count: int = 1) -> Near:
+    def _rounded(self, value: torch.Tensor, slack: torch.Tensor, count: int = 1) -> Near:
         return Near(value, slack + count * UNIT * value.abs())
 
     def __add__(self, other: Near | float) -> Near:
         other = near(other)
-        return self._made(self.value + other.value, self.slack + other.slack)
+        return self._rounded(self.value + other.value, self.slack + other.slack)
 
     def __sub__(self, other: Near | float) -> Near:
         other = near(other)
-        return self._made(self.value - other.value, self.slack + other.slack)
+        return self._rounded(self.value - other.value, self.slack + other.slack)
 
     def __mul__(self, other: Near | float) -> Near:
         other = near(other)
         slack = self.value.abs() * other.slack + self.slack * other.value.abs() + self.slack * other.slack
-        return self._made(self.value * other.value, slack, 2)
+        return self._rounded(self.value * other.value, slack, 2)
 
     def __truediv__(self, other: Near | float) -> Near:
         other = near(other)
         value = self.value / other.value
-        return self._made(value, (self.slack + value.abs() * other.slack) / (other.value.abs() - other.slack))
+        return self._rounded(value, (self.slack + value.abs() * other.slack) / (other.value.abs() - other.slack))
 
     def __matmul__(self, other: Near) -> Near:
         a, b, x, y = self.value, other.value, self.slack, other.slack
@@ -52,10 +52,10 @@ class Near:
     def __getitem__(self, at: object) -> Near:
         return Near(self.value[at], self.slack[at])  # type: ignore[index]
 
-    def prepare(self, where: slice, part: Near) -> None:
+    def prepare(self, where: slice, addend: Near) -> None:
         """Writes rows, in the shape that they have here."""
         shape = self.value[where].shape
-        self.value[where], self.slack[where] = part.value.reshape(shape), part.slack.reshape(shape)
+        self.value[where], self.slack[where] = addend.value.reshape(shape), addend.slack.reshape(shape)
 
     @property
     def T(self) -> Near:
@@ -80,7 +80,7 @@ class Near:
 
     def sqrt(self) -> Near:
         value = self.value.sqrt()
-        return self._made(value, self.slack / value.clamp_min(1e-30))
+        return self._rounded(value, self.slack / value.clamp_min(1e-30))
 
     def relu(self) -> Near:
         return Near(self.value.relu(), torch.where(self.value > -self.slack, self.slack, 0))
@@ -110,10 +110,10 @@ def near(x: Near | torch.Tensor | float) -> Near:
     return Near(value, torch.zeros_like(value))
 
 
-def softmax(scores: Near, seen: torch.Tensor) -> tuple[Near, Near, Near]:
+def softmax(scores: Near, visible: torch.Tensor) -> tuple[Near, Near, Near]:
     """(probabilities, maximum, sum of exp(score - maximum)) of the last axis over seen keys; a row must see one."""
-    top = scores.only(seen, float("-inf")).max(-1)
-    weights = (scores.only(seen, 0) - near(top.value)).exp().only(seen, 0)  # Any number in its place cancels.
+    top = scores.only(visible, float("-inf")).max(-1)
+    weights = (scores.only(visible, 0) - near(top.value)).exp().only(visible, 0)  # Any number in its place cancels.
     total = weights.sum(-1)
     shifted = Near(total.value, total.slack + total.value * torch.expm1(top.slack))
     return weights / total, top, shifted

@@ -73,11 +73,11 @@ def items_of(args: Args, query: str, key: str) -> list[Item]:
 
 def selected(args: Args, item: Item, mode: int, block: int) -> torch.Tensor:
     """[rows, keys]: whether a row's list names the block that a key lies in, and the row sees that key."""
-    seen = torch.zeros(item.rows, item.keys, dtype=torch.bool)
+    visible_pairs = torch.zeros(item.rows, item.keys, dtype=torch.bool)
     indices = flat(args["sparseIndices"])
     for row in range(item.rows):
         ids = indices[item.row + row, 0]
         ids = ids[: int((ids < 0).nonzero()[0]) if bool((ids < 0).any()) else None].long()
-        places = (ids[:, None] * block + torch.arange(block)).reshape(-1)
-        seen[row, places[places < visible(item, row, mode)]] = True
-    return seen
+        positions = (ids[:, None] * block + torch.arange(block)).reshape(-1)
+        visible_pairs[row, positions[positions < visible(item, row, mode)]] = True
+    return visible_pairs

@@ -7,7 +7,7 @@ import torch
 from clauses.dtypes import BF, F32, F64, I8, I16, I32, I64, U8, H
 from clauses.sparse_flash_attention_grad_calls import LENGTHS, PROTOTYPE, base, finish, formula
 from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
-from clauses.values import deeper, drawn, ends, fractal, gapped, ints, longer, swapped, to, wide, zeros
+from clauses.values import deeper, drawn, ends, fractal, gapped, ints, longer, swapped, to, widened, zeros
 
 BSND = {"layout": "BSND", "q": (3, 3), "kv": (70,)}
 ROWS = ("key", "value", "dOut", "out", "queryRopeOptional", "keyRopeOptional")
@@ -118,11 +118,11 @@ CLAUSES = (
         "Shapes agree in T1, T2, N1, D, Dr and G; gradients have the shape of what they belong to.",
         *(forbids(f"{name} key", **{name: longer}) for name in REQUIRED[2:]),
         *(forbids(name, **{name: longer}) for name in ("queryRopeOptional", "keyRopeOptional", *ROPE_OUTPUTS)),
-        *(forbids(name, **{name: wide}) for name in ("dOut", "out", "softmaxSum", *OUTPUTS)),
-        forbids("value dOut", value=wide),
-        forbids("softmaxMax softmaxSum", softmaxMax=wide),
-        *(forbids(name, **{name: wide}) for name in ROPE_OUTPUTS),
-        *(forbids(name, **{name: wide}, **BSND) for name in ("softmaxSum", "dOut", "dKeyOut")),
+        *(forbids(name, **{name: widened}) for name in ("dOut", "out", "softmaxSum", *OUTPUTS)),
+        forbids("value dOut", value=widened),
+        forbids("softmaxMax softmaxSum", softmaxMax=widened),
+        *(forbids(name, **{name: widened}) for name in ROPE_OUTPUTS),
+        *(forbids(name, **{name: widened}, **BSND) for name in ("softmaxSum", "dOut", "dKeyOut")),
         *(forbids(name, **{name: longer}, **BSND) for name in ("key", "value", "sparseIndices", "softmaxSum")),
     ),
     clause(
@@ -154,7 +154,7 @@ CLAUSES = (
         "D is 512, Dr 64.",
         *(forbids("query", D=n) for n in (256, 511, 513, 128)),
         *(forbids("queryRopeOptional keyRopeOptional", Dr=n) for n in (32, 65, 128)),
-        forbids("keyRopeOptional queryRopeOptional", keyRopeOptional=wide),
+        forbids("keyRopeOptional queryRopeOptional", keyRopeOptional=widened),
     ),
     clause(
         "count",

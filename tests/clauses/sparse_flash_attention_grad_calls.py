@@ -82,7 +82,11 @@ def base(
         out=torch.zeros_like(query),
         softmaxMax=torch.zeros_like(statistics),
         softmaxSum=statistics,
-        **{name: torch.tensor(own, dtype=I32) for name, own in zip(LENGTHS, given, strict=True) if lengths},
+        **{
+            name: torch.tensor(lengths_of_side, dtype=I32)
+            for name, lengths_of_side in zip(LENGTHS, given, strict=True)
+            if lengths
+        },
         queryRopeOptional=query_rope if rope else None,
         keyRopeOptional=key_rope if rope else None,
         scaleValue=0.04,
@@ -100,9 +104,9 @@ def base(
     )
 
 
-def joined(args: Args, part: str, rope: str) -> torch.Tensor:
+def joined(args: Args, argument: str, rope: str) -> torch.Tensor:
     """Rows with their rope part."""
-    parts = [args[part], args[rope]] if args[rope] is not None else [args[part]]
+    parts = [args[argument], args[rope]] if args[rope] is not None else [args[argument]]
     return flat(torch.cat(parts, -1))
 
 
@@ -125,11 +129,11 @@ def finish(args: Args, changed: frozenset[str]) -> None:
     value, out = flat(args["value"]), torch.zeros_like(flat(args["query"]))
     top, total = torch.zeros(out.shape[:2]), torch.zeros(out.shape[:2])
     for item in items:
-        seen = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
-        some = seen.any(-1)
-        if not seen.numel():
+        visible = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        some = visible.any(-1)
+        if not visible.numel():
             continue
-        p, m, s = softmax(scores_of(args, item, query, key), seen | ~some[:, None])
+        p, m, s = softmax(scores_of(args, item, query, key), visible | ~some[:, None])
         where = slice(item.row, item.row + item.rows)
         rows = (p.value @ value[item.key : item.key + item.keys, 0].double()) * some[:, None]
         out[where] = rows.reshape(out[where].shape).to(out.dtype)
@@ -150,15 +154,15 @@ def formula(args: Args) -> dict[str, Near]:
     sums = [near(torch.zeros(shape)) for shape in (query.shape, key.shape, value.shape)]
     for item in items:
         rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
-        seen = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
-        if not seen.numel():
+        visible = selected(args, item, args["sparseMode"], args["sparseBlockSize"]).repeat_interleave(heads, 0)
+        if not visible.numel():
             continue
-        some = seen.any(-1, keepdim=True)
-        p = softmax(scores_of(args, item, query, key), seen | ~some)[0].only(seen, 0)
+        some = visible.any(-1, keepdim=True)
+        p = softmax(scores_of(args, item, query, key), visible | ~some)[0].only(visible, 0)
         d_out = near(given[rows].flatten(0, 1))
         d_p = d_out @ near(value[keys, 0]).T
         d_s = p * (d_p - (d_out * near(out[rows].flatten(0, 1))).sum(-1))
-        d_s, p = d_s.rounded(dtype).only(seen, 0), p.rounded(dtype).only(seen, 0)
+        d_s, p = d_s.rounded(dtype).only(visible, 0), p.rounded(dtype).only(visible, 0)
         d_q = (d_s @ near(key[keys, 0])) * args["scaleValue"]
         d_k = (d_s.T @ near(query[rows].flatten(0, 1))) * args["scaleValue"]
         d_v = p.T @ d_out
@@ -169,7 +173,9 @@ def formula(args: Args) -> dict[str, Near]:
     ropes = (("dQueryRopeOutOptional", 0, dim), ("dKeyRopeOutOptional", 1, dim))
     for name, which, first in pairs + (ropes if args["queryRopeOptional"] is not None else ()):
         last = dim if first == 0 else None
-        part = sums[which].rounded(dtype)
+        rounded_sum = sums[which].rounded(dtype)
         shape = args[name].shape
-        results[name] = Near(part.value[..., first:last].reshape(shape), part.slack[..., first:last].reshape(shape))
+        results[name] = Near(
+            rounded_sum.value[..., first:last].reshape(shape), rounded_sum.slack[..., first:last].reshape(shape)
+        )
     return results

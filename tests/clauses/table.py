@@ -243,11 +243,11 @@ def called(page: Page, args: Args, second: Mapping[str, Any] | None = None) -> t
             return (ret,), acl.get_recent_err_msg()
         changes = dict(second or {})
         run, twice = getattr(aclnn, page.operator), changes.pop("again", False)
-        own = {"workspace": torch.empty(size, dtype=U8) if size else None, "stream": None} | changes
-        if own["stream"] == "closed":
-            own["stream"] = acl.rt.create_stream()[0]
-            acl.rt.destroy_stream(own["stream"])
-        rets = [run(own["workspace"], size, executor, own["stream"]) for _ in range(2 if twice else 1)]
+        second_args = {"workspace": torch.empty(size, dtype=U8) if size else None, "stream": None} | changes
+        if second_args["stream"] == "closed":
+            second_args["stream"] = acl.rt.create_stream()[0]
+            acl.rt.destroy_stream(second_args["stream"])
+        rets = [run(second_args["workspace"], size, executor, second_args["stream"]) for _ in range(2 if twice else 1)]
     return (ret, *rets), acl.get_recent_err_msg()
 
 
@@ -271,8 +271,8 @@ def _not_refused(page: Page, check: Check, args: Args, rets: tuple[int, ...], te
     names = [name if shown.get(name, name) == name else f"{shown[name]} ({name})" for name in check.names]
     if not any(line.startswith(f"{op.name}: {name}: ") for line in text.splitlines() for name in names):
         return f"expected a text about {' or '.join(names)}, got {text!r}"
-    held = [name for name in outputs_of(page) if isinstance(args[name], torch.Tensor)]
-    touched = [name for name in held if not bool((bytes_of(args[name])[:HEAD] == 0xFF).all())]
+    written = [name for name in outputs_of(page) if isinstance(args[name], torch.Tensor)]
+    touched = [name for name in written if not bool((bytes_of(args[name])[:HEAD] == 0xFF).all())]
     again = bool(check.second) and check.second.get("again")  # type: ignore[union-attr]
     return f"refused, but {touched} were written" if touched and not again else ""
 

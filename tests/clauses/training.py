@@ -21,12 +21,12 @@ PREFIX_TRIANGLE = torch.cat([TRIANGLE, (torch.arange(2048) >= 1024).to(U8).expan
 def hiding(*shape: int, d: torch.dtype = BOOL) -> Callable[[Any], torch.Tensor]:
     """A mask that hides about a third of the keys, never a row's first."""
 
-    def made(old: object) -> torch.Tensor:
+    def hidden_rows(old: object) -> torch.Tensor:
         mask = torch.rand(shape, generator=GENERATOR) < 0.3
         mask[..., 0] = False
         return mask.to(d)
 
-    return made
+    return hidden_rows
 
 
 def given(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -56,7 +56,7 @@ def band(mode: int, rows: int, keys: int, pre: int, following: int, prefix: int)
     return (j <= right) | (j < prefix)
 
 
-def cut(mode: int, first: bool, last: bool) -> int:
+def edge_mode(mode: int, first: bool, last: bool) -> int:
     """Modes 7 and 8 as the mode of one sequence: 3 and 2, but for the last and the first one, whose band is shifted."""
     if mode == 7:
         return 4 if last else 3

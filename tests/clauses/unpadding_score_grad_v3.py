@@ -10,7 +10,7 @@ from clauses.dtypes import BF, BOOL, F32, F64, I8, I32, U8, H
 from clauses.table import INVALID, NULL, RUN_TIME, Page, clause, computes, forbids, refuses, repeats
 from clauses.training import PREFIX_TRIANGLE, hiding
 from clauses.unpadding_score_grad_v3_calls import PROTOTYPE, base, finish, formula
-from clauses.values import deeper, drawn, ends, fractal, gapped, longer, swapped, to, wide, zeros
+from clauses.values import deeper, drawn, ends, fractal, gapped, longer, swapped, to, widened, zeros
 
 DTYPES = (H, BF, F32)
 ROWS = ("keyIn", "value", "dy", "attentionInOptional")
@@ -29,7 +29,7 @@ SMALL = {"N": 1, "N2": 1, "D": 8}
 
 def mode(number: int, **over: Any) -> dict[str, Any]:
     """A sparse mode with the mask, and the numbers, that it needs."""
-    own: dict[str, Any] = {
+    settings: dict[str, Any] = {
         0: {"attenMaskOptional": hiding(6, 9)},
         1: {"attenMaskOptional": hiding(6, 9)},
         4: {"preTokens": 3, "nextTokens": 1},
@@ -37,7 +37,7 @@ def mode(number: int, **over: Any) -> dict[str, Any]:
         7: {"preTokens": 9, "nextTokens": -2},
         8: {"preTokens": 9, "nextTokens": 1},
     }.get(number, {})
-    return {"sparseMode": number} | own | over
+    return {"sparseMode": number} | settings | over
 
 
 def prefixed(q: int, kv: int, prefix: list[int] | None) -> dict[str, Any]:
@@ -232,7 +232,7 @@ CLAUSES = (
         computes(q=(3, 8, 12), kv=(5, 10, 15)),
         computes(q=(12,), kv=(15,), N=8),
         computes(N=1, N2=1),
-        *(forbids(f"{name} softmaxSumOptional", **{name: wide}) for name in STATISTICS),
+        *(forbids(f"{name} softmaxSumOptional", **{name: widened}) for name in STATISTICS),
         *(forbids(name, **{name: longer}) for name in STATISTICS),
         ruling=7,
     ),
@@ -247,7 +247,7 @@ CLAUSES = (
         "T, N, d and the number of sequences agree; gradients have the shape of what they belong to.",
         *(forbids(f"{name} keyIn", **{name: longer}) for name in (*ROWS[1:], *OUTPUTS)),
         *(forbids(name, **{name: longer}) for name in (*ROPES, *ROPE_OUTPUTS)),
-        *(forbids(f"{name} dy", **{name: wide}) for name in ("value", "attentionInOptional", *OUTPUTS)),
+        *(forbids(f"{name} dy", **{name: widened}) for name in ("value", "attentionInOptional", *OUTPUTS)),
         *(forbids(name, **{name: deeper}) for name in REQUIRED),
         *(forbids(" ".join(LENGTHS), **{name: [16]}) for name in LENGTHS[1:]),
         forbids(" ".join(LENGTHS), actualSeqQLenOptional=[3, 5, 11]),
@@ -271,7 +271,7 @@ CLAUSES = (
         "dy has the shape of query where all d are the same; it goes with value.",
         computes(Dv=8),
         computes(Dv=8, rope=False),
-        forbids("dy attentionInOptional", dy=wide),
+        forbids("dy attentionInOptional", dy=widened),
     ),
     clause(
         "heads",

@@ -10,7 +10,7 @@ from clauses.dtypes import BF, F32
 from clauses.near import Near, near, softmax
 from clauses.selections import Item, packed
 from clauses.table import Args, filled, prototype
-from clauses.training import INF, TRIANGLE, band, cut, given
+from clauses.training import INF, TRIANGLE, band, edge_mode, given
 from clauses.values import draw
 
 PROTOTYPE = prototype("""
@@ -98,18 +98,18 @@ def base(
     )
 
 
-def _seen(args: Args, items: Sequence[Item], number: int) -> torch.Tensor:
+def _visible(args: Args, items: Sequence[Item], number: int) -> torch.Tensor:
     """[N or 1, rows, keys]: what the rows of a sequence see."""
     item, mode, mask = items[number], args["sparseMode"], args["attenMaskOptional"]
-    own = torch.ones(1, item.rows, item.keys, dtype=torch.bool)
+    unmasked = torch.ones(1, item.rows, item.keys, dtype=torch.bool)
     if mode in (0, 1):
         full = mask if mask.dim() == 4 else mask[None, None]
-        own = full[number if full.shape[0] > 1 else 0, :, : item.rows, : item.keys] == 0
+        unmasked = full[number if full.shape[0] > 1 else 0, :, : item.rows, : item.keys] == 0
     if mode in (7, 8):
         used = [i for i, other in enumerate(items) if other.rows]
-        mode = cut(mode, number == used[0], number == used[-1])
+        mode = edge_mode(mode, number == used[0], number == used[-1])
     prefix = (args["prefixOptional"] or [0] * len(items))[number] if mode == 6 else 0
-    return own & band(mode, item.rows, item.keys, args["preTokens"], args["nextTokens"], prefix)
+    return unmasked & band(mode, item.rows, item.keys, args["preTokens"], args["nextTokens"], prefix)
 
 
 def rows_of(args: Args, item: Item) -> Iterator[Near]:
@@ -119,8 +119,8 @@ def rows_of(args: Args, item: Item) -> Iterator[Near]:
     names = ("query", rows, "queryRope"), ("keyIn", keys, "keyInRope"), ("value", keys, None)
     for name, where, rope in (*names, ("dy", rows, None), ("attentionInOptional", rows, None)):
         t = args[name][where]
-        own = given(args[rope]) if rope else None
-        t = t if own is None else torch.cat([t, own[where]], -1)
+        rope_rows = given(args[rope]) if rope else None
+        t = t if rope_rows is None else torch.cat([t, rope_rows[where]], -1)
         group = torch.arange(heads) // (heads // t.shape[1])
         yield near(t.transpose(0, 1)[group])
 
@@ -128,7 +128,7 @@ def rows_of(args: Args, item: Item) -> Iterator[Near]:
 def sequences(args: Args) -> Iterator[tuple[Item, torch.Tensor]]:
     """Every sequence with rows and keys, and what its rows see."""
     items = list(packed(args["actualSeqQLenOptional"], args["actualSeqKvLenOptional"]))
-    return ((item, _seen(args, items, i)) for i, item in enumerate(items) if item.rows and item.keys)
+    return ((item, _visible(args, items, i)) for i, item in enumerate(items) if item.rows and item.keys)
 
 
 def finish(args: Args, changed: frozenset[str]) -> None:
@@ -136,10 +136,10 @@ def finish(args: Args, changed: frozenset[str]) -> None:
     out = torch.zeros(args["dy"].shape, dtype=torch.float64)
     rows, heads = args["query"].shape[:2]
     statistics = torch.zeros(rows * heads), torch.ones(rows * heads)
-    for item, seen in sequences(args):
+    for item, visible in sequences(args):
         query, key, value, *_ = rows_of(args, item)
-        some = seen.any(-1, keepdim=True)
-        p, top, total = softmax((query @ key.T) * args["scaleValue"], (seen | ~some).expand(heads, -1, -1))
+        some = visible.any(-1, keepdim=True)
+        p, top, total = softmax((query @ key.T) * args["scaleValue"], (visible | ~some).expand(heads, -1, -1))
         out[item.row : item.row + item.rows] = ((p.value * some) @ value.value).transpose(0, 1)
         where = slice(item.row * heads, (item.row + item.rows) * heads)
         statistics[0][where], statistics[1][where] = top.value.reshape(-1).float(), total.value.reshape(-1).float()
@@ -154,17 +154,17 @@ def formula(args: Args) -> dict[str, Near]:
     """dV = P^T dY, dS = P * (dY V^T - rowsum(dY * Y)), [dQ, dqRope] = dS K and [dK, dkRope] = dS^T Q, times scale."""
     heads, dim, dtype = args["headNum"], args["query"].shape[-1], args["query"].dtype
     sums = {}
-    for name, part, rope in (("q", "query", "queryRope"), ("k", "keyIn", "keyInRope"), ("v", "value", None)):
-        own = given(args[rope]) if rope else None
-        more = 0 if own is None else own.shape[-1]
-        sums[name] = near(torch.zeros(*args[part].shape[:2], args[part].shape[2] + more))
-    for item, seen in sequences(args):
+    for name, argument, rope in (("q", "query", "queryRope"), ("k", "keyIn", "keyInRope"), ("v", "value", None)):
+        rope_rows = given(args[rope]) if rope else None
+        more = 0 if rope_rows is None else rope_rows.shape[-1]
+        sums[name] = near(torch.zeros(*args[argument].shape[:2], args[argument].shape[2] + more))
+    for item, visible in sequences(args):
         query, key, value, dy, out = rows_of(args, item)
-        seen = seen.expand(heads, -1, -1)
-        some = seen.any(-1, keepdim=True)
-        p = softmax((query @ key.T) * args["scaleValue"], seen | ~some)[0].only(seen, 0)
+        visible = visible.expand(heads, -1, -1)
+        some = visible.any(-1, keepdim=True)
+        p = softmax((query @ key.T) * args["scaleValue"], visible | ~some)[0].only(visible, 0)
         d_s = p * ((dy @ value.T) - (dy * out).sum(-1))
-        d_s, p = d_s.rounded(dtype).only(seen, 0), p.rounded(dtype).only(seen, 0)
+        d_s, p = d_s.rounded(dtype).only(visible, 0), p.rounded(dtype).only(visible, 0)
         rows, keys = slice(item.row, item.row + item.rows), slice(item.key, item.key + item.keys)
         _add(sums["q"], rows, (d_s @ key) * args["scaleValue"])
         _add(sums["k"], keys, (d_s.T @ query) * args["scaleValue"])
@@ -175,8 +175,8 @@ def formula(args: Args) -> dict[str, Near]:
     return {name: x.rounded(dtype) for name, x in results.items()}
 
 
-def _add(total: Near, where: slice, part: Near) -> None:
+def _add(total: Near, where: slice, addend: Near) -> None:
     """Lays heads first rows where they belong; query heads of one key head are summed."""
     heads = total.value.shape[1]
-    grouped = Near(*(x.reshape(heads, -1, *x.shape[1:]) for x in (part.value, part.slack))).sum(1)
+    grouped = Near(*(x.reshape(heads, -1, *x.shape[1:]) for x in (addend.value, addend.slack))).sum(1)
     total.value[where], total.slack[where] = (x[:, 0].transpose(0, 1) for x in (grouped.value, grouped.slack))

@@ -19,7 +19,7 @@ def draw(*shape: int, d: torch.dtype = F32) -> torch.Tensor:
     return torch.randn(shape, generator=GENERATOR).to(d)
 
 
-def whole(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
+def drawn_integers(*shape: int, high: int, low: int = 0, d: torch.dtype = I64) -> torch.Tensor:
     """Uniform integers low ... high - 1."""
     return torch.randint(low, high, shape, generator=GENERATOR).to(d)
 
@@ -66,9 +66,9 @@ def gapped(old: Any) -> Any:
     """The same tensor with a gap behind each element."""
     if isinstance(old, list):
         return [gapped(t) for t in old]
-    wide = torch.zeros((*old.shape, 2), dtype=old.dtype)
-    wide[..., 0] = old
-    return wide[..., 0]
+    doubled = torch.zeros((*old.shape, 2), dtype=old.dtype)
+    doubled[..., 0] = old
+    return doubled[..., 0]
 
 
 def swapped(old: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def ends(count: int) -> tuple[int, ...]:
     return tuple(range(1, count + 1))
 
 
-def wide(old: torch.Tensor) -> torch.Tensor:
+def widened(old: torch.Tensor) -> torch.Tensor:
     """One more in the last axis."""
     return torch.zeros((*old.shape[:-1], old.shape[-1] + 1), dtype=old.dtype)
 

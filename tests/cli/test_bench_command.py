@@ -51,11 +51,11 @@ def test_both_sides_of_a_row_compute_the_same(group: str) -> None:
             assert (one - other).norm() < torch.finfo(one.dtype).eps * math.sqrt(512) * other.norm()
 
 
-def unpadded(wide: Any, packed: Any) -> torch.Tensor:
+def unpadded(padded: Any, packed: Any) -> torch.Tensor:
     """Rows of [B, heads, longest, dim] that are of sequences: their lengths stand in the row's own source."""
     lengths = [16, 40, 7, 120, 64, 33, 200, 12]
     assert sum(lengths) == packed.shape[0]
-    return torch.cat([wide[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+    return torch.cat([padded[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
 
 
 def test_peers_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def row(name: str, ours: float, peer: float, spread: float = 0.01) -> dict[str, 
     return asdict(Timing("forward", name, "SDPA", ours, peer, ratio, 1.0, 0.0, 0.0, 0.0, low, high))
 
 
-def file(path: Path, *found: dict[str, Any]) -> Path:
-    path.write_text(json.dumps({"rows": found}))
+def file(path: Path, *timings: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({"rows": timings}))
     return path
 
 

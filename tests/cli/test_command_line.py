@@ -78,9 +78,9 @@ EXECUTES = [
 
 @pytest.mark.parametrize("text", EXECUTES)
 def test_nothing_of_a_text_is_executed(text: str, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    refused("explain", text.replace("{path}", str(made)).replace("{{", "{").replace("}}", "}"))
-    assert not made.exists()
+    marker = tmp_path / "made"
+    refused("explain", text.replace("{path}", str(marker)).replace("{{", "{").replace("}}", "}"))
+    assert not marker.exists()
 
 
 LARGE = [
@@ -163,9 +163,9 @@ def test_a_capture_of_a_newer_version_names_both(tmp_path: Path) -> None:
     for command in ("explain", "replay"):
         code, out, err = run(command, str(file))
         assert code == 2
-        said = out + err
-        assert "99" in said
-        assert "reads" in said
+        text_printed = out + err
+        assert "99" in text_printed
+        assert "reads" in text_printed
 
 
 # --------------------------------------------------------------------------------------------------- the other commands

@@ -123,18 +123,18 @@ def test_agreeing_encoders_pass(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "said"),
+    ("attention", "message"),
     [
         (swapped_attention, "nearest neighbours differ for"),
         (nan_attention, "embeddings differ by inf, more than 2e-05; nearest neighbours differ for 7 of 7"),
         (slightly_wrong_attention, "more than 2e-05"),
     ],
 )
-def test_wrong_attention_fails(encoder: Encoder, attention: Any, said: str) -> None:
+def test_wrong_attention_fails(encoder: Encoder, attention: Any, message: str) -> None:
     code, text = verdict(encoder, attention)
     assert code == 1
     assert "FAILED: embeddings differ by" in text
-    assert said in " ".join(text.split())
+    assert message in " ".join(text.split())
 
 
 def test_equally_near_neighbours_may_swap() -> None:

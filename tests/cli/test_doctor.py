@@ -20,7 +20,7 @@ from fusion_attention import _native
 from fusion_attention.cli import app, machine, selftest
 from fusion_attention.cli import doctor as module
 
-FOUND = _native.cpu_features()
+FEATURES = _native.cpu_features()
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -28,7 +28,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return outcome.exit_code, outcome.output
 
 
-def said(*arguments: str, code: int = 0) -> str:
+def output_of(*arguments: str, code: int = 0) -> str:
     exit_code, output = run(*(arguments or ("--quick",)))
     assert exit_code == code, output
     return " ".join(Text.from_ansi(output).plain.split())
@@ -40,31 +40,31 @@ def facts(*arguments: str) -> dict[str, Any]:
 
 
 def test_it_names_features_and_instruction_sets() -> None:
-    text = said()
-    for name in (*FOUND["features"], *FOUND["built"]):
+    text = output_of()
+    for name in (*FEATURES["features"], *FEATURES["built"]):
         assert f" {name} " in text
-    assert f"chosen {FOUND['chosen']} " in text
-    assert facts()["native"] == FOUND
+    assert f"chosen {FEATURES['chosen']} " in text
+    assert facts()["native"] == FEATURES
 
 
-@pytest.mark.skipif(bool(FOUND["forced"]), reason="FUSION_ATTENTION_CPU hides features")
+@pytest.mark.skipif(bool(FEATURES["forced"]), reason="FUSION_ATTENTION_CPU hides features")
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no /proc/cpuinfo to compare with")
 def test_features_are_those_of_the_system() -> None:
     named = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     old = {"sse4_2", "avx2", "fma", "f16c", "bmi2", "avx512f", "avx512vl", "asimd", "asimddp"}
-    assert old & set(FOUND["features"]) == old & named
+    assert old & set(FEATURES["features"]) == old & named
     # A system may be too old to know these by name.
     new = {"avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_bf16", "i8mm", "bf16", "sve"}
-    assert new & named <= set(FOUND["features"])
+    assert new & named <= set(FEATURES["features"])
 
 
 def test_a_note_on_processors_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    amx = [*FOUND["features"], "amx_tile", "amx_bf16"]
-    monkeypatch.setattr(_native, "cpu_features", lambda: {**FOUND, "features": amx})
-    assert " ".join(module.AMX_NOTE.format(module.AMX_FAMILIES).split()) in said()
+    amx = [*FEATURES["features"], "amx_tile", "amx_bf16"]
+    monkeypatch.setattr(_native, "cpu_features", lambda: {**FEATURES, "features": amx})
+    assert " ".join(module.AMX_NOTE.format(module.AMX_FAMILIES).split()) in output_of()
     why = "the system refuses memory for tiles (Invalid argument)"
-    monkeypatch.setattr(_native, "cpu_features", lambda: {**FOUND, "features": amx, "tiles_refused": why})
-    assert f"This processor has AMX, but {why}: the library computes without it." in said()
+    monkeypatch.setattr(_native, "cpu_features", lambda: {**FEATURES, "features": amx, "tiles_refused": why})
+    assert f"This processor has AMX, but {why}: the library computes without it." in output_of()
     assert module.notes(["avx2", "avx512_bf16"]) == []
 
 
@@ -99,7 +99,7 @@ def test_more_threads_than_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> 
     result = facts()
     assert "set OMP_NUM_THREADS=1." in " ".join(result["notes"])
     assert result["environment"]["OMP_NUM_THREADS"] == "4"
-    assert "64 of 64, a quota of 1" in said()
+    assert "64 of 64, a quota of 1" in output_of()
 
 
 # ------------------------------------------------------------------------------------------------- packages and devices
@@ -124,7 +124,7 @@ def test_releases_are_held_against_the_tested_ones(name: str, installed: str, sa
 
 def test_an_old_release_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "releases", lambda: [machine.release("torch", "2.1.0"), machine.release("numpy", "")])
-    text = said("--quick", code=1)
+    text = output_of("--quick", code=1)
     assert "PROBLEM: torch 2.1.0 is older than the tested 2.6 to 2.15" in text
     assert "PROBLEM: numpy is not installed" in text
 
@@ -208,16 +208,16 @@ def test_its_fixed_steps_pass_and_drawn_ones_are_always_the_same(a_second_a_step
     outcomes = list(selftest.outcomes(["cpu"], steps + 4))
     fixed = [one.name for one in outcomes if not one.name.startswith("drawn ")]
     assert [one for one in outcomes if one.fault] == []
-    assert {"decoding over pages", "the indexer's choice", f"instruction set {FOUND['chosen']}"} <= set(fixed)
+    assert {"decoding over pages", "the indexer's choice", f"instruction set {FEATURES['chosen']}"} <= set(fixed)
     drawn = [one.name for one in outcomes if one.name.startswith("drawn ")]
     again = [step.name for step, _ in zip(selftest._drawn(["cpu"]), drawn, strict=False)]
     assert len(drawn) == 4
     assert drawn == again
 
 
-@pytest.mark.parametrize("part", ["out", "dq", "indices"])
-def test_a_wrong_result_is_seen(part: str, a_second_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if part == "indices":
+@pytest.mark.parametrize("output_name", ["out", "dq", "indices"])
+def test_a_wrong_result_is_seen(output_name: str, a_second_a_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if output_name == "indices":
         from fusion_attention.testing import sparse
 
         steps = [step for step in selftest._of("cpu") if "indexer" in step.name]
@@ -229,7 +229,7 @@ def test_a_wrong_result_is_seen(part: str, a_second_a_step: None, monkeypatch: p
 
         def wrong(*args: Any) -> dict[str, torch.Tensor]:
             result = run_(*args)
-            result[part].view(-1)[1] += 1
+            result[output_name].view(-1)[1] += 1
             return result
 
         monkeypatch.setattr(selftest, "run", wrong)

@@ -27,8 +27,8 @@ HEADS = "f16[2,5,8,64], f16[2,5,8,64], f16[2,5,8,64], 8"
 TOKENS = "bf16[300,8,64], bf16[300,8,64], bf16[300,8,64], 8"
 
 
-def sentences(found: Explanation, where: str = "everywhere") -> list[str]:
-    return [f.sentence for f in found.findings if f.where == where]
+def sentences(explanation: Explanation, where: str = "everywhere") -> list[str]:
+    return [f.sentence for f in explanation.findings if f.where == where]
 
 
 # ------------------------------------------------------------------------------------------------------------- records
@@ -45,10 +45,10 @@ def test_a_legal_call_of_every_operator(name: str) -> None:
     assert result.computes["golden"] == "yes"
 
 
-def broken_calls(name: str, share: int) -> list[InvalidSample]:
+def broken_calls(name: str, every: int) -> list[InvalidSample]:
     """Calls that break one rule each; about one in `share` of them, always the same ones."""
     op = RECORDS[name]
-    chosen = [one for one in invalid_samples(op) if zlib.crc32(one.id.encode()) % share == 0]
+    chosen = [one for one in invalid_samples(op) if zlib.crc32(one.id.encode()) % every == 0]
     return [one for one in chosen if not one.id.endswith("-type") and can_show(name, one)]
 
 
@@ -57,8 +57,8 @@ def can_show(name: str, one: InvalidSample) -> bool:
     rules = {op.spell(rule.expected): rule for rule in op.asked}
     rule = rules.get(one.expected)
     outputs = {p.shown for p in op.tensors(output=True)}
-    seen = rule is None or not (rule.reads or rule.level == "content")
-    return seen and one.param not in outputs and not any(word in one.expected for word in UNSEEN)
+    is_shown = rule is None or not (rule.reads or rule.level == "content")
+    return is_shown and one.param not in outputs and not any(word in one.expected for word in UNSEEN)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -72,9 +72,9 @@ def test_every_broken_rule_is_found_from_text(name: str) -> None:
     found_any(name, 1)
 
 
-def found_any(name: str, share: int) -> None:
+def found_any(name: str, every: int) -> None:
     op = RECORDS[name]
-    for one in broken_calls(name, share):
+    for one in broken_calls(name, every):
         result = explain(written(op, one.args, interface=False))
         broken = [f for f in result.findings if f.param == one.param]
         assert broken, one.id
@@ -275,7 +275,7 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "operator", "param", "part"),
+    ("text", "operator", "param", "fragment"),
     [
         (
             log("fused_infer_attention_score_out_symint", "aclnnFusedInferAttentionScoreV3", 561002,
@@ -303,13 +303,13 @@ def log(function: str, operator: str, code: int, reason: str = "") -> str:
         ),
     ],
 )  # fmt: skip
-def test_a_log_points_at_rules(text: str, operator: str, param: str, part: str) -> None:
+def test_a_log_points_at_rules(text: str, operator: str, param: str, fragment: str) -> None:
     result = explain(text)
     assert result.operator == operator
     assert result.log is not None
     assert str(result.log.code) in result.verdict
     assert result.log.meaning in result.verdict
-    hits = [f for f in result.findings if f.param == param and part in f"{f.expected} {f.fix}"]
+    hits = [f for f in result.findings if f.param == param and fragment in f"{f.expected} {f.fix}"]
     assert hits, [f.sentence for f in result.findings]
     assert len(result.findings) <= 4
     assert all(f.where == "likely" for f in result.findings)

@@ -96,7 +96,7 @@ def test_a_page_says_everything(name: str) -> None:
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_a_page_explains_every_axis_that_it_uses(name: str) -> None:
     page = render(CONTRACTS[name])
-    explained = {part.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for part in line.split(", ")}
+    explained = {axis.split()[0] for line in re.findall(r"^Axes: (.*)\.$", page, re.M) for axis in line.split(", ")}
     tables = page.partition("## Parameters")[2]
     symbols = " ".join(re.findall(r"\[[^\]`]*\]|`[^`]*`", tables))
     assert set(re.findall(r"\b[A-Z][a-z]?[12]?\b", symbols)) <= explained

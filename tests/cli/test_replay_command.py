@@ -37,23 +37,23 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return outcome.exit_code, outcome.stdout, outcome.stderr
 
 
-def found(*arguments: str) -> tuple[int, dict[str, Any]]:
+def report_of(*arguments: str) -> tuple[int, dict[str, Any]]:
     code, out, _ = run(*arguments, "--json")
     return code, json.loads(out)
 
 
 def changed(file: Path, output: str) -> None:
     """A capture whose output has two heads in each other's place."""
-    with safe_open(file, framework="pt") as held:
-        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        text = held.metadata()
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        text = opened.metadata()
     tensors[output] = tensors[output].flip(2).contiguous()
     save_file(tensors, file, text)
 
 
 @pytest.mark.parametrize("backend", ["auto", "golden"])
 def test_a_session_is_right(backend: str, folder: Path) -> None:
-    code, report = found(str(folder), "--backend", backend)
+    code, report = report_of(str(folder), "--backend", backend)
     assert code == 0
     assert report["right"] == 4
     assert report["wrong"] == report["unreadable"] == 0
@@ -66,7 +66,7 @@ def test_a_session_is_right(backend: str, folder: Path) -> None:
 
 def test_a_wrong_call_among_right_ones(folder: Path) -> None:
     changed(folder / "0001-attention.safetensors", "output.out")
-    code, report = found(str(folder), "--runs", "0")
+    code, report = report_of(str(folder), "--runs", "0")
     assert code == 1
     assert [call["verdict"] for call in report["calls"]] == ["right", "wrong", "right", "right"]
     assert report["calls"][1]["reason"]
@@ -81,12 +81,12 @@ def test_a_wrong_call_among_right_ones(folder: Path) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) -> None:
-    with safe_open(file := folder / "0001-attention.safetensors", framework="pt") as held:
-        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        text = held.metadata()
+    with safe_open(file := folder / "0001-attention.safetensors", framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        text = opened.metadata()
     tensors["output.out"] = tensors["output.out"][:, :rows].contiguous()
     save_file(tensors, file, text)
-    code, report = found(str(folder), "--runs", "0")
+    code, report = report_of(str(folder), "--runs", "0")
     assert code == 2
     assert [call["verdict"] for call in report["calls"]] == ["right", "unjudged", "right", "right"]
     assert "output out: expected bfloat16 [2, 40, 4, 64]" in report["calls"][1]["reason"]
@@ -95,7 +95,7 @@ def test_an_output_of_another_shape_is_not_passed_over(rows: int, folder: Path) 
 def test_files_that_cannot_be_read_do_not_end_the_session(folder: Path) -> None:
     (folder / "0002-decode_attention.safetensors").write_bytes(b"\0" * 40)
     (folder / "10000-x.safetensors").write_bytes(b"")
-    code, report = found(str(folder))
+    code, report = report_of(str(folder))
     assert code == 2
     assert [call["verdict"] for call in report["calls"]] == ["right", "right", "unreadable", "right", "unreadable"]
     assert all("\n" not in call["reason"] for call in report["calls"])
@@ -112,8 +112,8 @@ def test_the_order_is_that_of_the_numbers(tmp_path: Path) -> None:
 
 
 def test_a_recorded_call_is_read_without_computing(folder: Path) -> None:
-    found = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
-    op, args = found.op, found.args
+    recorded_call = read(folder / "0002-decode_attention.safetensors", torch.device("cpu"))
+    op, args = recorded_call.op, recorded_call.args
     assert op.name == "decode_attention"
     assert args["kv_len"] == [40, 7]
     assert args["q"].shape == (2, 1, 4, 64)

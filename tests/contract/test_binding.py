@@ -149,7 +149,7 @@ def test_tail_of_disabled_sequences() -> None:
 # --------------------------------------------------------------------------------------------- remembered signatures
 
 
-def plain(bound: Bound) -> Args:
+def names_of(bound: Bound) -> Args:
     return {k: v.tolist() if isinstance(v, (np.ndarray, torch.Tensor)) else v for k, v in bound.names.items()}
 
 
@@ -164,10 +164,10 @@ def test_a_remembered_signature_gives_the_same_names(name: str) -> None:
     for layout in op.layouts:
         args = sample(op, **{op.layout_attr: layout})
         first = bind(op, args)
-        kept = len(op.signatures)
+        signature_count = len(op.signatures)
         second = bind(op, args)
-        assert len(op.signatures) == kept
-        assert plain(first) == plain(second)
+        assert len(op.signatures) == signature_count
+        assert names_of(first) == names_of(second)
         assert first.call_cache is second.call_cache
         assert all(
             a is b for p in op.tensors() for a, b in zip(*map(listed, (second[p.name], args[p.name])), strict=True)
@@ -186,7 +186,7 @@ def test_what_follows_from_lengths_is_asked_again(strict: bool) -> None:
     other = bind(op, legal | {"actual_seq_kvlen": [4, 12]}, strict=strict)
     assert (other["kv_len"].tolist(), other["S2"]) == ([4, 8], 8)
     assert other.call_cache is not first.call_cache
-    assert plain(bind(op, legal, strict=strict)) == plain(first)
+    assert names_of(bind(op, legal, strict=strict)) == names_of(first)
     assert len(op.signatures) == 1
 
 

@@ -117,8 +117,8 @@ def last_row(outputs: dict[str, torch.Tensor]) -> None:
 def test_a_wrong_result_is_noticed(page: Page, breaking: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, Any] = {}
 
-    def second(op: Any, *own: Any) -> int:
-        ret = SECOND(op, *own)
+    def second(op: Any, *arguments: Any) -> int:
+        ret = SECOND(op, *arguments)
         breaking(outputs)
         return ret
 
@@ -172,6 +172,6 @@ def test_clauses_in_all() -> None:
 
 
 def test_rulings_exist() -> None:
-    known = {int(number) for number in re.findall(r"^## (\d+)\.", RULINGS.read_text(encoding="utf-8"), re.MULTILINE)}
+    numbers = {int(number) for number in re.findall(r"^## (\d+)\.", RULINGS.read_text(encoding="utf-8"), re.MULTILINE)}
     named = {clause.ruling for page in PAGES for clause in page.clauses if clause.ruling is not None}
-    assert named <= known
+    assert named <= numbers

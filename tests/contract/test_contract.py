@@ -54,15 +54,15 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
     op = CONTRACTS[name]
     for case in invalid_samples(op):
         op.signatures.clear()  # some warnings come with the first call of a signature
-        asked = {"strict": case.level in ("limit", "doubt"), "check_content": case.level == "content"}
-        failures, notes = outcome(op, case.args, **asked)
+        options = {"strict": case.level in ("limit", "doubt"), "check_content": case.level == "content"}
+        failures, notes = outcome(op, case.args, **options)
         usual = outcome(op, case.args)
-        said = str(op.failure(case.param, case.expected, ""))
+        message = str(op.failure(case.param, case.expected, ""))
         if case.level == "note":
             assert not failures, case.id
             assert usual[1] == notes, case.id
             assert len(notes) == 1, case.id
-            assert notes[0].startswith(f"{said}, got "), case.id
+            assert notes[0].startswith(f"{message}, got "), case.id
             continue
         assert [(f.op, f.param, f.code) for f in failures] == [(name, case.param, case.code)], (case.id, failures)
         assert case.expected in (failures[0].expected, ""), case.id
@@ -75,7 +75,7 @@ def test_every_broken_rule_is_reported_alone(name: str) -> None:
         assert all(f.rule is not None and f.rule.level == "limit" for f in others), (case.id, more)
         assert more, case.id
         always = case.level == "meaning"
-        warned = [f"{said} ({f.advice})" for f in failures]
+        warned = [f"{message} ({f.advice})" for f in failures]
         assert (bool(usual[0]), usual[1]) == (always, warned if case.level == "doubt" else []), case.id
         refused = always or case.level in ("limit", "doubt") or bool(others)
         assert bool(outcome(op, case.args, strict=True)[0]) is refused, case.id
@@ -270,10 +270,10 @@ def test_dtypes_that_no_record_of_cann_takes(dtype: torch.dtype) -> None:
 def test_inputs_may_overlap_and_outputs_may_not() -> None:
     op = training.SCORE_V1
     args = sample(op, drop_mask=None)
-    wide = args["query"][:1].expand(2, -1, -1, -1)
-    bound = bind(op, args | {"query": wide, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
-    assert bound.names["query"] is wide
-    text = one(op, args | {"attention_out": wide})
+    expanded = args["query"][:1].expand(2, -1, -1, -1)
+    bound = bind(op, args | {"query": expanded, "key": args["key"][:, :1].expand(2, 6, -1, -1)})
+    assert bound.names["query"] is expanded
+    text = one(op, args | {"attention_out": expanded})
     expected = "memory of its own for every element"
     assert f"attention_out (attentionOutOut): expected {expected}, got strides (0, 32, 8, 1)" in text
 

@@ -67,10 +67,10 @@ class Shown(dict[str, Any]):
 
 
 def odd_values(p: Param) -> list[Any]:
-    own: list[Any] = LISTS if isinstance(p, Array) else OBJECTS
+    candidates: list[Any] = LISTS if isinstance(p, Array) else OBJECTS
     if isinstance(p, Attr):
-        own = {int: INTS, float: FLOATS + INTS, str: WORDS, Band: BANDS}.get(p.type, [True, False])
-    return [*own, *OBJECTS, *(INTS + FLOATS + WORDS + LISTS)[::3]]
+        candidates = {int: INTS, float: FLOATS + INTS, str: WORDS, Band: BANDS}.get(p.type, [True, False])
+    return [*candidates, *OBJECTS, *(INTS + FLOATS + WORDS + LISTS)[::3]]
 
 
 def starts(op: Op) -> list[Args]:
@@ -96,8 +96,8 @@ def calls(draw: st.DrawFn, op: Op) -> Args:
             except (RuntimeError, IndexError, TypeError, NotImplementedError):
                 args[p.name] = None  # this tensor cannot be changed in this way
         elif isinstance(p, Tensor) and how:
-            made = torch.ones(draw(st.sampled_from(SHAPES))).to(getattr(torch, draw(st.sampled_from(DTYPES))))
-            args[p.name] = made
+            tensor = torch.ones(draw(st.sampled_from(SHAPES))).to(getattr(torch, draw(st.sampled_from(DTYPES))))
+            args[p.name] = tensor
         else:
             args[p.name] = draw(st.sampled_from(odd_values(p)))
     return Shown(args)

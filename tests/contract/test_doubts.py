@@ -134,9 +134,9 @@ def test_python_shows_a_doubt_once_however_the_lengths_change() -> None:
 @pytest.mark.usefixtures("runtime")
 def test_the_two_phase_interface_is_strict_unless_told() -> None:
     op = RECORDS["aclnnFlashAttentionVarLenScore"]
-    made = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
-    made["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
-    handles = handles_of(op, sample(op, actual_seq_qlen=[3, 7]), made).values()
+    results = {"softmax_max": torch.zeros(8, 4, 8), "softmax_sum": torch.zeros(8, 4, 8)}
+    results["attention_out"] = torch.zeros(8, 4, 8, dtype=HALF)
+    handles = handles_of(op, sample(op, actual_seq_qlen=[3, 7]), results).values()
     assert aclnn.aclnnFlashAttentionVarLenScoreGetWorkspaceSize(*handles)[0] == 561002
     assert "got T1=8, q_len=[3, 4]" in acl.get_recent_err_msg()
     with pytest.warns(fa.ContractWarning, match="all T1 rows"):
@@ -198,7 +198,7 @@ def test_a_dropped_gradient_is_told_in_a_trace() -> None:
     assert any("alibi_slopes" in text for text in warned(lambda: graph(SLOPES)))
 
 
-def own(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return fa.attention(q, q, q, return_lse=True)
 
 
@@ -207,7 +207,7 @@ def selected(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-@pytest.mark.parametrize("interface", [own, selected])
+@pytest.mark.parametrize("interface", [attended, selected])
 def test_a_loss_that_left_lse_out_is_none_through_it(
     interface: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
@@ -236,7 +236,7 @@ def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants()
     q = Q.clone().requires_grad_()
     index_q = torch.randn(1, 6, 2, 8, requires_grad=True)
     rows = q * 2
-    out, lse = own(rows)
+    out, lse = attended(rows)
     loss = fa.indexer_loss(rows, rows, lse, index_q, torch.randn(1, 6, 1, 8), torch.rand(1, 6, 2))
     loss.backward()
     assert index_q.grad is not None
@@ -249,12 +249,12 @@ def test_the_loss_of_an_indexer_takes_lse_and_the_attentions_rows_as_constants()
 
 
 def test_a_scale_left_out_is_told() -> None:
-    wide, narrow = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 16)
+    wide_rows, narrow = torch.randn(1, 4, 2, 64), torch.randn(1, 4, 2, 16)
     half = torch.randn(1, 1, 64).half(), torch.randn(1, 9, 64).half()
     calls: tuple[tuple[str, int, Callable[[], Any]], ...] = (
-        ("scale", 1, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND")),
-        ("scale", 0, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND", scale=0.125)),
-        ("scale", 0, lambda: npu.npu_fusion_attention(wide, wide, wide, 2, "BSND", scale=1.0)),
+        ("scale", 1, lambda: npu.npu_fusion_attention(wide_rows, wide_rows, wide_rows, 2, "BSND")),
+        ("scale", 0, lambda: npu.npu_fusion_attention(wide_rows, wide_rows, wide_rows, 2, "BSND", scale=0.125)),
+        ("scale", 0, lambda: npu.npu_fusion_attention(wide_rows, wide_rows, wide_rows, 2, "BSND", scale=1.0)),
         ("scale", 0, lambda: npu.npu_fusion_attention(narrow, narrow, narrow, 2, "BSND")),
         ("scale_value", 1, lambda: npu.npu_incre_flash_attention(half[0], half[1], half[1])),
     )

@@ -151,7 +151,7 @@ DECODE = "aclnnIncreFlashAttentionV4"
 PAGES = {"block_table": "B 2", "block_size": 16, "actual_seq_lengths": [20, 32]}
 
 
-def wide(heads: int) -> Args:
+def many_heads(heads: int) -> Args:
     """Pages whose lines hold so many heads of 512 elements."""
     lines = torch.zeros(1, 1, 1, dtype=torch.float16).expand(4, 16, heads * 512).contiguous()
     many = dict.fromkeys(("N1", "N2", "num_heads", "num_key_value_heads"), heads)
@@ -164,8 +164,8 @@ def gaps(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 BY_HEADS = torch.zeros(1, 1, 1, 1, dtype=torch.float16).expand(4, 129, 16, 512).contiguous()
 EDGES += [
-    *((DECODE, wide(n), code) for n, code in ((128, 0), (129, 561002))),
-    (DECODE, {"input_layout": "BNSD", **wide(129), "key": BY_HEADS, "value": BY_HEADS}, 0),
+    *((DECODE, many_heads(n), code) for n, code in ((128, 0), (129, 561002))),
+    (DECODE, {"input_layout": "BNSD", **many_heads(129), "key": BY_HEADS, "value": BY_HEADS}, 0),
     (DECODE, {"atten_mask": gaps(2, 6, dtype=torch.bool)}, 561002),
     (DECODE, {"pse_shift": gaps(2, 4, 1, 6)}, 561002),
     (DECODE, {"attention_out": gaps(2, 1, 64)}, 561002),
@@ -233,5 +233,5 @@ def test_the_other_start_index_is_zero(pse_type: int, given: str, layout: str) -
     back = RECORDS[name.replace("VarLenScore", "UnpaddingScoreGrad").replace("AttentionScore", "AttentionScoreGrad")]
     saved = {"softmax_max": out["softmax_max"], "softmax_sum": out["softmax_sum"], "attention_in": out["attention_out"]}
     gradients = done(back, sample(back, **{**lengths, "dy": (True, "float32")}) | saved)
-    said = done(back, sample(back, **{**lengths, "dy": (True, "float32"), other: [0]}) | saved)
-    assert all(same(gradients[key], said[key]) for key in said)
+    resaved = done(back, sample(back, **{**lengths, "dy": (True, "float32"), other: [0]}) | saved)
+    assert all(same(gradients[key], resaved[key]) for key in resaved)

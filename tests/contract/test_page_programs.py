@@ -39,7 +39,7 @@ def finalized() -> Iterator[None]:
     acl.get_recent_err_msg()
 
 
-def held(printed: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+def tensor_of(printed: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """The tensor in the bytes that a program copied; behind it nothing was written."""
     raw = torch.from_numpy(printed).view(torch.uint8)
     assert bool((raw[like.nbytes :] == FILL).all())
@@ -55,7 +55,7 @@ def unpadding_as_printed() -> None:
     # P = exp(0.088388 * 96 - 3) / 3 = 80.37, and dv = 256 P in the columns where dY is 1. Within 1/2 of 20575,
     # bfloat16 has 20480 and 20608; P rounded to it, 80.5, gives 20608 as well.
     assert 80.25 < math.exp(0.088388 * 96 - 3) / 3 < 80.75
-    rows = {name: held(values, torch.empty(values.size, dtype=torch.bfloat16)) for name, values in got.items()}
+    rows = {name: tensor_of(values, torch.empty(values.size, dtype=torch.bfloat16)) for name, values in got.items()}
     # One truth value each: pytest, where CI is set, would spell out how lists of thousands differ.
     assert rows["dv"].numel() == 32768
     assert bool((rows["dv"].view(-1, 2) == torch.tensor([0.0, 20608.0])).all())
@@ -153,8 +153,8 @@ class Program(NamedTuple):
     names: dict[str, str]
 
 
-def pairs(own: str, page: str) -> dict[str, str]:
-    return dict(zip(own.split(), page.split(), strict=True))
+def pairs(names: str, page: str) -> dict[str, str]:
+    return dict(zip(names.split(), page.split(), strict=True))
 
 
 PROGRAMS = [
@@ -205,10 +205,10 @@ def by_formula(program: Program) -> str:
         program.page.finish(args, frozenset())
     names = list(program.names.items())
     inputs, outputs = names[: -program.outputs], names[-program.outputs :]
-    given = {own: args[name][0] if isinstance(args[name], list) else args[name] for own, name in inputs}
+    given = {name_here: args[name][0] if isinstance(args[name], list) else args[name] for name_here, name in inputs}
     printed = program.run(given)
-    assert printed.keys() == {own for own, _ in outputs}
-    args.update({name: held(printed[own], args[name]) for own, name in outputs})
+    assert printed.keys() == {name_here for name_here, _ in outputs}
+    args.update({name: tensor_of(printed[name_here], args[name]) for name_here, name in outputs})
     return not_computed(program.page, args)
 
 
@@ -293,7 +293,7 @@ def test_16_bit_host_data_make_no_tensors() -> None:
         "softmax_max (softmaxMax)",
         "softmax_sum (softmaxSum)",
     ]
-    assert all(said.startswith("expected a value") and said.endswith("got None") for _, said in results)
+    assert all(message.startswith("expected a value") and message.endswith("got None") for _, message in results)
 
 
 def test_64_weights_for_32_heads_are_refused() -> None:

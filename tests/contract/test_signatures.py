@@ -8,7 +8,7 @@ import pytest
 from support.records import INTERFACES
 
 import fusion_attention
-from fusion_attention.captures.capture import PLACES
+from fusion_attention.captures.capture import HOOKED
 from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
 from fusion_attention.ops import RECORDS
 
@@ -50,7 +50,7 @@ def passed(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], given:
     def stop(*args: Any, **how: Any) -> Any:
         raise Passed(next(value for value in args if isinstance(value, dict)))
 
-    for owner, name in PLACES:
+    for owner, name in HOOKED:
         monkeypatch.setattr(owner, name, stop)
     with pytest.raises(Passed) as result:
         function(**given)
@@ -177,8 +177,8 @@ TORCH_NPU = {
 def test_torch_npu_signatures(name: str) -> None:
     results = []
     for p in inspect.signature(INTERFACES[name]).parameters.values():
-        plain = p.default is p.empty or p.default is None
-        results.append(p.name if plain else f"{p.name}={p.default!r}")
+        has_no_default = p.default is p.empty or p.default is None
+        results.append(p.name if has_no_default else f"{p.name}={p.default!r}")
     assert results == TORCH_NPU[name].split()
 
 

@@ -36,7 +36,7 @@ MODES: dict[str, Args] = {
 }
 
 
-def made(
+def arguments(
     heads: int = 4, groups: int = 2, q_ends: list[int] = Q_ENDS, kv_ends: list[int] = KV_ENDS, **more: Any
 ) -> Args:
     generator = torch.Generator().manual_seed(5)
@@ -65,7 +65,7 @@ def verdict(args: Args, layout: str, **options: bool) -> str:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) -> None:
-    args = made(**MODES[mode])
+    args = arguments(**MODES[mode])
     args |= {
         name: t.to(dtype)
         for name, t in args.items()
@@ -84,11 +84,11 @@ def test_a_forward_s_own_statistics(dtype: torch.dtype, mode: str, layout: str) 
 def test_statistics_of_more_keys_than_these(layout: str) -> None:
     """A ring hands in what all shards' keys add up to, with the keys of one."""
     ends = [7, 16]
-    full = saved(made(q_ends=ends, kv_ends=[14, 32]), layout)
+    full = saved(arguments(q_ends=ends, kv_ends=[14, 32]), layout)
     first = torch.cat([torch.arange(7), torch.arange(14, 23)])
     for shard in (first, first + torch.tensor([7] * 7 + [9] * 9)):
-        part = {name: full[name][shard] for name in ("key", "value")}
-        local = full | part | {"actual_seq_kvlen": ends}
+        shard_of_keys = {name: full[name][shard] for name in ("key", "value")}
+        local = full | shard_of_keys | {"actual_seq_kvlen": ends}
         assert not verdict(local, layout)
         assert "keys that add up to" in verdict(local, OTHER[layout])
     spread = {"softmax_max": full["softmax_max"] - 3, "softmax_sum": full["softmax_sum"] * 20.085537}
@@ -99,7 +99,7 @@ def test_statistics_of_more_keys_than_these(layout: str) -> None:
     "changes", [{"heads": 1, "groups": 1}, {"q_ends": [1, 2, 3], "kv_ends": [4, 9, 20]}, {"kv_ends": [0, 0, 0, 0]}]
 )
 def test_where_both_orders_are_one(changes: Args) -> None:
-    args = made(**changes)
+    args = arguments(**changes)
     for layout in OTHER:
         given = saved(args, layout)
         assert not verdict(given, layout)
@@ -107,14 +107,14 @@ def test_where_both_orders_are_one(changes: Args) -> None:
 
 
 def test_one_sequence_has_two_orders() -> None:
-    given = saved(made(q_ends=[40], kv_ends=[45]), "")
+    given = saved(arguments(q_ends=[40], kv_ends=[45]), "")
     assert not verdict(given, "")
     assert verdict(given, "TND")
 
 
 def test_what_content_does_not_show_is_not_said() -> None:
     """Equal rows; statistics of no forward, possible in neither order; a bias, which scores do not have."""
-    args = made()
+    args = arguments()
     even = saved(args | {name: torch.ones_like(args[name]) for name in ("query", "key")}, "")
     assert not verdict(even, "")
     for broken in (torch.full((40, 4, 8), -9.0), torch.full((40, 4, 8), float("nan")), torch.zeros(40, 4, 8)):
@@ -132,7 +132,7 @@ def test_the_two_phase_interface_asks_in_its_second_phase(layout: str, other: st
     args = {
         p.name: None if p.optional or getattr(p, "output", False) else getattr(p, "default", None) for p in op.params
     }
-    args |= saved(made(), notes) | {"softmax_layout": layout}
+    args |= saved(arguments(), notes) | {"softmax_layout": layout}
     before = outputs_of(op, args)
     copies = {name: t.clone() for name, t in before.items() if t is not None}
     assert call(op, args, before, check_content=True) == (0, 561002)
@@ -155,7 +155,7 @@ def test_the_two_phase_interface_asks_in_its_second_phase(layout: str, other: st
 def test_another_literal_is_an_error(op: str, wrong: str) -> None:
     record = RECORDS[op]
     domain = record.by_name["softmax_layout"].domain  # type: ignore[attr-defined]
-    given = saved(made(), "") | {"softmax_layout": wrong}
+    given = saved(arguments(), "") | {"softmax_layout": wrong}
     with pytest.raises(ContractError, match=r"softmax_layout( \(\w+\))?: expected softmax_layout in") as caught:
         bind(record, {name: value for name, value in given.items() if name in record.by_name})
     assert caught.value.code == 161002

@@ -45,8 +45,8 @@ def test_reach_is_that_of_torch() -> None:
     views = [base, base[3:], base[::7], base[5:905].view(9, 100)[:, ::3], base[:1].expand(4, 5), base[:0], base[7]]
     views += [base[8:908].view(3, 30, 10).transpose(0, 2), base[10:510].view(5, 100)[1:1]]
     for view in views:
-        places = torch.arange(1000).as_strided(view.shape, view.stride(), view.storage_offset())
-        behind = int(places.max()) + 1 - view.storage_offset() if view.numel() else 0
+        addresses = torch.arange(1000).as_strided(view.shape, view.stride(), view.storage_offset())
+        behind = int(addresses.max()) + 1 - view.storage_offset() if view.numel() else 0
         assert span(view) == behind * 2
         assert reach(view.shape, view.stride()) == behind
         assert not lost(view)
@@ -135,12 +135,12 @@ def test_a_seed_that_came_as_a_tensor() -> None:
 def test_a_storage_that_came_back_is_read_again() -> None:
     """FSDP's way: emptied after the forward, filled again before the backward."""
     q, k = rows(2, 5, 4, 8), rows(2, 7, 2, 8)
-    weight, kept = k.requires_grad_(), k.detach().clone()
+    weight, original = k.requires_grad_(), k.detach().clone()
     want = torch.autograd.grad(fa.attention(q, weight, weight).sum(), weight)[0]
     out = fa.attention(q, weight, weight)
     weight.untyped_storage().resize_(0)
-    weight.untyped_storage().resize_(kept.nbytes)
-    weight.data.copy_(kept)
+    weight.untyped_storage().resize_(original.nbytes)
+    weight.data.copy_(original)
     assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], want)
 
 
@@ -204,13 +204,13 @@ Family = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 
 def gradients(family: Family, unpack: Callable[[int, torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The gradients of a call whose saved tensors come back as unpack(place, tensor)."""
-    kept: list[torch.Tensor] = []
+    saved_tensors: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> int:
-        kept.append(tensor)
-        return len(kept) - 1
+        saved_tensors.append(tensor)
+        return len(saved_tensors) - 1
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: unpack(place, kept[place])):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: unpack(place, saved_tensors[place])):
         out, leaves = family()
     weight = torch.linspace(-1, 1, out.numel()).view_as(out) if out.dim() else torch.ones(())
     return torch.autograd.grad(out, leaves, weight)
@@ -219,8 +219,8 @@ def gradients(family: Family, unpack: Callable[[int, torch.Tensor], torch.Tensor
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, each far from its neighbours, the axes in the opposite order, with 77 or NaN between them."""
     filler = float("nan") if tensor.is_floating_point() else 1 if tensor.dtype is torch.bool else 77
-    wide = torch.full([2 * n + 1 for n in tensor.shape[::-1]], filler, dtype=tensor.dtype)
-    view = wide.permute(*range(tensor.dim())[::-1])[tuple(slice(1, None, 2) for _ in tensor.shape)]
+    storage = torch.full([2 * n + 1 for n in tensor.shape[::-1]], filler, dtype=tensor.dtype)
+    view = storage.permute(*range(tensor.dim())[::-1])[tuple(slice(1, None, 2) for _ in tensor.shape)]
     return view.copy_(tensor.detach()) if tensor.dim() else tensor
 
 
@@ -228,9 +228,9 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
 @families
 def test_saved_tensors_may_come_back_with_any_strides(family: Family, mode: Callable[[], Any]) -> None:
     with mode():
-        places = []
-        want = gradients(family, lambda place, t: places.append(place) or t)  # type: ignore[func-returns-value]
-        ways = [{place} for place in places] + [set(places)]
+        saved_places = []
+        want = gradients(family, lambda place, t: saved_places.append(place) or t)  # type: ignore[func-returns-value]
+        ways = [{place} for place in saved_places] + [set(saved_places)]
         for chosen in ways:
             got = gradients(family, lambda place, t, chosen=chosen: scattered(t) if place in chosen else t)  # type: ignore[misc]
             for one, other in zip(got, want, strict=True):
@@ -244,9 +244,9 @@ def test_saved_tensors_whose_storage_is_gone(
     family: Family, mode: Callable[[], Any], damage: Callable[[torch.Tensor], None]
 ) -> None:
     with mode():
-        places: dict[int, int] = {}
-        gradients(family, lambda place, t: places.setdefault(place, t.numel()) and t)  # type: ignore[return-value]
-        for lost_one in [place for place, size in places.items() if size]:
+        saved_sizes: dict[int, int] = {}
+        gradients(family, lambda place, t: saved_sizes.setdefault(place, t.numel()) and t)  # type: ignore[return-value]
+        for lost_one in [place for place, size in saved_sizes.items() if size]:
 
             def unpack(place: int, t: torch.Tensor, lost_one: int = lost_one) -> torch.Tensor:
                 t = t.detach().clone()
@@ -323,8 +323,8 @@ def score(tensors: dict[str, torch.Tensor]) -> tuple[int, int, Any]:
 
 def of_score() -> dict[str, torch.Tensor]:
     shapes = (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (5, 7), (2, 5, 4, 8), (2, 4, 5, 8), (2, 4, 5, 8)
-    made = dict(zip(SCORE, (rows(*shape) for shape in shapes), strict=True))
-    return {**made, "atten_mask": made["atten_mask"] > 1}
+    arguments = dict(zip(SCORE, (rows(*shape) for shape in shapes), strict=True))
+    return {**arguments, "atten_mask": arguments["atten_mask"] > 1}
 
 
 def refused(ret: int, code: int, name: str) -> None:
@@ -356,9 +356,9 @@ def test_both_phases(runtime: None, name: str, damage: Callable[[torch.Tensor], 
 def test_lengths_of_phase_1(runtime: None, damage: Callable[[torch.Tensor], None]) -> None:
     q, k, out = (acl.Tensor.of(t.half()) for t in (rows(2, 1, 4, 16), rows(2, 6, 2, 16), rows(2, 1, 4, 16)))
     lengths = torch.tensor([3, 5]).clone()
-    held, keys = acl.Tensor.of(lengths), acl.create_tensor_list([k])
+    lengths_handle, keys = acl.Tensor.of(lengths), acl.create_tensor_list([k])
     damage(lengths)
-    arguments = (q, keys, keys, None, None, held, 4, 0.25, "BSND", 2, out)
+    arguments = (q, keys, keys, None, None, lengths_handle, 4, 0.25, "BSND", 2, out)
     refused(aclnn.aclnnIncreFlashAttentionGetWorkspaceSize(*arguments, strict=False)[0], INVALID, "actual_seq_lengths")
 
 

@@ -79,19 +79,19 @@ def test_calls_that_nobody_chose(worlds: Worlds, schedule: str, world: int, seed
 
 def blocks(group: Any, tokens: int) -> tuple[int, int]:
     """The most tensors of others' keys, or of what they are given, that a rank holds at once: forward, backward."""
-    fresh, held, most = schedules.empty, 0, [0, 0]
+    fresh, live, most = schedules.empty, 0, [0, 0]
 
     def gone() -> None:
-        nonlocal held
-        held -= 1
+        nonlocal live
+        live -= 1
 
     def counted(*words: Any) -> torch.Tensor:
-        nonlocal held
-        made = fresh(*words)
-        held += 1
-        most[backward] = max(most[backward], held)
-        weakref.finalize(made, gone)
-        return made
+        nonlocal live
+        tensor = fresh(*words)
+        live += 1
+        most[backward] = max(most[backward], live)
+        weakref.finalize(tensor, gone)
+        return tensor
 
     schedules.empty = counted
     try:

@@ -30,22 +30,22 @@ class Both:
         self.world = dist.get_world_size(group)
         make = {"heads": heads, "dim": DIM, "page_size": SIZE, **how}
         self.shared = fa.PagedKVCache(pages=pages, group=group, **make)
-        self.whole = fa.PagedKVCache(pages=pages * self.world, **make)
+        self.unsharded = fa.PagedKVCache(pages=pages * self.world, **make)
         self.heads, self.alone = heads, how.get("shares_kv", False)
         self.dtype = how.get("dtype", torch.float32)
 
     def allocate(self) -> int:
-        one, other = self.shared.allocate(), self.whole.allocate()
+        one, other = self.shared.allocate(), self.unsharded.allocate()
         assert one == other
         return one
 
     def append(self, sequences: list[int], tokens: int) -> None:
         k, v = (torch.randn(len(sequences), tokens, self.heads, DIM).to(self.dtype) for _ in "kv")
-        for cache in (self.shared, self.whole):
+        for cache in (self.shared, self.unsharded):
             cache.append(sequences, k, None if self.alone else v)
 
     def each(self, method: str, *args: Any) -> None:
-        one, other = (getattr(cache, method)(*args) for cache in (self.shared, self.whole))
+        one, other = (getattr(cache, method)(*args) for cache in (self.shared, self.unsharded))
         assert one == other
 
     def program(self) -> list[int]:
@@ -62,7 +62,7 @@ class Both:
         self.append([e], 19)
         self.each("slide", e, 3)
         self.allocate()
-        assert self.shared.lengths() == self.whole.lengths() == [13, 30, 2, 14, 3, 0]
+        assert self.shared.lengths() == self.unsharded.lengths() == [13, 30, 2, 14, 3, 0]
         return self.shared.sequences
 
 
@@ -70,12 +70,12 @@ def holds(group: Any, stored: str) -> int:
     both = Both(group, stored=stored)
     rank = dist.get_rank(group)
     for sequence in both.program():
-        (own,) = both.shared.own_pages([sequence])
-        tokens = [page * SIZE + slot for page in own for slot in range(SIZE)]
-        tokens = [token for token in tokens if token < both.whole.lengths([sequence])[0]]
-        for got, want in zip(both.shared.rows(sequence), both.whole.rows(sequence), strict=True):
+        (local_pages,) = both.shared.own_pages([sequence])
+        tokens = [page * SIZE + slot for page in local_pages for slot in range(SIZE)]
+        tokens = [token for token in tokens if token < both.unsharded.lengths([sequence])[0]]
+        for got, want in zip(both.shared.rows(sequence), both.unsharded.rows(sequence), strict=True):
             assert torch.equal(got, want[tokens]), (rank, sequence)
-    assert both.shared.free_pages == both.whole.free_pages
+    assert both.shared.free_pages == both.unsharded.free_pages
     used = both.shared.pages - both.shared.free_pages
     both.each("add_pages", 0)
     both.shared.add_pages(2)
@@ -133,7 +133,7 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         how["bias"] = torch.randn(4, 1, slots)
         how["bias"][1, 0, 3::5] = -torch.inf
     got = fa.decode_attention(q, both.shared, return_lse=True, **how)
-    wanted = expected({"q": q, **how, **both.whole.arguments(sequences)})
+    wanted = expected({"q": q, **how, **both.unsharded.arguments(sequences)})
     for what, ours, want in zip(("out", "lse"), got, wanted, strict=True):
         compare(f"{name}: {what}", ours, want)
     alone = fa.decode_attention(q[1:2], both.shared, sequences=[sequences[1]], return_lse=True, **_of_one(how))
@@ -141,9 +141,13 @@ def attended(group: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         compare(f"{name}: {what} of one sequence", ours, want[1:2])
     if 4 % both.world == 0:
         axis = 1 if how.get("layout") == "BNSD" else 2
-        own = [t.chunk(both.world, at)[dist.get_rank(group)] for t, at in ((q, axis), (got[0], axis), (got[1], 1))]
+        heads_of_rank = [
+            t.chunk(both.world, at)[dist.get_rank(group)] for t, at in ((q, axis), (got[0], axis), (got[1], 1))
+        ]
         same_bits(
-            far.decode_attention(own[0], both.shared, own_heads=True, return_lse=True, **how), tuple(own[1:]), name
+            far.decode_attention(heads_of_rank[0], both.shared, own_heads=True, return_lse=True, **how),
+            tuple(heads_of_rank[1:]),
+            name,
         )
     return got
 

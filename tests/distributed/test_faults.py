@@ -24,7 +24,7 @@ def shares(group: Any, schedule: str = "zigzag", **more: Any) -> tuple[torch.Ten
     return tuple(shard(torch.randn(1, S, 4, 8, **more), group, schedule, S) for _ in range(3))
 
 
-def said(group: Any, name: str) -> str:
+def message_of(group: Any, name: str) -> str:
     """What a rank is told of a wrong call."""
     try:
         CALLS[name](group, group_of(group).rank)
@@ -81,8 +81,10 @@ def not_sharded(group: Any, rank: int) -> Any:
 def of_one_row(group: Any, rank: int, schedule: str, **words: Any) -> Any:
     """A rank whose rows of a mask look like a row for all."""
     q, blocked = torch.zeros(1, 65, 2, 8), torch.zeros(65, 65, dtype=torch.bool)
-    own, mine = shard(q, group, schedule, 65), shard(blocked, group, schedule, 65, dim=0)
-    return attention(own, own, own, group=group, schedule=schedule, tokens=65, blocked=mine, **words)
+    rows_of_rank, mine = shard(q, group, schedule, 65), shard(blocked, group, schedule, 65, dim=0)
+    return attention(
+        rows_of_rank, rows_of_rank, rows_of_rank, group=group, schedule=schedule, tokens=65, blocked=mine, **words
+    )
 
 
 def biased(group: Any, rank: int) -> Any:
@@ -122,7 +124,7 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "twice": twice,
     "transformed": transformed,
 }
-TOLD = {
+MESSAGES = {
     "scale": "GroupError: fusion_attention: distributed.attention: rank {rank} of 2, schedule zigzag, "
     "comparing the call with the other ranks': rank 0 calls with scale=0.1, rank 1 with scale=0.2",
     "band": "rank 0 calls with band=None, rank 1 with band=Band.causal()",
@@ -159,12 +161,12 @@ TOLD = {
 
 
 def everything(group: Any) -> dict[str, str]:
-    return {name: said(group, name) for name in CALLS}
+    return {name: message_of(group, name) for name in CALLS}
 
 
 def test_a_wrong_call_is_an_error_on_every_rank_that_says_what(worlds: Worlds) -> None:
     for rank, notes in enumerate(worlds.run(2, everything)):
-        for name, text in TOLD.items():
+        for name, text in MESSAGES.items():
             assert text.format(rank=rank) in notes[name], (name, notes[name])
 
 

@@ -27,7 +27,7 @@ def values(group: Any) -> dict[str, Any]:
     into = torch.full((2,), -1, dtype=torch.int64)
     if ranks.world > 1:
         call.exchange("passing", [(right, torch.tensor([ranks.rank, 5]))], [(left, into)]).wait()
-    summed = call.sum_to_each("summing", [part.float() for part in parts])
+    summed = call.sum_to_each("summing", [tensor.float() for tensor in parts])
     return {
         "gathered": torch.cat(gathered),
         "into": into,
@@ -68,12 +68,12 @@ def test_a_group_is_one_by_whatever_name(worlds: Worlds) -> None:
 
 
 def of_a_kept_group(group: Any) -> str:
-    made = dist.new_group(list(range(dist.get_world_size(group))))
-    group_of(made).call("kept", {}, CPU)
+    subgroup = dist.new_group(list(range(dist.get_world_size(group))))
+    group_of(subgroup).call("kept", {}, CPU)
     dist.barrier(group)
-    dist.destroy_process_group(made)
+    dist.destroy_process_group(subgroup)
     with pytest.raises(GroupError) as error:
-        group_of(made).call("kept", {}, CPU)
+        group_of(subgroup).call("kept", {}, CPU)
     return str(error.value)
 
 
@@ -84,13 +84,13 @@ def test_a_destroyed_group_is_an_error(worlds: Worlds) -> None:
 
 def of_equal_meshes(group: Any) -> list[float]:
     """Ranks do not forget a mesh at the same time."""
-    kept, result = [], []
+    meshes, result = [], []
     for at in range(3):
         mesh = init_device_mesh("cpu", (2, 2))
         call = group_of(mesh).call("meshes", {"at": at}, CPU)
         result.append(call.sum_to_all("summing", torch.tensor([1.0 + at])).item())
         if dist.get_rank(group) == 1:
-            kept.append(mesh)
+            meshes.append(mesh)
     return result
 
 
@@ -99,8 +99,8 @@ def test_meshes_that_are_equal_have_groups_of_their_own(worlds: Worlds) -> None:
 
 
 def of_new_ones(group: Any) -> float:
-    made = dist.new_group(list(range(dist.get_world_size(group))))
-    return group_of(made).call("new", {}, CPU).sum_to_all("summing", torch.ones(1)).item()
+    subgroup = dist.new_group(list(range(dist.get_world_size(group))))
+    return group_of(subgroup).call("new", {}, CPU).sum_to_all("summing", torch.ones(1)).item()
 
 
 def test_worlds_of_fewer_ranks_leave_nothing_to_wait_for(worlds: Worlds) -> None:
@@ -111,9 +111,9 @@ def test_worlds_of_fewer_ranks_leave_nothing_to_wait_for(worlds: Worlds) -> None
 
 def different(group: Any, name: str) -> str:
     ranks = group_of(group)
-    said = {"schedule": "ring", "length": 7, name: "odd" if ranks.rank == 1 else "even"}
+    settings = {"schedule": "ring", "length": 7, name: "odd" if ranks.rank == 1 else "even"}
     try:
-        ranks.call("values", said, CPU)
+        ranks.call("values", settings, CPU)
     except GroupError as error:
         return str(error)
     return ""
@@ -219,7 +219,7 @@ def test_without_torch_distributed_the_error_says_what_to_do() -> None:
 def that_lacks(group: Any) -> list[str]:
     """A back end that cannot send is found by the first call, whatever that passes."""
     ranks = group_of(dist.new_group(list(range(group_of(group).world))))
-    said, post = [], type(ranks).post
+    messages, post = [], type(ranks).post
 
     def refusing(*_: Any) -> list[Any]:
         raise RuntimeError("send is not supported")
@@ -228,10 +228,10 @@ def that_lacks(group: Any) -> list[str]:
     try:
         ranks.call("values", {}, CPU)
     except GroupError as error:
-        said.append(str(error))
+        messages.append(str(error))
     finally:
         type(ranks).post = post  # type: ignore[method-assign]
-    return said
+    return messages
 
 
 def test_what_a_back_end_lacks_is_found_by_the_first_call(worlds: Worlds) -> None:

@@ -79,9 +79,9 @@ def of_ranks(group: Any, form: str, stage: str, packed: bool) -> Tensors:
     return {**full, "loss": got["loss"].detach(), **grads}
 
 
-def judged(found: list[Tensors], form: str, stage: str, packed: bool) -> None:
+def judged(by_rank: list[Tensors], form: str, stage: str, packed: bool) -> None:
     """The same on every rank, and as near to the plain layer as roundings of float32 allow."""
-    first, *others = found
+    first, *others = by_rank
     for other in others:
         assert torch.equal(other["loss"], first["loss"])
     compare_with(f"{form}, {stage}", first, partial(plainly, form, stage, packed), draws=DRAWS)

@@ -40,16 +40,16 @@ def test_losses_are_those_of_one_process(schedule: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_a_rank_is_killed_and_on_other_ranks(tmp_path: Path) -> None:
-    full, cut = tmp_path / "whole", tmp_path / "cut"
+    full, interrupted = tmp_path / "whole", tmp_path / "cut"
     alone = [sys.executable, str(SCRIPT), *TEXT, "--steps", "12", "--folder", str(full)]
     subprocess.run(alone, check=True, timeout=200, capture_output=True)
-    command = torchrun(2, "--steps", "10", "--folder", str(cut))
+    command = torchrun(2, "--steps", "10", "--folder", str(interrupted))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             assert run.stdout is not None
             victim = next(int(result[1]) for line in run.stdout if (result := re.search(r"process (\d+)", line)))
             until = time.monotonic() + 120
-            while not (cut / "last.json").exists() and time.monotonic() < until:
+            while not (interrupted / "last.json").exists() and time.monotonic() < until:
                 time.sleep(0.02)
             os.kill(victim, signal.SIGKILL)
             rest, _ = run.communicate(timeout=200)
@@ -57,8 +57,8 @@ def test_a_run_goes_on_when_a_rank_is_killed_and_on_other_ranks(tmp_path: Path) 
         finally:
             run.kill()
     assert re.search(r"begins at\s+step [2-9]", rest), rest
-    assert last(cut)["step"] == 10
-    more = torchrun(3, "--steps", "12", "--folder", str(cut), "--compare", str(full))
+    assert last(interrupted)["step"] == 10
+    more = torchrun(3, "--steps", "12", "--folder", str(interrupted), "--compare", str(full))
     run3 = subprocess.run(more, timeout=200, capture_output=True, text=True, check=False)
     assert run3.returncode == 0, run3.stdout + run3.stderr
     assert "the curves agree" in run3.stdout

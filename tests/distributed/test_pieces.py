@@ -1,4 +1,4 @@
-"""Pieces of sequences in one process: cut anywhere at multiples of CUT they have the bits of the whole call, and
+"""Chunks of sequences in one process: cut anywhere at multiples of CUT they have the bits of the whole call, and
 partial results merge to what golden says.
 
 No processes here: what passes between them is tests of groups and schedules.
@@ -48,29 +48,29 @@ def gradient(g: Gradients, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("forced", VARIANTS, indirect=True)
 @pytest.mark.parametrize("seed", range(12))
 def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
-    """Rows that meet all keys, and keys that meet all rows; a piece at a time, and all at once."""
+    """Rows that meet all keys, and keys that meet all rows; a chunk at a time, and all at once."""
     call, rng = draw(seed), random.Random(seed)
     torch.set_num_threads(2)
-    want, full = run(call), call.whole()
+    want, full = run(call), call.full()
     saved, cuts = call.saved(want), cuts_of(rng)
-    all_rows, all_keys = call.pieces("q"), call.pieces("kv")
+    all_rows, all_keys = call.chunks("q"), call.chunks("kv")
     torch.set_num_threads(1)
-    rows, keys = call.pieces("q", cuts), call.pieces("kv", cuts)
+    rows, keys = call.chunks("q", cuts), call.chunks("kv", cuts)
     together = chunk_pairs.forward(full, call.rows(rows), call.keys(all_keys))
-    for piece in each(rows):
-        b, at = place(piece)
-        alone = chunk_pairs.forward(full, call.rows(piece), call.keys(all_keys))
-        g = chunk_pairs.backward(full, call.rows(piece), saved, call.keys(all_keys), dbias="dbias" in want)
+    for chunk in each(rows):
+        b, at = place(chunk)
+        alone = chunk_pairs.forward(full, call.rows(chunk), call.keys(all_keys))
+        g = chunk_pairs.backward(full, call.rows(chunk), saved, call.keys(all_keys), dbias="dbias" in want)
         for name, one, other in zip(("out", "max", "sum"), together, alone, strict=True):
             expected = call.tokens(want[name])[b, at]
-            same_bits(one[b, at], expected, f"{name}, pieces together")
-            same_bits(other[b, at], expected, f"{name}, a piece alone")
+            same_bits(one[b, at], expected, f"{name}, chunks together")
+            same_bits(other[b, at], expected, f"{name}, a chunk alone")
         for name in ROW_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
-    for piece in each(keys):
-        b, at = place(piece)
-        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(piece), dbias="dbias" in want)
+    for chunk in each(keys):
+        b, at = place(chunk)
+        g = chunk_pairs.backward(full, call.rows(all_rows), saved, call.keys(chunk), dbias="dbias" in want)
         for name in KEY_GRADIENTS:
             if name in want:
                 same_bits(gradient(g, name)[b, at], call.tokens(want[name])[b, at], name)
@@ -80,13 +80,13 @@ def test_pieces_have_the_bits_of_the_whole(forced: None, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_pieces_begin_where_the_whole_ones_tiles_do(dtype: torch.dtype) -> None:
-    """More keys than a step has, from a first one that every tile of rows has for itself; a last piece of five rows."""
+    """More keys than a step has, from a first one that every tile of rows has for itself; a last chunk of five rows."""
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1413, 2, 16, generator=generator).to(dtype) for _ in "qkv")
     args = {"layout": "TND", "q_len": [1413], "kv_len": [1413], "q": q, "k": k, "v": v, "band": Band.window(800)}
     call = Call(args, q)
-    rows = call.rows(call.pieces("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
-    result = chunk_pairs.forward(call.whole(), rows, call.keys(call.pieces("kv")))
+    rows = call.rows(call.chunks("q", lambda length: [CUT, 1024 + CUT, 1413 // CUT * CUT]))
+    result = chunk_pairs.forward(call.full(), rows, call.keys(call.chunks("kv")))
     same_bits(result.out[0], run(call)["out"])
 
 
@@ -95,26 +95,26 @@ def test_golden_knows_parts(seed: int) -> None:
     """What dropout takes of a part, and which of its keys a row sees, is what it is of the whole."""
     call, rng = draw(40 + seed), random.Random(seed)
     call.args["keep_prob"] = 0.6
-    full, cuts = call.whole(), cuts_of(rng)
-    rows, keys = call.rows(call.pieces("q", cuts)), call.keys(call.pieces("kv", cuts))
+    full, cuts = call.full(), cuts_of(rng)
+    rows, keys = call.rows(call.chunks("q", cuts)), call.keys(call.chunks("kv", cuts))
     result = chunk_pairs.forward(full, rows, keys, backend="golden", partial=True)
     if full.sink is not None:
         join_sink(result, full.sink)
     wanted = expected(call)["out"].map(call.tokens)
-    for piece in each(call.pieces("q")):
-        b, at = place(piece)
+    for chunk in each(call.chunks("q")):
+        b, at = place(chunk)
         compare("out", result.out[b, at].to(call.dout.dtype), wanted[b, at])
 
 
 def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Keys]]:
     """Rows that met three lots of keys one after the other, in any order."""
-    full, cuts = call.whole(), cuts_of(rng)
-    rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
+    full, cuts = call.full(), cuts_of(rng)
+    rows, keys = call.rows(call.chunks("q", cuts)), call.chunks("kv", cuts)
     lots = [call.keys(subset(keys, lot)) for lot in np.array_split(rng.sample(range(len(keys)), len(keys)), 3)]
     batch, tokens, heads, _ = rows.q.shape
     result = empty_partial(rows.q, (batch, tokens, heads), full.problem.dim_v)
     for lot in lots:
-        if len(lot.pieces):
+        if len(lot.chunks):
             merge(result, chunk_pairs.forward(full, rows, lot, partial=True))
     if full.sink is not None:
         join_sink(result, full.sink)
@@ -127,9 +127,9 @@ def merged(call: Call, rng: random.Random) -> tuple[Partial, list[chunk_pairs.Ke
 def test_partial_results_merge_to_the_whole(seed: int) -> None:
     """As near to golden as one process is; statistics of the whole serve gradients of any keys."""
     call, rng = draw(seed), random.Random(seed)
-    full, wanted = call.whole(), expected(call)
+    full, wanted = call.full(), expected(call)
     result, lots = merged(call, rng)
-    covered = call.pieces("q")
+    covered = call.chunks("q")
     ours = {"out": result.out.to(call.dout.dtype)}
     all_rows = call.rows(covered)
     saved = chunk_pairs.Saved(call.tokens(call.dout), ours["out"], result.max, result.sum)
@@ -142,11 +142,11 @@ def test_partial_results_merge_to_the_whole(seed: int) -> None:
                 added[name] = added[name] + t if name in added else t
     dtypes = {"dbias": call.args["bias"].dtype} if "dbias" in wanted else {}
     ours |= {name: t.to(dtypes.get(name, call.dout.dtype)) for name, t in added.items()}
-    assert ours.keys() == wanted.keys() - {"max", "sum", "lse", "dsink"}  # statistics are below, a sink's is no piece's
+    assert ours.keys() == wanted.keys() - {"max", "sum", "lse", "dsink"}  # statistics are below, a sink's is no chunk's
     for name in ours:
         of_rows = name in ("out", *ROW_GRADIENTS, *KEY_GRADIENTS)
         compare(name, ours[name], wanted[name].map(call.tokens) if of_rows else wanted[name])
     lse = wanted["lse"].map(call.tokens)
-    for piece in each(covered):
-        b, at = place(piece)
+    for chunk in each(covered):
+        b, at = place(chunk)
         compare("lse", (result.max + result.sum.log())[b, at], lse[b, at])

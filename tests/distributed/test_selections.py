@@ -96,7 +96,7 @@ def in_worlds(case: Case, at: int) -> list[Any]:
 WORLDS = [param for at, case in enumerate(CASES) for param in in_worlds(case, at)]
 
 
-def whole(case: Case) -> dict[str, Tensor | None]:
+def full_inputs(case: Case) -> dict[str, Tensor | None]:
     """All tensors of one process."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
@@ -160,13 +160,13 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
     for name in ("q", "k", "v", "q_rope", "k_rope", "sink"):
         if t[name] is not None:
             result[f"d{name}"] = t[name].grad
-    own = lists if case.block == 1 else None
-    if case.heads_kv > 1 and own is not None:
-        own = own[..., :1, :]
+    local_lists = lists if case.block == 1 else None
+    if case.heads_kv > 1 and local_lists is not None:
+        local_lists = local_lists[..., :1, :]
     ropes = {name: None if value is None else value.detach() for name, value in ropes.items()}
     loss = library.indexer_loss(
-        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), t["index_q"], t["index_k"], t["weights"], own,
-        **ropes, **how,
+        t["q"].detach(), t["k"].detach(), t.get("lse", lse.detach()), t["index_q"], t["index_k"], t["weights"],
+        local_lists, **ropes, **how,
     )  # fmt: skip
     (loss * 0.5).backward()
     result["loss"] = loss.detach()
@@ -175,7 +175,7 @@ def results(case: Case, given: dict[str, Any], lists: Tensor, **how: Any) -> dic
 
 def lists_of(case: Case) -> Tensor:
     """What rows select: the indexer's choice, or every block once, in some order."""
-    given = whole(case)
+    given = full_inputs(case)
     if case.block == 1:
         result, _ = fa.lightning_indexer(given["index_q"], given["index_k"], given["weights"], case.top_k, **case.how)  # type: ignore[arg-type]
     else:
@@ -217,7 +217,7 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
     line = group
     if case.schedule == "ulysses+ring":
         group = init_device_mesh("cpu", (2, 2))
-    given, lists = whole(case), lists_of(case)
+    given, lists = full_inputs(case), lists_of(case)
     want = shares(case, results(case, given, lists), group)
     local = {
         name: t if t is None or name == "sink" else far.shard(
@@ -225,12 +225,12 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
         )
         for name, t in given.items()
     }  # fmt: skip
-    own = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
+    lists_of_rank = far.shard(lists, group, case.schedule, case.tokens("q"), int(bool(case.padded)))
     tokens = (case.tokens("q"), case.tokens("kv")) if case.padded else None
     result = []
     for deterministic in (False, True):
         how = {"group": group, "schedule": case.schedule, "tokens": tokens, "deterministic": deterministic}
-        got = results(case, local, own, **how)
+        got = results(case, local, lists_of_rank, **how)
         assert got.keys() == want.keys()
         free = set() if deterministic else {*SUMMED}
         if "dsink" in got and dist.get_world_size(line) > 1:
@@ -250,7 +250,7 @@ def compared(group: Any, case: Case) -> list[dict[str, Tensor]]:
 @cache
 def expected(case: Case) -> dict[str, Expected]:
     """Every gradient and the loss of one process: golden's, and how far a right program's may be from it."""
-    t, lists = whole(case), lists_of(case)
+    t, lists = full_inputs(case), lists_of(case)
     of_all = {**case.how, "actual_seq_qlen": case.how["q_len"], "actual_seq_kvlen": case.how["kv_len"]}
     index = {"query": t["index_q"], "key": t["index_k"], "weights": t["weights"], "sparse_count": case.top_k, **of_all}
     chooser = indexer_call(bind(indexer_own.RECORD, index))
@@ -265,8 +265,13 @@ def expected(case: Case) -> dict[str, Expected]:
     result |= {name: answer[of] for name, of in by_name.items() if of in answer}
     lse = (answer["max"].value + answer["sum"].value.log()).float()
     lse = lse.mT.flatten(1, 2) if case.padded else lse.movedim(0, 1).flatten(1)
-    own = lists[..., :1, :] if case.block == 1 else None
-    index = {"query_index": t["index_q"], "key_index": t["index_k"], "weights": t["weights"], "sparse_indices": own}
+    single_lists = lists[..., :1, :] if case.block == 1 else None
+    index = {
+        "query_index": t["index_q"],
+        "key_index": t["index_k"],
+        "weights": t["weights"],
+        "sparse_indices": single_lists,
+    }
     answer = expected_index(lower(bind(loss_own.RECORD, rows | index | of_all | {"lse": t.get("lse", lse)})))
     loss = answer["loss"].map(lambda x: x.reshape(()))
     return result | {"loss": loss, "loss's index_k": answer["dkey_index"].map(lambda x: x / 2)}
@@ -279,18 +284,18 @@ def merged(group: Any, case: Case) -> dict[str, Tensor]:
     names = ("index_q", "index_k", "weights")
     sides = ("q", "kv", "q")
 
-    def found_by(given: dict[str, Any], share: bool, **more: Any) -> dict[str, Tensor]:
-        def part(t: Tensor, side: str) -> Tensor:
-            return far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded))) if share else t
+    def found_by(given: dict[str, Any], sharded: bool, **more: Any) -> dict[str, Tensor]:
+        def local_of(t: Tensor, side: str) -> Tensor:
+            return far.shard(t, group, case.schedule, case.tokens(side), int(bool(case.padded))) if sharded else t
 
-        t = [part(given[name], side).detach().requires_grad_() for name, side in zip(names, sides, strict=True)]
-        library: Any = far if share else fa
+        t = [local_of(given[name], side).detach().requires_grad_() for name, side in zip(names, sides, strict=True)]
+        library: Any = far if sharded else fa
         indices, values = library.lightning_indexer(*t, case.top_k, **case.how, **more)
-        values.backward(part(given["dvalues"], "q"))
+        values.backward(local_of(given["dvalues"], "q"))
         result = {"indices": indices, "values": values.detach()}
         return result | {name: x.grad for name, x in zip(names, t, strict=True)}
 
-    want, got = found_by(whole(case), False), found_by(whole(case), True, **how)
+    want, got = found_by(full_inputs(case), False), found_by(full_inputs(case), True, **how)
     result = {}
     for name in want:
         lie = group, case.schedule, case.tokens("kv" if name == "index_k" else "q"), int(bool(case.padded))

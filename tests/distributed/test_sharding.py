@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(0, 20 * CUT), min_size=0, max_size=6)
 
 def pairs(placement: Any) -> list[int]:
     """Causal pairs of a row and a key on each rank."""
-    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in pieces) for pieces in placement.ranks]
+    return [sum((p.end * (p.end + 1) - p.first * (p.first + 1)) // 2 for p in chunks) for chunks in placement.ranks]
 
 
 @given(LENGTHS, st.sampled_from(ONE), st.integers(1, 9))
@@ -36,18 +36,18 @@ def test_a_mesh_divides_the_shares_of_its_ring(lengths: list[int], ring: int, co
     check(placement, lengths, ring * columns)
     line = layout_of("zigzag", tuple(lengths), (ring,))
     for row in range(ring):
-        held = [token for at in range(columns) for token in placement.whole(row * columns + at).tolist()]
-        assert held == line.whole(row).tolist()
+        tokens = [token for at in range(columns) for token in placement.token_indices(row * columns + at).tolist()]
+        assert tokens == line.token_indices(row).tolist()
 
 
 def check(placement: Any, lengths: list[int], world: int) -> None:
     assert len(placement.ranks) == world
-    held = sorted(token for rank in range(world) for token in placement.whole(rank).tolist())
-    assert held == list(range(sum(lengths)))
-    for rank, pieces in enumerate(placement.ranks):
-        assert list(pieces) == sorted(pieces)
-        assert placement.sizes[rank] == sum(end - first for _, first, end in pieces)
-        for b, first, end in pieces:
+    tokens = sorted(token for rank in range(world) for token in placement.token_indices(rank).tolist())
+    assert tokens == list(range(sum(lengths)))
+    for rank, chunks in enumerate(placement.ranks):
+        assert list(chunks) == sorted(chunks)
+        assert placement.sizes[rank] == sum(end - first for _, first, end in chunks)
+        for b, first, end in chunks:
             assert first < end
             assert first % CUT == 0
             assert end % CUT == 0 or end == lengths[b]
@@ -96,18 +96,18 @@ def test_a_short_padded_batch_is_spread_all_the_same() -> None:
 def there_and_back(group: Any, schedule: str, lengths: Any, dim: int) -> dict[str, Any]:
     tokens = lengths if isinstance(lengths, int) else sum(lengths)
     x = torch.arange(3.0 * tokens).reshape(3, tokens).movedim(1, dim).requires_grad_()
-    share = shard(x, group, schedule, lengths, dim)
-    back = unshard(share, group, schedule, lengths, dim)
+    local = shard(x, group, schedule, lengths, dim)
+    back = unshard(local, group, schedule, lengths, dim)
     rank = group_of(group).rank
     (back * (rank + 1.0)).sum().backward()
     assert x.grad is not None
     return {
         "same": torch.equal(back, x),
-        "tokens": share.shape[dim],
+        "tokens": local.shape[dim],
         # Every rank's loss meets every token; of the whole each rank has what its own share gives.
-        "grad": torch.equal(x.grad, torch.isin(x, share) * float(sum(range(1, group_of(group).world + 1)))),
+        "grad": torch.equal(x.grad, torch.isin(x, local) * float(sum(range(1, group_of(group).world + 1)))),
         "positions": positions(group, schedule, lengths),
-        "values": share.detach().movedim(dim, 1)[0] % tokens if tokens else share.detach().flatten(),
+        "values": local.detach().movedim(dim, 1)[0] % tokens if tokens else local.detach().flatten(),
     }
 
 
@@ -153,7 +153,7 @@ def judge(results: list[dict[str, Any]], lengths: Any) -> None:
 def hostile(group: Any) -> list[str]:
     """What each wrong call says."""
     x = torch.zeros(2, 8)
-    said = []
+    messages = []
     for call in (
         lambda: shard(x, group, "zagzig", 8),
         lambda: shard(x, group, "zigzag", 9),
@@ -166,8 +166,8 @@ def hostile(group: Any) -> list[str]:
     ):
         with pytest.raises((ValueError, GroupError)) as error:
             call()
-        said.append(str(error.value))
-    return said
+        messages.append(str(error.value))
+    return messages
 
 
 def test_wrong_calls_say_what_is_wrong(worlds: Worlds) -> None:
@@ -181,6 +181,6 @@ def test_wrong_calls_say_what_is_wrong(worlds: Worlds) -> None:
         "group: expected 2 dimension(s) for schedule 'ulysses+ring', got 1",
         "group: expected 1 dimension(s) for schedule 'zigzag', got 2",
     )
-    for said in worlds.run(4, hostile):
-        for text, part in zip(said, wanted, strict=True):
-            assert part in text
+    for messages in worlds.run(4, hostile):
+        for text, expected_text in zip(messages, wanted, strict=True):
+            assert expected_text in text

@@ -33,8 +33,12 @@ def text_of(call: Callable[[], Any], error: type[Exception] = GroupError) -> str
 
 
 def indexed(ranks: Any, **changes: Any) -> Any:
-    share = S // dist.get_world_size(ranks)
-    given = {"q": rows(2, 8, tokens=share), "k": rows(1, 8, tokens=share), "weights": rows(2, tokens=share)}
+    tokens_of_rank = S // dist.get_world_size(ranks)
+    given = {
+        "q": rows(2, 8, tokens=tokens_of_rank),
+        "k": rows(1, 8, tokens=tokens_of_rank),
+        "weights": rows(2, tokens=tokens_of_rank),
+    }
     return far.lightning_indexer(**{**given, "top_k": 4, "group": ranks, "schedule": "ring", **changes})
 
 
@@ -67,13 +71,13 @@ CALLS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 }
 
 
-def told(group: Any, name: str) -> str:
+def message_of(group: Any, name: str) -> str:
     return text_of(lambda: indexed(group, **CALLS[name][0](group)))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_that_call_otherwise_all_raise(worlds: Worlds, name: str) -> None:
-    for rank, text in enumerate(worlds.run(2, told, name)):
+    for rank, text in enumerate(worlds.run(2, message_of, name)):
         assert f"distributed.lightning_indexer: rank {rank} of 2" in text
         assert CALLS[name][1] in text
 

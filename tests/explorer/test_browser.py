@@ -109,9 +109,9 @@ def test_pixels_are_the_band(browser: Browser, address: str) -> None:
         "(TOP + (i + 0.4) * matrix.cell) * matrix.ratio, 1, 1).data.slice(0, 3).join(); "
         "return Array.from({length: 84}, (_, at) => read(at % 12, Math.floor(at / 12))); })()"
     )
-    seen = Band.window(3, 1).visible(7, 12).flatten().tolist()
-    assert [colour == "79,70,229" for colour in colours] == seen
-    assert {colour for colour, is_seen in zip(colours, seen, strict=True) if not is_seen} == {"233,235,242"}
+    visible = Band.window(3, 1).visible(7, 12).flatten().tolist()
+    assert [colour == "79,70,229" for colour in colours] == visible
+    assert {colour for colour, is_seen in zip(colours, visible, strict=True) if not is_seen} == {"233,235,242"}
 
 
 def test_modes_by_mouse_and_keyboard(browser: Browser, address: str) -> None:
@@ -136,7 +136,7 @@ def test_sliders_move_the_picture(browser: Browser, address: str) -> None:
     browser.key("ArrowLeft")
     browser.frame()
     assert cells(browser) == "".join(
-        str(3 if seen else 1) for seen in Band.window(5, 0).visible(6, 7).flatten().tolist()
+        str(3 if is_visible else 1) for is_visible in Band.window(5, 0).visible(6, 7).flatten().tolist()
     )
     assert "pre_tockens=5" in browser.run("$('code').textContent")
     browser.click("#free-pre")

@@ -16,7 +16,7 @@ from fusion_attention import acl, npu
 from fusion_attention.contract import ContractError, ContractWarning
 from fusion_attention.explorer.calls import call
 from fusion_attention.explorer.draw import cells_of, is_seen
-from fusion_attention.explorer.violations import OPERATORS, asked, remarks_on, verdict
+from fusion_attention.explorer.violations import OPERATORS, remarks_on, rules_of, verdict
 from fusion_attention.explorer.visible import INTERFACES, MODES, Setting
 
 SETTINGS = 24  # of every mode and interface
@@ -66,10 +66,10 @@ def check_seen(s: Setting, interface: str, out: torch.Tensor) -> None:
         assert (got[empty].all(-1) | ~got[empty].any(-1)).all()
 
 
-def known(failures: Any, operator: str, interface: str) -> set[str]:
+def params_named(failures: Any, operator: str, interface: str) -> set[str]:
     """The messages of failures whose rules the explorer asks."""
-    rules = {rule.id for rule in asked(operator, interface)}
-    domain = [rule.expected for rule in asked(operator, interface) if rule.stage == "domains"]
+    rules = {rule.id for rule in rules_of(operator, interface)}
+    domain = [rule.expected for rule in rules_of(operator, interface) if rule.stage == "domains"]
     results = set()
     for failure in failures:
         if failure.rule.id in rules if failure.rule else failure.expected in domain:
@@ -111,14 +111,14 @@ def test_calls_see_what_is_drawn_and_are_refused_as_said(mode: int, interface: s
         }
         assert (failures is not None) is (verdict(result) == "refused"), (s, result, failures)
         if failures is not None:
-            assert known(failures, operator, interface) == by_level["meaning"]
+            assert params_named(failures, operator, interface) == by_level["meaning"]
             continue
         check_seen(s, interface, names["out"])
         assert by_level["note"] <= set(warned)
         with fa.strict():
             failures, _ = refusal(text["call"], names)
         limits = {message(operator, r) for r in result if r["level"] in ("limit", "doubt")}
-        assert known(failures or (), operator, interface) == limits, (s, result, failures)
+        assert params_named(failures or (), operator, interface) == limits, (s, result, failures)
 
 
 @pytest.mark.parametrize("mode", MODES)

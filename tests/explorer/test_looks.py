@@ -44,8 +44,8 @@ def test_words_can_be_read(theme: str) -> None:
 @pytest.mark.parametrize("theme", ["light", "dark by system", "dark by choice"])
 def test_seen_cells_stand_out(theme: str) -> None:
     colours = themes()[theme]
-    for seen in ("k3", "k4"):
-        assert contrast(colours[seen], colours["k1"]) >= SEEN_APART
+    for visible_class in ("k3", "k4"):
+        assert contrast(colours[visible_class], colours["k1"]) >= SEEN_APART
     assert contrast(colours["k3"], colours["k2"]) >= 2
     assert contrast(colours["accent"], colours["card"]) >= SEEN_APART
 
@@ -59,7 +59,7 @@ def test_both_dark_themes_are_one() -> None:
 def test_pictures_have_the_colours_of_the_page() -> None:
     result = themes()
     for colours, kinds in ((result["light"], draw.LIGHT), (result["dark by choice"], draw.DARK)):
-        assert kinds[draw.SEEN] == colours["k3"]
+        assert kinds[draw.VISIBLE] == colours["k3"]
         assert kinds[draw.PREFIX] == colours["k4"]
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fusion_attention import Band
 from fusion_attention.cli import app
 from fusion_attention.explorer import gallery
-from fusion_attention.explorer.draw import LIGHT, OUTSIDE, SEEN, cells_of, is_seen, png, svg, text
+from fusion_attention.explorer.draw import LIGHT, OUTSIDE, VISIBLE, cells_of, is_seen, png, svg, text
 from fusion_attention.explorer.page import fragment, page, server
 from fusion_attention.explorer.visible import BAND, Setting
 from fusion_attention.explorer.words import RULES
@@ -34,8 +34,8 @@ def invoke(*arguments: Any) -> tuple[int, str]:
     outcome = CliRunner(env={"FORCE_COLOR": None}).invoke(app, ["mask", *map(str, arguments)], terminal_width=200)
     if outcome.exception and not isinstance(outcome.exception, SystemExit):
         raise outcome.exception
-    plain = Text.from_ansi(outcome.output).plain.translate(str.maketrans("│╭╮╰╯─", "      "))
-    return outcome.exit_code, " ".join(plain.split())
+    printed = Text.from_ansi(outcome.output).plain.translate(str.maketrans("│╭╮╰╯─", "      "))
+    return outcome.exit_code, " ".join(printed.split())
 
 
 def report(*arguments: Any) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def report(*arguments: Any) -> dict[str, Any]:
 
 def test_a_band_as_json_is_the_band() -> None:
     result = report("window(2, 1)", "--q", 5, "--kv", 8)
-    seen = Band.window(2, 1).visible(5, 8)
+    visible = Band.window(2, 1).visible(5, 8)
     rows = result["items"][0]["rows"]
-    assert [[first <= j < end for j in range(8)] for first, end in rows] == seen.tolist()
-    assert result["seen"] == int(seen.sum())
+    assert [[first <= j < end for j in range(8)] for first, end in rows] == visible.tolist()
+    assert result["seen"] == int(visible.sum())
     assert result["title"] == "Band.window(2, 1)"
     assert "sparse_mode=4, pre_tockens=2" in result["interfaces"]["training"]["call"]
 
@@ -116,7 +116,7 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["12"], "expected a mode (0 to 9) or a Band"),
         (["-3"], "No such option"),
@@ -146,10 +146,10 @@ def test_a_mask_of_ones_own(tmp_path: Path) -> None:
         (["--svg", "x.svg"], "a picture needs a mode"),
     ],
 )
-def test_what_it_does_not_understand_is_one_sentence(arguments: list[str], said: str) -> None:
+def test_what_it_does_not_understand_is_one_sentence(arguments: list[str], message: str) -> None:
     code, shown = invoke(*arguments)
     assert code == 2
-    assert said in shown
+    assert message in shown
     assert "Traceback" not in shown
 
 
@@ -187,15 +187,15 @@ def unpacked(data: bytes) -> np.ndarray:
 def test_files_hold_the_picture(tmp_path: Path) -> None:
     arguments = (3, "--q", 4, "--kv", 6, "--svg", tmp_path / "a" / "m.svg", "--png", tmp_path / "m.png")
     assert invoke(*arguments)[0] == 0
-    seen = Band.causal().visible(4, 6)
+    visible = Band.causal().visible(4, 6)
     pixels = unpacked((tmp_path / "m.png").read_bytes())
     scale = pixels.shape[0] // 4
     colours = pixels[scale // 2 :: scale, scale // 2 :: scale]
-    blue = [int(LIGHT[SEEN][i : i + 2], 16) for i in (1, 3, 5)]
-    assert np.array_equal((colours[..., :3] == blue).all(-1), seen.numpy())
+    blue = [int(LIGHT[VISIBLE][i : i + 2], 16) for i in (1, 3, 5)]
+    assert np.array_equal((colours[..., :3] == blue).all(-1), visible.numpy())
     tree = ElementTree.parse(tmp_path / "a" / "m.svg")
     drawn = {path.get("class"): str(path.get("d")).count("M") for path in tree.iter(f"{SVG}path")}
-    assert drawn == {"fa-k1": 24 - int(seen.sum()), "fa-k3": int(seen.sum())}
+    assert drawn == {"fa-k1": 24 - int(visible.sum()), "fa-k3": int(visible.sum())}
     assert tree.findtext(f"{SVG}title") == "sparse_mode 3: causal, lower right"
 
 
@@ -211,16 +211,16 @@ def test_text_fits(width: int) -> None:
     for s in (SETTING, Setting(3, (300,), (77,)), Setting(3, (3,), (900,))):
         cells = cells_of(s)
         assert cells is not None
-        for plain in (False, True):
-            lines = text(cells, width, plain)
+        for ascii_only in (False, True):
+            lines = text(cells, width, ascii_only)
             assert max(map(len, lines)) <= width
             assert len(lines) <= 64
-            assert not plain or "".join(lines).isascii()
+            assert not ascii_only or "".join(lines).isascii()
 
 
 def test_a_seen_key_is_never_blank_in_text() -> None:
     cells = np.full((400, 400), 1, np.uint8)
-    cells[17, 233] = SEEN
+    cells[17, 233] = VISIBLE
     assert sum(line.strip(" ") != "" for line in text(cells, 50)) == 1
 
 
@@ -266,9 +266,9 @@ def test_serving_begins_with_an_address_and_ends_with_an_interrupt() -> None:
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as running:
         try:
             assert running.stdout
-            said = running.stdout.readline().strip()
-            assert said.endswith("/#mode=4&q=5&kv=5&pre=2")
-            assert urllib.request.urlopen(said, timeout=120).read().decode() == page()
+            first_line = running.stdout.readline().strip()
+            assert first_line.endswith("/#mode=4&q=5&kv=5&pre=2")
+            assert urllib.request.urlopen(first_line, timeout=120).read().decode() == page()
             running.send_signal(signal.SIGINT)
             assert running.wait(120) == 0
             assert running.stderr

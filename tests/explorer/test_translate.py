@@ -188,12 +188,12 @@ def test_every_built_in_that_the_rules_use_is_there() -> None:
 def test_rules_of_masks_are_asked() -> None:
     """Each kind of refusal and each silent change that a setting can meet; a renamed one would fall out of the page."""
     checks = {
-        interface: [rule.check for rule in violations.asked(two[1], interface)]
+        interface: [rule.check for rule in violations.rules_of(two[1], interface)]
         for interface, two in violations.OPERATORS.items()
     }
     assert [any("packed_window" in check for check in result) for result in checks.values()] == [True, False, True]
     assert "prefix_fits(prefix, q_len, kv_len)" in checks["training"]
-    padded = [rule.check for rule in violations.asked(violations.OPERATORS["training"][0], "training")]
+    padded = [rule.check for rule in violations.rules_of(violations.OPERATORS["training"][0], "training")]
     assert any("dense_window" in check for check in padded)
     assert "atten_mask is not None" in padded
     assert sum("mask_fits" in check for check in checks["inference"]) == 3

@@ -29,7 +29,7 @@ from .dense import (
     poison_matrix,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
+from .storage import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 
 UNLIMITED = 2**31 - 1
 
@@ -41,10 +41,10 @@ def _lengths(batch: Batch, call: dict[str, Any]) -> None:
         if batch.q_len != batch.kv_len or maybe(rng, 0.5):
             call["kv_len"] = lengths(rng, batch.kv_len)
         return
-    for name, own, full in (("q_len", batch.q_len, batch.tokens[0]), ("kv_len", batch.kv_len, batch.tokens[1])):
+    for name, seq_lens, full in (("q_len", batch.q_len, batch.tokens[0]), ("kv_len", batch.kv_len, batch.tokens[1])):
         if maybe(rng, 0.4):
-            own[:] = [int(rng.integers(0, full + 1)) for _ in own]
-            call[name] = lengths(rng, own)
+            seq_lens[:] = [int(rng.integers(0, full + 1)) for _ in seq_lens]
+            call[name] = lengths(rng, seq_lens)
 
 
 def _edge(rng: Rng, most: int) -> int:
@@ -87,16 +87,16 @@ def mode_visible(mode: int, pre: int, next_: int, q_len: list[int], kv_len: list
     for b, (m, n) in enumerate(zip(q_len, kv_len, strict=True)):
         i, j, right = torch.arange(m)[:, None], torch.arange(n), n - m
         if mode == 0:
-            seen = (j >= i - pre) & (j <= i + next_)
+            visible = (j >= i - pre) & (j <= i + next_)
         elif mode == 1:
-            seen = torch.ones(m, n, dtype=torch.bool)
+            visible = torch.ones(m, n, dtype=torch.bool)
         elif mode == 4:
-            seen = (j >= i + right - pre) & (j <= i + right + next_)
+            visible = (j >= i + right - pre) & (j <= i + right + next_)
         elif mode in (7, 8) and filled and b == filled[-1 if mode == 7 else 0]:
-            seen = j <= i + right + next_
+            visible = j <= i + right + next_
         else:
-            seen = j <= i + (0 if mode in (2, 8) else right)
-        result.append(seen)
+            visible = j <= i + (0 if mode in (2, 8) else right)
+        result.append(visible)
     return result
 
 
@@ -110,7 +110,7 @@ def _draw_mode(batch: Batch, call: dict[str, Any], left: int, right: int) -> lis
 
 def draw_tiles(batch: Batch, call: dict[str, Any]) -> Matrix:
     """Numbers of tiles, with every whole one among them, and bits; byte r, k of them removes keys 8 k ... of row r."""
-    rng, (count, heads, *tokens) = batch.rng, batch.whole
+    rng, (count, heads, *tokens) = batch.rng, batch.shape
     axes = (count if maybe(rng, 0.5) else 1, heads if maybe(rng, 0.5) else 1, *(-(-n // 128) for n in tokens))
     numbers = rng.integers(-2, 3, axes).astype(np.int32)
     bits = rng.integers(0, 256, (max(int(numbers.max(initial=-1)) + 1, 0), 128, 16)).astype(np.uint8)
@@ -139,8 +139,8 @@ def _draw_slopes(batch: Batch, call: dict[str, Any]) -> list[Tensor]:
     for b, (m, n) in enumerate(zip(batch.q_len, batch.kv_len, strict=True)):
         first, key = (0, m - n) if start is None else start
         distance = (torch.arange(n) + key - torch.arange(m)[:, None] - first).abs().double()
-        own = slopes.double().reshape(-1, batch.heads)
-        results.append(-own[b if len(own) > 1 else 0][:, None, None] * distance)
+        per_item = slopes.double().reshape(-1, batch.heads)
+        results.append(-per_item[b if len(per_item) > 1 else 0][:, None, None] * distance)
     return results
 
 
@@ -174,7 +174,7 @@ def draw(rng: Rng) -> Drawn:
     bands = _draw_band(batch, call)
     counts = [band.expand(batch.heads, -1, -1).int() for band in bands]
     if maybe(rng, 0.35):
-        blocked = draw_blocked(rng, batch.whole, broadcast_shape(rng, batch.whole), (torch.bool, torch.uint8))
+        blocked = draw_blocked(rng, batch.shape, broadcast_shape(rng, batch.shape), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
         counts = [torch.where(blocked.of(b, *count.shape[1:], batch.heads), 0, count) for b, count in enumerate(counts)]
     if maybe(rng, 0.25):
@@ -185,8 +185,8 @@ def draw(rng: Rng) -> Drawn:
     matrix: Matrix | None = None
     biases: list[Tensor] | None = None
     if maybe(rng, 0.35):
-        matrix = draw_bias(rng, batch.whole, broadcast_shape(rng, batch.whole), batch.dtype)
-        poison_matrix(rng, matrix, counts, batch.whole)
+        matrix = draw_bias(rng, batch.shape, broadcast_shape(rng, batch.shape), batch.dtype)
+        poison_matrix(rng, matrix, counts, batch.shape)
         biases = [matrix.of(b, *count.shape[1:], batch.heads) for b, count in enumerate(counts)]
         hide_by_inf(batch, counts, biases, mean)
         call["bias"] = matrix.tensor
@@ -200,15 +200,15 @@ def draw(rng: Rng) -> Drawn:
     drop = _draw_dropout(batch, call)
     call |= {"sink": None if sink is None else place(rng, sink), "return_lse": True}
     call |= {name: batch.tensor(name, "q" if name[0] == "q" else "kv") for name in batch.parts}
-    asked = [name for name in ("q", "k", "v", "q_rope", "k_rope", "bias", "sink") if call.get(name) is not None]
-    asked = [name for name in asked if maybe(rng, 0.7)] if maybe(rng, 0.7) else []
-    call |= {name: leaf(call[name]) for name in asked}
+    requested = [name for name in ("q", "k", "v", "q_rope", "k_rope", "bias", "sink") if call.get(name) is not None]
+    requested = [name for name in requested if maybe(rng, 0.7)] if maybe(rng, 0.7) else []
+    call |= {name: leaf(call[name]) for name in requested}
     if matrix is not None and maybe(rng, 0.3):
-        call["bias"] = expanded(rng, call["bias"], batch.whole)
+        call["bias"] = expanded(rng, call["bias"], batch.shape)
         matrix.widened = True
     batch.draw("dy", "q", batch.heads, batch.dim_v)
-    call["dy"] = batch.tensor("dy", "q") if asked else None
-    leaves = {name: (matrix.tensor if name == "bias" and matrix else call[name]) for name in asked}
+    call["dy"] = batch.tensor("dy", "q") if requested else None
+    leaves = {name: (matrix.tensor if name == "bias" and matrix else call[name]) for name in requested}
     if "bias" in leaves:
         leaves["bias"] = call["bias"] if call["bias"].is_leaf else call["bias"]._base
     extra = {"scale": scale, "sink": sink, "drop": drop, "biases": biases, "counts": counts, "mean": mean}

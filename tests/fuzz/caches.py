@@ -13,7 +13,7 @@ import fusion_attention as fa
 
 from .core import Value
 from .formulas import Rows, U
-from .places import Rng, Tensor, garbage, maybe, normal, pick, place
+from .storage import Rng, Tensor, garbage, maybe, normal, pick, place
 
 STEPS = 32639.0  # a query row beside stored integers has this many steps to its largest element
 WEIGHTS = 32767.0  # and a row's weights
@@ -37,7 +37,7 @@ class Side:
             full = (full + self.offset[b]) * self.scale[b]
         return full[first:stop].transpose(0, 1).repeat_interleave(group, 0)
 
-    def part(self, name: str, b: int, first: int, stop: int, group: int) -> Tensor:
+    def rows_of(self, name: str, b: int, first: int, stop: int, group: int) -> Tensor:
         return getattr(self, name)[b][first:stop].transpose(0, 1).repeat_interleave(group, 0)
 
 
@@ -64,23 +64,23 @@ class Cache:
         """Parts [slots, N2, ..] in the cache's form."""
         swap = (lambda t: t.transpose(1, 2)) if self.layout == "BNSD" else (lambda t: t)
         if self.form == "list":
-            return [place(self.rng, swap(part[None].to(dtype))) for part in parts]
+            return [place(self.rng, swap(rows[None].to(dtype))) for rows in parts]
         if self.form == "stacked":
             return place(self.rng, swap(torch.stack(list(parts)).to(dtype)))
         tail = tuple(parts[0].shape[1:])
         pool = torch.full((self.pages, self.page, *tail), garbage(self.rng, dtype), dtype=dtype)
         assert self.table is not None
-        for b, part in enumerate(parts):
-            for token in range(len(part)):
-                pool[self.table[b, token // self.page], token % self.page] = part[token].to(dtype)
+        for b, rows in enumerate(parts):
+            for token in range(len(rows)):
+                pool[self.table[b, token // self.page], token % self.page] = rows[token].to(dtype)
         return place(self.rng, swap(pool))
 
     def pack(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Numbers of four bits, two to a byte, the even element in the low half."""
         packed = []
-        for part in parts:
-            wide = torch.nn.functional.pad(part, (0, part.shape[-1] % 2)).to(torch.int64) & 15
-            packed.append(wide[..., ::2] | wide[..., 1::2] << 4)
+        for rows in parts:
+            nibbles = torch.nn.functional.pad(rows, (0, rows.shape[-1] % 2)).to(torch.int64) & 15
+            packed.append(nibbles[..., ::2] | nibbles[..., 1::2] << 4)
         return packed
 
     def tensor(self, side: Side) -> Any:
@@ -117,7 +117,7 @@ def integer_blur(cache: Cache, q: Tensor, scale: float, b: int, span: slice, gro
     side = cache.keys
     if not side.kind:
         return 0.0
-    full, factor, offset = (side.part(n, b, span.start, span.stop, group) for n in ("stored", "scale", "offset"))
+    full, factor, offset = (side.rows_of(n, b, span.start, span.stop, group) for n in ("stored", "scale", "offset"))
     once = (q[:, :, None] * (factor[:, None, :1] if not side.by_token and factor.shape[1] else 1.0)).abs()
     top = once.amax((-1, -2)) if once.shape[2] and once.shape[3] else q.abs().amax(-1)
     each = (factor.abs()[..., :1] if side.by_token else torch.ones_like(factor[..., :1])) * full.abs()
@@ -131,9 +131,11 @@ def integer_spill(cache: Cache, rows: Rows, b: int, span: slice, group: int) -> 
     side = cache.keys if cache.values is None else cache.values
     if not side.kind or span.stop <= span.start:
         return 0.0
-    parts = [side.part(n, b, span.start, span.stop, group)[..., : cache.dim_v] for n in ("stored", "scale", "offset")]
+    parts = [
+        side.rows_of(n, b, span.start, span.stop, group)[..., : cache.dim_v] for n in ("stored", "scale", "offset")
+    ]
     full, factor, offset = (torch.nan_to_num(p, 0, 0, 0) for p in parts)
-    weights = torch.where(rows.seen | rows.mean[..., None], rows.weights, 0.0)
+    weights = torch.where(rows.visible | rows.mean[..., None], rows.weights, 0.0)
     if side.by_token:
         top = (weights * factor.abs()[:, None, :, 0]).amax(-1, keepdim=True)
         coarse = top / WEIGHTS * full.abs().sum(1, keepdim=True)
@@ -152,9 +154,9 @@ def own_cache(
     size = int(rng.choice([1, 3, 8, 16]))
     needed = sum(-(-n // size) for n in kv_len) + len(kv_len) + int(rng.integers(0, 9))
     kind: dict[str, Any] = {"dim_v": cache.dim_v, "dtype": cache.dtype, "stored": cache.stored, "shares_kv": shares}
-    made = fa.PagedKVCache(cache.heads, cache.dim, needed + 2, page_size=size, **kind)
-    spare = made.allocate() if maybe(rng, 0.3) else None
-    sequences = [made.allocate() for _ in kv_len]
+    paged = fa.PagedKVCache(cache.heads, cache.dim, needed + 2, page_size=size, **kind)
+    spare = paged.allocate() if maybe(rng, 0.3) else None
+    sequences = [paged.allocate() for _ in kv_len]
     sides = [cache.keys] if shares else [cache.keys, cache.values]
     rest = {s: n for s, n in zip(sequences, kv_len, strict=True) if n}
     while rest:
@@ -169,34 +171,34 @@ def own_cache(
                 first = kv_len[b] - rest[s]
                 rows.append(side.stored[b][first : first + count])
             given.append(torch.stack(rows).to(cache.dtype))
-        made.append(some, *given)
+        paged.append(some, *given)
         rest = {s: n - count * (s in some) for s, n in rest.items() if n > count * (s in some)}
     if spare is not None:
-        made.free(spare)
+        paged.free(spare)
     order = list(rng.permutation(len(sequences)))
-    return made, [sequences[i] for i in order], _read_back(cache, made, sequences, kv_len)
+    return paged, [sequences[i] for i in order], _read_back(cache, paged, sequences, kv_len)
 
 
 def _read_back(
-    cache: Cache, made: fa.PagedKVCache, sequences: list[int], kv_len: Sequence[int]
+    cache: Cache, paged: fa.PagedKVCache, sequences: list[int], kv_len: Sequence[int]
 ) -> dict[str, tuple[Tensor, Value]]:
     """Reads what the cache stored into the drawn sides; (stored, expected) per side."""
-    named, result = made.arguments(sequences), {}
+    named, result = paged.arguments(sequences), {}
     for name, side, dim in (("k", cache.keys, cache.dim), ("v", cache.values, cache.dim_v)):
         if side is None:
             continue
         pool, scale, given = named[name], named.get(name + "_scale"), []
         for b, n in enumerate(kv_len):
             slot = torch.arange(n)
-            page = named["block_table"][b].long()[slot // made.page_size]
-            rows = pool[page, :, slot % made.page_size]
+            page = named["block_table"][b].long()[slot // paged.page_size]
+            rows = pool[page, :, slot % paged.page_size]
             if cache.stored == "int4":
                 rows = torch.stack((rows & 15, rows >> 4), -1).flatten(-2)[..., :dim].to(torch.int8)
                 rows = (rows ^ 8) - 8
             given.append(side.stored[b][:n])
             side.stored[b] = rows.double()
             if cache.stored:
-                each = scale[page, :, slot % made.page_size].double()[..., None].expand(rows.shape)
+                each = scale[page, :, slot % paged.page_size].double()[..., None].expand(rows.shape)
                 side.scale = [*side.scale[:b], each]
                 side.offset = [*side.offset[:b], torch.zeros_like(each)]
         side.kind, side.by_token = cache.stored, bool(cache.stored)
@@ -240,18 +242,18 @@ def draw_scales(cache: Cache, side: Side, dim: int) -> None:
         parts = [parts[0]] * len(parts) if kind < 4 and shape != () else parts
         if shape == ():
             parts = [torch.from_numpy(np.array(rng.uniform(0.002, 0.03)))] * len(cache.slots)
-        numbers.append([part.float().double() for part in parts])
+        numbers.append([numbers_of_item.float().double() for numbers_of_item in parts])
     scales, offsets = numbers
     offsets = [(offset * 300 - 4).float().double() for offset in offsets]
     gives = maybe(rng, 0.4)
     side.by_token = kind == 4
 
-    def whole(part: Tensor, n: int) -> Tensor:
-        part = part[..., None] if kind in (2, 4) else part
-        return part.expand(n, cache.heads, dim)
+    def expanded_to(factors: Tensor, n: int) -> Tensor:
+        factors = factors[..., None] if kind in (2, 4) else factors
+        return factors.expand(n, cache.heads, dim)
 
-    side.scale = [whole(part, n) for part, n in zip(scales, cache.slots, strict=True)]
-    side.offset = [whole(o if gives else 0 * o, n) for o, n in zip(offsets, cache.slots, strict=True)]
+    side.scale = [expanded_to(factors, n) for factors, n in zip(scales, cache.slots, strict=True)]
+    side.offset = [expanded_to(o if gives else 0 * o, n) for o, n in zip(offsets, cache.slots, strict=True)]
     for name, parts in (("scale", scales), ("offset", offsets)):
         if name == "scale" or gives:
             packed_rows = cache.place_dense(parts, torch.float32) if kind == 4 else place(rng, parts[0].float())

@@ -82,17 +82,17 @@ def drawn(family: str, number: int) -> Drawn:
     return importlib.import_module(f".{family}", __package__).draw(rng)  # type: ignore[no-any-return]
 
 
-def told(about: Mapping[str, Any]) -> str:
+def description(about: Mapping[str, Any]) -> str:
     """A call in words: names, and tensors by dtype, shape, strides and offset."""
-    return "\n".join(f"  {name} = {_told(value)}" for name, value in about.items() if value is not None)
+    return "\n".join(f"  {name} = {_describe(value)}" for name, value in about.items() if value is not None)
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         where = f"strides {list(value.stride())}, offset {value.storage_offset()}"
         small = f" = {value.detach().tolist()}" if value.numel() <= 8 else ""
         return f"{kind} {list(value.shape)}, {where}{', requires grad' * value.requires_grad}{small}"
-    if isinstance(value, (list, tuple)) and any(isinstance(part, Tensor) for part in value):
-        return "[" + "; ".join(_told(part) for part in value) + "]"
+    if isinstance(value, (list, tuple)) and any(isinstance(member, Tensor) for member in value):
+        return "[" + "; ".join(_describe(member) for member in value) + "]"
     return repr(value)

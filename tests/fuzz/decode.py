@@ -14,7 +14,7 @@ from .caches import Cache, draw_cache, draw_scales, integer_blur, integer_spill,
 from .core import Drawn, Results, Value
 from .dense import Matrix, broadcast_shape, draw_bias, draw_blocked, nobody, poison_matrix
 from .formulas import Rows, U, rounding
-from .places import (
+from .storage import (
     DTYPES,
     Rng,
     Tensor,
@@ -83,7 +83,7 @@ def draw_rows(s: Step, dims: int) -> None:
 
 def place_q(s: Step, layout: str, parts: list[Tensor], fill: float) -> Tensor:
     """[B, N, S1, d] in the layout, from [N, R, d] per sequence."""
-    return place_dense([part.transpose(0, 1) for part in parts], layout, s.rows, fill)
+    return place_dense([rows.transpose(0, 1) for rows in parts], layout, s.rows, fill)
 
 
 def hide(s: Step, may_mean: bool) -> None:
@@ -109,20 +109,20 @@ def span_of(s: Step, b: int) -> slice:
     return slice(s.first[b], s.first[b] + s.kv_len[b])
 
 
-def own(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
+def of_item(s: Step, matrix: Matrix, b: int, columns: int) -> Tensor:
     """[N, R, K] of a sequence's keys."""
     return matrix.of(b, s.q_len[b], columns, s.heads)[..., span_of(s, b)]
 
 
-def add_bias(s: Step, matrix: Matrix, whole: tuple[int, int, int, int]) -> None:
+def add_bias(s: Step, matrix: Matrix, shape: tuple[int, int, int, int]) -> None:
     """A drawn bias joins the call, NaN where no score that counts reads it."""
     padded = []
     for b, count in enumerate(s.counts):
-        wide = torch.zeros(s.heads, s.q_len[b], whole[3], dtype=torch.int32)
-        wide[..., span_of(s, b)] = count
-        padded.append(wide)
-    poison_matrix(s.rng, matrix, padded, whole)
-    s.biases = [own(s, matrix, b, whole[3]) for b in range(len(s.counts))]
+        full_counts = torch.zeros(s.heads, s.q_len[b], shape[3], dtype=torch.int32)
+        full_counts[..., span_of(s, b)] = count
+        padded.append(full_counts)
+    poison_matrix(s.rng, matrix, padded, shape)
+    s.biases = [of_item(s, matrix, b, shape[3]) for b in range(len(s.counts))]
 
 
 def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
@@ -131,7 +131,7 @@ def draw_matrices(s: Step, call: dict[str, Any], columns: int) -> None:
     if maybe(rng, 0.3):
         blocked = draw_blocked(rng, full, broadcast_shape(rng, full), (torch.bool, torch.uint8))
         call["blocked"] = blocked.tensor
-        s.counts = [torch.where(own(s, blocked, b, columns), 0, count) for b, count in enumerate(s.counts)]
+        s.counts = [torch.where(of_item(s, blocked, b, columns), 0, count) for b, count in enumerate(s.counts)]
     if maybe(rng, 0.3):
         bias = draw_bias(rng, full, broadcast_shape(rng, full), s.dtype)
         add_bias(s, bias, full)
@@ -187,9 +187,9 @@ def _draw_stored(s: Step, call: dict[str, Any], form: str) -> None:
     """A cache as arguments; a PagedKVCache is filled here, in an order of sequences of its own."""
     cache, rng = s.cache, s.rng
     if form == "own":
-        made, sequences, s.checks = own_cache(cache, s.kv_len)
-        call["cache"], call["sequences"] = made, sequences
-        living = made.sequences
+        paged, sequences, s.checks = own_cache(cache, s.kv_len)
+        call["cache"], call["sequences"] = paged, sequences
+        living = paged.sequences
         order = [living.index(n) for n in sequences]
         s.kv_len = [s.kv_len[i] for i in order]
         cache.slots = [cache.slots[i] for i in order]
@@ -197,7 +197,7 @@ def _draw_stored(s: Step, call: dict[str, Any], form: str) -> None:
             if side is not None:
                 side.stored = [side.stored[i] for i in order]
                 side.scale, side.offset = (
-                    [part[i] for i in order] if part else [] for part in (side.scale, side.offset)
+                    [factors[i] for i in order] if factors else [] for factors in (side.scale, side.offset)
                 )
         return
     if cache.stored:
@@ -217,8 +217,8 @@ def _draw_stored(s: Step, call: dict[str, Any], form: str) -> None:
 
 def _columns(s: Step, call: dict[str, Any], form: str) -> int:
     if form == "own":
-        made, sequences = call["cache"], call["sequences"]
-        return int(made.block_table(sequences).shape[1]) * made.page_size
+        paged, sequences = call["cache"], call["sequences"]
+        return int(paged.block_table(sequences).shape[1]) * paged.page_size
     if form == "pages":
         assert s.cache.table is not None
         return int(s.cache.table.shape[1]) * s.cache.page
@@ -262,23 +262,25 @@ def stored_out(s: Step, layout: str, rows: list[Rows]) -> Value:
             return torch.zeros(())
         if tensor.numel() == 1:
             return tensor.double()
-        own = tensor.double().view(s.heads, dims)
-        return own.reshape(-1) if layout == "BSH" else own[:, None] if layout == "BNSD" else own
+        per_channel = tensor.double().view(s.heads, dims)
+        return per_channel.reshape(-1) if layout == "BSH" else per_channel[:, None] if layout == "BNSD" else per_channel
 
     scale, offset = each(s.out_scale), each(s.out_offset)
     value, error = value * scale + offset, error * scale
     error = error + 3 * U * (value.abs() + offset.abs())
 
-    def whole(x: Tensor) -> Tensor:
+    def rounded(x: Tensor) -> Tensor:
         assert s.out_scale is not None
         half = x.round() if s.out_scale.numel() == 1 else torch.copysign((x.abs() + 0.5).floor(), x)
         return half.clamp(-128, 127)
 
-    off = torch.maximum((whole(value + error) - whole(value)).abs(), (whole(value - error) - whole(value)).abs())
+    off = torch.maximum(
+        (rounded(value + error) - rounded(value)).abs(), (rounded(value - error) - rounded(value)).abs()
+    )
     used = place_q(
         s, layout, [torch.ones_like(r.out) for r in rows], 0.0
     )  # rows behind a length are zeros, not offsets
-    return Value(whole(value) * used, off * used, torch.int8)
+    return Value(rounded(value) * used, off * used, torch.int8)
 
 
 def _expect(s: Step, layout: str) -> dict[str, Value]:

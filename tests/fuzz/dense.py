@@ -11,7 +11,7 @@ import torch
 
 from .core import Value
 from .formulas import HALF, SMALLEST, Slopes, U, drawn_bits, given_bits, rounding
-from .places import DTYPES, Rng, Tensor, dim, garbage, maybe, normal, pick, place, place_dense, place_rows, size
+from .storage import DTYPES, Rng, Tensor, dim, garbage, maybe, normal, pick, place, place_dense, place_rows, size
 
 LARGEST = 1_500_000  # elements of a call's scores
 
@@ -38,7 +38,7 @@ class Batch:
         return self.layout == "TND"
 
     @property
-    def whole(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, int, int, int]:
         """[B, N, S1, S2] as matrices see it: packed, S is the longest length."""
         s1, s2 = self.tokens
         if self.packed:
@@ -51,13 +51,13 @@ class Batch:
 
     def draw(self, name: str, side: str, heads: int, elements: int) -> None:
         """A tensor's parts, as its dtype holds them."""
-        known = self.q_len if side == "q" else self.kv_len
-        full = normal(self.rng, sum(known), heads, elements).to(self.dtype).double()
-        self.parts[name] = list(full.split(known)) if known else []
+        lengths = self.q_len if side == "q" else self.kv_len
+        full = normal(self.rng, sum(lengths), heads, elements).to(self.dtype).double()
+        self.parts[name] = list(full.split(lengths)) if lengths else []
 
     def tensor(self, name: str, side: str) -> Tensor:
         """The tensor of a name in the call's layout, at any strides, NaN behind every length."""
-        parts = [part.to(self.dtype) for part in self.parts[name]]
+        parts = [rows.to(self.dtype) for rows in self.parts[name]]
         packed_rows = place_dense(parts, self.layout, self.tokens[side == "kv"], float(garbage(self.rng, self.dtype)))
         return place(self.rng, packed_rows)
 
@@ -153,22 +153,24 @@ class Matrix:
     """
 
     tensor: Tensor
-    whole: Tensor
+    values: Tensor
     widened: bool = False
 
     def of(self, b: int, rows: int, keys: int, heads: int) -> Tensor:
-        own = self.whole[b if self.whole.shape[0] > 1 else 0]
-        own = own.expand(heads, max(rows, 1) if own.shape[1] == 1 else -1, max(keys, 1) if own.shape[2] == 1 else -1)
-        return own[:, :rows, :keys]
+        matrix = self.values[b if self.values.shape[0] > 1 else 0]
+        matrix = matrix.expand(
+            heads, max(rows, 1) if matrix.shape[1] == 1 else -1, max(keys, 1) if matrix.shape[2] == 1 else -1
+        )
+        return matrix[:, :rows, :keys]
 
     def summed(self, batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Value:
         """The gradient of the passed tensor from dS [N, R, K] per sequence, summed over the axes that it broadcasts."""
-        full = torch.zeros(batch.whole, dtype=torch.float64)
+        full = torch.zeros(batch.shape, dtype=torch.float64)
         off, terms = torch.zeros_like(full), torch.zeros_like(full)
         for b, (value, error) in enumerate(parts):
             place_ = (b, slice(None), slice(0, value.shape[1]), slice(0, value.shape[2]))
             full[place_], off[place_], terms[place_] = value, error, value.abs()
-        axes = [axis for axis, size in enumerate(self.whole.shape) if size == 1]
+        axes = [axis for axis, size in enumerate(self.values.shape) if size == 1]
         count = int(np.prod([full.shape[axis] for axis in axes]))
         value, error, most = (t.sum(axes, keepdim=True) if axes else t for t in (full, off, terms))
         error = error + count * U * most
@@ -180,17 +182,17 @@ class Matrix:
         return Value(value.reshape(self.tensor.shape), error.reshape(self.tensor.shape), self.tensor.dtype)
 
 
-def broadcast_shape(rng: Rng, whole: Sequence[int]) -> tuple[int, ...]:
+def broadcast_shape(rng: Rng, full_shape: Sequence[int]) -> tuple[int, ...]:
     """Any axes of size 1, leading ones perhaps left out."""
-    shape = [n if maybe(rng, 0.65) else 1 for n in whole]
+    shape = [n if maybe(rng, 0.65) else 1 for n in full_shape]
     while len(shape) > 1 and shape[0] == 1 and maybe(rng, 0.6):
         shape.pop(0)
     return tuple(shape)
 
 
-def expanded(rng: Rng, tensor: Tensor, whole: Sequence[int]) -> Tensor:
+def expanded(rng: Rng, tensor: Tensor, full_shape: Sequence[int]) -> Tensor:
     """The same matrix, perhaps with some axes repeated by stride 0."""
-    tail = tuple(whole)[len(whole) - tensor.dim() :]
+    tail = tuple(full_shape)[len(full_shape) - tensor.dim() :]
     return tensor.expand([n if maybe(rng, 0.3) else m for m, n in zip(tensor.shape, tail, strict=True)])
 
 
@@ -198,10 +200,10 @@ def four(tensor: Tensor) -> Tensor:
     return tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
 
 
-def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Matrix:
+def draw_blocked(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Matrix:
     """True removes; some rows and some columns wholly."""
-    share = float(rng.choice([0.1, 0.5, 0.9, 1.0], p=[0.4, 0.4, 0.15, 0.05]))
-    values = torch.from_numpy(rng.random(shape) < share)
+    fraction = float(rng.choice([0.1, 0.5, 0.9, 1.0], p=[0.4, 0.4, 0.15, 0.05]))
+    values = torch.from_numpy(rng.random(shape) < fraction)
     if values.dim() >= 2 and values.shape[-2] > 1 and maybe(rng, 0.4):
         values[..., int(rng.integers(values.shape[-2])), :] = True
     if values.shape[-1] > 1 and maybe(rng, 0.4):
@@ -209,10 +211,12 @@ def draw_blocked(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtypes:
     dtype = dtypes[int(rng.integers(len(dtypes)))]
     bytes_ = torch.from_numpy(rng.integers(1, 256 if dtype == torch.uint8 else 2, shape).astype(np.uint8))
     stored = torch.where(values, bytes_, torch.zeros((), dtype=torch.uint8)).to(dtype)
-    return Matrix(expanded(rng, place(rng, stored), whole), four(values))  # one without elements at any strides too
+    return Matrix(
+        expanded(rng, place(rng, stored), full_shape), four(values)
+    )  # one without elements at any strides too
 
 
-def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+def draw_bias(rng: Rng, full_shape: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
     """Numbers, some of them -inf."""
     values = normal(rng, *shape).to(dtype)
     if maybe(rng, 0.3):
@@ -222,16 +226,16 @@ def draw_bias(rng: Rng, whole: Sequence[int], shape: tuple[int, ...], dtype: tor
     return Matrix(values, four(values.double()))
 
 
-def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], whole: Sequence[int]) -> None:
+def poison_matrix(rng: Rng, matrix: Matrix, counts: Sequence[Tensor], full_shape: Sequence[int]) -> None:
     """NaN in the elements of a bias that no score which counts reads, then its place in memory."""
     if maybe(rng, 0.6):
-        seen = torch.zeros(tuple(whole), dtype=torch.bool)
+        visible = torch.zeros(tuple(full_shape), dtype=torch.bool)
         for b, count in enumerate(counts):
-            seen[b, :, : count.shape[1], : count.shape[2]] = count > 0
-        axes = [axis for axis, size in enumerate(matrix.whole.shape) if size == 1]
-        read = seen.any(axes, keepdim=True) if axes else seen
+            visible[b, :, : count.shape[1], : count.shape[2]] = count > 0
+        axes = [axis for axis, size in enumerate(matrix.values.shape) if size == 1]
+        read = visible.any(axes, keepdim=True) if axes else visible
         matrix.tensor[~read.reshape(matrix.tensor.shape)] = torch.nan
-    matrix.whole = four(matrix.tensor.double())
+    matrix.values = four(matrix.tensor.double())
     matrix.tensor = place(rng, matrix.tensor)
 
 
@@ -257,15 +261,15 @@ class Dropout:
             return None
         shape = (batch.heads, batch.q_len[b], batch.kv_len[b])
         if self.bits is None:
-            kept = drawn_bits(self.seed, self.offset, self.keep_prob, b * batch.heads, shape)
+            keep = drawn_bits(self.seed, self.offset, self.keep_prob, b * batch.heads, shape)
         elif batch.packed:
             first = batch.heads * sum(m * n for m, n in zip(batch.q_len[:b], batch.kv_len[:b], strict=True))
-            kept = given_bits(self.bits.reshape(-1).numpy(), first, shape)
+            keep = given_bits(self.bits.reshape(-1).numpy(), first, shape)
         else:
             full = (batch.heads, *batch.tokens)
-            own = given_bits(self.bits.reshape(-1).numpy(), b * int(np.prod(full)), full)
-            kept = own[:, : shape[1], : shape[2]]
-        return kept / self.keep_prob
+            of_head = given_bits(self.bits.reshape(-1).numpy(), b * int(np.prod(full)), full)
+            keep = of_head[:, : shape[1], : shape[2]]
+        return keep / self.keep_prob
 
 
 def draw_bits(batch: Batch) -> Tensor:
@@ -282,22 +286,22 @@ def draw_seed(rng: Rng) -> tuple[int, int]:
     return seed, int(rng.choice([0, 1, 5, 2**31 - 1]))
 
 
-def gradients(batch: Batch, slopes: Sequence[Slopes], asked: Mapping[str, Any]) -> dict[str, Value]:
+def gradients(batch: Batch, slopes: Sequence[Slopes], requested: Mapping[str, Any]) -> dict[str, Value]:
     """The gradients of q, k, v and the rope parts that are asked for, by name."""
     results: dict[str, Value] = {}
     tail = {"q": slice(0, batch.dim), "q_rope": slice(batch.dim, None)}
     tail |= {"k": tail["q"], "k_rope": tail["q_rope"], "v": slice(None)}
-    for name in asked:
+    for name in requested:
         if name not in batch.parts:
             continue
         heads, queries = batch.heads_kv, name.startswith("q")
-        full = [own.dq() if queries else own.dv(heads) if name == "v" else own.dk(heads) for own in slopes]
+        full = [slope.dq() if queries else slope.dv(heads) if name == "v" else slope.dk(heads) for slope in slopes]
         parts = [(value[..., tail[name]], error[..., tail[name]]) for value, error in full]
         results["d" + name] = batch.place_dense(parts, "q" if queries else "kv")
     return results
 
 
 def dsink(batch: Batch, slopes: Sequence[Slopes]) -> Value:
-    value = sum((own.dsink()[0] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
-    error = sum((own.dsink()[1] for own in slopes), torch.zeros(batch.heads, dtype=torch.float64))
+    value = sum((slope.dsink()[0] for slope in slopes), torch.zeros(batch.heads, dtype=torch.float64))
+    error = sum((slope.dsink()[1] for slope in slopes), torch.zeros(batch.heads, dtype=torch.float64))
     return Value(value, error + (len(slopes) + 1) * U * value.abs(), torch.float32)

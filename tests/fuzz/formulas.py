@@ -68,15 +68,15 @@ class Rows:
 
     def __post_init__(self) -> None:
         self.mean = torch.zeros(self.count.shape[:2], dtype=torch.bool) if self.mean is None else self.mean
-        seen = self.count > 0
-        bias = 0.0 if self.bias is None else torch.where(seen, self.bias, 0.0)
-        hidden = seen & (torch.as_tensor(bias) == -torch.inf)  # a score of -inf is a key that is not seen
+        visible = self.count > 0
+        bias = 0.0 if self.bias is None else torch.where(visible, self.bias, 0.0)
+        hidden = visible & (torch.as_tensor(bias) == -torch.inf)  # a score of -inf is a key that is not seen
         self.count = torch.where(hidden, 0, self.count)
-        self.seen = self.count > 0
+        self.visible = self.count > 0
         self.added = torch.where(hidden, 0.0, bias) if self.bias is not None else torch.zeros(())
-        used = self.seen.any(1)
+        used = self.visible.any(1)
         self.k, self.v = zeroed(self.k, used), zeroed(self.v, used | self.mean.any(1)[:, None])
-        self.kept = torch.ones(()).double() if self.keep is None else self.keep
+        self.kept_scale = torch.ones(()).double() if self.keep is None else self.keep
 
     @cached_property
     def scores(self) -> Tensor:
@@ -90,21 +90,21 @@ class Rows:
 
     @cached_property
     def max(self) -> Tensor:
-        top = self.scores.masked_fill(~self.seen, -torch.inf)
-        own = top.amax(-1) if top.shape[-1] else top.new_full(top.shape[:2], -torch.inf)
-        return own if self.sink is None else torch.maximum(own, self.sink[:, None].expand_as(own))
+        top = self.scores.masked_fill(~self.visible, -torch.inf)
+        peak = top.amax(-1) if top.shape[-1] else top.new_full(top.shape[:2], -torch.inf)
+        return peak if self.sink is None else torch.maximum(peak, self.sink[:, None].expand_as(peak))
 
     @cached_property
     def max_error(self) -> Tensor:
         """The largest error of a score that counts, [N, R]."""
-        own = self.score_error.masked_fill(~self.seen, 0.0)
-        largest = own.amax(-1) if own.shape[-1] else own.new_zeros(own.shape[:2])
+        errors = self.score_error.masked_fill(~self.visible, 0.0)
+        largest = errors.amax(-1) if errors.shape[-1] else errors.new_zeros(errors.shape[:2])
         return largest + 4 * U * (0.0 if self.sink is None else self.sink.abs()[:, None])
 
     @cached_property
     def empty(self) -> Tensor:
         """[N, R]: rows that see no key."""
-        return ~self.seen.any(-1)
+        return ~self.visible.any(-1)
 
     @cached_property
     def sum(self) -> Tensor:
@@ -127,32 +127,32 @@ class Rows:
 
     def _exp(self, peak: Tensor) -> Tensor:
         peak = peak.masked_fill(~peak.isfinite(), 0.0)[..., None]
-        return torch.where(self.seen, self.count * (self.scores - peak).masked_fill(~self.seen, 0).exp(), 0.0)
+        return torch.where(self.visible, self.count * (self.scores - peak).masked_fill(~self.visible, 0).exp(), 0.0)
 
     @cached_property
     def weights(self) -> Tensor:
         """P, with 1 / n in rows of the mean form."""
-        own = self._exp(self.max) / torch.where(self.sum > 0, self.sum, 1.0)[..., None]
-        return torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), own)
+        weights = self._exp(self.max) / torch.where(self.sum > 0, self.sum, 1.0)[..., None]
+        return torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), weights)
 
     @cached_property
     def weight_error(self) -> Tensor:
         """Absolute error of P before it may be narrowed; no weight is further off than 1 (times its count)."""
         shift = (self.score_error + self.max_error[..., None]).clamp(max=50.0)
-        share = torch.expm1(shift) + (self.count.shape[-1] + 8) * U + 2 * EXP
-        off = torch.minimum(self.weights * share, self.count.clamp(min=1).double())
+        relative = torch.expm1(shift) + (self.count.shape[-1] + 8) * U + 2 * EXP
+        off = torch.minimum(self.weights * relative, self.count.clamp(min=1).double())
         off = off + vanishing(self.weights, self.count) + TINY
-        return torch.where(self.seen | self.mean[..., None], off, 0.0)
+        return torch.where(self.visible | self.mean[..., None], off, 0.0)
 
     @cached_property
     def out(self) -> Tensor:
-        return (self.weights * self.kept) @ self.v
+        return (self.weights * self.kept_scale) @ self.v
 
     @cached_property
     def out_error(self) -> Tensor:
         off = self.weight_error + (narrowing(self.dtype) + 8 * U) * (self.weights + self.weight_error)
-        flushed = TINY * (self.seen | self.mean[..., None]) * self.kept  # a product that is no normal number
-        return (off * self.kept) @ self.v.abs() + flushed.sum(-1, keepdim=True) + self.spill
+        flushed = TINY * (self.visible | self.mean[..., None]) * self.kept_scale  # a product that is no normal number
+        return (off * self.kept_scale) @ self.v.abs() + flushed.sum(-1, keepdim=True) + self.spill
 
     @property
     def stored_error(self) -> Tensor:
@@ -163,13 +163,13 @@ class Rows:
         """Derivatives from what a forward saved, taken as it is: out [N, R, Dv], max and sum [N, R]."""
         peak = torch.where(self.empty, 0.0, max_)
         total = torch.where(sum_ > 0, sum_, 1.0)
-        own = self._exp(peak) / total[..., None]
-        p = torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), own)
+        weights = self._exp(peak) / total[..., None]
+        p = torch.where(self.mean[..., None], 1.0 / max(self.count.shape[-1], 1), weights)
         shift = self.score_error + 4 * U * (peak.abs() + total.log().abs())[..., None]
         error = p * (torch.expm1(shift.clamp(max=50.0)) + 2 * EXP + 16 * U) + vanishing(p, self.count) + TINY
-        seen = self.seen | self.mean[..., None]
+        visible = self.visible | self.mean[..., None]
         sink = None if self.sink is None else torch.where(sum_ > 0, (self.sink[:, None] - max_).exp() / total, 0.0)
-        return Slopes(self, p, torch.where(seen, error, 0.0), out, torch.zeros_like(out), dy, sink)
+        return Slopes(self, p, torch.where(visible, error, 0.0), out, torch.zeros_like(out), dy, sink)
 
     def slopes(self, dy: Tensor) -> Slopes:
         """Derivatives of this very forward, whose stored out a program uses."""
@@ -196,10 +196,10 @@ class Slopes:
         n = dy.shape[-1] + 4
         self.delta = (dy * self.out).sum(-1, keepdim=True)
         self.delta_error = (dy.abs() * (self.out_error + n * U * self.out.abs())).sum(-1, keepdim=True)
-        dp = (dy @ r.v.mT) * r.kept
-        dp_error = n * U * (dy.abs() @ r.v.abs().mT) * r.kept
+        dp = (dy @ r.v.mT) * r.kept_scale
+        dp_error = n * U * (dy.abs() @ r.v.abs().mT) * r.kept_scale
         inner, inner_error = dp - self.delta, dp_error + self.delta_error
-        alive = r.seen & ~r.empty[..., None]
+        alive = r.visible & ~r.empty[..., None]
         self.ds = torch.where(alive, self.p * inner, 0.0)
         off = self.p * inner_error + self.p_error * (inner.abs() + inner_error)
         self.ds_error = torch.where(alive, off + (narrowing(r.dtype) + 8 * U) * (self.ds.abs() + off) + TINY, 0.0)
@@ -218,9 +218,11 @@ class Slopes:
 
     def dv(self, heads: int) -> tuple[Tensor, Tensor]:
         r = self.rows
-        p, off = self.p * r.kept, self.p_error * r.kept
+        p, off = self.p * r.kept_scale, self.p_error * r.kept_scale
         off = off + (narrowing(r.dtype) + 8 * U) * (p + off) + self._rows(heads) * U * p
-        flushed = TINY * torch.ones_like(p) * r.kept  # products that are no normal numbers, before they are divided
+        flushed = (
+            TINY * torch.ones_like(p) * r.kept_scale
+        )  # products that are no normal numbers, before they are divided
         error = grouped(off.mT @ self.dy.abs() + flushed.sum(1)[..., None], heads)
         if bool(r.mean.any()):  # added to what is stored of the other rows: one more rounding
             others = grouped(torch.where(r.mean[..., None], 0.0, p).mT @ self.dy, heads)

@@ -15,8 +15,8 @@ from fusion_attention import npu
 from .core import Drawn, Results, Value, exact
 from .dense import Batch
 from .formulas import HALF, U, narrowing, rounding
-from .places import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
 from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_pages, read_entries, visible
+from .storage import Rng, Tensor, leaf, maybe, normal, pick, place, place_dense
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Scores:
         dw = (di * positive).sum(-1)
         dw_error = (di_error * positive + size * (self.s_error + (di.shape[-1] + 4) * U * positive)).sum(-1)
         ds = di * w * on
-        wide = (size + di_error) * w.abs()
-        ds_error = di_error * w.abs() * on + torch.where(unsure, wide, 0.0) + (narrowing(self.dtype) + 8 * U) * wide
+        off = (size + di_error) * w.abs()
+        ds_error = di_error * w.abs() * on + torch.where(unsure, off, 0.0) + (narrowing(self.dtype) + 8 * U) * off
         dq, dk = ds @ self.k, (ds.mT @ self.q).sum(0)
         dq_error = (ds_error + (ds.shape[-1] + 4) * U * ds.abs()) @ self.k.abs()
         rows = ds.shape[0] * ds.shape[1] + 4
@@ -64,14 +64,14 @@ def draw_parts(batch: Batch, coarse: bool, names: tuple[str, str, str] = ("q", "
     """q, k and weights of an indexer; coarse: whole numbers, full of ties. Returns the weights' dtype."""
     rng, b = batch.rng, batch
     kind = torch.float32 if maybe(rng, 0.5) else b.dtype
-    for name, own, heads, elements in zip(
+    for name, lengths, heads, elements in zip(
         names, (b.q_len, b.kv_len, b.q_len), (b.heads, 1, 1), (b.dim, b.dim, b.heads), strict=True
     ):
         if coarse:
-            full = torch.from_numpy(rng.integers(-2, 3, (sum(own), heads, elements)).astype(np.float64))
+            full = torch.from_numpy(rng.integers(-2, 3, (sum(lengths), heads, elements)).astype(np.float64))
         else:
-            full = normal(rng, sum(own), heads, elements)
-        b.parts[name] = list(full.to(kind if name == names[2] else b.dtype).double().split(own))
+            full = normal(rng, sum(lengths), heads, elements)
+        b.parts[name] = list(full.to(kind if name == names[2] else b.dtype).double().split(lengths))
     return kind
 
 
@@ -91,7 +91,7 @@ class Plan:
     causal: bool
     count: int
     coarse: bool
-    asked: list[str]
+    trained: list[str]
     lists: Lists | None = None
     values: bool = True
 
@@ -107,17 +107,17 @@ def draw(rng: Rng) -> Drawn:
     count = int(rng.integers(1, 16)) if maybe(rng, 0.6) else int(rng.integers(1, 400))
     p = Plan(batch, {}, interface, kind, maybe(rng, 0.7), count, coarse, [])
     pages = maybe(rng, 0.2) and interface != "npu gradient"
-    own = interface == "own"
-    names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_key")
-    p.call |= given_lengths(batch, not own, names, pages)
+    is_python = interface == "own"
+    names = ("q_len", "kv_len") if is_python else ("actual_seq_lengths_query", "actual_seq_lengths_key")
+    p.call |= given_lengths(batch, not is_python, names, pages)
     _hide(batch)
-    packed_rows, table = place_pages(batch, ["k"], own) if pages else ({"k": batch.tensor("k", "kv")}, None)
+    packed_rows, table = place_pages(batch, ["k"], is_python) if pages else ({"k": batch.tensor("k", "kv")}, None)
     packed_rows |= {"q": batch.tensor("q", "q"), "w": place_weights(batch, batch.parts["w"], kind, torch.nan)}
     long = {"q": "query", "k": "key", "w": "weights"}
-    p.call |= {name if own and name != "w" else long[name]: tensor for name, tensor in packed_rows.items()}
+    p.call |= {name if is_python and name != "w" else long[name]: tensor for name, tensor in packed_rows.items()}
     if interface == "npu gradient":
         return _draw_gradient(p)
-    if own:
+    if is_python:
         p.call |= {"top_k": count, "layout": batch.layout, "causal": p.causal, "page_table": table}
     else:
         p.values = maybe(rng, 0.7)
@@ -125,11 +125,11 @@ def draw(rng: Rng) -> Drawn:
         p.call |= {"layout_key": "PA_BSND" if pages else batch.layout, "block_table": table, "return_value": p.values}
     dy = None
     if p.values and not pages and maybe(rng, 0.6):
-        p.asked = [name for name in ("q", "k", "w") if maybe(rng, 0.7)]
-        names_of = {name: name if own and name != "w" else long[name] for name in p.asked}
-        p.call |= {names_of[name]: leaf(p.call[names_of[name]]) for name in p.asked}
+        p.trained = [name for name in ("q", "k", "w") if maybe(rng, 0.7)]
+        names_of = {name: name if is_python and name != "w" else long[name] for name in p.trained}
+        p.call |= {names_of[name]: leaf(p.call[names_of[name]]) for name in p.trained}
         batch.parts["dy"] = [normal(rng, m, 1, count).to(batch.dtype).double() for m in batch.q_len]
-        dy = batch.tensor("dy", "q") if p.asked else None
+        dy = batch.tensor("dy", "q") if p.trained else None
     return Drawn({"interface": interface, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
 
 
@@ -146,10 +146,10 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
     else:
         chosen, values = npu.npu_lightning_indexer(**p.call)
     results = {"indices": chosen, "values": values}
-    if p.asked:
+    if p.trained:
         long = {"q": "query", "k": "key", "w": "weights"}
-        leaves = [p.call[n if p.interface == "own" and n != "w" else long[n]] for n in p.asked]
-        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(values, leaves, dy), strict=True)}
+        leaves = [p.call[n if p.interface == "own" and n != "w" else long[n]] for n in p.trained]
+        results |= {"d" + n: g for n, g in zip(p.trained, torch.autograd.grad(values, leaves, dy), strict=True)}
     return results
 
 
@@ -159,11 +159,11 @@ def scores_of(batch: Batch, b: int, exact: bool = False, names: tuple[str, str, 
     return Scores(q.transpose(0, 1), k[:, 0], w[:, 0], batch.dtype, exact)
 
 
-def fair(own: Scores, chosen: Tensor, seen: Tensor, count: int) -> Tensor:
+def fair(scores: Scores, chosen: Tensor, visible_keys: Tensor, count: int) -> Tensor:
     """[R, count]: the list itself where it is one that rounding allows, else the list that the formula orders."""
-    want = torch.full((len(seen), count), -1, dtype=torch.int64)
-    for row, vis in enumerate(seen.tolist()):
-        value, error = own.value[row, :vis], own.error[row, :vis]
+    want = torch.full((len(visible_keys), count), -1, dtype=torch.int64)
+    for row, vis in enumerate(visible_keys.tolist()):
+        value, error = scores.value[row, :vis], scores.error[row, :vis]
         most = min(count, vis)
         order = torch.from_numpy(np.lexsort((np.arange(vis), -value.numpy()))[:most].copy())
         want[row, :most] = order
@@ -189,9 +189,9 @@ def fair(own: Scores, chosen: Tensor, seen: Tensor, count: int) -> Tensor:
 def _expect(p: Plan, got: Results) -> dict[str, Value]:
     b = p.batch
     every = [scores_of(b, s, p.coarse) for s in range(len(b.q_len))]
-    seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
+    visible_keys = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
     lists = b.split(got["indices"].long().squeeze(-2))
-    wanted = [fair(e, own, v, p.count) for e, own, v in zip(every, lists, seen, strict=True)]
+    wanted = [fair(e, entries, v, p.count) for e, entries, v in zip(every, lists, visible_keys, strict=True)]
     expected = {"indices": exact(_lay(b, wanted, -1).int())}
     if p.values:
         value = [torch.where(w >= 0, _at(e.value, w), -torch.inf) for e, w in zip(every, wanted, strict=True)]
@@ -201,18 +201,22 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
         expected["values"] = Value(packed_rows, torch.where(packed_rows.isfinite(), off, 0.0), b.dtype)
     else:
         expected["values"] = Value(torch.empty(0).double(), torch.empty(0).double(), b.dtype)
-    if p.asked:
-        expected |= _slopes(p, every, wanted, seen)
+    if p.trained:
+        expected |= _slopes(p, every, wanted, visible_keys)
     return expected
 
 
-def _at(values: Tensor, places: Tensor) -> Tensor:
+def _at(values: Tensor, positions: Tensor) -> Tensor:
     """values[row, places[row]], anything where there is none."""
-    return values.gather(1, places.clamp(min=0)) if values.shape[1] else torch.zeros(places.shape, dtype=torch.float64)
+    return (
+        values.gather(1, positions.clamp(min=0))
+        if values.shape[1]
+        else torch.zeros(positions.shape, dtype=torch.float64)
+    )
 
 
 def _lay(batch: Batch, parts: Sequence[Tensor], fill: float) -> Tensor:
-    return place_dense([part[:, None] for part in parts], batch.layout, batch.tokens[0], fill)
+    return place_dense([rows[:, None] for rows in parts], batch.layout, batch.tokens[0], fill)
 
 
 def scatter_slots(slots: Tensor, entries: Tensor, read: Tensor, keys: int) -> Tensor:
@@ -235,18 +239,20 @@ def place_gradients(
     return expected
 
 
-def _slopes(p: Plan, every: Sequence[Scores], lists: Sequence[Tensor], seen: Sequence[Tensor]) -> dict[str, Value]:
+def _slopes(
+    p: Plan, every: Sequence[Scores], lists: Sequence[Tensor], visible_keys: Sequence[Tensor]
+) -> dict[str, Value]:
     b, result = p.batch, []
-    for s, own in enumerate(every):
-        read = read_entries(lists[s], seen[s], 1) & (lists[s] < seen[s][:, None])
+    for s, scores in enumerate(every):
+        read = read_entries(lists[s], visible_keys[s], 1) & (lists[s] < visible_keys[s][:, None])
         dy = b.parts["dy"][s][:, 0]
         di = scatter_slots(dy, lists[s], read, b.kv_len[s])
         count = scatter_slots(torch.ones_like(dy), lists[s], read, b.kv_len[s])
         terms = scatter_slots(dy.abs(), lists[s], read, b.kv_len[s])
-        result.append(own.gradients(di, count * U * terms, terms))
+        result.append(scores.gradients(di, count * U * terms, terms))
     names = ("dq", "dk", "dw")
     packed_rows = place_gradients(b, result, p.kind)
-    return {n: packed_rows[n] for n in names if n[1:] in p.asked}
+    return {n: packed_rows[n] for n in names if n[1:] in p.trained}
 
 
 def _draw_gradient(p: Plan) -> Drawn:
@@ -261,7 +267,7 @@ def _draw_gradient(p: Plan) -> Drawn:
     if maybe(rng, 0.4):
         dy = dy.squeeze(-2)
     p.call |= {"sparse_indices": lists, "dy": dy, "layout": b.layout, "sparse_mode": 3 if p.causal else 0}
-    p.asked = ["q", "k", "w"]
+    p.trained = ["q", "k", "w"]
 
     def run() -> Results:
         return dict(zip(("dq", "dk", "dw"), npu.npu_lightning_indexer_grad(**p.call), strict=True))
@@ -269,7 +275,7 @@ def _draw_gradient(p: Plan) -> Drawn:
     def expect(_: Results) -> dict[str, Value]:
         assert p.lists is not None
         every = [scores_of(b, s, p.coarse) for s in range(len(b.q_len))]
-        seen = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
-        return _slopes(p, every, [own[0] for own in p.lists.entries], seen)
+        visible_keys = [visible(m, n, p.causal) for m, n in zip(b.q_len, b.kv_len, strict=True)]
+        return _slopes(p, every, [entries[0] for entries in p.lists.entries], visible_keys)
 
     return Drawn({"interface": p.interface, **p.call}, run, expect)

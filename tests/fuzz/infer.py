@@ -13,7 +13,7 @@ from .caches import Cache, draw_pages, draw_side
 from .core import Drawn
 from .decode import Step, add_bias, attended, draw_post, draw_rows, hide, place_q, span_of, stored_out
 from .dense import draw_bias, draw_blocked, expanded
-from .places import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
+from .storage import DTYPES, Rng, dim, garbage, lengths, maybe, pick, place, size
 
 FORMS = {"BSH": "BSND", "BSND": "BSND", "BNSD": "BNSD"}
 
@@ -48,8 +48,8 @@ def _draw_scales(s: Step, call: dict[str, Any]) -> None:
         assert side is not None
         for name, tensor in (("scale", scale), ("offset", offset if gives else 0 * offset)):
             one = tensor[i].double()
-            own = one.expand(heads, dims) if one.dim() == 0 else one.reshape(heads, dims)
-            setattr(side, name, [own.expand(n, heads, dims) for n in cache.slots])
+            per_channel = one.expand(heads, dims) if one.dim() == 0 else one.reshape(heads, dims)
+            setattr(side, name, [per_channel.expand(n, heads, dims) for n in cache.slots])
 
 
 def _draw_lengths(s: Step, call: dict[str, Any], count: int) -> None:
@@ -82,7 +82,7 @@ def _draw_matrices(s: Step, call: dict[str, Any]) -> None:
         matrix = draw_blocked(rng, (count, columns), (count, columns), (torch.bool, torch.uint8, torch.int8))
         shape = [(count, columns), (count, 1, columns), (count, 1, 1, columns)][int(rng.integers(3))]
         call["atten_mask"] = matrix.tensor.reshape(shape)
-        s.counts = [torch.where(matrix.whole[0, 0, b, span_of(s, b)], 0, count) for b, count in enumerate(s.counts)]
+        s.counts = [torch.where(matrix.values[0, 0, b, span_of(s, b)], 0, count) for b, count in enumerate(s.counts)]
     if maybe(rng, 0.35):
         shape = (count if maybe(rng, 0.6) else 1, s.heads, s.rows if maybe(rng, 0.5) else 1, columns)
         bias = draw_bias(rng, shape, shape, s.dtype)

@@ -16,8 +16,8 @@ from .core import Drawn, Results, Value
 from .dense import Batch, fill_batch, hide_unseen
 from .formulas import EXP, Rows, U
 from .indexer import Scores, draw_parts, place_gradients, place_weights, scores_of
-from .places import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
 from .sparse import Lists, draw_lists, draw_sequences, given_lengths, place_lists, place_stats, visible
+from .storage import Rng, Tensor, dim, leaf, maybe, normal, pick, place, place_rows
 
 INDEX = ("iq", "ik", "iw")
 LEAST = 1e-8  # of a probability in a logarithm
@@ -36,16 +36,16 @@ class Plan:
     counts: list[Tensor]
     sink: Tensor | None
     lists: Lists | None
-    asked: list[str]
+    trained: list[str]
     lse: list[Tensor]
     given: tuple[list[Tensor], list[Tensor]]
     factor: float = 1.0
 
 
 def _attention(batch: Batch, s: int, count: Tensor, scale: float, sink: Tensor | None) -> Rows:
-    own = None if sink is None else sink.double()
+    sink64 = None if sink is None else sink.double()
     full = count.expand(batch.heads, -1, -1)
-    return Rows(batch.q(s), batch.k(s), batch.k(s)[..., :1], scale, full, batch.dtype, sink=own)
+    return Rows(batch.q(s), batch.k(s), batch.k(s)[..., :1], scale, full, batch.dtype, sink=sink64)
 
 
 def draw(rng: Rng) -> Drawn:
@@ -64,7 +64,7 @@ def draw(rng: Rng) -> Drawn:
     everything = [
         (torch.arange(n) < visible(m, n, causal)[:, None]).int() for m, n in zip(batch.q_len, batch.kv_len, strict=True)
     ]
-    counts = everything if lists is None else [own[0] for own in lists.counts]
+    counts = everything if lists is None else [item_counts[0] for item_counts in lists.counts]
     sink = normal(rng, batch.heads).float() if maybe(rng, 0.25) and interface in ("own", "npu sparse") else None
     p = Plan(
         batch,
@@ -110,41 +110,41 @@ def _takes_all(p: Plan, s: int, count: Tensor, sink: Tensor) -> bool:
 
 
 def _arguments(p: Plan, causal: bool) -> None:
-    b, rng, own = p.batch, p.batch.rng, p.interface == "own"
-    names = ("q_len", "kv_len") if own else ("actual_seq_qlen", "actual_seq_klen")
-    p.call |= given_lengths(b, not own, names)
+    b, rng, is_python = p.batch, p.batch.rng, p.interface == "own"
+    names = ("q_len", "kv_len") if is_python else ("actual_seq_qlen", "actual_seq_klen")
+    p.call |= given_lengths(b, not is_python, names)
     index = {"q": p.index.tensor("iq", "q"), "k": p.index.tensor("ik", "kv")}
     index["w"] = place_weights(b, p.index.parts["iw"], p.kind, torch.nan)
     long = {"q": "query_index", "k": "key_index", "w": "weights"}
-    index = {("index_" + n if n != "w" else "weights") if own else long[n]: t for n, t in index.items()}
+    index = {("index_" + n if n != "w" else "weights") if is_python else long[n]: t for n, t in index.items()}
     p.call |= index | {"layout": b.layout}
-    p.call |= {"causal": causal} if own else {"sparse_mode": 3 if causal else 0}
+    p.call |= {"causal": causal} if is_python else {"sparse_mode": 3 if causal else 0}
     if p.interface == "npu statistics":
         return
     kinds = {"q": "query", "k": "key", "q_rope": "query_rope", "k_rope": "key_rope"}
-    p.call |= {n if own else kinds[n]: b.tensor(n, "q" if n[0] == "q" else "kv") for n in kinds if n in b.parts}
-    p.call["scale" if own else "scale_value"] = p.scale
+    p.call |= {n if is_python else kinds[n]: b.tensor(n, "q" if n[0] == "q" else "kv") for n in kinds if n in b.parts}
+    p.call["scale" if is_python else "scale_value"] = p.scale
     if p.sink is not None:
-        p.call["sink" if own else "sinks"] = place(rng, p.sink)
+        p.call["sink" if is_python else "sinks"] = place(rng, p.sink)
     if p.lists is not None:
         dtype = torch.int64 if maybe(rng, 0.4) else torch.int32
-        p.call["indices" if own else "sparse_indices"] = place_lists(b, p.lists.entries, dtype)
-    if own:
+        p.call["indices" if is_python else "sparse_indices"] = place_lists(b, p.lists.entries, dtype)
+    if is_python:
         p.call["lse"] = place(rng, place_rows(p.lse, b.packed, b.tokens[0], -torch.inf).float())
-        p.asked = [n for n in ("index_q", "index_k", "weights") if maybe(rng, 0.7)]
-        p.call |= {n: leaf(p.call[n]) for n in p.asked}
+        p.trained = [n for n in ("index_q", "index_k", "weights") if maybe(rng, 0.7)]
+        p.call |= {n: leaf(p.call[n]) for n in p.trained}
         p.factor = float(rng.choice([1.0, 2.0, -4.0]))
         return
     for name, parts in zip(("softmax_max", "softmax_sum"), p.given, strict=True):
         p.call[name] = place(rng, place_stats(b, parts).float())
     if p.interface == "npu dense":
         for name, parts in zip(("softmax_max_index", "softmax_sum_index"), _index_statistics(p), strict=True):
-            p.call[name] = place(rng, _by_row(p, [own.float() for own, _ in parts]))
+            p.call[name] = place(rng, _by_row(p, [rows.float() for rows, _ in parts]))
 
 
 def _by_row(p: Plan, parts: Sequence[Tensor]) -> Tensor:
     """[B, 1, S1] or [1, T1] from [R] per sequence."""
-    packed_rows = place_rows([own[None] for own in parts], p.batch.packed, p.batch.tokens[0])
+    packed_rows = place_rows([rows[None] for rows in parts], p.batch.packed, p.batch.tokens[0])
     return packed_rows.T if p.batch.packed else packed_rows
 
 
@@ -154,28 +154,30 @@ def _masked(p: Plan, s: int) -> tuple[Scores, Tensor, Tensor]:
     index = p.index
     key = index.parts["ik"][s]
     index.parts["ik"][s] = torch.where((count > 0).any(0)[:, None, None], key, 0.0)
-    own = scores_of(index, s, names=INDEX)
+    scores = scores_of(index, s, names=INDEX)
     index.parts["ik"][s] = key
-    return own, count, own.error + 4 * U * own.value.abs()
+    return scores, count, scores.error + 4 * U * scores.value.abs()
 
 
-def _peak(own: Scores, seen: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+def _peak(scores: Scores, is_visible: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """The largest score that counts of a row, and its error, [R, 1]; 0 and 0 where it sees no key."""
-    if not seen.shape[1]:
-        return own.value.new_zeros(len(seen), 1), own.value.new_zeros(len(seen), 1)
-    top = own.value.masked_fill(~seen, -torch.inf).amax(-1, keepdim=True)
-    return top.masked_fill(~seen.any(-1, keepdim=True), 0.0), torch.where(seen, error, 0.0).amax(-1, keepdim=True)
+    if not is_visible.shape[1]:
+        return scores.value.new_zeros(len(is_visible), 1), scores.value.new_zeros(len(is_visible), 1)
+    top = scores.value.masked_fill(~is_visible, -torch.inf).amax(-1, keepdim=True)
+    return top.masked_fill(~is_visible.any(-1, keepdim=True), 0.0), torch.where(is_visible, error, 0.0).amax(
+        -1, keepdim=True
+    )
 
 
 def _index_statistics(p: Plan) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     """(max, error) and (sum, error) [R] of every sequence; 0 and 0 where a row sees no key."""
     tops, sums = [], []
     for s in range(len(p.counts)):
-        own, count, error = _masked(p, s)
-        seen = count > 0
-        peak, off = _peak(own, seen, error)
-        total = torch.where(seen, (own.value - peak).exp(), 0.0).sum(-1, keepdim=True)
-        relative = torch.expm1(2 * off) + EXP + (seen.shape[1] + 9) * U
+        scores, count, error = _masked(p, s)
+        is_visible = count > 0
+        peak, off = _peak(scores, is_visible, error)
+        total = torch.where(is_visible, (scores.value - peak).exp(), 0.0).sum(-1, keepdim=True)
+        relative = torch.expm1(2 * off) + EXP + (is_visible.shape[1] + 9) * U
         tops.append((peak[:, 0], (off + U * peak.abs())[:, 0]))
         sums.append((total[:, 0], (total * relative)[:, 0]))
     return tops, sums
@@ -188,10 +190,10 @@ def _run(p: Plan) -> Results:
     if p.interface == "own":
         loss = fa.indexer_loss(**p.call)
         results = {"loss": loss.detach().reshape(1)}
-        if p.asked:
-            grads = torch.autograd.grad(loss, [p.call[n] for n in p.asked], torch.tensor(p.factor))
+        if p.trained:
+            grads = torch.autograd.grad(loss, [p.call[n] for n in p.trained], torch.tensor(p.factor))
             short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-            results |= {short[n]: g for n, g in zip(p.asked, grads, strict=True)}
+            results |= {short[n]: g for n, g in zip(p.trained, grads, strict=True)}
         return results
     function = getattr(npu, f"{p.interface.replace(' ', '_')}_lightning_indexer_grad_kl_loss")
     return dict(zip(("dq", "dk", "dw", "loss"), function(**p.call), strict=True))
@@ -208,7 +210,7 @@ def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
         lse = torch.where(total > 0, peak + total.log(), -torch.inf)
         size = peak.abs() + total.clamp(min=1e-30).log().abs()
     # 1 / N1 sum_h exp(s - lse), over real keys alone: without what goes to the sinks
-    each = torch.where(rows.seen, (rows.scores - lse[..., None].nan_to_num(0, 0, 0)).exp(), 0.0)
+    each = torch.where(rows.visible, (rows.scores - lse[..., None].nan_to_num(0, 0, 0)).exp(), 0.0)
     shift = rows.score_error + 4 * U * size[..., None]
     off = each * (torch.expm1(shift.clamp(max=50)) + 2 * EXP + 16 * U) + (2 * U + TINY_WEIGHT) * (each > 0)
     heads, doubt = torch.full(count.shape[:1], float(b.heads)).double(), torch.zeros(count.shape[0]).double()
@@ -225,26 +227,26 @@ def _target(p: Plan, s: int) -> tuple[Tensor, Tensor]:
 TINY_WEIGHT = 2.0**-126
 
 
-def _own(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tuple[Scores, Tensor, Tensor]:
+def _distribution(p: Plan, s: int, given: tuple[list[Tensor], list[Tensor]] | None) -> tuple[Scores, Tensor, Tensor]:
     """(scores, y [R, K], its error) of the indexer."""
-    own, count, error = _masked(p, s)
-    seen = count > 0
+    scores, count, error = _masked(p, s)
+    is_visible = count > 0
     if given is not None:
         peak, total = given[0][s][:, None], given[1][s][:, None]
         off = torch.zeros_like(peak)
     else:
-        peak, off = _peak(own, seen, error)
-        total = torch.where(seen, count * (own.value - peak).exp(), 0.0).sum(-1, keepdim=True)
-    y = torch.where(seen, (own.value - peak).exp() / torch.where(total > 0, total, 1.0), 0.0)
-    relative = torch.expm1((error + off + 4 * U * peak.abs()).clamp(max=50)) + 2 * EXP + (seen.shape[1] + 16) * U
-    return own, y, torch.where(seen, y * relative + TINY_WEIGHT, 0.0)
+        peak, off = _peak(scores, is_visible, error)
+        total = torch.where(is_visible, count * (scores.value - peak).exp(), 0.0).sum(-1, keepdim=True)
+    y = torch.where(is_visible, (scores.value - peak).exp() / torch.where(total > 0, total, 1.0), 0.0)
+    relative = torch.expm1((error + off + 4 * U * peak.abs()).clamp(max=50)) + 2 * EXP + (is_visible.shape[1] + 16) * U
+    return scores, y, torch.where(is_visible, y * relative + TINY_WEIGHT, 0.0)
 
 
 def _expect(p: Plan) -> dict[str, Value]:
     if p.interface == "npu statistics":
         results = {}
         for name, parts in zip(("max", "sum"), _index_statistics(p), strict=True):
-            value, error = (_by_row(p, [own[i] for own in parts]) for i in (0, 1))
+            value, error = (_by_row(p, [item[i] for item in parts]) for i in (0, 1))
             results[name] = Value(value, error + U * value.abs(), torch.float32)
         return results
     given = None
@@ -253,22 +255,22 @@ def _expect(p: Plan) -> dict[str, Value]:
         given = [t.float().double() for t, _ in tops], [t.float().double() for t, _ in sums]
     loss, doubt, slopes = 0.0, 0.0, []
     for s, count in enumerate(p.counts):
-        own, y, y_error = _own(p, s, given)
+        scores, y, y_error = _distribution(p, s, given)
         t, t_error = _target(p, s)
         inside, off = _terms(t, t_error, y, y_error, p.lists is not None)
         loss += float((count * inside).sum())
         doubt += float((count * (off + (count.shape[1] + 8) * U * inside.abs())).sum())
         di, di_error = count * (y - t), count * (y_error + t_error + 4 * U * (y + t))
         di, di_error = (torch.where(count > 0, x, 0.0) for x in (di, di_error))
-        slopes.append(own.gradients(di, di_error, di.abs()))
+        slopes.append(scores.gradients(di, di_error, di.abs()))
     value = torch.tensor([loss], dtype=torch.float64)
     expected = {"loss": Value(value, doubt + 4 * U * value.abs() + 1e-37, torch.float32)}
     packed_rows = place_gradients(p.index, slopes, p.kind)
     short = {"index_q": "dq", "index_k": "dk", "weights": "dw"}
-    asked = [short[n] for n in p.asked] if p.interface == "own" else list(packed_rows)
+    requested = [short[n] for n in p.trained] if p.interface == "own" else list(packed_rows)
     scaled = {
         n: Value(packed_rows[n].value * p.factor, packed_rows[n].error * abs(p.factor), packed_rows[n].dtype)
-        for n in asked
+        for n in requested
     }
     return expected | scaled
 

@@ -12,7 +12,7 @@ import torch
 from .core import Value
 from .dense import Batch
 from .formulas import Slopes, U, rounding
-from .places import Tensor, maybe, normal, pick, place
+from .storage import Tensor, maybe, normal, pick, place
 
 if TYPE_CHECKING:
     from .training import Plan
@@ -23,19 +23,19 @@ class Pse:
     """What pse adds: for every sequence which of its elements, counted row-major, a score reads."""
 
     values: Tensor
-    places: list[Tensor]
+    indices: list[Tensor]
     scale: float
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def bias(self, b: int) -> Tensor:
-        return self.scale * self.values.double().reshape(-1)[self.places[b]]
+        return self.scale * self.values.double().reshape(-1)[self.indices[b]]
 
     def gradient(self, slopes: Sequence[Slopes]) -> Value:
         value, error, terms, count = (torch.zeros(self.values.numel(), dtype=torch.float64) for _ in range(4))
-        for places, own in zip(self.places, slopes, strict=True):
-            flat = places.reshape(-1)
-            for total, part in ((value, own.ds), (error, own.ds_error), (terms, own.ds.abs())):
-                total.index_add_(0, flat, part.reshape(-1))
+        for indices, slope in zip(self.indices, slopes, strict=True):
+            flat = indices.reshape(-1)
+            for total, addend in ((value, slope.ds), (error, slope.ds_error), (terms, slope.ds.abs())):
+                total.index_add_(0, flat, addend.reshape(-1))
             count.index_add_(0, flat, torch.ones(len(flat), dtype=torch.float64))
         off = abs(self.scale) * (error + (count + 2) * U * terms)
         value = self.scale * value
@@ -49,18 +49,18 @@ def _pse_places(b: Batch, form: str, shape: tuple[int, ...]) -> list[Tensor]:
         item = s if shape[0] > 1 else 0
         h, i, j = torch.arange(b.heads)[:, None, None], torch.arange(m)[:, None], torch.arange(n)
         if form == "blocks":
-            places = first + (h * m + i) * n + j
+            indices = first + (h * m + i) * n + j
             first += b.heads * m * n
         elif form == "lines":
-            places = first + h * n + j + 0 * i
+            indices = first + h * n + j + 0 * i
             first += b.heads * n
         elif form == "table":
             stored = torch.where(i >= m - 1024, i - (m - 1024), i % 1024)
             column = (shape[3] - n if b.packed else 0) + j + (m - 1024 + stored) - i
-            places = ((item * b.heads + h) * 1024 + stored) * shape[3] + column.clamp(0, shape[3] - 1)
+            indices = ((item * b.heads + h) * 1024 + stored) * shape[3] + column.clamp(0, shape[3] - 1)
         else:
-            places = ((item * b.heads + h) * shape[2] + (i if shape[2] > 1 else 0 * i)) * shape[3] + j
-        result.append(places)
+            indices = ((item * b.heads + h) * shape[2] + (i if shape[2] > 1 else 0 * i)) * shape[3] + j
+        result.append(indices)
     return result
 
 
@@ -73,7 +73,7 @@ def draw_pse(p: Plan) -> None:
     long = max(b.q_len) > 1024
     if b.packed:
         form = str(pick(rng, "blocks", "lines", "table"))
-        shape: tuple[int, ...] = (batches, b.heads, 1024, b.whole[3])
+        shape: tuple[int, ...] = (batches, b.heads, 1024, b.shape[3])
         pairs = list(zip(b.q_len, b.kv_len, strict=True))
         if form != "table":
             shape = (b.heads * sum(m * n if form == "blocks" else n for m, n in pairs),)
@@ -104,8 +104,8 @@ def _poison_pse(p: Plan, pse: Pse) -> None:
     rng = p.batch.rng
     if maybe(rng, 0.6):
         read = torch.zeros(pse.values.numel(), dtype=torch.bool)
-        for places, count in zip(pse.places, p.counts, strict=True):
-            read[places[count > 0]] = True
+        for indices, count in zip(pse.indices, p.counts, strict=True):
+            read[indices[count > 0]] = True
         pse.values.view(-1)[~read] = torch.nan
     pse.tensor = place(rng, pse.values, 0.5)
 
@@ -127,8 +127,8 @@ def draw_pse_slopes(p: Plan, kind: int) -> None:
     first = next((s for s, m in enumerate(b.q_len) if m), 0)
     p.slopes = []
     for s, (m, n) in enumerate(zip(b.q_len, b.kv_len, strict=True)):
-        own = start if mode != 8 or s == first else [0, 0]
-        distance = (torch.arange(n) + own[1] - torch.arange(m)[:, None] - own[0]).abs().double()
+        shift = start if mode != 8 or s == first else [0, 0]
+        distance = (torch.arange(n) + shift[1] - torch.arange(m)[:, None] - shift[0]).abs().double()
         each = slopes.double().reshape(-1, b.heads)
         each = each[s if len(each) > 1 else 0][:, None, None]
         p.slopes.append(-each * (distance if kind == 2 else distance.sqrt()))

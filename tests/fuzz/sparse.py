@@ -17,7 +17,7 @@ from .caches import Cache, Side, draw_pages
 from .core import Drawn, Results, Value
 from .dense import Batch, dsink, fill_batch, gradients, hide_unseen
 from .formulas import Rows, Slopes, U
-from .places import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, place_dense, size
+from .storage import DTYPES, Rng, Tensor, dim, leaf, lengths, maybe, normal, pick, place, place_dense, size
 
 
 def draw_sequences(rng: Rng, most: int = 300) -> Batch:
@@ -41,10 +41,10 @@ def given_lengths(batch: Batch, ends: bool, names: tuple[str, str], pages: bool 
     """The arguments that say how long sequences are; ends: packed ones are cumulative."""
     rng, result = batch.rng, {}
     sides = zip(names, (batch.q_len, batch.kv_len), batch.tokens, (False, pages), strict=True)
-    for name, own, tokens, paged in sides:
+    for name, seq_lens, tokens, paged in sides:
         packed = batch.packed and not paged
-        if packed or paged or own != [tokens] * len(own) or maybe(rng, 0.5):
-            values = [int(n) for n in np.cumsum(own)] if packed and ends else own
+        if packed or paged or seq_lens != [tokens] * len(seq_lens) or maybe(rng, 0.5):
+            values = [int(n) for n in np.cumsum(seq_lens)] if packed and ends else seq_lens
             result[name] = lengths(rng, values)
     return result
 
@@ -54,16 +54,16 @@ def visible(m: int, n: int, causal: bool) -> Tensor:
     return (torch.arange(m) + n - m + 1).clamp(0, n) if causal else torch.full((m,), n)
 
 
-def draw_list(rng: Rng, count: int, blocks: int, seen: Tensor) -> Tensor:
+def draw_list(rng: Rng, count: int, blocks: int, visible_keys: Tensor) -> Tensor:
     """[R, K] entries: packed well, duplicate, with holes, beyond what a row sees, or nothing."""
-    rows = len(seen)
+    rows = len(visible_keys)
     result = np.full((rows, count), -1, np.int64)
     if not blocks:
         return torch.from_numpy(result)
     style = rng.random()
     for row in range(rows):
-        own = int(seen[row]) if style < 0.4 else blocks
-        order = rng.permutation(max(own, 0))[:count] if style < 0.6 else rng.integers(0, blocks, count)
+        highest = int(visible_keys[row]) if style < 0.4 else blocks
+        order = rng.permutation(max(highest, 0))[:count] if style < 0.6 else rng.integers(0, blocks, count)
         result[row, : len(order)] = order
     if style > 0.7:
         result[rng.random(result.shape) < 0.15] = -1
@@ -72,19 +72,19 @@ def draw_list(rng: Rng, count: int, blocks: int, seen: Tensor) -> Tensor:
     return torch.from_numpy(result)
 
 
-def read_entries(entries: Tensor, seen: Tensor, block: int) -> Tensor:
+def read_entries(entries: Tensor, visible_keys: Tensor, block: int) -> Tensor:
     """[R, K] bool: the entries that count: the first ceil(seen / block) at most, none from the first -1 on."""
     slot = torch.arange(entries.shape[1])
-    return (slot < -(-seen // block)[:, None]) & (entries >= 0).int().cumprod(-1).bool()
+    return (slot < -(-visible_keys // block)[:, None]) & (entries >= 0).int().cumprod(-1).bool()
 
 
-def count_keys(entries: Tensor, seen: Tensor, keys: int, block: int) -> Tensor:
+def count_keys(entries: Tensor, visible_keys: Tensor, keys: int, block: int) -> Tensor:
     """[R, keys]: how often a row counts each key; blocks are clipped to what it sees."""
-    read = read_entries(entries, seen, block)
-    blocks = torch.zeros(len(seen), -(-keys // block) + 1, dtype=torch.int32)
+    read = read_entries(entries, visible_keys, block)
+    blocks = torch.zeros(len(visible_keys), -(-keys // block) + 1, dtype=torch.int32)
     blocks.scatter_add_(1, torch.where(read, entries, blocks.shape[1] - 1), read.int())
     each = blocks[:, :-1].repeat_interleave(block, 1)[:, :keys]
-    return torch.where(torch.arange(keys) < seen[:, None], each, 0)
+    return torch.where(torch.arange(keys) < visible_keys[:, None], each, 0)
 
 
 @dataclass
@@ -99,30 +99,30 @@ def draw_lists(batch: Batch, heads: int, block: int, causal: bool) -> Lists:
     rng, result = batch.rng, Lists()
     count = int(rng.integers(1, 12)) if maybe(rng, 0.6) else int(rng.integers(1, 300))
     for m, n in zip(batch.q_len, batch.kv_len, strict=True):
-        seen = visible(m, n, causal)
-        lists = [draw_list(rng, count, -(-n // block), -(-seen // block)) for _ in range(heads)]
+        visible_keys = visible(m, n, causal)
+        lists = [draw_list(rng, count, -(-n // block), -(-visible_keys // block)) for _ in range(heads)]
         result.entries.append(torch.stack(lists))
-        result.counts.append(torch.stack([count_keys(own, seen, n, block) for own in lists]))
+        result.counts.append(torch.stack([count_keys(entries, visible_keys, n, block) for entries in lists]))
     return result
 
 
 def place_lists(batch: Batch, entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[B, S1, heads, K] or [T1, heads, K]; garbage in rows that no sequence has."""
     wild = int(batch.rng.choice([-7, 0, 10**6]))
-    packed_rows = place_dense([own.transpose(0, 1) for own in entries], batch.layout, batch.tokens[0], wild)
+    packed_rows = place_dense([rows.transpose(0, 1) for rows in entries], batch.layout, batch.tokens[0], wild)
     return place(batch.rng, packed_rows.to(dtype))
 
 
-def place_pages(batch: Batch, names: Sequence[str], own: bool) -> tuple[dict[str, Tensor], Tensor]:
+def place_pages(batch: Batch, names: Sequence[str], is_python: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Tensors of keys as pages of one table, which a CANN interface takes for absent where it has no column."""
     rng = batch.rng
     parts = [batch.parts[name] for name in names]
     none = Side([])
     cache = Cache(rng, "pages", "BSND", "", batch.dtype, batch.kv_len, batch.heads_kv, 1, 1, none, none)
     cache.page = int(rng.choice([1, 3, 8, 16, 32]))
-    draw_pages(cache, 0 if own else 1)
+    draw_pages(cache, 0 if is_python else 1)
     assert cache.table is not None
-    return {n: cache.place_dense(own, batch.dtype) for n, own in zip(names, parts, strict=True)}, place(
+    return {n: cache.place_dense(rows, batch.dtype) for n, rows in zip(names, parts, strict=True)}, place(
         rng, cache.table
     )
 
@@ -139,7 +139,7 @@ class Plan:
     scale: float
     sink: Tensor | None
     shares: bool
-    asked: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
 
 
 NPU = {"q": "query", "k": "key", "v": "value", "q_rope": "query_rope", "k_rope": "key_rope", "sink": "sinks"}
@@ -157,21 +157,21 @@ def draw(rng: Rng) -> Drawn:
     b = batch
     fill_batch(b, not shares)
     lists = draw_lists(b, b.heads_kv, block, causal)
-    hide_unseen(b, [own.repeat_interleave(b.group, 0) for own in lists.counts], False)
+    hide_unseen(b, [counts.repeat_interleave(b.group, 0) for counts in lists.counts], False)
     if shares:
-        b.parts["v"] = [part[..., : b.dim_v] for part in b.parts["k"]]
+        b.parts["v"] = [rows[..., : b.dim_v] for rows in b.parts["k"]]
     sink = normal(rng, b.heads).float() if maybe(rng, 0.25) and interface != "npu gradient" else None
     scale = draw_scale(rng, b.dim + b.dim_rope)
     p = Plan(b, {}, interface, lists, block, scale, sink, shares)
     _arguments(p, causal, pages)
     given = [name for name in ("q", "k", "v", "q_rope", "k_rope", "sink") if p.call.get(_name(p, name)) is not None]
     if interface == "npu gradient":
-        p.asked = given
+        p.trained = given
     elif not pages and maybe(rng, 0.6):
-        p.asked = [name for name in given if maybe(rng, 0.7)]
-        p.call |= {_name(p, name): leaf(p.call[_name(p, name)]) for name in p.asked}
+        p.trained = [name for name in given if maybe(rng, 0.7)]
+        p.call |= {_name(p, name): leaf(p.call[_name(p, name)]) for name in p.trained}
     b.draw("dy", "q", b.heads, b.dim_v)
-    dy = b.tensor("dy", "q") if p.asked else None
+    dy = b.tensor("dy", "q") if p.trained else None
     return Drawn({"interface": interface, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, got))
 
 
@@ -180,20 +180,22 @@ def _name(p: Plan, short: str) -> str:
 
 
 def _arguments(p: Plan, causal: bool, pages: bool) -> None:
-    b, rng, own = p.batch, p.batch.rng, p.interface == "own"
-    names = ("q_len", "kv_len") if own else ("actual_seq_lengths_query", "actual_seq_lengths_kv")
-    p.call |= given_lengths(b, not own, names, pages)
-    p.call["indices" if own else "sparse_indices"] = place_lists(
+    b, rng, is_python = p.batch, p.batch.rng, p.interface == "own"
+    names = ("q_len", "kv_len") if is_python else ("actual_seq_lengths_query", "actual_seq_lengths_kv")
+    p.call |= given_lengths(b, not is_python, names, pages)
+    p.call["indices" if is_python else "sparse_indices"] = place_lists(
         b, p.lists.entries, torch.int64 if maybe(rng, 0.4) else torch.int32
     )
     keys = [name for name in ("k", "v", "k_rope") if name in b.parts and not (name == "v" and p.shares)]
-    packed_rows, table = place_pages(b, keys, own) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
+    packed_rows, table = (
+        place_pages(b, keys, is_python) if pages else ({name: b.tensor(name, "kv") for name in keys}, None)
+    )
     packed_rows |= {name: b.tensor(name, "q") for name in ("q", "q_rope") if name in b.parts}
     packed_rows |= {"sink": place(rng, p.sink)} if p.sink is not None else {}
     p.call |= {_name(p, name): tensor for name, tensor in packed_rows.items()}
     if p.shares:
         p.call[_name(p, "v")] = None
-    if own:
+    if is_python:
         p.call |= {"layout": b.layout, "causal": causal, "block": p.block, "page_table": table, "return_lse": True}
         p.call |= {"dim_v": b.dim_v} if p.shares and (b.dim_v != b.dim or maybe(rng, 0.5)) else {}
         if p.scale == (b.dim + b.dim_rope) ** -0.5 and maybe(rng, 0.5):
@@ -221,9 +223,9 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         given |= {"softmax_max": place(p.batch.rng, top), "softmax_sum": place(p.batch.rng, total)}
         grads = npu.npu_sparse_flash_attention_grad(**given)
         results |= {"d" + n: g for n, g in zip(("q", "k", "v", "q_rope", "k_rope"), grads, strict=True)}
-    elif p.asked:
-        leaves = [p.call[_name(p, name)] for name in p.asked]
-        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
+    elif p.trained:
+        leaves = [p.call[_name(p, name)] for name in p.trained]
+        results |= {"d" + n: g for n, g in zip(p.trained, torch.autograd.grad(out, leaves, dy), strict=True)}
     return results
 
 
@@ -236,7 +238,7 @@ def _rows(p: Plan, s: int) -> Rows:
 
 def place_stats(batch: Batch, parts: Sequence[Tensor]) -> Tensor:
     """[B, N2, S1, G] or [N2, T1, G], from [N, R] per sequence."""
-    grouped = [own.unflatten(0, (batch.heads_kv, -1)).permute(2, 0, 1) for own in parts]
+    grouped = [rows.unflatten(0, (batch.heads_kv, -1)).permute(2, 0, 1) for rows in parts]
     return place_dense(grouped, batch.layout, batch.tokens[0]).transpose(-3, -2)
 
 
@@ -253,7 +255,7 @@ def _stats(p: Plan, every: Sequence[Rows]) -> dict[str, Value]:
 
 def _saved_rows(p: Plan, stats: Tensor) -> list[Tensor]:
     """[N, R] of every sequence."""
-    return [own.permute(1, 2, 0).flatten(0, 1) for own in p.batch.split(stats.double().transpose(-3, -2))]
+    return [rows.permute(1, 2, 0).flatten(0, 1) for rows in p.batch.split(stats.double().transpose(-3, -2))]
 
 
 def _expect(p: Plan, got: Results) -> dict[str, Value]:
@@ -264,19 +266,19 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
         expected["lse"] = b.by_row([(r.lse, r.lse_error) for r in every], -torch.inf)
     else:
         expected |= _stats(p, every)
-    if not p.asked:
+    if not p.trained:
         return expected
     dys = [b.rows(s, "dy") for s in range(len(b.q_len))]
     if p.interface == "npu gradient":
-        outs = [own.transpose(0, 1) for own in b.split(got["out"].double())]
+        outs = [rows.transpose(0, 1) for rows in b.split(got["out"].double())]
         saved = zip(outs, _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
-        slopes = [r.saved(*own, dy) for r, own, dy in zip(every, saved, dys, strict=True)]
+        slopes = [r.saved(*results, dy) for r, results, dy in zip(every, saved, dys, strict=True)]
     else:
         slopes = [r.slopes(dy) for r, dy in zip(every, dys, strict=True)]
-    expected |= gradients(b, slopes, dict.fromkeys(n for n in p.asked if n != "sink"))
-    if p.shares and "k" in p.asked:
+    expected |= gradients(b, slopes, dict.fromkeys(n for n in p.trained if n != "sink"))
+    if p.shares and "k" in p.trained:
         expected["dk"] = _both(b, slopes)
-    if "sink" in p.asked:
+    if "sink" in p.trained:
         expected["dsink"] = dsink(b, [s for s in slopes if s.p_sink is not None])
     return expected
 
@@ -284,8 +286,8 @@ def _expect(p: Plan, got: Results) -> dict[str, Value]:
 def _both(b: Batch, slopes: Sequence[Slopes]) -> Value:
     """The gradient of keys that are the values too."""
     parts = []
-    for own in slopes:
-        (dk, dk_error), (dv, dv_error) = own.dk(b.heads_kv), own.dv(b.heads_kv)
+    for slope in slopes:
+        (dk, dk_error), (dv, dv_error) = slope.dk(b.heads_kv), slope.dv(b.heads_kv)
         value, error = dk[..., : b.dim].clone(), dk_error[..., : b.dim].clone()
         value[..., : b.dim_v] += dv
         error[..., : b.dim_v] += dv_error + U * dv.abs()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from support.sources import ROOT
 
-from .core import FAMILIES, drawn, judge, told
+from .core import FAMILIES, description, drawn, judge
 
 EVERYDAY = 30
 
@@ -18,12 +18,12 @@ def run(family: str, numbers: Iterable[int], describe: bool = False) -> None:
     for number in numbers:
         call = drawn(family, number)
         if describe:
-            sys.stdout.write(f"\n{family} {number}\n{told(call.about)}\n")
+            sys.stdout.write(f"\n{family} {number}\n{description(call.about)}\n")
         try:
             judge(call)
         except Exception as error:
             again = f"{sys.executable} -m tests.fuzz {family} {number}"
-            text = f"{type(error).__name__}: {error}\n{told(call.about)}\nagain: {again}"
+            text = f"{type(error).__name__}: {error}\n{description(call.about)}\nagain: {again}"
             raise AssertionError(f"call {number} of {family}: {text}") from error
 
 

@@ -30,7 +30,7 @@ def wrong(family: str, number: int) -> bool:
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mistake]:
     """A mistake that stands in a function's place: it is called as that one is, behind the right one."""
 
-    def made(wrong: Callable[..., Any]) -> Mistake:
+    def mistaken(wrong: Callable[..., Any]) -> Mistake:
         @functools.wraps(wrong)
         def patch(monkeypatch: Patch) -> None:
             right = getattr(owner, name)
@@ -38,7 +38,7 @@ def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mistake]:
 
         return patch
 
-    return made
+    return mistaken
 
 
 def of_rows(change: Callable[[dict[str, Any]], None]) -> Mistake:
@@ -61,9 +61,9 @@ def one_key(rows: dict[str, Any]) -> None:
     """The last row loses the last key that it sees."""
     count = rows["count"].clone()
     if count.numel():
-        kept = count[:, -1].nonzero()
-        if len(kept):
-            count[kept[-1][0], -1, kept[-1][1]] = 0
+        columns = count[:, -1].nonzero()
+        if len(columns):
+            count[columns[-1][0], -1, columns[-1][1]] = 0
     rows["count"] = count
 
 
@@ -111,7 +111,7 @@ def big_endian(right: Any, bits: np.ndarray, first: int, shape: tuple[int, int, 
 @around(attention, "draw_tiles")
 def next_row_of_bits(right: Any, batch: dense.Batch, call: dict[str, Any]) -> dense.Matrix:
     result = right(batch, call)
-    result.whole = result.whole.roll(1, -2)
+    result.values = result.values.roll(1, -2)
     return result
 
 
@@ -173,10 +173,10 @@ def slots_close_up(right: Any, slots: torch.Tensor, entries: torch.Tensor, read:
 
 
 @around(indexer, "fair")
-def ties_from_behind(right: Any, own: Any, chosen: torch.Tensor, vis: torch.Tensor, count: int) -> torch.Tensor:
-    want = right(own, chosen, vis, count)
+def ties_from_behind(right: Any, scores: Any, chosen: torch.Tensor, vis: torch.Tensor, count: int) -> torch.Tensor:
+    want = right(scores, chosen, vis, count)
     for row, n in enumerate(vis.tolist()):
-        order = np.lexsort((-np.arange(n), -own.value[row, :n].numpy()))[:count]
+        order = np.lexsort((-np.arange(n), -scores.value[row, :n].numpy()))[:count]
         want[row, : len(order)] = torch.from_numpy(order.copy())
     return want
 
@@ -190,7 +190,7 @@ def no_gate(right: Any, self: indexer.Scores, *given: torch.Tensor) -> dict[str,
 
 @around(loss, "_target")
 def loss_of_means(right: Any, p: loss.Plan, s: int) -> tuple[torch.Tensor, ...]:
-    return tuple(1.02 * part for part in right(p, s))
+    return tuple(1.02 * term for term in right(p, s))
 
 
 def no_clamp(monkeypatch: Patch) -> None:

@@ -27,8 +27,8 @@ from .dense import (
     hide_unseen,
 )
 from .formulas import Rows
-from .places import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 from .pse import Pse, draw_pse
+from .storage import DENSE_LAYOUTS, Rng, Tensor, leaf, lengths, maybe, normal, pick, place
 
 FLT_MAX = float(np.finfo(np.float32).max)
 SQUARE, TALL = (2048, 2048), (3072, 2048)
@@ -50,7 +50,7 @@ class Plan:
     slopes: list[Tensor] | None = None
     sink: Tensor | None = None
     drop: Dropout = field(default_factory=Dropout)
-    asked: list[str] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
     saves: bool = False
 
     @property
@@ -110,7 +110,7 @@ def _compressed(p: Plan, mode: int) -> Tensor:
 def _draw_full_mask(p: Plan) -> list[Tensor]:
     """[N, R, K] of every sequence: what a full mask leaves."""
     b, rng = p.batch, p.batch.rng
-    full = b.whole
+    full = b.shape
     forms = [full, (full[0], 1, *full[2:]), (1, 1, *full[2:]), full[2:]]
     dtypes = (torch.bool, torch.uint8)
     if b.packed and maybe(rng, 0.4) and b.tokens != full[2:]:
@@ -118,7 +118,7 @@ def _draw_full_mask(p: Plan) -> list[Tensor]:
         p.call["atten_mask"] = matrix.tensor
         result, row, key = [], 0, 0
         for m, n in zip(b.q_len, b.kv_len, strict=True):
-            result.append(~matrix.whole[0, :, row : row + m, key : key + n].expand(b.heads, -1, -1))
+            result.append(~matrix.values[0, :, row : row + m, key : key + n].expand(b.heads, -1, -1))
             row, key = row + m, key + n
         return result
     shape = forms[int(rng.integers(4))]
@@ -187,12 +187,12 @@ def _draw_dropout(p: Plan) -> None:
         p.call |= {"seed": drop.seed, "offset": drop.offset}
 
 
-def _ends(rng: Rng, own: Sequence[int], version: int) -> object:
+def _ends(rng: Rng, seq_lens: Sequence[int], version: int) -> object:
     """Cumulative ends; a tail of empty items as zeros or repeated."""
-    ends = [int(n) for n in np.cumsum(own)]
-    tail = next((i for i in range(len(own), 0, -1) if own[i - 1]), len(own))
-    if maybe(rng, 0.5) and 0 < tail < len(own) and ends[tail - 1] > 0:
-        ends[tail:] = [0] * (len(own) - tail)
+    ends = [int(n) for n in np.cumsum(seq_lens)]
+    tail = next((i for i in range(len(seq_lens), 0, -1) if seq_lens[i - 1]), len(seq_lens))
+    if maybe(rng, 0.5) and 0 < tail < len(seq_lens) and ends[tail - 1] > 0:
+        ends[tail:] = [0] * (len(seq_lens) - tail)
     return torch.tensor(ends) if version == 3 and maybe(rng, 0.7) else lengths(rng, ends)
 
 
@@ -252,11 +252,11 @@ def draw(rng: Rng) -> Drawn:
     if p.slopes is not None:
         names.remove("pse")
     if how < 0.4:
-        p.asked = [n for n in names if maybe(rng, 0.7)]
-        p.call |= {p.name(n): leaf(p.call[p.name(n)]) for n in p.asked}
+        p.trained = [n for n in names if maybe(rng, 0.7)]
+        p.call |= {p.name(n): leaf(p.call[p.name(n)]) for n in p.trained}
     elif how < 0.8 and p.drop.bits is None:
-        p.saves, p.asked = True, names
-    dy = b.tensor("dy", "q") if p.asked else None
+        p.saves, p.trained = True, names
+    dy = b.tensor("dy", "q") if p.trained else None
     function = f"npu_fusion_attention v{p.version}{' and its gradient function' * p.saves}"
     return Drawn({"function": function, **p.call, "dy": dy}, lambda: _run(p, dy), lambda got: _expect(p, may_mean, got))
 
@@ -273,9 +273,9 @@ def _run(p: Plan, dy: Tensor | None) -> Results:
         results["numels"] = torch.tensor(numels)
     if p.saves:
         results |= _run_gradient(p, dy, results)
-    elif p.asked:
-        leaves = [p.call[p.name(n)] for n in p.asked]
-        results |= {"d" + n: g for n, g in zip(p.asked, torch.autograd.grad(out, leaves, dy), strict=True)}
+    elif p.trained:
+        leaves = [p.call[p.name(n)] for n in p.trained]
+        results |= {"d" + n: g for n, g in zip(p.trained, torch.autograd.grad(out, leaves, dy), strict=True)}
     return results
 
 
@@ -313,8 +313,8 @@ def _statistics(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor
         top = torch.where(rows.empty, -FLT_MAX, top)
         form = torch.where(rows.mean, float(rows.count.shape[-1]), FLT_MAX)
         total = torch.where(rows.empty, form, total)
-    plain = ~rows.empty | (torch.tensor(rows.sink is not None))
-    max_error, sum_error = (torch.where(plain, error, 0.0) for error in (rows.max_error, rows.sum_error))
+    has_statistics = ~rows.empty | (torch.tensor(rows.sink is not None))
+    max_error, sum_error = (torch.where(has_statistics, error, 0.0) for error in (rows.max_error, rows.sum_error))
     return (top, max_error), (total, sum_error.nan_to_num(0))
 
 
@@ -331,16 +331,16 @@ def _saved_rows(p: Plan, lanes: Tensor) -> list[Tensor]:
     if not b.packed:
         return list(flat)
     if p.token_major:
-        return [own.T for own in b.split(flat)]
-    own = flat.reshape(-1)[: b.heads * sum(b.q_len)].split([b.heads * m for m in b.q_len])
-    return [part.view(b.heads, m) for part, m in zip(own, b.q_len, strict=True)]
+        return [rows.T for rows in b.split(flat)]
+    by_item = flat.reshape(-1)[: b.heads * sum(b.q_len)].split([b.heads * m for m in b.q_len])
+    return [rows.view(b.heads, m) for rows, m in zip(by_item, b.q_len, strict=True)]
 
 
 def _parts(b: Batch, tensor: Tensor, elements: int) -> list[Tensor]:
     """[N, R, elements] of every sequence, from a tensor in the layout."""
     t = tensor.double()
     if b.packed:
-        return [own.transpose(0, 1) for own in b.split(t)]
+        return [rows.transpose(0, 1) for rows in b.split(t)]
     t = t.transpose(0, 1) if b.layout == "SBH" else t
     t = t.unflatten(2, (b.heads, elements)) if b.layout in ("BSH", "SBH") else t
     return list(t if b.layout == "BNSD" else t.transpose(1, 2))
@@ -360,18 +360,18 @@ def _expect(p: Plan, may_mean: list[Tensor], got: Results) -> dict[str, Value]:
     if "numels" in got:
         scores = sum(m * n for m, n in zip(b.q_len, b.kv_len, strict=True))
         expected["numels"] = exact(torch.tensor([b.heads * scores]))
-    if not p.asked:
+    if not p.trained:
         return expected
     dys = [b.rows(s, "dy") for s in range(len(b.q_len))]
     if p.saves:
         saved = zip(_parts(b, got["out"], b.dim_v), _saved_rows(p, got["max"]), _saved_rows(p, got["sum"]), strict=True)
-        slopes = [r.saved(*own, dy) for r, own, dy in zip(every, saved, dys, strict=True)]
+        slopes = [r.saved(*results, dy) for r, results, dy in zip(every, saved, dys, strict=True)]
     else:
         slopes = [r.slopes(dy) for r, dy in zip(every, dys, strict=True)]
-    expected |= gradients(b, slopes, dict.fromkeys(p.asked))
-    if "pse" in p.asked:
+    expected |= gradients(b, slopes, dict.fromkeys(p.trained))
+    if "pse" in p.trained:
         assert p.pse is not None
         expected["dpse"] = p.pse.gradient(slopes)
-    if "sink" in p.asked:
+    if "sink" in p.trained:
         expected["dsink"] = dsink(b, [s for s in slopes if s.p_sink is not None])
     return expected

@@ -22,7 +22,7 @@ from fusion_attention.contract.sampling import InvalidSample, invalid_samples, s
 from fusion_attention.ops import RECORDS
 
 from .core import Drawn, Results, Value, exact
-from .places import Rng, Tensor, maybe, pick, place
+from .storage import Rng, Tensor, maybe, pick, place
 
 OPERATORS = [op for name, op in RECORDS.items() if name.startswith("aclnn")]
 RUNTIME = 361001
@@ -76,25 +76,25 @@ def _lists(value: Any) -> bool:
 class _Watched:
     """Outputs in memory of which every byte is known."""
 
-    def __init__(self, rng: Rng, outputs: Mapping[str, Tensor | None], plain: float) -> None:
-        self.tensors = {name: None if t is None else place(rng, t, plain) for name, t in outputs.items()}
+    def __init__(self, rng: Rng, outputs: Mapping[str, Tensor | None], contiguous: float) -> None:
+        self.tensors = {name: None if t is None else place(rng, t, contiguous) for name, t in outputs.items()}
         self.before = {n: _bytes(t) for n, t in self.tensors.items() if t is not None}
 
-    def touched(self, whole: bool) -> int:
+    def touched(self, everywhere: bool) -> int:
         """Bytes that changed: of everything, or of what lies around the outputs."""
         count = 0
         for name, before in self.before.items():
             tensor = self.tensors[name]
             assert tensor is not None
             now = _bytes(tensor)
-            if not whole:
-                kept = tensor.clone()
+            if not everywhere:
+                copy_before = tensor.clone()
                 old = torch.empty(0, dtype=tensor.dtype).set_(
                     before.clone().untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
                 )
                 tensor.copy_(old)
                 now = _bytes(tensor)
-                tensor.copy_(kept)
+                tensor.copy_(copy_before)
             count += int((now != before).sum())
         return count
 
@@ -118,8 +118,8 @@ def _started() -> Iterator[None]:
         acl.finalize()
 
 
-def _code(found: int) -> Tensor:
-    return torch.tensor([found])
+def _code(code: int) -> Tensor:
+    return torch.tensor([code])
 
 
 def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
@@ -131,23 +131,23 @@ def _draw_legal(rng: Rng, op: Op, args: Args) -> Drawn:
         else value
         for name, value in args.items()
     }
-    plain, strange = outputs_of(op, args), _Watched(rng, outputs_of(op, args), 0.0)
+    outputs, strange = outputs_of(op, args), _Watched(rng, outputs_of(op, args), 0.0)
 
     def run() -> Results:
         with _started():
-            first = call(op, args, plain, strict=True)
+            first = call(op, args, outputs, strict=True)
             second = call(op, moved, strange.tensors, strict=False)
         results = {
             f"{n} as {where}": _code(code)
             for where, pair in (("it is", first), ("moved", second))
             for n, code in zip(("phase 1", "phase 2"), pair, strict=True)
         }
-        results["bytes written beside outputs"] = _code(strange.touched(whole=False))
+        results["bytes written beside outputs"] = _code(strange.touched(everywhere=False))
         return results | {name: t.clone() for name, t in strange.tensors.items() if t is not None}
 
     def expect(got: Results) -> dict[str, Value]:
-        wanted = {name: exact(_code(0)) for name in got if name not in plain}
-        return wanted | {name: exact(t) for name, t in plain.items() if t is not None}
+        wanted = {name: exact(_code(0)) for name in got if name not in outputs}
+        return wanted | {name: exact(t) for name, t in outputs.items() if t is not None}
 
     return Drawn({"operator": op.name, **moved}, run, expect)
 
@@ -182,7 +182,10 @@ def _draw_poisoned(rng: Rng, op: Op) -> Drawn:
     def run() -> Results:
         with _started():
             first, second = call(op, broken.args, watched.tensors, content, strict=strictly)
-        return {"code": _code(first or second), "bytes written": _code(watched.touched(whole=True) if refused else 0)}
+        return {
+            "code": _code(first or second),
+            "bytes written": _code(watched.touched(everywhere=True) if refused else 0),
+        }
 
     def expect(_: Results) -> dict[str, Value]:
         return {"code": exact(_code(broken.code if refused else 0)), "bytes written": exact(_code(0))}
@@ -227,4 +230,4 @@ def _disordered(op: Op, args: Args, watched: _Watched, how: str, victim: str) ->
     code = second(workspace, size - (how == "workspace"), executor, None)
     if how == "finalized":
         _start()
-    return {"first": _code(first), "code": _code(code), "bytes written": _code(watched.touched(whole=True))}
+    return {"first": _code(first), "code": _code(code), "bytes written": _code(watched.touched(everywhere=True))}

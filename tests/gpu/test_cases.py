@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.aligned import aligned
 from support.bits import same_bits
-from support.caches import CACHES, Cache, judge, made
+from support.caches import CACHES, Cache, judge, operands_on
 from support.cases import BITS, CASES, CAUSAL, DRAWN, Args
 from support.on_gpu import on_gpu
 
@@ -54,14 +54,14 @@ def test_the_gradients_have_the_same_bits_in_every_run() -> None:
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
 def test_caches(cache: Cache) -> None:
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)
     judge(cache, operands, e)
 
 
 def test_a_captured_graph_computes_the_updated_lengths() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", dim_qk=128, dim_v=128, page_size=64)
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda", capacity=1000)
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda", capacity=1000)
     schedule = backend.schedule(p, e, "attention_forward")
     backend.attention_forward(p, e, schedule, operands)  # compiles, and copies the tables
     graph = torch.cuda.CUDAGraph()
@@ -77,7 +77,7 @@ def test_a_captured_graph_computes_the_updated_lengths() -> None:
 
 def test_a_capture_without_a_run_before_is_refused() -> None:
     cache = Cache(dtype="float16")
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
     with pytest.raises(BackendError, match="expected a run"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         backend.attention_forward(p, e, schedule, operands)
@@ -87,7 +87,7 @@ def test_a_capture_without_a_run_before_is_refused() -> None:
 
 def test_a_graph_outlives_its_plan() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="bfloat16", page_size=64)
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
     backend.attention_forward(p, e, schedule, operands)
     graph = torch.cuda.CUDAGraph()
@@ -104,7 +104,7 @@ def test_a_graph_outlives_its_plan() -> None:
 
 def test_another_stream_waits_for_the_tables() -> None:
     cache = Cache(kv_len=(900, 37, 300), dtype="float16", page_size=64)
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     backend.attention_forward(p, e, backend.schedule(p, e, "attention_forward"), operands)  # compiles
     schedule, first, second = backend.schedule(p, e, "attention_forward"), torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def test_another_stream_waits_for_the_tables() -> None:
 
 def test_a_run_does_not_wait_for_the_gpu() -> None:
     cache = Cache(dtype="float16")
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cuda")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cuda")
     schedule = backend.schedule(p, e, "attention_forward")
     backend.attention_forward(p, e, schedule, operands)
     torch.cuda.set_sync_debug_mode("error")

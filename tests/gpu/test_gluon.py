@@ -39,10 +39,10 @@ CASES = [
 @pytest.fixture(autouse=True)
 def by_gluon(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every forward, whether Gluon computed it."""
-    seen: list[bool] = []
+    served: list[bool] = []
     serves = launch_gluon.serves
-    monkeypatch.setattr(launch_gluon, "serves", lambda *given: seen.append(serves(*given)) or seen[-1])
-    return seen
+    monkeypatch.setattr(launch_gluon, "serves", lambda *given: served.append(serves(*given)) or served[-1])
+    return served
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

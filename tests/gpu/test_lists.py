@@ -133,14 +133,14 @@ def test_a_layer_captured_by_no_graph_learns_as_one_written_plainly(stage: str) 
     torch.manual_seed(0)
     layer = nn.SparseSelfAttention(256, 8, kv_heads=2, index_heads=4, index_dim=64, top_k=64)
     nn.set_stage(layer, stage)
-    x, rope, wide = torch.randn(1, 200, 256), nn.rope_table(torch.arange(200), 16), copy.deepcopy(layer).double()
+    x, rope, layer64 = torch.randn(1, 200, 256), nn.rope_table(torch.arange(200), 16), copy.deepcopy(layer).double()
     layer.cuda()
     with fa.use_backend("triton"):
         got = home(trained(layer, *layer(x.cuda(), rope=tuple(t.cuda() for t in rope))))
 
     def program() -> Results:
-        out, loss = plain(wide, x[0].double(), 16)
-        return trained(wide, out[None], loss / 200)
+        out, loss = plain(layer64, x[0].double(), 16)
+        return trained(layer64, out[None], loss / 200)
 
     compare_with(stage, got, program, draws=16)
 

@@ -51,11 +51,11 @@ def test_cropped_tokens_are_forgotten_and_others_take_their_place(removed: int, 
     a, b = cache.allocate(), full.allocate()
     cache.append([a], rows(9), rows(9, 1))
     cache.crop(a, removed)
-    kept = max(9 - removed, 0)
-    assert cache.lengths() == [kept]
-    assert cache.free_pages == 8 - -(-kept // 4)
+    retained = max(9 - removed, 0)
+    assert cache.lengths() == [retained]
+    assert cache.free_pages == 8 - -(-retained // 4)
     cache.append([a], rows(3, 2), rows(3, 3))
-    full.append([b], rows(9)[:, :kept], rows(9, 1)[:, :kept])
+    full.append([b], rows(9)[:, :retained], rows(9, 1)[:, :retained])
     full.append([b], rows(3, 2), rows(3, 3))
     for got, want in zip(cache.rows(a), full.rows(b), strict=True):
         assert torch.equal(got, want)

@@ -30,7 +30,7 @@ def lowered(args: Args) -> InferenceCall:
     return inference.TORCH.lower(bind(inference.TORCH, args))  # type: ignore[misc, no-any-return]
 
 
-def wide(call: InferenceCall) -> InferenceCall:
+def in_float64(call: InferenceCall) -> InferenceCall:
     """The same call in float64; stored integers and their scales stay."""
 
     def promote(t: Any) -> Any:
@@ -51,7 +51,7 @@ def run(call: InferenceCall, backend: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_agrees_with_dense_formulas(case: DecodeCase) -> None:
-    got, want = run(wide(lowered(arguments(case))), "golden"), query_of(case, answer(case))
+    got, want = run(in_float64(lowered(arguments(case))), "golden"), query_of(case, answer(case))
     torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
 
@@ -62,7 +62,7 @@ def test_the_cpu_back_end_agrees_with_golden() -> None:
         if cpu.reasons_against(call.problem, HOST):
             continue
         computed += 1
-        got, want = ({"attention_out": run(*one)} for one in ((call, "cpu"), (wide(call), "golden")))
+        got, want = ({"attention_out": run(*one)} for one in ((call, "cpu"), (in_float64(call), "golden")))
         check(case.id, got, expected_of(call, want))
     assert computed > 10
 
@@ -80,8 +80,8 @@ def test_every_store_gives_the_same_bits(layout: str, integers: str) -> None:
     n, calls = logical(base), []
     for store in (*STORES, *(["headed"] if layout == "BNSD" else [])):
         args, table = arguments(base), pages_of(replace(base, store=store))
-        known = None if table is None else table.masked_fill(table == 1 << 30, 0)
-        kv = {name: place(replace(base, store=store), n[name[0]], known) for name in ("key", "value")}
+        valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
+        kv = {name: place(replace(base, store=store), n[name[0]], valid_table) for name in ("key", "value")}
         calls.append(lowered(args | kv | {"block_table": table, "block_size": 16 if table is not None else 0}))
     for backend in backends(*calls):
         first, *rest = (run(call, backend) for call in calls)

@@ -16,7 +16,7 @@ SINK, SCALES = torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.03, 0.05])
 STORED = torch.arange(2 * 9 * 2 * 16).view(2, 9, 2, 16).mul(37).remainder(255).sub(127).to(torch.int8)
 
 
-def plain(q: Any, k: Any, v: Any) -> torch.Tensor:
+def decoded(q: Any, k: Any, v: Any) -> torch.Tensor:
     return fa.decode_attention(q, (k, v), kv_len=[9, 4], band=fa.Band.window(5, 0), sink=SINK, return_lse=True)[1]
 
 
@@ -44,13 +44,13 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return draw(2, 1, 4, 16, count=1)[0].detach(), *(t.detach() for t in draw(2, 9, 2, 16, count=2, seed=1))
 
 
-@pytest.mark.parametrize("function", [plain, listed, shared, integers, named], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [decoded, listed, shared, integers, named], ids=lambda f: f.__name__)
 def test_one_graph_with_the_same_bits(function: Callable[..., Any]) -> None:
-    fast, made = compiled(function)
+    fast, graphs = compiled(function)
     given = tensors()
     same_bits(fast(*given), function(*given))
     same_bits(fast(*(t * 2 for t in given)), function(*(t * 2 for t in given)))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 def test_one_graph_for_all_lengths_and_pages() -> None:
@@ -61,14 +61,14 @@ def test_one_graph_for_all_lengths_and_pages() -> None:
         pages = tuple(t.view(6, 3, 2, 16) for t in (k, v))
         return named + fa.decode_attention(q, pages, kv_len=lengths, block_table=table)
 
-    fast, made = compiled(step)
+    fast, graphs = compiled(step)
     q, k, v = tensors()
     k[1, 3:], v[1, 3:] = float("nan"), float("nan")  # beyond the last page of the second sequence
     table = torch.tensor([[2, 0, 1], [3, 3, 3]], dtype=torch.int32)
     for lengths in ([9, 3], [8, 2], [1, 0]):
         given = (q, k, v, table, torch.tensor(lengths))
         same_bits(fast(*given), step(*given))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("stored", ["", "int8"])

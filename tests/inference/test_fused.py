@@ -33,7 +33,7 @@ def lowered(case: FusedCase, **changes: Any) -> InferenceCall:
     return record.lower(bind(record, arguments(case) | changes))  # type: ignore[no-any-return]
 
 
-def wide(call: InferenceCall) -> InferenceCall:
+def in_float64(call: InferenceCall) -> InferenceCall:
     """The same call in float64; stored integers and their scales stay."""
 
     def promote(t: Any) -> Any:
@@ -56,7 +56,7 @@ def run(call: InferenceCall, backend: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
-    for got, want in zip(run(wide(lowered(case)), "golden"), answer(case), strict=True):
+    for got, want in zip(run(in_float64(lowered(case)), "golden"), answer(case), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-12, atol=1e-12)
 
 
@@ -64,7 +64,9 @@ def test_golden_agrees_with_dense_formulas(case: FusedCase) -> None:
 def test_the_cpu_back_end_agrees_with_golden(case: FusedCase) -> None:
     call = lowered(case)
     assert cpu.reasons_against(call.problem, HOST) == []
-    got, want = (dict(zip(call.results(), run(*one), strict=True)) for one in ((call, "cpu"), (wide(call), "golden")))
+    got, want = (
+        dict(zip(call.results(), run(*one), strict=True)) for one in ((call, "cpu"), (in_float64(call), "golden"))
+    )
     dtype = torch.int8 if case.out else torch.float16 if case.full else getattr(torch, case.dtype)
     assert got["attention_out"].dtype == dtype
     check(case.id, got, expected_of(call, want))
@@ -128,7 +130,7 @@ def test_packed_rows_without_heads(case: FusedCase) -> None:
     assert args is not None
     call = fused.TORCH_PFA.lower(bind(fused.TORCH_PFA, args))  # type: ignore[misc]
     want, _ = answer(case)
-    torch.testing.assert_close(run(wide(call), "golden")[0], want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(run(in_float64(call), "golden")[0], want, rtol=1e-12, atol=1e-12)
     check(case.id, {"attention_out": run(call, "cpu")[0]}, expected_of(call, {"attention_out": want}))
 
 
@@ -138,12 +140,12 @@ def test_tensors_are_read_when_a_call_runs(case: FusedCase) -> None:
     args, record = arguments(case), record_of(case)
     content = [value for name, value in args.items() if name != "block_table" and "padding_size" not in name]
     flat = [t for value in content for t in (value if isinstance(value, list) else [value])]
-    held = {t: t.clone() for t in flat if isinstance(t, torch.Tensor)}
+    originals = {t: t.clone() for t in flat if isinstance(t, torch.Tensor)}
     want = run(record.lower(bind(record, args)), "golden")
-    for t in held:
+    for t in originals:
         t.zero_()
     early = record.lower(bind(record, args))
-    for t, values in held.items():
+    for t, values in originals.items():
         t.copy_(values)
     assert all(map(same, run(early, "golden"), want))
 

@@ -203,26 +203,26 @@ CALLS = [
 def expected(function: Callable[..., Any], *given: Any, **named: Any) -> list[Expected]:
     """What a call should give, in its results' order."""
     op = RECORDS[function.__name__]
-    said = inspect.signature(function).bind(*given, **named).arguments
-    args = {p.name: said[p.shown] for p in op.params if p.shown in said}
+    arguments = inspect.signature(function).bind(*given, **named).arguments
+    args = {p.name: arguments[p.shown] for p in op.params if p.shown in arguments}
     assert op.lower is not None
     return [*expected_of(op.lower(bind(op, args))).values()]
 
 
 @pytest.mark.filterwarnings("error::fusion_attention.ContractWarning")
-@pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
-def test_the_call_runs_as_written(made: Callable[[], Call]) -> None:
-    function, given, named = made()
+@pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
+def test_the_call_runs_as_written(make: Callable[[], Call]) -> None:
+    function, given, named = make()
     result = function(*given, **named)
     results = result if isinstance(result, tuple) else (result,)
     for ours, wanted in zip(results, expected(function, *given, **named), strict=True):
         assert ours.dtype in (torch.bfloat16, torch.float32)
-        compare(made.__name__, ours, wanted)
+        compare(make.__name__, ours, wanted)
 
 
-@pytest.mark.parametrize("made", CALLS, ids=lambda made: made.__name__)
-def test_the_call_is_one_for_the_chip(made: Callable[[], Call]) -> None:
-    function, given, named = made()
+@pytest.mark.parametrize("make", CALLS, ids=lambda make: make.__name__)
+def test_the_call_is_one_for_the_chip(make: Callable[[], Call]) -> None:
+    function, given, named = make()
     result = function(*given, **named)
     with npu.strict():
         same_bits(function(*given, **named), result)

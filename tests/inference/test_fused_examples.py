@@ -50,7 +50,7 @@ def near(got: Tensor, want: Any) -> None:
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu_(1)
 ZEROS = torch.zeros(3, 4, dtype=torch.bool)
 # What is given, out[rows, heads, 0] and lse[heads, rows].
-PLAIN: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] = {
+EXAMPLES: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] = {
     "E1": (
         {"query": query(3, 2), "key": key(4), "value": value(4), "sparse_mode": 3, "atten_mask": TRIANGLE},
         [[-0.875115, -0.883973], [-0.434962, -0.322363], [-0.566390, -0.838391]],
@@ -100,9 +100,9 @@ PLAIN: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] = 
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_worked_example(name: str) -> None:
-    args, want, lse = PLAIN[name]
+    args, want, lse = EXAMPLES[name]
     out, got = run(**args)
     for row, first in zip(out, want, strict=True):
         if first:
@@ -111,7 +111,7 @@ def test_a_worked_example(name: str) -> None:
 
 
 def test_e1b_in_full() -> None:
-    args, _, _ = PLAIN["E1b"]
+    args, _, _ = EXAMPLES["E1b"]
     near(run(**args)[0][:, 0, 0], [-1.000000, -0.739232, -0.712492])
 
 

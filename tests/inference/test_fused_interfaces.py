@@ -203,11 +203,11 @@ ENDS = {"actual_seq_lengths": [3, 8], "actual_seq_lengths_kv": [5, 12]}
 
 def test_out_may_be_any_view_and_even_the_query() -> None:
     want, lse = FIA(**packed(**ENDS, softmax_lse_flag=True))
-    wide, stats = torch.full((8, 8, 64), 7.0).half(), torch.full((8, 4, 1), 7.0)
-    FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=[wide[:, ::2], stats])
-    same_bits(wide[:, ::2], want)
+    buffer, stats = torch.full((8, 8, 64), 7.0).half(), torch.full((8, 4, 1), 7.0)
+    FIA.out(**packed(**ENDS, softmax_lse_flag=True), out=[buffer[:, ::2], stats])
+    same_bits(buffer[:, ::2], want)
     same_bits(stats, lse)
-    assert (wide[:, 1::2] == 7).all()
+    assert (buffer[:, 1::2] == 7).all()
     given = packed(**ENDS)
     result, _ = FIA.out(**given, out=(given["query"], torch.empty(0)))
     same_bits(result, want)
@@ -279,11 +279,11 @@ def test_one_graph_for_all_lengths() -> None:
     def step(query: Tensor, ends: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         return FIA(query, actual_seq_lengths=ends, actual_seq_lengths_kv=lengths, **given)
 
-    fast, made = compiled(step)
+    fast, graphs = compiled(step)
     for ends, lengths in (([3, 8], [20, 32]), ([8, 8], [9, 0])):
         inputs = rows(8, 4, 64), torch.tensor(ends), torch.tensor(lengths)
         same_bits(fast(*inputs), step(*inputs))
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 @pytest.mark.usefixtures("fresh")
@@ -295,12 +295,12 @@ def test_out_in_a_graph() -> None:
         FIA.out(query, **given, out=[out, lse])
         return out + 1
 
-    fast, made = compiled(step)
+    fast, graphs = compiled(step)
     buffers = torch.zeros(8, 4, 64).half(), torch.zeros(8, 4, 1)
     result = fast(query, *buffers)
     same_bits(buffers, FIA(query, **given))
     same_bits(result, buffers[0] + 1)
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- one core
@@ -329,10 +329,10 @@ def test_one_token_is_one_operator(layout: str, more: Args) -> None:
 def test_ten_more_is_the_same_mode() -> None:
     for mode in range(5):
         more = {"atten_mask": "2048 2048" if mode > 1 else "S1 S2", "next_tokens": 2147483647}
-        plain, precise = (
+        ordinary, precise = (
             call(fused.TORCH_PFA, sample(fused.TORCH_PFA, sparse_mode=m, **more)) for m in (mode, mode + 10)
         )
-        same_bits(precise, plain)
+        same_bits(precise, ordinary)
 
 
 # --------------------------------------------------------------------------------------------------------- two phases
@@ -341,13 +341,13 @@ def test_ten_more_is_the_same_mode() -> None:
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.parametrize("op", fused.ACLNN[3:], ids=lambda op: op.name)
 def test_statistics_are_written_where_they_are_asked_for(op: Op) -> None:
-    asked = sample(op, softmax_lse_flag=True)
-    result = done(op, asked)
+    args = sample(op, softmax_lse_flag=True)
+    result = done(op, args)
     assert result["softmax_lse"].isfinite().all()
-    assert call_phases(op, asked, {**outputs_of(op, asked), "softmax_lse": None}) == (161001, 0)
-    plain, other = sample(op), torch.full((1,), 7.0).half()
-    given = {**outputs_of(op, plain), "softmax_lse": other}
-    assert call_phases(op, plain, given) == (0, 0)
+    assert call_phases(op, args, {**outputs_of(op, args), "softmax_lse": None}) == (161001, 0)
+    unasked, other = sample(op), torch.full((1,), 7.0).half()
+    given = {**outputs_of(op, unasked), "softmax_lse": other}
+    assert call_phases(op, unasked, given) == (0, 0)
     assert other == 7
     same_bits(given["attention_out"], result["attention_out"])
 

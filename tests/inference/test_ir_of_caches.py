@@ -97,13 +97,13 @@ def rows(values: Tensor, lengths: tuple[int, ...]) -> RowView:
     return RowView((memory,), address, memory.stride(1), np.full(count, memory.stride(2)), dim)
 
 
-def pages(values: Tensor, lengths: tuple[int, ...], size: int, piece: int = 0) -> PagedView:
+def pages(values: Tensor, lengths: tuple[int, ...], size: int, fragment: int = 0) -> PagedView:
     """The same rows in shuffled pages [blocks, heads, pieces, slots, elements of a piece]."""
     count, heads, tokens, dim = values.shape
     columns = -(-tokens // size)
     order = torch.randperm(count * columns + 2, generator=torch.Generator().manual_seed(4))
     table = order[: count * columns].view(count, columns).to(torch.int32)
-    step = piece or dim
+    step = fragment or dim
     pool = torch.full((len(order), heads, dim // step, size, step), math.nan if values.is_floating_point() else 111)
     pool = pool.to(values.dtype)
     for b, length in enumerate(lengths):
@@ -111,7 +111,7 @@ def pages(values: Tensor, lengths: tuple[int, ...], size: int, piece: int = 0) -
             pool[int(table[b, t // size]), :, :, t % size] = values[b, :, t].unflatten(-1, (-1, step))
         table[b, -(-length // size) :] = 1 << 30
     block, head, stride, token, _ = pool.stride()
-    pieces = (piece, stride) if piece else (0, 0)
+    pieces = (fragment, stride) if fragment else (0, 0)
     return PagedView(pool, table, size, block, token, head, dim, *pieces)
 
 
@@ -148,12 +148,12 @@ def check(call: Call) -> None:
     for place, *row in results:
         for t, numbers_ in zip(want, row, strict=True):
             t[tuple(place)] = torch.tensor(numbers_, dtype=torch.float64).reshape(-1)
-    wide = replace(call, problem=replace(call.problem, dtype="float64"))
-    for got, expected in zip(run(wide), want, strict=True):
+    call64 = replace(call, problem=replace(call.problem, dtype="float64"))
+    for got, expected in zip(run(call64), want, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def plain(dim: int = 12, **more: Any) -> Call:
+def call_of(dim: int = 12, **more: Any) -> Call:
     """Two query heads to a key head."""
     problem = Problem(heads_q=4, heads_kv=2, dim_qk=dim, dim_v=8, scale=0.3, **more)
     lengths = len(Q_LEN), 4, max(Q_LEN), dim
@@ -166,28 +166,28 @@ def plain(dim: int = 12, **more: Any) -> Call:
     )
 
 
-@pytest.mark.parametrize("piece", [0, 4])
+@pytest.mark.parametrize("fragment", [0, 4])
 @pytest.mark.parametrize("size", [1, 2, 16])
-def test_rows_in_pieces(piece: int, size: int) -> None:
-    call = plain(page_size=size)
-    call.views = {"k": pages(call.k, KV_LEN, size, piece), "v": pages(call.v, KV_LEN, size, piece)}
+def test_rows_in_pieces(fragment: int, size: int) -> None:
+    call = call_of(page_size=size)
+    call.views = {"k": pages(call.k, KV_LEN, size, fragment), "v": pages(call.v, KV_LEN, size, fragment)}
     check(call)
 
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("common", [1, 4])
 def test_common_keys(paged: bool, common: int) -> None:
-    call = plain(common_keys=common, has_blocked=True, bias="matrix", page_size=2 if paged else 0)
+    call = call_of(common_keys=common, has_blocked=True, bias="matrix", page_size=2 if paged else 0)
     call.kv_len = (common + 3, common, common + 1)
     keys = max(call.kv_len)
     call.k, call.v = (torch.cat((t, t), dim=2)[:, :, :keys] for t in (call.k, call.v))
     for t in (call.k, call.v):
         t[:, :, :common] = t[:1, :, :common]
-    own = tuple(n - common for n in call.kv_len)
+    suffix_len = tuple(n - common for n in call.kv_len)
     for name in ("k", "v"):
         stored = getattr(call, name)
         rest = stored[:, :, common:]
-        call.views[name] = pages(rest, own, 2) if paged else rows(rest, own)
+        call.views[name] = pages(rest, suffix_len, 2) if paged else rows(rest, suffix_len)
         call.views[f"{name}_common"] = rows(stored[:1, :, :common], (common,))
     call.hidden = numbers(3, 3, keys, seed=6) > 0.8
     call.hidden[..., 0] = False
@@ -200,13 +200,13 @@ def test_common_keys(paged: bool, common: int) -> None:
 
 
 def test_common_keys_of_integers() -> None:
-    call = plain(common_keys=2, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
+    call = call_of(common_keys=2, kv_dtype="int8", dequant_k="channel", dequant_v="channel")
     call.kv_len = (5, 2, 3)
-    own = (3, 0, 1)
+    suffix_len = (3, 0, 1)
     for name, dim in (("k", 12), ("v", 8)):
         stored = integers(3, 2, 5, dim)
         stored[:, :, :2] = stored[:1, :, :2]
-        call.views[name] = rows(stored[:, :, 2:], own)
+        call.views[name] = rows(stored[:, :, 2:], suffix_len)
         call.views[f"{name}_common"] = rows(stored[:1, :, :2], (2,))
         scale, offset = numbers(2, dim, seed=5).abs() / 50, numbers(2, dim, seed=6)
         channels = [RowView((t,), np.zeros(3, np.int64), 0, np.full(3, dim), dim) for t in (scale, offset)]
@@ -217,7 +217,7 @@ def test_common_keys_of_integers() -> None:
 
 def test_a_matrix_without_the_first_keys() -> None:
     """As a tree mask: squares at the end of the keys, the address of the first before all memory."""
-    call = plain(has_blocked=True)
+    call = call_of(has_blocked=True)
     call.band, call.kv_len = Band.full(), (7, 5, 2)
     squares = [torch.tensor(square, dtype=torch.uint8) for square in ([[0, 1, 1], [1, 0, 1], [1, 0, 0]], [[0]])]
     squares.append(torch.tensor([[0, 1], [1, 1]], dtype=torch.uint8))
@@ -235,7 +235,7 @@ def test_a_matrix_without_the_first_keys() -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 0.6])
 def test_scales_of_rows(softcap: float) -> None:
-    call = plain(has_row_scale=True, bias="matrix", softcap=softcap)
+    call = call_of(has_row_scale=True, bias="matrix", softcap=softcap)
     call.row_scale = numbers(3, 4, 3, seed=8).abs()
     call.bias = numbers(3, 4, 3, TOKENS, seed=7)
     count = np.arange(3)
@@ -248,7 +248,7 @@ def test_scales_of_rows(softcap: float) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_scales_of_other_kinds(paged: bool, shared: bool) -> None:
     """Keys in pages with one scale per token by its place in the sequence, values with scales in pages of their own."""
-    call = plain(page_size=2, kv_dtype="int8", dequant_k="token", dequant_v="token" if paged else "channel")
+    call = call_of(page_size=2, kv_dtype="int8", dequant_k="token", dequant_v="token" if paged else "channel")
     heads = 1 if shared else 2
     for name, dim in (("k", 12), ("v", 8)):
         stored = integers(3, 2, TOKENS, dim)
@@ -272,7 +272,7 @@ def test_scales_of_other_kinds(paged: bool, shared: bool) -> None:
 
 @pytest.mark.parametrize(("weight_scale", "softcap"), [(127.0, 0.0), (3.0, 0.0), (200.0, 0.0), (127.0, 0.7)])
 def test_rounded_weights(weight_scale: float, softcap: float) -> None:
-    call = plain(kv_dtype="int8", dequant_k="channel", dequant_v="channel", dtype="float16", softcap=softcap)
+    call = call_of(kv_dtype="int8", dequant_k="channel", dequant_v="channel", dtype="float16", softcap=softcap)
     call.problem = replace(call.problem, has_blocked=True, empty_rows="mean_in_band", has_weight_scale=True)
     call.weight_scale, call.views["weight_scale"] = weight_scale, torch.tensor([weight_scale])
     call.q = integers(3, 4, 3, 12, seed=4).float()

@@ -75,9 +75,9 @@ def judged(got: list[Tensor], call: Any, inputs: list[Tensor], dout: Tensor) -> 
     """compare() of [out, lse, gradients] with call(*inputs) -> (out, lse) in float64."""
 
     def computed() -> list[Tensor]:
-        own = [t.detach().double().requires_grad_() for t in inputs]
-        out, lse = call(*own)
-        return [out, lse, *torch.autograd.grad(out, own, dout.double())]
+        leaves = [t.detach().double().requires_grad_() for t in inputs]
+        out, lse = call(*leaves)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout.double())]
 
     compare_with("[out, lse, dq, dk, dv]", got, computed)
 
@@ -156,12 +156,12 @@ def test_the_backward_is_attentions_own() -> None:
     q = torch.randn(7, 2, 16, requires_grad=True)
     cu = ends([3, 4])
     out = integration.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, causal=True)
-    own = fa.attention(q, q, q, layout="TND", q_len=[3, 4], kv_len=[3, 4], band=fa.Band.causal())
-    assert type(out.grad_fn) is type(own.grad_fn)
+    direct = fa.attention(q, q, q, layout="TND", q_len=[3, 4], kv_len=[3, 4], band=fa.Band.causal())
+    assert type(out.grad_fn) is type(direct.grad_fn)
     assert [type(node) for node, _ in out.grad_fn.next_functions] == [
-        type(node) for node, _ in own.grad_fn.next_functions
+        type(node) for node, _ in direct.grad_fn.next_functions
     ]
-    same_bits(out, own)
+    same_bits(out, direct)
 
 
 def test_dropout() -> None:
@@ -177,11 +177,11 @@ def test_dropout() -> None:
     flat = [t.flatten(0, 1) for t in (q, q, ones)]
     packed = integration.flash_attn_varlen_func(*flat, ends([64, 64]), ends([64, 64]), 64, 64, dropout_p=0.5)
     same_bits(packed, drawn(1).flatten(0, 1))
-    kept = drawn(3)[..., 0]
+    keep = drawn(3)[..., 0]
     # A row's result is twice the sum of what was kept of its probabilities: 1 on average, with this deviation at most.
     weights = torch.einsum("bqnd,bknd->bnqk", q / 4, q).softmax(-1)
-    deviation = weights.square().sum().sqrt() / kept.numel()
-    assert (kept.mean() - 1).abs() < 6 * deviation
+    deviation = weights.square().sum().sqrt() / keep.numel()
+    assert (keep.mean() - 1).abs() < 6 * deviation
 
 
 def test_lengths_are_read_as_they_are() -> None:
@@ -217,9 +217,9 @@ def test_lengths_of_another_device_are_read_once() -> None:
     tensor.values, tensor._version = (0, 4), 1
     assert words.numbers(tensor) == words.numbers(tensor) == [0, 4]
     assert tensor.read == 2
-    for _ in range(2 * words._KEPT):
+    for _ in range(2 * words._ENTRIES):
         words.numbers(Elsewhere())  # type: ignore[arg-type]
-    assert len(words._READ) <= words._KEPT
+    assert len(words._READ) <= words._ENTRIES
     words._READ.clear()
 
 
@@ -302,7 +302,7 @@ def test_signatures_are_flash_attns() -> None:
     """Names and their order, as flash_attn 2.8 has them."""
     tail = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     cu = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-    known = {
+    expected = {
         "flash_attn_func": f"q k v {tail}",
         "flash_attn_kvpacked_func": f"q kv {tail}",
         "flash_attn_qkvpacked_func": f"qkv {tail}",
@@ -313,9 +313,9 @@ def test_signatures_are_flash_attns() -> None:
         "cache_leftpad block_table softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits "
         "return_softmax_lse",
     }
-    for name, parameters in known.items():
+    for name, parameters in expected.items():
         assert list(inspect.signature(getattr(integration, name)).parameters) == parameters.split()
-    assert all(name in known for name in vars(functions) if name.startswith("flash_attn_"))
+    assert all(name in expected for name in vars(functions) if name.startswith("flash_attn_"))
 
 
 TRANSFORMERS = """

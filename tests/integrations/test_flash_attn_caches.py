@@ -37,17 +37,17 @@ def test_caches(name: str, kind: str, rows: int) -> None:
     pad = torch.tensor([2, 0, 3], dtype=torch.int32) if kind == "cache_leftpad" else None
     q = torch.randn(3, rows, 4, 16)
     fresh = [torch.randn(3, new, 2, 16) for _ in range(2)]
-    held = [torch.randn(5 if batch_idx is not None else 3, 16, 2, 16) for _ in range(2)]
-    want = [t.clone() for t in held]
+    cache_pair = [torch.randn(5 if batch_idx is not None else 3, 16, 2, 16) for _ in range(2)]
+    want = [t.clone() for t in cache_pair]
     for b, length in enumerate(before):
         for cache, tokens in zip(want, fresh, strict=True):
             cache[b if batch_idx is None else batch_idx[b], length : length + new] = tokens[b]
-    caches, block_table = held, None
+    caches, block_table = cache_pair, None
     if kind == "pages":
         torch.manual_seed(1)
-        k_pages, block_table = pages_of(held[0], 4)
+        k_pages, block_table = pages_of(cache_pair[0], 4)
         torch.manual_seed(1)
-        caches = [k_pages, pages_of(held[1], 4)[0]]
+        caches = [k_pages, pages_of(cache_pair[1], 4)[0]]
     out, lse = integration.flash_attn_with_kvcache(
         q,
         *caches,
@@ -66,11 +66,13 @@ def test_caches(name: str, kind: str, rows: int) -> None:
         """Copies are further heads."""
         outs, lses = [], []
         for b, length in enumerate(before):
-            seen = slice(0 if pad is None else int(pad[b]), length + new)
+            visible = slice(0 if pad is None else int(pad[b]), length + new)
             row, words = b if batch_idx is None else int(batch_idx[b]), of_sequence(how, b)
             if "alibi_slopes" in words:
                 words["alibi_slopes"] = words["alibi_slopes"].repeat(copies)
-            o, x = formula(*(t.double().repeat(1, copies, 1) for t in (q[b], *(t[row, seen] for t in want))), **words)
+            o, x = formula(
+                *(t.double().repeat(1, copies, 1) for t in (q[b], *(t[row, visible] for t in want))), **words
+            )
             outs.append(o.unflatten(1, (copies, -1)).movedim(1, 0))
             lses.append(x.unflatten(0, (copies, -1)))
         return {"out": torch.stack(outs, 1), "lse": torch.stack(lses, 1)}
@@ -85,7 +87,7 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
     caches = [torch.randn(2, 12, 2, 16) for _ in range(2)]
     angles = torch.rand(12, 4) * 6
     cos, sin, lengths = angles.cos(), angles.sin(), torch.tensor([5, 2], dtype=torch.int32)
-    held = [t.clone() for t in caches]
+    before = [t.clone() for t in caches]
     out = integration.flash_attn_with_kvcache(
         q, *caches, k, v, cos, sin, lengths, rotary_interleaved=interleaved, **how
     )
@@ -93,7 +95,7 @@ def test_rotary_of_a_cache(how: dict[str, Any], interleaved: bool) -> None:
     def golden() -> tuple[Tensor, Tensor, Tensor]:
         turned_q = by_complex_numbers(q.double(), cos, sin, lengths, interleaved, each=bool(how))
         turned_k = by_complex_numbers(k.double(), cos, sin, lengths, interleaved)
-        keys, values = (t.double() for t in held)
+        keys, values = (t.double() for t in before)
         results = []
         for b, n in enumerate(lengths.tolist()):
             keys[b, n : n + 3], values[b, n : n + 3] = turned_k[b], v[b].double()
@@ -110,8 +112,8 @@ def by_complex_numbers(
     size = 2 * cos.shape[1]
     steps = torch.arange(x.shape[1]) if each else torch.zeros(x.shape[1], dtype=torch.long)
     turn = torch.complex(cos.double(), sin.double())[(starts[:, None] + steps).long()].unsqueeze(2)
-    part = x[..., :size]
-    pairs = part.unflatten(-1, (-1, 2)) if interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    rotated = x[..., :size]
+    pairs = rotated.unflatten(-1, (-1, 2)) if interleaved else rotated.unflatten(-1, (2, -1)).transpose(-1, -2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
     return torch.cat((turned, x[..., size:]), -1)
@@ -119,18 +121,18 @@ def by_complex_numbers(
 
 @pytest.mark.parametrize("alibi", [False, True])
 def test_packed_rows_over_pages(alibi: bool) -> None:
-    held = [torch.randn(3, 8, 2, 16) for _ in range(2)]
+    caches = [torch.randn(3, 8, 2, 16) for _ in range(2)]
     torch.manual_seed(1)
-    k_pages, block_table = pages_of(held[0], 4)
+    k_pages, block_table = pages_of(caches[0], 4)
     torch.manual_seed(1)
-    v_pages, _ = pages_of(held[1], 4)
+    v_pages, _ = pages_of(caches[1], 4)
     q, lengths = torch.randn(10, 4, 16), ([3, 0, 5], [5, 4, 8])
     how: dict[str, Any] = {"causal": True} | ({"alibi_slopes": torch.rand(3, 4)} if alibi else {})
     cu = ends(lengths[0]), ends(lengths[1])
     out, lse, _ = integration.flash_attn_varlen_func(
         q, k_pages, v_pages, *cu, 5, 8, **how, block_table=block_table, return_attn_probs=True
     )
-    sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in held]
+    sides = [torch.cat([t[b, :n] for b, n in enumerate(lengths[1])]) for t in caches]
     call = packed_call(how, lengths)
     compare_with("(out, lse)", (out[:8], lse[:, :8]), lambda: call(*(t.double() for t in (q[:8], *sides))), draws=DRAWS)
     assert not out[8:].any()
@@ -183,10 +185,10 @@ def wrong_calls() -> dict[str, tuple[type[Exception], str, bool, dict[str, Any]]
 @pytest.mark.parametrize("name", wrong_calls())
 def test_caches_that_are_wrong_are_not_written(name: str) -> None:
     error, message, over_pages, how = wrong_calls()[name]
-    held = torch.zeros(4, 4, 2, 16) if over_pages else torch.zeros(2, 8, 2, 16)
+    cache = torch.zeros(4, 4, 2, 16) if over_pages else torch.zeros(2, 8, 2, 16)
     with pytest.raises(error, match=message):
-        integration.flash_attn_with_kvcache(torch.randn(2, 1, 4, 16), held, held, **how)
-    assert not held.any()
+        integration.flash_attn_with_kvcache(torch.randn(2, 1, 4, 16), cache, cache, **how)
+    assert not cache.any()
 
 
 def test_a_whole_cache_and_a_number() -> None:
@@ -202,17 +204,17 @@ def test_padding_there_and_back() -> None:
     x = torch.randn(3, 5, 2, 4, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-    packed, places, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
+    packed, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
     same_bits(packed, x[(mask + unused).bool()])
     assert (cu.tolist(), cu.dtype, longest, used.tolist()) == ([0, 3, 7, 7], torch.int32, 4, [2, 4, 0])
-    back = bert_padding.pad_input(packed, places, 3, 5)
+    back = bert_padding.pad_input(packed, indices, 3, 5)
     same_bits(back, torch.where((mask + unused)[..., None, None].bool(), x, 0.0))
     dx = torch.autograd.grad(back.sum(), x)[0]
     same_bits(dx, (mask + unused)[..., None, None].expand_as(x).float())
     rows = torch.tensor([[2, 3, 0, 0, 0], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
-    packed, places, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, rows)
-    assert (places.tolist(), cu.tolist(), longest) == ([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 5, 9], 4)
-    assert bert_padding.index_first_axis_residual(x.flatten(0, 1), places)[1].shape == (15, 2, 4)
+    packed, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, rows)
+    assert (indices.tolist(), cu.tolist(), longest) == ([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 5, 9], 4)
+    assert bert_padding.index_first_axis_residual(x.flatten(0, 1), indices)[1].shape == (15, 2, 4)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -36,19 +36,19 @@ def block_mask(mask: Mod, tokens: int = TOKENS, size: Any = 128) -> Any:
 
 
 def judged(
-    score_mod: Mod | None, mask: Mod | None, said: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
+    score_mod: Mod | None, mask: Mod | None, created_mask: Any, *trained: Tensor, dtype: torch.dtype = torch.float32
 ) -> None:
     """Output, lse and all gradients against the formula in float64."""
     *qkv, dout = inputs(0, dtype=dtype)
     names = ("out", "lse", "dq", "dk", "dv", *(f"dcaptured {i}" for i in range(len(trained))))
 
-    def results(call: Mod, wide: torch.dtype) -> dict[str, Tensor]:
-        leaves = [t.detach().to(wide).requires_grad_() for t in qkv]
+    def results(call: Mod, results_dtype: torch.dtype) -> dict[str, Tensor]:
+        leaves = [t.detach().to(results_dtype).requires_grad_() for t in qkv]
         out, lse = call(*leaves)
-        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(wide))
+        grads = torch.autograd.grad(out, [*leaves, *trained], dout.to(results_dtype))
         return dict(zip(names, (out, lse, *grads), strict=True))
 
-    ours = results(lambda *t: flex_attention(*t, score_mod, said, enable_gqa=True, return_lse=True), dtype)
+    ours = results(lambda *t: flex_attention(*t, score_mod, created_mask, enable_gqa=True, return_lse=True), dtype)
 
     def golden() -> Any:
         return results(lambda *t: formula(*t, score_mod, mask), torch.float64)
@@ -102,11 +102,11 @@ def test_torchs_own(eager: Any, name: str | None, mask: str) -> None:
     """The formula of these tests is torch's: output and lse of both agree, and so do ours."""
     score_mod = None if name is None else SCORES[name][0]
     q, k, v, _ = inputs(1)
-    said = block_mask(MASKS[mask][0])
-    want = eager(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-    got = flex_attention(q, k, v, score_mod, said, enable_gqa=True, return_lse=True)
-    wide = [t.double() for t in (q, k, v)]
-    compare_with("(out, lse)", got + want, lambda: formula(*wide, score_mod, MASKS[mask][0]) * 2, draws=DRAWS)
+    created_mask = block_mask(MASKS[mask][0])
+    want = eager(q, k, v, score_mod, created_mask, enable_gqa=True, return_lse=True)
+    got = flex_attention(q, k, v, score_mod, created_mask, enable_gqa=True, return_lse=True)
+    inputs64 = [t.double() for t in (q, k, v)]
+    compare_with("(out, lse)", got + want, lambda: formula(*inputs64, score_mod, MASKS[mask][0]) * 2, draws=DRAWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -116,8 +116,8 @@ def test_low_dtypes(name: str, dtype: torch.dtype) -> None:
     q, k, v, _ = inputs(2, dtype=dtype)
     out = flex_attention(q, k, v, score_mod, block_mask(causal), enable_gqa=True)
     assert out.dtype == dtype
-    wide = [t.double() for t in (q, k, v)]
-    compare_with("out", out, lambda: formula(*wide, score_mod, causal)[0], dtype=dtype, draws=DRAWS)
+    inputs64 = [t.double() for t in (q, k, v)]
+    compare_with("out", out, lambda: formula(*inputs64, score_mod, causal)[0], dtype=dtype, draws=DRAWS)
 
 
 def test_float64_is_computed_in_it() -> None:
@@ -193,10 +193,10 @@ def test_results_lie_as_the_query_does(eager: Any) -> None:
     q, k, v, _ = inputs(5)
     views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     for mask in ("causal", "documents", "dilated window"):
-        said = block_mask(MASKS[mask][0])
+        created_mask = block_mask(MASKS[mask][0])
         for tensors in ((q, k, v), views):
-            out = flex_attention(*tensors, None, said, enable_gqa=True)
-            assert out.stride() == eager(*tensors, None, said, enable_gqa=True).stride()
+            out = flex_attention(*tensors, None, created_mask, enable_gqa=True)
+            assert out.stride() == eager(*tensors, None, created_mask, enable_gqa=True).stride()
 
 
 def test_return_aux() -> None:
@@ -213,8 +213,8 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
     q, k, v, _ = inputs(7)
     k, v = k[:1].requires_grad_(), v[:1]
     out = flex_attention(q, k, v, None, block_mask(causal), enable_gqa=True)
-    wide = [t.detach().double().expand(ITEMS, -1, -1, -1) for t in (q, k, v)]
-    compare_with("out", out, lambda: formula(*wide, None, causal)[0], draws=DRAWS)
+    inputs64 = [t.detach().double().expand(ITEMS, -1, -1, -1) for t in (q, k, v)]
+    compare_with("out", out, lambda: formula(*inputs64, None, causal)[0], draws=DRAWS)
     out.sum().backward()
     assert k.grad is not None
     assert k.grad.shape == k.shape
@@ -222,22 +222,42 @@ def test_one_item_of_keys_serves_all_beside_a_mask() -> None:
 
 def test_wrong_calls() -> None:
     q, k, v, _ = inputs(8)
-    said = block_mask(causal)
-    own = k.repeat_interleave(2, 1)
+    created_mask = block_mask(causal)
+    full_heads = k.repeat_interleave(2, 1)
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (ValueError, "pass enable_gqa=True", (q, k, v), {}),
         (ValueError, "a number of heads that divides", (q[:, :3], k, v), {"enable_gqa": True}),
-        (ValueError, "as many elements in its rows", (q[..., :8], own, own), {}),
-        (ValueError, "as many rows as the value", (q, own, own[:, :, 1:]), {}),
-        (NotImplementedError, r"expected \[B, H, L, E\]", (q[0], own[0], own[0]), {}),
-        (ValueError, "or 1 beside a block_mask", (q, own[:1], own[:1]), {}),
-        (ValueError, "one made for q_len=100 and kv_len=200", (q[:, :, :100], own, own), {"block_mask": said}),
-        (ValueError, "of 1 or 1 as its batch size", (q[:1], own[:1], own[:1]), {"block_mask": said}),
-        (TypeError, "got <class 'torch.Tensor'>", (q, own, own), {"block_mask": torch.ones(TOKENS, TOKENS)}),
-        (ValueError, "got both", (q, own, own), {"return_lse": True, "return_aux": AuxRequest()}),
-        (NotImplementedError, "max_scores=True", (q, own, own), {"return_aux": AuxRequest(max_scores=True)}),
-        (RuntimeError, "sliced BlockMask", (q, own, own), {"block_mask": said[:, :, :1]}),
-        (ValueError, "returns one bool", (q, own, own), {"block_mask": lambda b, h, row, key: row - key}),
+        (ValueError, "as many elements in its rows", (q[..., :8], full_heads, full_heads), {}),
+        (ValueError, "as many rows as the value", (q, full_heads, full_heads[:, :, 1:]), {}),
+        (NotImplementedError, r"expected \[B, H, L, E\]", (q[0], full_heads[0], full_heads[0]), {}),
+        (ValueError, "or 1 beside a block_mask", (q, full_heads[:1], full_heads[:1]), {}),
+        (
+            ValueError,
+            "one made for q_len=100 and kv_len=200",
+            (q[:, :, :100], full_heads, full_heads),
+            {"block_mask": created_mask},
+        ),
+        (
+            ValueError,
+            "of 1 or 1 as its batch size",
+            (q[:1], full_heads[:1], full_heads[:1]),
+            {"block_mask": created_mask},
+        ),
+        (
+            TypeError,
+            "got <class 'torch.Tensor'>",
+            (q, full_heads, full_heads),
+            {"block_mask": torch.ones(TOKENS, TOKENS)},
+        ),
+        (ValueError, "got both", (q, full_heads, full_heads), {"return_lse": True, "return_aux": AuxRequest()}),
+        (
+            NotImplementedError,
+            "max_scores=True",
+            (q, full_heads, full_heads),
+            {"return_aux": AuxRequest(max_scores=True)},
+        ),
+        (RuntimeError, "sliced BlockMask", (q, full_heads, full_heads), {"block_mask": created_mask[:, :, :1]}),
+        (ValueError, "returns one bool", (q, full_heads, full_heads), {"block_mask": lambda b, h, row, key: row - key}),
     ]
     for kind, text, tensors, words in wrong:
         with pytest.raises(kind, match=text):
@@ -271,17 +291,17 @@ def test_a_mask_is_read_once_and_again_when_what_it_captured_changes(monkeypatch
     def mask(b: Any, h: Any, row: Any, key: Any) -> Any:
         return (row >= key) & (row - key < window)
 
-    said = block_mask(mask)
-    first = flex_attention(q, k, v, None, said, enable_gqa=True)
+    created_mask = block_mask(mask)
+    first = flex_attention(q, k, v, None, created_mask, enable_gqa=True)
     for _ in range(3):
-        assert torch.equal(flex_attention(q, k, v, None, said, enable_gqa=True), first)
+        assert torch.equal(flex_attention(q, k, v, None, created_mask, enable_gqa=True), first)
     assert len(calls) == 1
     window.fill_(20)
-    second = flex_attention(q, k, v, None, said, enable_gqa=True)
+    second = flex_attention(q, k, v, None, created_mask, enable_gqa=True)
     assert len(calls) == 2
     as_good(second, q, k, v, None, mask)
-    said.mask_mod = causal  # full and absent blocks stay what they are
-    flex_attention(q, k, v, None, said, enable_gqa=True)
+    created_mask.mask_mod = causal  # full and absent blocks stay what they are
+    flex_attention(q, k, v, None, created_mask, enable_gqa=True)
     assert len(calls) == 3
 
 
@@ -290,15 +310,15 @@ def test_a_score_mod_is_read_again_when_a_number_changes() -> None:
         value = 5.0
 
         def __init__(self) -> None:
-            self.own = 5.0
+            self.cap = 5.0
 
         def __call__(self, score: Any, b: Any, h: Any, row: Any, key: Any) -> Any:
-            return self.own * torch.tanh(score / self.own)
+            return self.cap * torch.tanh(score / self.cap)
 
     cap = Cap()
     q, k, v, _ = inputs(11)
     for value in (5.0, 0.5):
-        cap.own = value
+        cap.cap = value
         as_good(flex_attention(q, k, v, cap, enable_gqa=True), q, k, v, cap, None)
 
 
@@ -312,23 +332,23 @@ class Documents(torch.nn.Module):
         super().__init__()
         self.register_buffer("buffer", torch.arange(TOKENS) // 10)
         self.weight = torch.nn.Parameter(torch.randn(TOKENS))
-        self.slot = self.plain = torch.arange(TOKENS) // 10
+        self.slot = self.documents = torch.arange(TOKENS) // 10
 
     @property
     def computed(self) -> Tensor:
-        return self.plain
+        return self.documents
 
     def by_method(self, row: Any, key: Any) -> Any:
-        return self.plain[row] == self.plain[key]
+        return self.documents[row] == self.documents[key]
 
 
 OF_OBJECTS: dict[str, Any] = {
     "a buffer": lambda m: (lambda b, h, row, key: m.buffer[row] == m.buffer[key], m.buffer),
-    "a plain attribute": lambda m: (lambda b, h, row, key: m.plain[row] == m.plain[key], m.plain),
+    "a plain attribute": lambda m: (lambda b, h, row, key: m.documents[row] == m.documents[key], m.documents),
     "an attribute of its class": lambda m: (lambda b, h, row, key: m.of_class[row] == m.of_class[key], m.of_class),
     "a slot": lambda m: (lambda b, h, row, key: m.slot[row] == m.slot[key], m.slot),
-    "a property": lambda m: (lambda b, h, row, key: m.computed[row] == m.computed[key], m.plain),
-    "a method": lambda m: (lambda b, h, row, key: m.by_method(row, key), m.plain),
+    "a property": lambda m: (lambda b, h, row, key: m.computed[row] == m.computed[key], m.documents),
+    "a method": lambda m: (lambda b, h, row, key: m.by_method(row, key), m.documents),
 }
 
 
@@ -361,13 +381,13 @@ def test_a_bias_of_a_module_is_read_again_after_a_step() -> None:
 def test_masks_and_what_is_known_of_them_die_together() -> None:
     q, k, v, _ = inputs(12)
 
-    def made() -> tuple[Any, Any]:
-        held = torch.zeros(TOKENS, dtype=torch.int64)
-        said = block_mask(lambda b, h, row, key: held[row] == held[key])
-        flex_attention(q, k, v, None, said, enable_gqa=True)
-        return weakref.ref(held), weakref.ref(said)
+    def masked() -> tuple[Any, Any]:
+        sequence = torch.zeros(TOKENS, dtype=torch.int64)
+        created_mask = block_mask(lambda b, h, row, key: sequence[row] == sequence[key])
+        flex_attention(q, k, v, None, created_mask, enable_gqa=True)
+        return weakref.ref(sequence), weakref.ref(created_mask)
 
-    table, mask = made()
+    table, mask = masked()
     gc.collect()
     assert table() is None
     assert mask() is None
@@ -417,11 +437,11 @@ def test_patched_code_that_compiles_torchs_function_gets_it_as_it_is() -> None:
 def test_compiled_code_calls_it() -> None:
     q, k, v, dout = inputs(14)
     slope = torch.randn(HEADS, requires_grad=True)
-    said = block_mask(causal)
+    created_mask = block_mask(causal)
 
     def layer(x: Tensor) -> Tensor:
         return 2 * flex_attention(
-            x * 3, k, v, lambda s, b, h, row, key: s + slope[h] * (row - key), said, enable_gqa=True
+            x * 3, k, v, lambda s, b, h, row, key: s + slope[h] * (row - key), created_mask, enable_gqa=True
         )
 
     results = []
@@ -433,7 +453,8 @@ def test_compiled_code_calls_it() -> None:
         assert torch.equal(ours, want)
     compiled = torch.compile(flex_attention, backend="eager")
     assert torch.equal(
-        compiled(q, k, v, None, said, enable_gqa=True), flex_attention(q, k, v, None, said, enable_gqa=True)
+        compiled(q, k, v, None, created_mask, enable_gqa=True),
+        flex_attention(q, k, v, None, created_mask, enable_gqa=True),
     )
 
 

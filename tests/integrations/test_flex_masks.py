@@ -11,7 +11,7 @@ from support.flex_cases import HEADS, ITEMS, MASKS, TOKENS, causal, formula, inp
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask, or_masks
 
 from fusion_attention.integrations.flex_attention import flex_attention, masks, mods
-from fusion_attention.integrations.flex_attention.masks import Seen, Shape
+from fusion_attention.integrations.flex_attention.masks import Shape, Visible
 from fusion_attention.testing.drawn import compare_with
 
 Tensor = torch.Tensor
@@ -20,34 +20,34 @@ CPU = torch.device("cpu")
 SHAPE = Shape(ITEMS, HEADS, TOKENS, TOKENS, CPU)
 
 
-def of_tiles(seen: Seen, shape: Shape) -> Tensor:
+def of_tiles(visible: Visible, shape: Shape) -> Tensor:
     """[B or 1, N or 1, S1, S2] from tiles and bits alone."""
-    assert seen.tiles is not None
-    assert seen.bits is not None
-    seen_whole = torch.zeros(*seen.tiles.shape[:2], *(128 * n for n in seen.tiles.shape[2:]), dtype=torch.bool)
-    for b, n, r, c in np.ndindex(*seen.tiles.shape):
-        number = int(seen.tiles[b, n, r, c])
+    assert visible.tiles is not None
+    assert visible.bits is not None
+    seen_whole = torch.zeros(*visible.tiles.shape[:2], *(128 * n for n in visible.tiles.shape[2:]), dtype=torch.bool)
+    for b, n, r, c in np.ndindex(*visible.tiles.shape):
+        number = int(visible.tiles[b, n, r, c])
         tile = torch.full((128, 128), number == -2)
         if number >= 0:
-            tile = (seen.bits[number, :, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) == 0
+            tile = (visible.bits[number, :, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) == 0
         seen_whole[b, n, 128 * r : 128 * r + 128, 128 * c : 128 * c + 128] = tile
     return seen_whole[:, :, : shape.rows, : shape.keys]
 
 
-def of_band(seen: Seen, shape: Shape) -> Tensor:
+def of_band(visible: Visible, shape: Shape) -> Tensor:
     """[B, 1, S1, S2] from the band and lengths alone."""
-    band = seen.band
+    band = visible.band
     assert band is not None
-    if not seen.packed:
-        lengths = [n or [size] * shape.items for n, size in ((seen.q_len, shape.rows), (seen.kv_len, shape.keys))]
+    if not visible.packed:
+        lengths = [n or [size] * shape.items for n, size in ((visible.q_len, shape.rows), (visible.kv_len, shape.keys))]
         mask = torch.zeros(shape.items, 1, shape.rows, shape.keys, dtype=torch.bool)
         for b, (q_len, kv_len) in enumerate(zip(*lengths, strict=True)):
-            own = dataclasses.replace(band, prefix=band.prefix[b : b + 1])
-            mask[b, 0, :q_len, :kv_len] = own.visible(q_len, kv_len)
+            band_of_item = dataclasses.replace(band, prefix=band.prefix[b : b + 1])
+            mask[b, 0, :q_len, :kv_len] = band_of_item.visible(q_len, kv_len)
         return mask
     full = torch.zeros(shape.items * shape.rows, shape.items * shape.keys, dtype=torch.bool)
     row = key = 0
-    for q_len, kv_len in zip(seen.q_len or (), seen.kv_len or (), strict=True):
+    for q_len, kv_len in zip(visible.q_len or (), visible.kv_len or (), strict=True):
         full[row : row + q_len, key : key + kv_len] = band.visible(q_len, kv_len)
         row, key = row + q_len, key + kv_len
     assert (row, key) == full.shape
@@ -57,26 +57,26 @@ def of_band(seen: Seen, shape: Shape) -> Tensor:
     return mask[:, None]
 
 
-def is_exactly(seen: Seen, want: Tensor, shape: Shape) -> None:
+def is_exactly(visible: Visible, want: Tensor, shape: Shape) -> None:
     """Every form that a mask has says the same."""
-    assert seen.band is not None or seen.tiles is not None
-    if seen.tiles is not None:
-        assert torch.equal(of_tiles(seen, shape).expand_as(want), want)
-        assert torch.equal(~seen.blocked(shape.rows, shape.keys).expand_as(want), want)
-    if seen.band is not None:
-        assert torch.equal(of_band(seen, shape).expand_as(want), want)
+    assert visible.band is not None or visible.tiles is not None
+    if visible.tiles is not None:
+        assert torch.equal(of_tiles(visible, shape).expand_as(want), want)
+        assert torch.equal(~visible.blocked(shape.rows, shape.keys).expand_as(want), want)
+    if visible.band is not None:
+        assert torch.equal(of_band(visible, shape).expand_as(want), want)
     ahead = torch.ones(shape.rows, shape.keys, dtype=torch.bool).triu(1)
-    if seen.past:
+    if visible.past:
         assert not bool((want & ahead).any())
-    if seen.packed:
-        lengths = [np.array(n) for n in (seen.q_len, seen.kv_len)]
+    if visible.packed:
+        lengths = [np.array(n) for n in (visible.q_len, visible.kv_len)]
         row, key = (np.cumsum(n) - n for n in lengths)
         begun = (row % shape.rows == key % shape.keys)[(lengths[0] > 0) & (lengths[1] > 0)]
-        assert seen.aligned == begun.all()
+        assert visible.aligned == begun.all()
 
 
-def form(seen: Seen) -> str:
-    return "tiles" if seen.band is None else "packed" if seen.packed else "band"
+def form(visible: Visible) -> str:
+    return "tiles" if visible.band is None else "packed" if visible.packed else "band"
 
 
 @pytest.mark.parametrize("size", [128, 32, (64, 256), 100])
@@ -85,22 +85,22 @@ def test_block_masks(name: str, size: Any) -> None:
     mask, words = MASKS[name]
     want = create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
     for full in (True, False):
-        said = create_block_mask(
+        created_mask = create_block_mask(
             mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=size, separate_full_blocks=full
         )
-        seen = masks.of_block_mask(said, SHAPE)
-        is_exactly(seen, want, SHAPE)
-        assert form(seen) == words
+        visible = masks.of_block_mask(created_mask, SHAPE)
+        is_exactly(visible, want, SHAPE)
+        assert form(visible) == words
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_functions(name: str) -> None:
     mask, words = MASKS[name]
-    seen = masks.of_function(mask, SHAPE)
-    is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
-    assert form(seen) == words
+    visible = masks.of_function(mask, SHAPE)
+    is_exactly(visible, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
+    assert form(visible) == words
     relative = name in ("causal", "sliding window", "symmetric window", "keys ahead")
-    assert (seen.tiles is None) == relative  # a band known from distances alone evaluates no tile
+    assert (visible.tiles is None) == relative  # a band known from distances alone evaluates no tile
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 300), (70, 300), (300, 70), (128, 256), (257, 129)])
@@ -124,9 +124,9 @@ def test_rows_and_keys_that_differ(rows: int, keys: int) -> None:
     ]
     for mask in functions:
         want = create_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
-        said = create_block_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
-        for seen in (masks.of_block_mask(said, shape), masks.of_function(mask, shape)):
-            is_exactly(seen, want, shape)
+        created_mask = create_block_mask(mask, ITEMS, HEADS, rows, keys, device="cpu")
+        for visible in (masks.of_block_mask(created_mask, shape), masks.of_function(mask, shape)):
+            is_exactly(visible, want, shape)
 
 
 def test_one_pair_more_or_less_is_no_band() -> None:
@@ -141,10 +141,10 @@ def test_one_pair_more_or_less_is_no_band() -> None:
                 k = min(int(want[b, h, q].nonzero()[-1]) + turn % 2, TOKENS - 1)
             flipped = want.clone()
             flipped[b, head, q, k] ^= True
-            seen = masks.of_function(lambda b, h, q, k, table=flipped: table[b, h, q, k], SHAPE)
-            is_exactly(seen, flipped, SHAPE)
+            visible = masks.of_function(lambda b, h, q, k, table=flipped: table[b, h, q, k], SHAPE)
+            is_exactly(visible, flipped, SHAPE)
             if turn % 2:
-                assert form(seen) == "tiles"
+                assert form(visible) == "tiles"
 
 
 def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
@@ -154,9 +154,9 @@ def test_a_mask_of_one_item_whose_function_asks_for_the_item() -> None:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (k < prefix[b]) | (q >= k)
 
-    said = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=256)
-    seen = masks.of_block_mask(said, SHAPE)
-    is_exactly(seen, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
+    created_mask = create_block_mask(mask, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=256)
+    visible = masks.of_block_mask(created_mask, SHAPE)
+    is_exactly(visible, create_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu"), SHAPE)
     assert not mods.depends(mask, 1, CPU)
 
 
@@ -174,20 +174,20 @@ def test_blocks_say_what_the_function_does_not() -> None:
     is_exactly(masks.of_block_mask(BlockMask.from_kv_blocks(counts, listed, **blocks), shape), want[None, None], shape)
     want &= torch.ones_like(want).tril()
     want[128:, :128] = True
-    said = BlockMask.from_kv_blocks(counts, listed, some, full, mask_mod=causal, **blocks)
-    is_exactly(masks.of_block_mask(said, shape), want[None, None], shape)
+    created_mask = BlockMask.from_kv_blocks(counts, listed, some, full, mask_mod=causal, **blocks)
+    is_exactly(masks.of_block_mask(created_mask, shape), want[None, None], shape)
 
 
 def test_sliced_masks_with_a_function_of_their_own() -> None:
     """One block of rows of a mask, as programs decode: the function is shifted, the lengths are said anew."""
     q, k, v, _ = inputs(0, tokens=300)
-    said = create_block_mask(causal, None, None, 300, 300, device="cpu")
-    part = said[:, :, 1]
-    part.mask_mod = lambda b, h, row, key: causal(b, h, row + 128, key)
-    part.seq_lengths = (128, 300)
-    out = flex_attention(q[:, :, 128:256], k, v, None, part, enable_gqa=True)
-    wide = [t.double() for t in (q, k, v)]
-    compare_with("out", out, lambda: formula(*wide, None, causal)[0][:, :, 128:256])
+    created_mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    sliced = created_mask[:, :, 1]
+    sliced.mask_mod = lambda b, h, row, key: causal(b, h, row + 128, key)
+    sliced.seq_lengths = (128, 300)
+    out = flex_attention(q[:, :, 128:256], k, v, None, sliced, enable_gqa=True)
+    inputs64 = [t.double() for t in (q, k, v)]
+    compare_with("out", out, lambda: formula(*inputs64, None, causal)[0][:, :, 128:256])
 
 
 def test_blocks_that_are_not_there_are_refused() -> None:
@@ -199,14 +199,14 @@ def test_blocks_that_are_not_there_are_refused() -> None:
         ([5, 1], "got others"),
     ):
         number = torch.tensor([[counts]], dtype=torch.int32)
-        said = BlockMask((TOKENS, TOKENS), number, listed[:, :, : len(counts)], *(None,) * 6)
+        created_mask = BlockMask((TOKENS, TOKENS), number, listed[:, :, : len(counts)], *(None,) * 6)
         with pytest.raises(ValueError, match=words):
-            masks.of_block_mask(said, shape)
+            masks.of_block_mask(created_mask, shape)
 
 
 def test_functions_read_no_table_beyond_its_end() -> None:
     """Tiles reach beyond the last row and key; the function is never asked there."""
     tokens = 130
     table = torch.arange(tokens)
-    seen = masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))
-    is_exactly(seen, (table[:, None] + table >= 100)[None, None], Shape(1, 1, tokens, tokens, CPU))
+    visible = masks.of_function(lambda b, h, q, k: table[q] + table[k] >= 100, Shape(1, 1, tokens, tokens, CPU))
+    is_exactly(visible, (table[:, None] + table >= 100)[None, None], Shape(1, 1, tokens, tokens, CPU))

@@ -26,8 +26,8 @@ def lines() -> str:
     q, k, *_ = inputs(0)
     rows = []
     for name, (mask, _) in MASKS.items():
-        said = create_block_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
-        rows.append((f"mask: {name}", f"`{explain(q, k, None, said)}`"))
+        created_mask = create_block_mask(mask, ITEMS, HEADS, TOKENS, TOKENS, device="cpu")
+        rows.append((f"mask: {name}", f"`{explain(q, k, None, created_mask)}`"))
     rows += [(f"score_mod: {name}", f"`{explain(q, k, score_mod)}`") for name, (score_mod, _) in SCORES.items()]
     for name, (score_mod, words) in REFUSED.items():
         with pytest.raises(BackendError, match=re.escape(words)):

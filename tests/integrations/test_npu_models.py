@@ -35,10 +35,10 @@ def pair(name: str) -> tuple[Any, Any]:
 def test_a_model_is_the_same_there(name: str, torch_npu: Any) -> None:
     here, there = pair(name)
     ids = torch.randint(3, VOCABULARY, (2, 12))
-    seen = torch.ones_like(ids)
-    seen[1, :5] = 0
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
     results = [
-        m(input_ids=i, attention_mask=a, labels=i) for m, i, a in ((here, ids, seen), (there, ids.npu(), seen.npu()))
+        m(input_ids=i, attention_mask=a, labels=i) for m, i, a in ((here, ids, mask), (there, ids.npu(), mask.npu()))
     ]
     assert results[1].logits.device.type == "npu"
     assert torch.equal(results[0].logits, results[1].logits.cpu())

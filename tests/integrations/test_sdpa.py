@@ -31,10 +31,10 @@ Shape = tuple[int, ...]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One element for every call that this library computes."""
-    seen: list[Any] = []
+    recorded: list[Any] = []
     forward = dense.forward
-    monkeypatch.setattr(dense, "forward", lambda *args, **how: seen.append(args) or forward(*args, **how))
-    return seen
+    monkeypatch.setattr(dense, "forward", lambda *args, **how: recorded.append(args) or forward(*args, **how))
+    return recorded
 
 
 @pytest.fixture(autouse=True)
@@ -240,14 +240,14 @@ def test_a_mask_elsewhere_is_named() -> None:
 def test_what_torch_alone_computes(calls: list[Any]) -> None:
     q = torch.randn(2, 4, 5, 16)
 
-    class Own(torch.Tensor):
+    class Subclass(torch.Tensor):
         pass
 
     call = sdpa.scaled_dot_product_attention
     mapped = torch.func.vmap(lambda x: call(x, x, x))(torch.stack([q, 2 * q]))
     for got, want in zip(mapped, (q, 2 * q), strict=True):
         same_bits(got, TORCHS(want, want, want))
-    assert type(call(*[q.as_subclass(Own)] * 3)) is Own
+    assert type(call(*[q.as_subclass(Subclass)] * 3)) is Subclass
     assert call(*[q.to("meta")] * 3).is_meta
     low = q.bfloat16()
     same_bits(call(low, low, low, torch.ones(5, 5)), TORCHS(low, low, low, torch.ones(5, 5)))
@@ -268,9 +268,9 @@ def test_dropout_is_drawn_from_torchs_generator() -> None:
     zeros = sdpa.scaled_dot_product_attention(
         torch.zeros(8, 128, 16), torch.zeros(8, 128, 16), torch.eye(128).expand(8, -1, -1), dropout_p=0.25
     )
-    share = (zeros == 0).double().mean()
+    dropped = (zeros == 0).double().mean()
     deviation = (0.25 * 0.75 / zeros.numel()) ** 0.5
-    assert abs(share - 0.25) < 6 * deviation
+    assert abs(dropped - 0.25) < 6 * deviation
     assert torch.equal(zeros[zeros != 0].unique(), torch.tensor([1 / 128 / 0.75]))
 
 
@@ -379,7 +379,7 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
     """In training they ask for scaled_dot_product_attention; in inference some are one function of torch's own."""
     layer, run = layers()[name]
     x = torch.randn(2, 6, 32)
-    wide = copy.deepcopy(layer).double()
+    layer64 = copy.deepcopy(layer).double()
     with sdpa.patched():
         ours = run(layer, x)
         assert calls
@@ -387,7 +387,9 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
         layer.eval()
         with torch.no_grad():
             inference = run(layer, x)
-    compare_with(f"{name}, (training, inference)", (ours, inference), lambda: (run(wide, x.double()),) * 2, draws=DRAWS)
+    compare_with(
+        f"{name}, (training, inference)", (ours, inference), lambda: (run(layer64, x.double()),) * 2, draws=DRAWS
+    )
     assert all(g is None or g.isfinite().all() for g in gradients)
 
 
@@ -396,10 +398,10 @@ def test_layers_of_torch(name: str, calls: list[Any]) -> None:
 
 def test_patched_in_any_order_beside_others(calls: list[Any]) -> None:
     q = torch.randn(1, 2, 5, 16)
-    seen: list[str] = []
+    called: list[str] = []
 
     def theirs(*args: Any, **how: Any) -> torch.Tensor:
-        seen.append("theirs")
+        called.append("theirs")
         return below(*args, **how)
 
     one, other = sdpa.patched(), sdpa.patched()
@@ -409,17 +411,17 @@ def test_patched_in_any_order_beside_others(calls: list[Any]) -> None:
     other.__enter__()
     npu.install()
     F.scaled_dot_product_attention(q, q, q)
-    assert (len(calls), seen) == (1, [])
+    assert (len(calls), called) == (1, [])
     F.scaled_dot_product_attention(q.double(), q.double(), q.double())  # handed through all of them to torch
-    assert (len(calls), seen) == (1, ["theirs"])
+    assert (len(calls), called) == (1, ["theirs"])
     one.__exit__()
     F.scaled_dot_product_attention(q, q, q)
-    assert (len(calls), seen) == (2, ["theirs"])
+    assert (len(calls), called) == (2, ["theirs"])
     npu.uninstall()
     other.__exit__()
     assert F.scaled_dot_product_attention is theirs
     F.scaled_dot_product_attention(q, q, q)  # a layer that is off, below somebody else's
-    assert (len(calls), seen) == (2, ["theirs", "theirs"])
+    assert (len(calls), called) == (2, ["theirs", "theirs"])
     F.scaled_dot_product_attention = TORCHS
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from support.drawn_together import check, expected_together
-from support.hf_drawn import parameters_together, together, wide
+from support.hf_drawn import in_float64, parameters_together, together
 from support.hf_models import COLUMNS, FAMILIES, VOCABULARY, Family
 from transformers import EncoderDecoderCache
 
@@ -95,14 +95,14 @@ def rounded(calls: Batches, dtype: torch.dtype) -> Batches:
     ]
 
 
-def output_of(found: Any) -> Tensor:
-    return found.logits_per_text[None] if "logits_per_text" in found else found.logits
+def output_of(result: Any) -> Tensor:
+    return result.logits_per_text[None] if "logits_per_text" in result else result.logits
 
 
 def sum_of(out: Tensor, dtype: torch.dtype) -> Tensor:
     """What is differentiated; of copies [copies, ..] together."""
-    places = torch.linspace(-1, 1, out[0].numel(), dtype=torch.float64).sin().view_as(out[0])
-    return (out * places.to(dtype).to(out.dtype)).sum()
+    factors = torch.linspace(-1, 1, out[0].numel(), dtype=torch.float64).sin().view_as(out[0])
+    return (out * factors.to(dtype).to(out.dtype)).sum()
 
 
 def trained(model: Any, calls: Batches) -> dict[str, Tensor]:
@@ -120,13 +120,13 @@ def trained(model: Any, calls: Batches) -> dict[str, Tensor]:
 
 def trained_together(model: Any, calls: Batches, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """trained() of many copies of a model in float64, [copies, ..]."""
-    own, outputs = parameters_together(model, count), []
+    of_items, outputs = parameters_together(model, count), []
     for batch, keep in calls:
-        out = together(model, own, batch, output_of)
+        out = together(model, of_items, batch, output_of)
         outputs.append(out[:, keep] if out.dim() == 4 else out)
     out = torch.cat(outputs, 1)
-    grads = torch.autograd.grad(sum_of(out, dtype), [*own.values()], allow_unused=True)
-    results = {name: grad for name, grad in zip(own, grads, strict=True) if grad is not None}
+    grads = torch.autograd.grad(sum_of(out, dtype), [*of_items.values()], allow_unused=True)
+    results = {name: grad for name, grad in zip(of_items, grads, strict=True) if grad is not None}
     return {"out": out.detach()} | results
 
 
@@ -169,7 +169,7 @@ def expected_of(family: Family, model: Any, calls: Batches, column: str, dtype: 
             return generated_together(exact, calls, count)
         return trained_together(exact, calls, count, dtype)
 
-    with wide(family):
+    with in_float64(family):
         return expected_together(program, dtype)
 
 
@@ -188,13 +188,13 @@ def layer_norm(
 @pytest.fixture(scope="module")
 def models() -> Callable[[Family], Any]:
     """Made once per family."""
-    made: dict[str, Any] = {}
+    built: dict[str, Any] = {}
 
     def model_of(family: Family) -> Any:
-        if family.name not in made:
-            made.clear()
-            made[family.name] = family.make()
-        return made[family.name]
+        if family.name not in built:
+            built.clear()
+            built[family.name] = family.make()
+        return built[family.name]
 
     return model_of
 

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from support.drawn_together import check, expected_together
-from support.hf_drawn import wide
+from support.hf_drawn import in_float64
 from support.hf_models import FAMILIES, GROUPED, VOCABULARY, Family
 from transformers import DynamicCache, EncoderDecoderCache
 
@@ -34,14 +34,14 @@ Models = Callable[[str], Any]
 def models() -> Models:
     """By name, with our attention."""
     integration.register()
-    made: dict[str, Any] = {}
+    built: dict[str, Any] = {}
 
     def model_of(name: str) -> Any:
-        if name not in made:
-            made.clear()
-            made[name] = BY_NAME[name].make()
-        made[name].set_attn_implementation("fusion_attention")
-        return made[name]
+        if name not in built:
+            built.clear()
+            built[name] = BY_NAME[name].make()
+        built[name].set_attn_implementation("fusion_attention")
+        return built[name]
 
     return model_of
 
@@ -69,15 +69,15 @@ def exact(model: Any, family: Family) -> Iterator[Any]:
     """The model in float64, with eager attention, which is to be called with transformers' cache."""
     twin = copy.deepcopy(model).double()
     twin.set_attn_implementation("eager")
-    with wide(family):
+    with in_float64(family):
         yield twin
 
 
-def near(found: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any, int], Tensor]) -> None:
+def near(results: Mapping[str, Tensor], model: Any, family: Family, run: Callable[[Any, int], Tensor]) -> None:
     """Logits beside those of float64; run(model, copies): with transformers' cache, [copies, ..]."""
     with exact(model, family) as twin:
         expected = expected_together(lambda count: {"": run(twin, count)}, torch.float32)
-    for logits in found.values():
+    for logits in results.values():
         check({"": logits}, expected)
 
 
@@ -85,7 +85,7 @@ def many(batch: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     return {key: t.repeat(count, *[1] * (t.dim() - 1)) for key, t in batch.items()}
 
 
-def own(cache: PagedCache) -> list[PagedLayer]:
+def paged_layers(cache: PagedCache) -> list[PagedLayer]:
     return [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
 
 
@@ -97,10 +97,10 @@ def test_tokens_are_those_of_transformers_own_cache(models: Models, name: str) -
         whisper = {"input_features": torch.randn(3, 8, 24)}
         batch = whisper if name == "Whisper" else {"input_ids": torch.randint(3, VOCABULARY, (3, 13))}
         cache: Any = EncoderDecoderCache(paged(model), paged(model))
-        layers = own(cache.self_attention_cache)
+        layers = paged_layers(cache.self_attention_cache)
     else:
         batch, cache = prompts(), paged(model)
-        layers = own(cache)
+        layers = paged_layers(cache)
     want = generated(model, batch).sequences
     assert torch.equal(generated(model, batch, cache).sequences, want)
     assert all(layer.get_seq_length() == cache.get_seq_length() >= 8 for layer in layers)
@@ -158,7 +158,9 @@ def test_tokens_that_are_taken_back(models: Models, name: str, kind: str) -> Non
     want = generated(model, batch, max_new_tokens=20).sequences
     cache = paged(model)
     assert torch.equal(generated(model, batch, cache, **option).sequences, want)
-    used = [layer.pool.pages - layer.pool.free_pages for layer in own(cache) if layer.pool and not layer.is_sliding]
+    used = [
+        layer.pool.pages - layer.pool.free_pages for layer in paged_layers(cache) if layer.pool and not layer.is_sliding
+    ]
     assert all(pages == -(-cache.get_seq_length() // 4) for pages in used)
 
 
@@ -178,14 +180,14 @@ def test_padding_takes_no_page_and_a_window_keeps_its_own(models: Models) -> Non
     model = models("Gemma 3")
     cache = paged(model)
     generated(model, prompts(), cache)
-    for layer in own(cache):
+    for layer in paged_layers(cache):
         assert layer.pool is not None
         lengths = [n + 7 for n in LENGTHS]
         if layer.is_sliding:  # of 5 tokens: four before the next one, and the rest of their page
             assert all(4 <= n <= 7 for n in layer.pool.lengths(layer.sequences))
         else:
             assert layer.pool.lengths(layer.sequences) == lengths
-    assert {layer.is_sliding for layer in own(cache)} == {True, False}
+    assert {layer.is_sliding for layer in paged_layers(cache)} == {True, False}
 
 
 def test_a_long_prompt_leaves_a_window_behind_at_once(models: Models) -> None:
@@ -193,7 +195,7 @@ def test_a_long_prompt_leaves_a_window_behind_at_once(models: Models) -> None:
     cache = paged(model)
     with torch.no_grad():
         model(torch.randint(3, VOCABULARY, (2, 90)), past_key_values=cache)
-    for layer in own(cache):
+    for layer in paged_layers(cache):
         assert layer.pool is not None
         assert layer.pool.lengths() == [4, 4]
         assert layer.pool.pages <= 6
@@ -205,7 +207,7 @@ def test_beams_share_pages(models: Models) -> None:
     cache = paged(model, page_size=2)
     batch = {key: t[:1].repeat(1, 4) for key, t in prompts(left_padded=False).items()}
     generated(model, batch, cache, num_beams=4)
-    (pool, *_) = (layer.pool for layer in own(cache))
+    (pool, *_) = (layer.pool for layer in paged_layers(cache))
     assert pool is not None
     assert pool.pages - pool.free_pages < 2 * (52 + 7) // 2  # of four beams of 59 tokens
 
@@ -213,10 +215,12 @@ def test_beams_share_pages(models: Models) -> None:
 def test_integers_take_less_memory_and_choose_nearly_the_same(models: Models) -> None:
     model, batch = models("Llama"), prompts()
     caches = [paged(model, stored=stored) for stored in ("", "int8", "int4")]
-    plain, *narrow = (generated(model, batch, cache, max_new_tokens=2, output_logits=True).logits for cache in caches)
+    full_precision, *narrow = (
+        generated(model, batch, cache, max_new_tokens=2, output_logits=True).logits for cache in caches
+    )
     assert caches[0].nbytes > caches[1].nbytes > caches[2].nbytes
-    assert all(torch.equal(plain[0], logits[0]) for logits in narrow)  # the prompt met its own rows
-    fine, coarse = ((logits[1] - plain[1]).norm() for logits in narrow)
+    assert all(torch.equal(full_precision[0], logits[0]) for logits in narrow)  # the prompt met its own rows
+    fine, coarse = ((logits[1] - full_precision[1]).norm() for logits in narrow)
     assert 0 < 4 * fine < coarse  # a step of int4 is 18 of int8
 
 
@@ -297,7 +301,7 @@ def test_what_pages_cannot_do_is_said(models: Models) -> None:
         cache.crop(3)
     with pytest.raises(RuntimeError, match="a window has left behind tokens"):
         cache.crop(-1)
-    assert all(layer.pool.lengths() == [4] * 3 for layer in own(cache) if layer.pool)
+    assert all(layer.pool.lengths() == [4] * 3 for layer in paged_layers(cache) if layer.pool)
 
 
 def in_parts(model: Any, cache: Any, ids: Tensor, mask: Tensor, first: int) -> Tensor:

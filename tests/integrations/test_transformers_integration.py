@@ -28,7 +28,7 @@ def registered() -> None:
     integration.register()
 
 
-def made(name: str, implementation: str = NAME) -> Any:
+def model_with(name: str, implementation: str = NAME) -> Any:
     model = BY_NAME[name].make()
     model.set_attn_implementation(implementation)
     return model
@@ -37,7 +37,7 @@ def made(name: str, implementation: str = NAME) -> Any:
 def both(name: str, **given: Any) -> tuple[Tensor, Tensor]:
     """Logits of ours, and of eager attention."""
     with torch.no_grad():
-        return made(name)(**given).logits, made(name, "eager")(**given).logits
+        return model_with(name)(**given).logits, model_with(name, "eager")(**given).logits
 
 
 def near(ours: Tensor, theirs: Tensor) -> bool:
@@ -98,7 +98,7 @@ def test_a_model_that_asks_no_interface_is_refused(folder: str, prefix: str) -> 
 
 
 def test_float64_and_masks_elsewhere_are_errors() -> None:
-    model = made("Llama")
+    model = model_with("Llama")
     with pytest.raises(BackendError, match="not float64"):
         model.double()(tokens(1, 5))
     model.float()
@@ -110,12 +110,12 @@ def test_float64_and_masks_elsewhere_are_errors() -> None:
 
 
 def test_a_meta_model_has_shapes() -> None:
-    model = made("Llama").to("meta")
+    model = model_with("Llama").to("meta")
     assert model(tokens(2, 5).to("meta")).logits.shape == (2, 5, SIZES["vocab_size"])
 
 
 def test_weights_are_not_returned() -> None:
-    result = made("Llama")(tokens(1, 5), output_attentions=True)
+    result = model_with("Llama")(tokens(1, 5), output_attentions=True)
     assert all(weights is None for weights in result.attentions or ())
 
 
@@ -125,24 +125,24 @@ def test_weights_are_not_returned() -> None:
 @pytest.mark.parametrize("kind", ["bool", "float", "heads", "keys"])
 def test_masks_of_the_users_own(kind: str) -> None:
     torch.manual_seed(0)
-    seen = torch.rand(2, 1, 9, 9) < 0.6
-    seen |= torch.eye(9, dtype=torch.bool)
+    visible = torch.rand(2, 1, 9, 9) < 0.6
+    visible |= torch.eye(9, dtype=torch.bool)
     if kind == "keys":
-        seen = seen[:, :, :1]
+        visible = visible[:, :, :1]
     if kind == "heads":
-        seen = torch.stack([seen[:, 0], seen[:, 0] | (torch.rand(9, 9) < 0.5)], 1).repeat(1, 2, 1, 1)
-    added = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        visible = torch.stack([visible[:, 0], visible[:, 0] | (torch.rand(9, 9) < 0.5)], 1).repeat(1, 2, 1, 1)
+    added = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
     with torch.no_grad():
-        theirs = made("Mistral", "eager")(tokens(2, 9), attention_mask=added).logits
-        ours = made("Mistral")(tokens(2, 9), attention_mask=added if kind == "float" else seen).logits
+        theirs = model_with("Mistral", "eager")(tokens(2, 9), attention_mask=added).logits
+        ours = model_with("Mistral")(tokens(2, 9), attention_mask=added if kind == "float" else visible).logits
     assert near(ours, theirs)
 
 
 def test_a_row_that_sees_nothing_is_finite() -> None:
-    seen = torch.ones(1, 1, 6, 6).tril().bool()
-    seen[:, :, 3] = False
-    for mask in (seen, torch.zeros(1, 1, 6, 6).masked_fill(~seen, -torch.inf)):
-        model = made("Llama")
+    visible = torch.ones(1, 1, 6, 6).tril().bool()
+    visible[:, :, 3] = False
+    for mask in (visible, torch.zeros(1, 1, 6, 6).masked_fill(~visible, -torch.inf)):
+        model = model_with("Llama")
         logits = model(tokens(1, 6), attention_mask=mask).logits
         logits.sum().backward()
         assert logits.isfinite().all()
@@ -154,10 +154,10 @@ def test_a_sequence_of_no_tokens_and_holes_between_tokens() -> None:
     padding[1] = 0
     padding[2, 3] = 0
     for name in ("Llama", "Mistral", "BERT"):
-        model = made(name)
+        model = model_with(name)
         ours, theirs = (
             model(ids, attention_mask=padding).logits,
-            made(name, "eager")(ids, attention_mask=padding).logits,
+            model_with(name, "eager")(ids, attention_mask=padding).logits,
         )
         assert ours.isfinite().all()
         ours.sum().backward()
@@ -184,7 +184,7 @@ def test_mask_functions_of_a_models_own() -> None:
 
     for union in (True, False):
         for packed in (True, False):
-            ours, theirs = made("Llama"), made("Llama", "eager")
+            ours, theirs = model_with("Llama"), model_with("Llama", "eager")
             with torch.no_grad():
                 mine = ours(tokens(2, 9), attention_mask=make(ours, union, packed), use_cache=False).logits
                 other = theirs(tokens(2, 9), attention_mask=make(theirs, union, packed), use_cache=False).logits
@@ -193,14 +193,14 @@ def test_mask_functions_of_a_models_own() -> None:
 
 def test_windows_to_both_sides_of_a_model_that_counts_otherwise() -> None:
     """What a module hands on is a key less on either side than its mask, but where it says so: then it is a matrix."""
-    config = made("Mistral").config
+    config = model_with("Mistral").config
     result = transformers.masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(1, 9, 1), None)
     apart = (torch.arange(9)[:, None] - torch.arange(9)).abs()
     assert torch.equal(result, (apart <= config.sliding_window)[None, None])
 
 
 def test_a_mask_that_changes_in_place_is_read_again() -> None:
-    model, eager, padding = made("Llama"), made("Llama", "eager"), torch.ones(1, 1, 1, 7, dtype=torch.bool)
+    model, eager, padding = model_with("Llama"), model_with("Llama", "eager"), torch.ones(1, 1, 1, 7, dtype=torch.bool)
     for at in (6, 0, 3):
         padding[..., at] = False
         with torch.no_grad():
@@ -227,7 +227,7 @@ def test_a_prompt_in_parts(name: str) -> None:
     for mask in (None, padding):
         results = []
         for implementation in (NAME, "eager"):
-            model, cache, logits = made(name, implementation), None, []
+            model, cache, logits = model_with(name, implementation), None, []
             for start, end in ((0, 6), (6, 11), (11, 12), (12, 15)):
                 so_far = None if mask is None else mask[:, :end]
                 with torch.no_grad():
@@ -243,7 +243,7 @@ def test_a_prompt_in_an_empty_static_cache() -> None:
     """Of a model whose masks are matrices: the keys behind its prompt are not there yet."""
     logits = []
     for implementation in (NAME, "eager"):
-        result = made("T5", implementation).generate(
+        result = model_with("T5", implementation).generate(
             tokens(2, 6), decoder_input_ids=tokens(2, 4), max_new_tokens=3, min_new_tokens=3, do_sample=False,
             cache_implementation="static", output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
@@ -257,14 +257,14 @@ def test_other_ways_to_generate(options: dict[str, Any]) -> None:
     for implementation in (NAME, "eager"):
         torch.manual_seed(0)
         ids = tokens(2, 7)
-        results.append(made("Llama", implementation).generate(ids, max_new_tokens=5, **options))
+        results.append(model_with("Llama", implementation).generate(ids, max_new_tokens=5, **options))
     assert torch.equal(*results)
 
 
 def test_packed_sequences_beside_a_fresh_cache_stay_apart() -> None:
     """With a cache transformers makes no mask of packed sequences; the positions say it."""
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
-    model = made("Mistral")
+    model = model_with("Mistral")
     with torch.no_grad():
         together = model(ids, position_ids=positions, use_cache=True).logits
         apart = torch.cat([model(ids[:, :5]).logits, model(ids[:, 5:]).logits], 1)
@@ -276,7 +276,7 @@ def test_packed_sequences_compiled(ends: bool) -> None:
     torch._dynamo.reset()
     ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
     kwargs = {"cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32)} if ends else {}
-    model, eager = made("Mistral"), made("Mistral", "eager")
+    model, eager = model_with("Mistral"), model_with("Mistral", "eager")
     model.compile(fullgraph=True, backend="aot_eager")
     ours = model(ids, position_ids=positions, use_cache=False, **kwargs).logits
     theirs = eager(ids, position_ids=positions, use_cache=False).logits
@@ -291,7 +291,7 @@ def test_training_as_users_train() -> None:
     """Steps of packed sequences with dropout, checkpoints and autocast: the loss falls, and again is the same."""
 
     def losses() -> list[float]:
-        model = made("Llama").train()
+        model = model_with("Llama").train()
         model.config.attention_dropout = 0.1
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.1
@@ -320,7 +320,7 @@ def test_training_as_users_train() -> None:
 
 @torch.inference_mode()
 def test_lengths_that_change_in_place_are_read_again_in_inference_mode() -> None:
-    model, ids, ends = made("Llama"), tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    model, ids, ends = model_with("Llama"), tokens(1, 12), torch.tensor([0, 5, 12], dtype=torch.int32)
     how: dict[str, Any] = {"use_cache": False, "max_length_q": 12, "max_length_k": 12}
     model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends, **how)
     ends[1] = 8
@@ -330,11 +330,11 @@ def test_lengths_that_change_in_place_are_read_again_in_inference_mode() -> None
 
 @torch.inference_mode()
 def test_a_mask_that_changes_in_place_is_read_again_in_inference_mode() -> None:
-    model, ids, seen = made("Llama"), tokens(1, 6), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    model(ids, attention_mask=seen)
-    seen[..., 0] = False
-    seen[..., 0, 0] = True
-    assert torch.equal(model(ids, attention_mask=seen).logits, model(ids, attention_mask=seen.clone()).logits)
+    model, ids, mask = model_with("Llama"), tokens(1, 6), torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    model(ids, attention_mask=mask)
+    mask[..., 0] = False
+    mask[..., 0, 0] = True
+    assert torch.equal(model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask.clone()).logits)
 
 
 @pytest.mark.parametrize("positions", [[*range(4), *range(7, 15)], [i // 2 for i in range(12)], [3] * 12])

@@ -25,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 everywhere = pytest.mark.parametrize("family", FAMILIES)
 
 
-def said(operator: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[str, str]:
+def judged(operator: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[str, str]:
     """(verdict with what fails, where)."""
     result = fa.judge(operator, inputs, outputs, backends=False)
     lines = str(result).splitlines()
@@ -125,7 +125,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_is_the_same_is_right(family: str) -> None:
     operator, inputs, outputs = small(family)
     for what, change in SAME.items():
-        verdict, where = said(operator, inputs, {n: change(t) for n, t in outputs.items()})
+        verdict, where = judged(operator, inputs, {n: change(t) for n, t in outputs.items()})
         assert verdict == "right: as exact as a kernel that sums in float32", what
         assert where == "nowhere"
 
@@ -159,7 +159,7 @@ def test_what_is_wrong_is_said(what: str, family: str) -> None:
     if not names:
         return
     name = names[zlib.crc32(f"{what}{family}".encode()) % len(names)]  # another one for every family
-    verdict, where = said(operator, inputs, outputs | {name: change(outputs[name])})
+    verdict, where = judged(operator, inputs, outputs | {name: change(outputs[name])})
     assert verdict == f"wrong ({name})"
     single = sentence.replace("hold ", "holds ").replace("are ", "is ")
     assert sentence in where or single in where
@@ -170,9 +170,9 @@ def test_integers_that_are_wrong() -> None:
     operator, inputs, outputs = small("int8 output")
     (name,) = outputs
     for change in (torch.zeros_like, lambda t: -t, lambda t: t.roll(1, -1), lambda t: t.to(torch.uint8)):
-        assert said(operator, inputs, {name: change(outputs[name])})[0] == f"wrong ({name})"
-    assert "are zero" in said(operator, inputs, {name: torch.zeros_like(outputs[name])})[1]
-    assert said(operator, inputs, {name: outputs[name] + 2})[0] == f"wrong ({name})"
+        assert judged(operator, inputs, {name: change(outputs[name])})[0] == f"wrong ({name})"
+    assert "are zero" in judged(operator, inputs, {name: torch.zeros_like(outputs[name])})[1]
+    assert judged(operator, inputs, {name: outputs[name] + 2})[0] == f"wrong ({name})"
 
 
 def test_lists_that_are_wrong() -> None:
@@ -183,11 +183,11 @@ def test_lists_that_are_wrong() -> None:
     behind[0, 3, 0, 5] = 39  # row 3 of 12 sees the first 32 of 40 keys
     swapped[1, 5, 0, :2] = chosen[1, 5, 0, :2].flip(0)
     for bad in (twice, behind, chosen * 0, chosen + 1000, chosen.clamp(max=-1)):
-        verdict, where = said(operator, inputs, outputs | {"sparse_indices_out": bad})
+        verdict, where = judged(operator, inputs, outputs | {"sparse_indices_out": bad})
         assert verdict == "wrong (sparse_indices_out)"
         assert "a key that is not there, not seen, listed before" in where or "NaN" not in where
-    assert said(operator, inputs, outputs | {"sparse_indices_out": swapped})[0] == "wrong (sparse_indices_out)"
-    assert said(operator, inputs, outputs | {"sparse_values_out": chosen.float()})[0] == "wrong (sparse_values_out)"
+    assert judged(operator, inputs, outputs | {"sparse_indices_out": swapped})[0] == "wrong (sparse_indices_out)"
+    assert judged(operator, inputs, outputs | {"sparse_values_out": chosen.float()})[0] == "wrong (sparse_values_out)"
 
 
 def test_a_copy_is_said_where_golden_has_none() -> None:
@@ -215,9 +215,9 @@ def test_nan_is_right_where_golden_has_it_and_nowhere_else(dtype: torch.dtype) -
     v[0, 7, 0, 3] = math.nan
     inputs = {"q": q, "k": k, "v": v}
     out = fa.attention(**inputs)
-    assert said("attention", inputs, {"out": out})[0].startswith("right")
+    assert judged("attention", inputs, {"out": out})[0].startswith("right")
     for bad in (out.nan_to_num(0.0), out.roll(1, -1), torch.full_like(out, math.nan)):
-        assert said("attention", inputs, {"out": bad})[0] == "wrong (out)"
+        assert judged("attention", inputs, {"out": bad})[0] == "wrong (out)"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -227,17 +227,17 @@ def test_what_overflows(dtype: torch.dtype) -> None:
     q, k = (torch.randn(1, n, 2, 8, generator=make).to(dtype) for n in (40, 100))
     inputs = {"q": q, "k": k, "v": torch.full_like(k, most)}
     for right in (fa.attention(**inputs), torch.full_like(q, most), torch.full_like(q, math.inf)):
-        assert said("attention", inputs, {"out": right})[0].startswith("right")
+        assert judged("attention", inputs, {"out": right})[0].startswith("right")
     for value in (-math.inf, math.nan, 0.97 * most, 0.0):
-        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
+        assert judged("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
     inputs["v"] = torch.full_like(k, 0.8 * most)
-    assert said("attention", inputs, {"out": torch.full_like(q, math.inf)})[0] == "wrong (out)"
+    assert judged("attention", inputs, {"out": torch.full_like(q, math.inf)})[0] == "wrong (out)"
     bits = torch.ones(2 * 40 * 100 // 8, dtype=torch.uint8) * 255
     inputs |= {"keep_prob": 0.5, "drop_bits": bits}  # golden: 1.6 times the largest
     for value in (most, math.inf):
-        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0].startswith("right")
+        assert judged("attention", inputs, {"out": torch.full_like(q, value)})[0].startswith("right")
     for value in (-most, -math.inf, math.nan, 0.9 * most):
-        assert said("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
+        assert judged("attention", inputs, {"out": torch.full_like(q, value)})[0] == "wrong (out)"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -247,20 +247,20 @@ def test_what_is_exact(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 40, 2, 16, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": v, "band": fa.Band.window(0, 0)}
     units = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    assert said("attention", inputs, {"out": v})[0] == "right: as exact as a kernel that sums in float32"
-    assert said("attention", inputs, {"out": (v.view(units) + 3).view(dtype)})[0] == "wrong (out)"
+    assert judged("attention", inputs, {"out": v})[0] == "right: as exact as a kernel that sums in float32"
+    assert judged("attention", inputs, {"out": (v.view(units) + 3).view(dtype)})[0] == "wrong (out)"
     out = v.clone()
     out[0, 9, 1] = (v.view(units) + 8).view(dtype)[0, 9, 1]
-    assert "head 1 of 2; row 9 of 40" in said("attention", inputs, {"out": out})[1]
+    assert "head 1 of 2; row 9 of 40" in judged("attention", inputs, {"out": out})[1]
     empty = {"q": q, "k": k, "v": v, "blocked": torch.eye(40) == 0}
     empty["blocked"][5] = True
     out = v.clone()
     out[:, 5] = 0.0
     for right in (out, torch.where(out == 0, -0.0, out)):
-        assert said("attention", empty, {"out": right})[0].startswith("right")
+        assert judged("attention", empty, {"out": right})[0].startswith("right")
     for value in (1e-4, math.nan, -math.inf):
         out[:, 5] = value
-        assert "all 2 heads; row 5 of 40" in said("attention", empty, {"out": out})[1]
+        assert "all 2 heads; row 5 of 40" in judged("attention", empty, {"out": out})[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -270,12 +270,12 @@ def test_what_has_no_rows_or_no_keys(dtype: torch.dtype) -> None:
     for rows, keys in ((q[:, :0], k), (q[:0], k[:0])):
         refused("attention", {"q": rows, "k": keys, "v": keys}, {"out": rows}, "no output to judge")
     none = {"q": q, "k": k[:, :0], "v": k[:, :0]}
-    assert said("attention", none, {"out": torch.zeros_like(q)})[0].startswith("right")
-    assert said("attention", none, {"out": one(torch.zeros_like(q), 1e-3)})[0] == "wrong (out)"
+    assert judged("attention", none, {"out": torch.zeros_like(q)})[0].startswith("right")
+    assert judged("attention", none, {"out": one(torch.zeros_like(q), 1e-3)})[0] == "wrong (out)"
     # One of two packed sequences has no keys, the other no rows.
     packed = {"q": q[0], "k": k[0], "v": k[0], "layout": "TND", "q_len": [6, 0], "kv_len": [0, 6]}
-    assert said("attention", packed, {"out": torch.zeros_like(q[0])})[0].startswith("right")
-    assert said("attention", packed, {"out": q[0]})[0] == "wrong (out)"
+    assert judged("attention", packed, {"out": torch.zeros_like(q[0])})[0].startswith("right")
+    assert judged("attention", packed, {"out": q[0]})[0] == "wrong (out)"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 3), (1, 3, 700, 2), (70, 1, 2, 8)], ids=str)
@@ -286,9 +286,9 @@ def test_few_numbers_and_many_heads(dtype: torch.dtype, shape: tuple[int, ...]) 
     q, k, v = (torch.randn(shape, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": v}
     out = fa.attention(**inputs)
-    assert said("attention", inputs, {"out": out})[0].startswith("right")
+    assert judged("attention", inputs, {"out": out})[0].startswith("right")
     out.view(-1)[-1] *= 1.1
-    assert said("attention", inputs, {"out": out})[0] == "wrong (out)"
+    assert judged("attention", inputs, {"out": out})[0] == "wrong (out)"
 
 
 @pytest.mark.parametrize("by", [1e-25, 1e-19, 1e19, 1e25])
@@ -299,9 +299,9 @@ def test_numbers_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: flo
     q, k, v = (torch.randn(1, 600, 1, 8, generator=make).to(dtype) for _ in range(3))
     inputs = {"q": q, "k": k, "v": (v * by).to(dtype)}
     out = fa.attention(**inputs)
-    assert said("attention", inputs, {"out": out})[0] == "right: as exact as a kernel that sums in float32"
+    assert judged("attention", inputs, {"out": out})[0] == "right: as exact as a kernel that sums in float32"
     out[:, 64:128] *= 1.3
-    verdict, where = said("attention", inputs, {"out": out})
+    verdict, where = judged("attention", inputs, {"out": out})
     assert verdict == "wrong (out)"
     assert "row" in where
 
@@ -312,11 +312,11 @@ def test_gradients_whose_squares_float32_does_not_hold(dtype: torch.dtype, by: f
     case = Case(q_len=(600,), kv_len=(600,), heads_q=1, heads_kv=1, dim_qk=8, dim_v=8, scale=0.35)
     args = arguments(replace(case, dtype=str(dtype).removeprefix("torch.")))
     operator, inputs, outputs = gradient_of(args | {"dy": (args["dy"] * by).to(dtype)})
-    assert said(operator, inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
+    assert judged(operator, inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
     for name in ("dq", "dk", "dv"):
         bad = outputs[name].clone()
         bad[:, 64:128] *= 1.3
-        assert said(operator, inputs, outputs | {name: bad})[0] == f"wrong ({name})"
+        assert judged(operator, inputs, outputs | {name: bad})[0] == f"wrong ({name})"
 
 
 @pytest.mark.parametrize("by", [1e-25, 1e-12, 1e12, 1e19])
@@ -326,7 +326,7 @@ def test_scores_of_an_indexer_whose_squares_float32_does_not_hold(by: float) -> 
     inputs = {"q": q, "k": k, "weights": torch.rand(1, 300, 4, generator=make), "top_k": 16}
     indices, values = fa.lightning_indexer(**inputs)
     outputs = {"sparse_indices_out": indices, "sparse_values_out": values}
-    assert said("lightning_indexer", inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
+    assert judged("lightning_indexer", inputs, outputs)[0] == "right: as exact as a kernel that sums in float32"
     bad = values.clone()
     bad[:, 64:128] *= 1.3
-    assert said("lightning_indexer", inputs, outputs | {"sparse_values_out": bad})[0] == "wrong (sparse_values_out)"
+    assert judged("lightning_indexer", inputs, outputs | {"sparse_values_out": bad})[0] == "wrong (sparse_values_out)"

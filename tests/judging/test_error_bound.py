@@ -145,8 +145,8 @@ def test_a_number_below_the_normal_ones_may_be_zero(dtype: torch.dtype) -> None:
     least = torch.finfo(dtype).smallest_normal
     lost = torch.rand(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * least
     assert float((lost.square() / stored(lost, dtype)).mean()) == pytest.approx(1.0, rel=0.02)
-    held = torch.finfo(torch.float16).smallest_normal / 2  # programs hold float16's
-    assert float(stored(torch.tensor(held), torch.float16).sqrt()) < held / 1000
+    half_least = torch.finfo(torch.float16).smallest_normal / 2  # programs hold float16's
+    assert float(stored(torch.tensor(half_least), torch.float16).sqrt()) < half_least / 1000
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -175,9 +175,9 @@ def test_errors_of_dropped_keys_move_what_is_kept() -> None:
     args["query"][..., 0], args["key"][..., 0] = 7.3, 31.7  # every score of a row is larger by the same
     bits = np.unpackbits(args["drop_mask"].numpy(), count=24 * 7, bitorder="little")
     q, k, v = (args[n].double()[:, :, 0][0] for n in ("query", "key", "value"))
-    kept = torch.from_numpy(bits).view(24, 7) / 0.7
+    keep = torch.from_numpy(bits).view(24, 7) / 0.7
 
-    by_draws = drawn(lambda: (case.scale * (q @ k.mT)).softmax(-1) * kept @ v, torch.float32, draws=200)
+    by_draws = drawn(lambda: (case.scale * (q @ k.mT)).softmax(-1) * keep @ v, torch.float32, draws=200)
     ratio = by_draws.size / expected(case, args)["out"].size[0, :, 0].where(by_draws.size > 0, 1.0)
     assert 0.4 < float(ratio.square().mean().sqrt()) < 1.5
     assert float(ratio.amax()) < 3
@@ -193,10 +193,10 @@ def test_weights_of_integers_flip_by_one() -> None:
     s = softmax(setting.block(0, slice(0, 4), slice(0, 200)))
     c, e = torch.tensor([127.0]).double(), 1e-8
     flipped, result = torch.zeros_like(s.shown, dtype=torch.bool), _flips(c, s, e, 0.0, torch.float64) > 0
-    generator, own = torch.Generator().manual_seed(5), c * (s.shown - s.top).exp()
+    generator, scaled_weights = torch.Generator().manual_seed(5), c * (s.shown - s.top).exp()
     for _ in range(200):
-        noise = torch.randn(own.shape, dtype=torch.float64, generator=generator) * math.sqrt(e)
-        flipped |= (own * (1 + noise * (s.shown != s.top))).round() != own.round()
+        noise = torch.randn(scaled_weights.shape, dtype=torch.float64, generator=generator) * math.sqrt(e)
+        flipped |= (scaled_weights * (1 + noise * (s.shown != s.top))).round() != scaled_weights.round()
     assert flipped.any()
     assert not (flipped & ~result).any()
     assert result.sum() < 5 * flipped.sum() + 5

@@ -86,14 +86,14 @@ class Program:
     def y(self, scores: Tensor) -> Tensor:
         """[draws, rows, keys]: from its own statistics, or from given ones."""
         c, a, r = self.c, self.g.a, self.g.r
-        seen = c.times > 0
-        top = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True) if c.own else c.top
-        left = (scores - top).masked_fill(~seen, 0)
+        visible = c.times > 0
+        top = scores.masked_fill(~visible, -math.inf).amax(-1, keepdim=True) if c.own_statistics else c.top
+        left = (scores - top).masked_fill(~visible, 0)
         each = left.exp() * (1 + self.noise((2 * left.square() + 8) * a + r * (left.square() + 4)))
-        total = (each * c.times).sum(-1, keepdim=True) if c.own else c.total
-        n = c.times.square().sum(-1, keepdim=True) if c.own else torch.zeros(1)
+        total = (each * c.times).sum(-1, keepdim=True) if c.own_statistics else c.total
+        n = c.times.square().sum(-1, keepdim=True) if c.own_statistics else torch.zeros(1)
         shared = self.noise((a + r) * (2 + c.total.log().square()) + a * n / 3)
-        return (each / total * (1 + shared)).masked_fill(~seen, 0)
+        return (each / total * (1 + shared)).masked_fill(~visible, 0)
 
     def p(self) -> Tensor:
         """[draws, rows, keys]."""
@@ -112,17 +112,17 @@ class Program:
         dots, scores = self.scores()
         y, p = self.y(scores), self.p()
         dscores = c.times * (y - p)
-        kept, often = dots.clamp(min=0), c.times.square()  # equal terms have equal roundings
-        seen = often.sum(-1, keepdim=True)
+        activations, often = dots.clamp(min=0), c.times.square()  # equal terms have equal roundings
+        visible_count = often.sum(-1, keepdim=True)
         live = (s.dots > 0) & (c.times > 0)
         spread = (s.weights * dscores[:, None]).masked_fill(~live, 0)
         spread = spread + self.noise((w + 2 * a) * spread.square())
         dq, dk = spread @ s.k, (spread.mT @ s.q).sum(1)
         rows, heads = len(c.times), len(s.q)
-        dq = dq + self.noise(a * seen * (spread.square() @ s.k.square()))
+        dq = dq + self.noise(a * visible_count * (spread.square() @ s.k.square()))
         dk = dk + self.noise(a * rows * heads * ((often * spread.square()).mT @ s.q.square()).sum(1))
-        terms = dscores[:, None] * kept
-        terms = terms + self.noise((2 * a + 2 * r + a * seen) * terms.square())
+        terms = dscores[:, None] * activations
+        terms = terms + self.noise((2 * a + 2 * r + a * visible_count) * terms.square())
         return {"loss": self.loss(y, p), "dq": dq, "dk": dk[:, None], "dweights": terms.sum(-1).mT[:, None]}
 
     def loss(self, y: Tensor, p: Tensor) -> Tensor:
@@ -154,13 +154,13 @@ def test_the_formulas_are_what_drawn_roundings_give(grade: Rounds, lists: str) -
     """Of every number of every output of a loss, over 2000 draws; products near 0, whose sign is open, left out."""
     x = setting(listed=bool(lists), lists=lists)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
-    seen = c.times > 0
+    visible = c.times > 0
     u = errors.uncertain(c.scored, dtype, grade)
     assert not u.open.any() or grade.r
     spread = errors.spread(c, u, dtype, grade)
     result = errors.of_gradients(c.scored, u, c.times, c.dscores, (spread, c.by_y, c.by_p), 7, dtype, grade)
     result["loss"] = errors.of_loss(c, spread, 7, dtype, grade)
-    golden = gradients(c.scored, c.dscores, seen) | {"loss": c.losses.sum().reshape(1)}
+    golden = gradients(c.scored, c.dscores, visible) | {"loss": c.losses.sum().reshape(1)}
     program, squares = Program(c, grade, 1), {n: torch.zeros_like(v) for n, v in golden.items()}
     for _ in range(DRAWS // AT_ONCE):
         for n, drawn in program.outputs().items():
@@ -183,16 +183,16 @@ def test_scores_and_statistics(grade: Rounds) -> None:
     x = setting(listed=False)
     c, dtype = compared(x, 0, slice(0, 7), torch.float64), torch.float32
     u, program = errors.uncertain(c.scored, dtype, grade), Program(c, grade, 2)
-    seen, squares = c.times > 0, [0.0, 0.0, 0.0]
+    visible, squares = c.times > 0, [0.0, 0.0, 0.0]
     top, total = softmax(c.scored.scores, c.times)
     for _ in range(DRAWS // AT_ONCE):
         _, scores = program.scores()
-        shown = scores.masked_fill(~seen, -math.inf)
+        shown = scores.masked_fill(~visible, -math.inf)
         mine = shown.amax(-1, keepdim=True)
-        left = (shown - mine).masked_fill(~seen, 0)
+        left = (shown - mine).masked_fill(~visible, 0)
         each = left.exp() * (1 + program.noise((2 * left.square() + 8) * grade.a + grade.r * (left.square() + 4)))
-        added = each.masked_fill(~seen, 0).sum(-1, keepdim=True)
-        added = added * (1 + program.noise((grade.a * seen.sum(-1, keepdim=True) / 3 + grade.r).expand_as(mine)))
+        added = each.masked_fill(~visible, 0).sum(-1, keepdim=True)
+        added = added * (1 + program.noise((grade.a * visible.sum(-1, keepdim=True) / 3 + grade.r).expand_as(mine)))
         for i, (drawn, golden) in enumerate(((scores, c.scored.scores), (mine, top), (added, total))):
             squares[i] = squares[i] + (drawn - golden).square().sum(0)
     s = Index("indexer_lse", x.problem, x.extents, x.index)
@@ -215,24 +215,24 @@ def test_a_product_whose_sign_is_open() -> None:
     """Its gradient comes or does not: as far off as it is large, in up to half of all programs; expected is a half."""
     x = setting(listed=False)
     c, dtype, grade = compared(x, 0, slice(0, 7), torch.float64), torch.float32, GRADES[0]
-    for share in (-3.0, -0.5, 0.5, 3.0):
+    for factor in (-3.0, -0.5, 0.5, 3.0):
         dots = c.scored.dots.clone()
         dots[1, 6, 2] = 0
         near = type(c.scored)(**{**c.scored.__dict__, "dots": dots})
         dots = dots.clone()
-        dots[1, 6, 2] = share * errors.uncertain(near, dtype, grade).products[1, 6, 2].sqrt()
-        near = type(c.scored)(**{**c.scored.__dict__, "dots": dots, "kept": dots.clamp(min=0)})
+        dots[1, 6, 2] = factor * errors.uncertain(near, dtype, grade).products[1, 6, 2].sqrt()
+        near = type(c.scored)(**{**c.scored.__dict__, "dots": dots, "activations": dots.clamp(min=0)})
         u = errors.uncertain(near, dtype, grade)
         assert u.open.nonzero().tolist() == [[1, 6, 2]]
         given = c.dscores, None, 7, dtype, grade
         result = errors.of_gradients(near, u, c.times > 0, *given)
-        sign = -1 if share > 0 else 1
+        sign = -1 if factor > 0 else 1
         flipped = type(near)(**{**near.__dict__, "dots": torch.where(u.open, sign * 1.0, dots)})
         one, other = (gradients(s, c.dscores, c.times > 0) for s in (near, flipped))
         for n in ("dq", "dk"):
             ratio = ratios(other[n], one[n], result[n].sqrt() + 1e-30)
             assert 1.9 < math.sqrt(float(ratio.max())) <= 2.0
-    zero = type(near)(**{**near.__dict__, "dots": torch.zeros_like(dots), "kept": torch.zeros_like(dots)})
+    zero = type(near)(**{**near.__dict__, "dots": torch.zeros_like(dots), "activations": torch.zeros_like(dots)})
     assert not errors.uncertain(zero, dtype, grade).open.any()
 
 

@@ -55,7 +55,16 @@ def capture(tmp_path: Path) -> Path:
     return recorded.files[0]
 
 
-SAID = ("--op", "npu_fusion_attention", "--set", "head_num=2", "--set", "input_layout=BSND", "--set", f"scale={SCALE}")
+OPTIONS = (
+    "--op",
+    "npu_fusion_attention",
+    "--set",
+    "head_num=2",
+    "--set",
+    "input_layout=BSND",
+    "--set",
+    f"scale={SCALE}",
+)
 
 
 def test_a_capture_and_a_broken_one(capture: Path, tmp_path: Path) -> None:
@@ -140,11 +149,11 @@ def test_plain_files_with_a_mapping(name: str, tmp_path: Path) -> None:
                                   "o": outputs["attention_out"]})  # fmt: skip
     pairs = tmp_path / "names.json"
     pairs.write_text(json.dumps({"query": "a", "output.attention_out": "o"}))
-    assert verify(tmp_path / name, *SAID, "--map", pairs, "--map", "value=c")[0] == 0
-    assert verify(tmp_path / name, *SAID, "--map", pairs, "--map", "value=c", "--set", "scale=0.9")[0] == 1
-    refused(tmp_path / name, *SAID, what="map it (--map NAME=a)")
-    refused(tmp_path / name, *SAID, "--map", "query=b", what="has no tensor 'b'")
-    refused(tmp_path / name, *SAID, "--map", "qery=a", what="no parameter qery")
+    assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c")[0] == 0
+    assert verify(tmp_path / name, *OPTIONS, "--map", pairs, "--map", "value=c", "--set", "scale=0.9")[0] == 1
+    refused(tmp_path / name, *OPTIONS, what="map it (--map NAME=a)")
+    refused(tmp_path / name, *OPTIONS, "--map", "query=b", what="has no tensor 'b'")
+    refused(tmp_path / name, *OPTIONS, "--map", "qery=a", what="no parameter qery")
     refused(tmp_path / name, what="say which operator")
 
 
@@ -156,27 +165,27 @@ def test_what_is_no_call(tmp_path: Path, capture: Path) -> None:
     noise.write_bytes(b"\xff" * 64)
     refused(noise, what="not a readable .safetensors file")
     for size in (0, 7, 40, capture.stat().st_size - 1):
-        (cut := tmp_path / "cut.safetensors").write_bytes(capture.read_bytes()[:size])
-        refused(cut, what="cut.safetensors")
+        (truncated := tmp_path / "cut.safetensors").write_bytes(capture.read_bytes()[:size])
+        refused(truncated, what="cut.safetensors")
     bad = tmp_path / "bad.npz"
     bad.write_bytes(b"PK\x03\x04 and nothing")
-    refused(bad, *SAID, what="not a readable .npz file")
+    refused(bad, *OPTIONS, what="not a readable .npz file")
     inputs, outputs = call()
     save_npz(bad, inputs | outputs)
     refused(bad, "--op", "npu_fusion", what="did you mean")
     refused(bad, "--op", "fft", what="has no record here")
-    refused(bad, *SAID, "--set", "colour=3", what="no parameter colour")
-    refused(bad, *SAID, "--set", "colour", what="expected PARAMETER=VALUE")
-    refused(bad, *SAID, "--standard", "mine", what="--standard")
+    refused(bad, *OPTIONS, "--set", "colour=3", what="no parameter colour")
+    refused(bad, *OPTIONS, "--set", "colour", what="expected PARAMETER=VALUE")
+    refused(bad, *OPTIONS, "--standard", "mine", what="--standard")
     save_npz(bad, outputs)
-    refused(bad, *SAID, what="lacks query, key, value")
+    refused(bad, *OPTIONS, what="lacks query, key, value")
     save_npz(bad, inputs)
-    refused(bad, *SAID, what="no output")
+    refused(bad, *OPTIONS, what="no output")
     save_npz(bad, {**inputs, "key": torch.zeros(1, 12, 3, 16), **outputs})
-    refused(bad, *SAID, what="not a call of npu_fusion_attention")
+    refused(bad, *OPTIONS, what="not a call of npu_fusion_attention")
     save_npz(bad, {**inputs, "attention_out": torch.zeros(3, 4)})
-    refused(bad, *SAID, what="attention_out")
-    refused(bad, *SAID, "--html", tmp_path / "no" / "page.html", what="attention_out")
+    refused(bad, *OPTIONS, what="attention_out")
+    refused(bad, *OPTIONS, "--html", tmp_path / "no" / "page.html", what="attention_out")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe has no name here")
@@ -186,7 +195,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
     end = os.open(tmp_path / name, os.O_RDWR)
     closing = threading.Timer(5, os.close, [end])  # whoever reads it nevertheless waits no longer than this
     closing.start()
-    refused(tmp_path if name == "dump.json" else tmp_path / name, *SAID, what="not one that can be read to its end")
+    refused(tmp_path if name == "dump.json" else tmp_path / name, *OPTIONS, what="not one that can be read to its end")
     closing.cancel()
     os.close(end)
 
@@ -226,9 +235,9 @@ def test_no_pickle_is_run(tmp_path: Path) -> None:
     boxed = np.array([Trap(sprung)], dtype=object)
     (tmp_path / "np").mkdir()
     np.save(tmp_path / "np" / "query.npy", boxed, allow_pickle=True)
-    refused(tmp_path / "np", *SAID, what="query.npy")
+    refused(tmp_path / "np", *OPTIONS, what="query.npy")
     np.savez(tmp_path / "x.npz", query=boxed)
-    refused(tmp_path / "x.npz", *SAID, what="x.npz")
+    refused(tmp_path / "x.npz", *OPTIONS, what="x.npz")
     assert not sprung.exists()
 
 
@@ -280,13 +289,13 @@ def test_oversized_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("query.npy", b"\0" * (1 << 20))
     monkeypatch.setattr(loaders, "LIMIT", 1 << 19)
-    refused(bomb, *SAID, what="GiB of values, more than")
+    refused(bomb, *OPTIONS, what="GiB of values, more than")
 
 
 def test_a_sentence_fits_a_screen(capture: Path, tmp_path: Path) -> None:
-    with safetensors.safe_open(capture, framework="pt") as held:
-        tensors = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
-        text = held.metadata()
+    with safetensors.safe_open(capture, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        text = opened.metadata()
     for operator in ("x" * 100_000, "a\nb\x1b[31m"):
         safetensors.torch.save_file(tensors, wrong := tmp_path / "wrong.safetensors", {**text, "operator": operator})
         refused(wrong, what="has no record here")

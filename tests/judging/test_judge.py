@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.planted import made
+from support.planted import planted_call
 from support.planted_cases import BASE, CAUSAL
 
 import fusion_attention as fa
@@ -20,36 +20,36 @@ from fusion_attention.npu import npu_fusion_attention
 
 @pytest.mark.parametrize("mode", [2, 3])
 def test_the_diagonal_of_the_other_corner(mode: int) -> None:
-    result = made(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
-    said = fa.diagnose(result.operator, result.inputs, result.outputs)
-    assert [m.name for m in said.mistakes] == ["causal-alignment"]
-    lines = str(said).splitlines()
+    result = planted_call(replace(CAUSAL, sparse_mode=mode), "causal-alignment")
+    judgement = fa.diagnose(result.operator, result.inputs, result.outputs)
+    assert [m.name for m in judgement.mistakes] == ["causal-alignment"]
+    lines = str(judgement).splitlines()
     assert len(lines) == 5
     assert lines[1] == "verdict  wrong (attention_out, softmax_max, softmax_sum)"
-    assert "tensor" not in str(said)
-    assert json.loads(json.dumps(said.json()))["mistakes"][0]["confirmed"]
+    assert "tensor" not in str(judgement)
+    assert json.loads(json.dumps(judgement.json()))["mistakes"][0]["confirmed"]
     assert fa.judge(result.operator, result.inputs, result.outputs).mistakes == ()
 
 
 def test_two_mistakes_that_are_the_same_here_are_both_named() -> None:
     """Every row sees the first 16 keys, so a mask that ends there is none, as is a diagonal 40 keys further."""
-    result = made(CAUSAL, "mask-ignored")
-    said = diagnose(result.operator, result.inputs, result.outputs)
-    assert {m.name for m in said.mistakes} == {"mask-ignored"}
+    result = planted_call(CAUSAL, "mask-ignored")
+    judgement = diagnose(result.operator, result.inputs, result.outputs)
+    assert {m.name for m in judgement.mistakes} == {"mask-ignored"}
     longer = replace(CAUSAL, q_len=(30,), kv_len=(70,))
-    result = made(longer, "mask-ignored")
-    said = diagnose(result.operator, result.inputs, result.outputs)
-    assert {m.name for m in said.mistakes} == {"mask-ignored", "mask-ends-early", "causal-alignment"}
-    assert all(m.confirmed for m in said.mistakes)
+    result = planted_call(longer, "mask-ignored")
+    judgement = diagnose(result.operator, result.inputs, result.outputs)
+    assert {m.name for m in judgement.mistakes} == {"mask-ignored", "mask-ends-early", "causal-alignment"}
+    assert all(m.confirmed for m in judgement.mistakes)
 
 
 def test_a_mistake_and_noise() -> None:
-    result = made(replace(BASE, dtype="float32"), "scale-missing")
+    result = planted_call(replace(BASE, dtype="float32"), "scale-missing")
     result.outputs["attention_out"] = result.outputs["attention_out"].half().float()
-    said = diagnose(result.operator, result.inputs, result.outputs)
-    assert said.verdict == "wrong"
-    assert said.mistakes[0].name == "scale-missing"
-    assert said.mistakes[0].noisy
+    judgement = diagnose(result.operator, result.inputs, result.outputs)
+    assert judgement.verdict == "wrong"
+    assert judgement.mistakes[0].name == "scale-missing"
+    assert judgement.mistakes[0].noisy
 
 
 def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_replay_says_whether_it_is_right(tmp_path: Path) -> None:
     mask = torch.ones(2048, 2048).triu(1).bool()
     with fa.capture(tmp_path) as recorded:
         out = npu_fusion_attention(q, q, q, 2, "BSND", scale=0.25, atten_mask=mask, sparse_mode=3)[0]
-        own = fa.attention(q, q.detach(), q.detach(), band=fa.Band.causal())
-        (out.sum() + own.square().sum()).backward()
+        direct = fa.attention(q, q.detach(), q.detach(), band=fa.Band.causal())
+        (out.sum() + direct.square().sum()).backward()
     names = [file.name.partition("-")[2] for file in recorded.files]
     assert names[:2] == ["npu_fusion_attention.safetensors", "attention.safetensors"]
     assert sorted(names[2:]) == ["attention-backward.safetensors", "npu_fusion_attention-backward.safetensors"]
@@ -107,7 +107,7 @@ def test_where_in_words() -> None:
 @pytest.mark.parametrize("by", [0.01, -0.01, torch.nan])
 def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
     """CANN repeats a row's maximum and sum in eight lanes; its backward may read any of them."""
-    result = made(CAUSAL, "")
+    result = planted_call(CAUSAL, "")
     top = result.outputs["softmax_max"]
     assert top.shape[-1] == 8
     assert fa.judge(result.operator, result.inputs, result.outputs).passes
@@ -119,8 +119,10 @@ def test_every_lane_of_a_statistic_counts(lane: int, by: float) -> None:
 def test_an_output_that_nobody_wrote(rows: int) -> None:
     """Where another mistake leaves zeros too, both are named."""
     q, k = torch.randn(1, rows, 2, 8), torch.randn(1, 2, 2, 8)
-    said = fa.diagnose("attention", {"q": q, "k": k, "v": k, "band": fa.Band.causal()}, {"out": torch.zeros_like(q)})
-    assert "output-unwritten" in [m.name for m in said.mistakes if m.confirmed]
+    judgement = fa.diagnose(
+        "attention", {"q": q, "k": k, "v": k, "band": fa.Band.causal()}, {"out": torch.zeros_like(q)}
+    )
+    assert "output-unwritten" in [m.name for m in judgement.mistakes if m.confirmed]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -20,7 +20,7 @@ from fusion_attention.judging.verdict import Judgement
 PLANTED = [*planted(), *planted_caches()]
 CORRECT = [*correct(), *planted_caches(False)]
 NOISY = [*noisy()]
-SHARE = 24
+EVERY = 24
 
 
 def everyday(captures: list[tuple[str, Make]], count: int) -> list[object]:
@@ -30,29 +30,29 @@ def everyday(captures: list[tuple[str, Make]], count: int) -> list[object]:
     return [pytest.param(make, id=name, marks=mark) for (name, make), mark in zip(captures, slow, strict=True)]
 
 
-def said(make: Make) -> tuple[str, Judgement]:
+def judged(make: Make) -> tuple[str, Judgement]:
     capture = make()
     return capture.mistake, diagnose(capture.operator, capture.inputs, capture.outputs)
 
 
-@pytest.mark.parametrize("make", everyday(PLANTED, SHARE))
+@pytest.mark.parametrize("make", everyday(PLANTED, EVERY))
 def test_the_mistake_is_named_first(make: Make) -> None:
-    mistake, result = said(make)
+    mistake, result = judged(make)
     assert result.verdict == "wrong"
     assert [m.name for m in result.mistakes][:1] == [mistake], result
     assert result.mistakes[0].confirmed
 
 
-@pytest.mark.parametrize("make", everyday(CORRECT, SHARE))
+@pytest.mark.parametrize("make", everyday(CORRECT, EVERY))
 def test_nobody_is_accused(make: Make) -> None:
-    _, result = said(make)
+    _, result = judged(make)
     assert result.verdict == "right", result
     assert not result.mistakes
 
 
 @pytest.mark.parametrize("make", everyday(NOISY, 6))
 def test_noise_is_called_noise(make: Make) -> None:
-    _, result = said(make)
+    _, result = judged(make)
     exact = result.grade == "as exact as a program in bfloat16"  # as few sums as these may be
     assert result.verdict == ("right" if exact else "noisy"), result
     assert not result.mistakes
@@ -61,7 +61,7 @@ def test_noise_is_called_noise(make: Make) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", UNNAMED)
 def test_what_has_no_name_is_given_none(what: str, dtype: str) -> None:
-    _, result = said(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
+    _, result = judged(partial(made_unnamed, replace(CAUSAL, dtype=dtype), what))
     assert result.verdict == "wrong", result
     assert not result.mistakes, result
 

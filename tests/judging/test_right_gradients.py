@@ -47,7 +47,7 @@ class Call:
     k: Tensor
     v: Tensor
     dout: Tensor
-    seen: Tensor
+    visible: Tensor
     scale: float
     bias: Tensor | None = None
     keep: Tensor | None = None
@@ -69,7 +69,7 @@ class Call:
     def named(self, grads: tuple[Tensor, ...]) -> Grads:
         return dict(zip(("dq", "dk", "dv", "dpse"), grads, strict=False))
 
-    def wide(self, t: Tensor) -> Tensor:
+    def per_head(self, t: Tensor) -> Tensor:
         """Heads of keys as many as the query's."""
         return t.repeat_interleave(self.group, 0)
 
@@ -80,16 +80,16 @@ Program = Callable[[Call, random.Random], Grads]
 def attended(c: Call, leaves: list[Tensor], softmax_in: torch.dtype | None) -> Tensor:
     """Eager attention, every step in the dtype of its tensors."""
     q, k, v, *bias = leaves
-    scores = q @ c.wide(k).mT * c.scale
+    scores = q @ c.per_head(k).mT * c.scale
     if c.softcap:
         scores = c.softcap * torch.tanh(scores / c.softcap)
     if bias:
         scores = scores + bias[0]
-    weights = scores.masked_fill(~c.seen, -math.inf).softmax(-1, dtype=softmax_in)
+    weights = scores.masked_fill(~c.visible, -math.inf).softmax(-1, dtype=softmax_in)
     weights = weights.to(q.dtype)
     if c.keep is not None:
         weights = weights * c.keep / c.keep_prob
-    return weights @ c.wide(v)
+    return weights @ c.per_head(v)
 
 
 def eager(c: Call, rng: random.Random) -> Grads:
@@ -110,10 +110,10 @@ def sdpa(c: Call, rng: random.Random) -> Grads:
     """The flash or math kernel of the CPU."""
     leaves = c.leaves()
     q, k, v, *bias = (t[None] for t in leaves)
-    causal = bool(c.seen.all())
-    mask = None if causal else c.seen
+    causal = bool(c.visible.all())
+    mask = None if causal else c.visible
     if bias:
-        mask = bias[0].masked_fill(~c.seen, -math.inf)
+        mask = bias[0].masked_fill(~c.visible, -math.inf)
     if rng.random() < 0.5:  # a group's heads are repeated, and their gradients added by autograd
         k, v = (t.repeat_interleave(c.group, 1) for t in (k, v))
     flash = not bias and rng.random() < 0.6
@@ -132,7 +132,7 @@ def flex(c: Call, rng: random.Random) -> Grads:
     def shown(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         if c.softcap:
             score = c.softcap * torch.tanh(score / c.softcap)
-        return torch.where(c.seen[row, key], score, -math.inf)
+        return torch.where(c.visible[row, key], score, -math.inf)
 
     torch.compiler.reset()  # so that it traces these shapes, and none that stand for many
     with mock.patch("torch.nn.attention.flex_attention._validate_device"):
@@ -142,14 +142,14 @@ def flex(c: Call, rng: random.Random) -> Grads:
 
 def scores_of(c: Call, rows: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
     """(scores in float32, their slope by the scaled product) of some rows and keys."""
-    product = c.q[:, rows].float() @ c.wide(c.k)[:, keys].float().mT * c.scale
+    product = c.q[:, rows].float() @ c.per_head(c.k)[:, keys].float().mT * c.scale
     result, slope = product, torch.ones_like(product)
     if c.softcap:
-        part = torch.tanh(product / c.softcap)
-        result, slope = c.softcap * part, 1 - part * part
+        tanh = torch.tanh(product / c.softcap)
+        result, slope = c.softcap * tanh, 1 - tanh * tanh
     if c.bias is not None:
         result = result + c.bias[:, rows][..., keys].float()
-    return result.masked_fill(~c.seen[rows][:, keys], -math.inf), slope
+    return result.masked_fill(~c.visible[rows][:, keys], -math.inf), slope
 
 
 def forward(c: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +159,8 @@ def forward(c: Call) -> tuple[Tensor, Tensor, Tensor]:
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    kept = weights if c.keep is None else weights * c.keep / c.keep_prob
-    return (kept.to(c.dtype).float() @ c.wide(c.v).float() / total).to(c.dtype), top, total
+    dropped_weights = weights if c.keep is None else weights * c.keep / c.keep_prob
+    return (dropped_weights.to(c.dtype).float() @ c.per_head(c.v).float() / total).to(c.dtype), top, total
 
 
 def tiled(c: Call, rng: random.Random) -> Grads:
@@ -184,15 +184,15 @@ def tiled(c: Call, rng: random.Random) -> Grads:
             keys = slice(first, first + step)
             slope, p, upstream = probabilities(c, some, keys, lse, dout)
             dscores = p * (upstream - delta)
-            kept = p if c.keep is None else p * c.keep[:, some][..., keys] / c.keep_prob
+            dropped_weights = p if c.keep is None else p * c.keep[:, some][..., keys] / c.keep_prob
             dx = dscores * slope
             if dbias is not None:
                 dbias[:, some, keys] = dscores
             if low:
-                kept, dx = kept.to(c.dtype).float(), dx.to(c.dtype).float()
-            dv[:, keys] += kept.mT @ dout
+                dropped_weights, dx = dropped_weights.to(c.dtype).float(), dx.to(c.dtype).float()
+            dv[:, keys] += dropped_weights.mT @ dout
             dk[:, keys] += dx.mT @ q * c.scale
-            dq[:, some] += dx @ c.wide(c.k)[:, keys].float() * c.scale
+            dq[:, some] += dx @ c.per_head(c.k)[:, keys].float() * c.scale
     if group_low:
         dk, dv = dk.to(c.dtype), dv.to(c.dtype)
     dk, dv = (t.unflatten(0, (-1, c.group)).sum(1) for t in (dk, dv))
@@ -203,7 +203,7 @@ def tiled(c: Call, rng: random.Random) -> Grads:
 def probabilities(c: Call, rows: Tensor, keys: slice, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(slope, P before dropout, dP) of some rows and keys."""
     scores, slope = scores_of(c, rows, keys)
-    upstream = dout @ c.wide(c.v)[:, keys].float().mT
+    upstream = dout @ c.per_head(c.v)[:, keys].float().mT
     if c.keep is not None:
         upstream = upstream * c.keep[:, rows][..., keys] / c.keep_prob
     return slope, (scores - lse[:, rows]).exp(), upstream
@@ -215,7 +215,7 @@ def ours(c: Call, rng: random.Random) -> Grads:
     q, k, v, *bias = leaves
     out = fa.attention(
         *(t[None] for t in (q, k, v)), layout="BNSD", scale=c.scale, softcap=c.softcap,
-        bias=bias[0][None] if bias else None, blocked=~c.seen, keep_prob=c.keep_prob,
+        bias=bias[0][None] if bias else None, blocked=~c.visible, keep_prob=c.keep_prob,
         drop_bits=None if c.keep is None else bits(c.keep),
     )  # fmt: skip
     return c.named(torch.autograd.grad(out, leaves, c.dout[None]))
@@ -230,8 +230,8 @@ ANY: list[Program] = [eager, wide_eager, tiled, tiled, ours]
 
 def programs(c: Call) -> list[Program]:
     """Those that compute it."""
-    plain = c.keep is None and not c.softcap
-    return ANY + [sdpa] * plain + [flex] * (c.keep is None and c.bias is None)
+    is_supported = c.keep is None and not c.softcap
+    return ANY + [sdpa] * is_supported + [flex] * (c.keep is None and c.bias is None)
 
 
 def drawn(rng: random.Random) -> Call:
@@ -251,9 +251,9 @@ def drawn(rng: random.Random) -> Call:
     q, k, v, dout = ((torch.randn(s) * b).to(dtype) for s, b in zip(shapes, by, strict=True))
     if rng.random() < 0.2:
         v = v + rng.choice([1, 10])
-    seen = torch.ones(rows, keys, dtype=torch.bool)
-    seen = seen.tril(keys - rows) if rows <= keys and rng.random() < 0.5 else seen
-    result = Call(q, k, v, dout, seen, scale)
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    visible = visible.tril(keys - rows) if rows <= keys and rng.random() < 0.5 else visible
+    result = Call(q, k, v, dout, visible, scale)
     if rng.random() < 0.25:
         result = replace(result, bias=(torch.randn(len(q), rows, keys) * rng.choice([1, 3])).to(dtype))
     if rng.random() < 0.2:
@@ -268,7 +268,7 @@ def judged(c: Call, grads: Grads) -> Judgement:
     """As the backward of a recorded call, from what a forward saved; of plain calls by CANN's record of gradients."""
     out, top, total = forward(c)
     results = {n: g[None] for n, g in grads.items()}
-    mask = None if bool(c.seen.all()) else ~c.seen
+    mask = None if bool(c.visible.all()) else ~c.visible
     if c.keep is None and not c.softcap:
         lanes = (t.expand(*t.shape[:-1], 8) for t in (top, total))
         names = ("query", "key", "value", "dy", "attention_in", "softmax_max", "softmax_sum", "pse")

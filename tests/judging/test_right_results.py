@@ -25,24 +25,24 @@ EVERYDAY, DRAWS = 60, 2000
 Program = Callable[[Tensor, Tensor, Tensor, Tensor, float, random.Random], Tensor]
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
     """All in the dtype, but the softmax's exponentials."""
-    scores = (q @ k.mT * scale).masked_fill(~seen, float("-inf"))
+    scores = (q @ k.mT * scale).masked_fill(~visible, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
-def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
     def shown(score: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return torch.where(seen[row, key], score, float("-inf"))
+        return torch.where(visible[row, key], score, float("-inf"))
 
     return flex_attention(q, k, v, score_mod=shown, scale=scale)
 
 
-def tiled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
+def tiled(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
     """The online softmax over tiles of keys in any order; weights in the dtype, sums in float32."""
     step = rng.choice([16, 64, 100])
     starts = list(range(0, k.shape[-2], step))
@@ -51,21 +51,21 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: rand
     total, out = torch.zeros_like(top), torch.zeros(*q.shape[:-1], v.shape[-1])
     for first in starts:
         here = slice(first, first + step)
-        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~seen[:, here], float("-inf"))
+        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~visible[:, here], float("-inf"))
         higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-        weights, kept = (scores - higher).exp(), (top - higher).exp()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        out = out * kept + weights.to(q.dtype).float() @ v[..., here, :].float()
+        weights, decay = (scores - higher).exp(), (top - higher).exp()
+        total = total * decay + weights.sum(-1, keepdim=True)
+        out = out * decay + weights.to(q.dtype).float() @ v[..., here, :].float()
         top = higher
     return (out / total).to(q.dtype)
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
+def split(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
     """Two parts of the keys, merged by their log-sum-exps in float32."""
     at = rng.randint(1, k.shape[-2])
     parts = []
     for here in (slice(0, at), slice(at, None)):
-        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~seen[:, here], float("-inf"))
+        scores = (q.float() @ k[..., here, :].float().mT * scale).masked_fill(~visible[:, here], float("-inf"))
         top = torch.nn.functional.pad(scores, (0, 1), value=-1e30).amax(-1, keepdim=True)
         weights = (scores - top).exp()
         total = weights.sum(-1, keepdim=True)
@@ -77,9 +77,9 @@ def split(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: rand
     return ((one * first + two * second) / (first + second)).to(q.dtype)
 
 
-def reordered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, rng: random.Random) -> Tensor:
+def reordered(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, rng: random.Random) -> Tensor:
     order = torch.randperm(k.shape[-2])
-    return eager(q, k[..., order, :], v[..., order, :], seen[:, order], scale, rng)
+    return eager(q, k[..., order, :], v[..., order, :], visible[:, order], scale, rng)
 
 
 PROGRAMS: dict[str, Program] = {f.__name__: f for f in (eager, torch_sdpa, flex, tiled, split, reordered)}
@@ -99,9 +99,9 @@ def test_a_right_program_is_called_right(seed: int) -> None:
     q, k, v = (t.to(dtype) for t in (q, k, v))
     name = rng.choice([*PROGRAMS])
     causal = rng.random() < 0.5 and rows <= keys
-    seen = torch.ones(rows, keys, dtype=torch.bool)
-    seen = seen.tril(keys - rows) if causal else seen
-    out = PROGRAMS[name](q, k, v, seen, scale, rng)
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    visible = visible.tril(keys - rows) if causal else visible
+    out = PROGRAMS[name](q, k, v, visible, scale, rng)
     band = {"band": fa.Band.causal("end")} if causal else {}
     result = fa.judge(
         "attention", {"q": q, "k": k, "v": v, "layout": "BNSD", "scale": scale, **band}, {"out": out}, backends=False

@@ -26,15 +26,18 @@ from fusion_attention.ir.problem import Extents
 from fusion_attention.testing import Case, arguments, check, expected, golden, lowered, run
 
 CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
-WIDE, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, shapes.TMA)
+LONG, HIGH = shapes.Tile(16, 32, 4, 1, shapes.TMA), shapes.Tile(32, 16, 4, 1, shapes.TMA)
 
 
 @pytest.fixture
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     """Of every launch of the backward's two loops, whether rows came by descriptors."""
-    seen: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
-    watch(monkeypatch, lambda kernel, named: seen[kernel].append(named["TMA"]) if kernel in seen else None)
-    return seen
+    descriptors_used: dict[Any, list[bool]] = {backward_query: [], backward_key: []}
+    watch(
+        monkeypatch,
+        lambda kernel, named: descriptors_used[kernel].append(named["TMA"]) if kernel in descriptors_used else None,
+    )
+    return descriptors_used
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> dict[Any, list[bool]]:
     ],
     ids=lambda case: case.id,
 )  # fmt: skip
-@pytest.mark.parametrize("tile", [WIDE, pytest.param(HIGH, marks=pytest.mark.slow)], ids=["16 x 32", "32 x 16"])
+@pytest.mark.parametrize("tile", [LONG, pytest.param(HIGH, marks=pytest.mark.slow)], ids=["16 x 32", "32 x 16"])
 def test_rows_by_descriptors(
     case: Case, tile: shapes.Tile, by_descriptors: dict[Any, list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from support.caches import CACHES, Cache, judge, made
+from support.caches import CACHES, Cache, judge, operands_on
 
 import fusion_attention as fa
 from fusion_attention.backends import triton as backend
@@ -30,14 +30,14 @@ def compute(cache: Cache, operands: Operands, extents: Extents) -> None:
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache.id)
 def test_caches(cache: Cache) -> None:
-    e, operands = cache.extents(), made(cache, "cpu")
+    e, operands = cache.extents(), operands_on(cache, "cpu")
     compute(cache, operands, e)
     judge(cache, operands, e)
 
 
 def test_a_window_begins_in_the_middle_of_a_page() -> None:
     cache = Cache(kv_len=(400, 90), q_len=3, more={"bias": "slopes"})
-    full, operands = cache.extents(), made(cache, "cpu")
+    full, operands = cache.extents(), operands_on(cache, "cpu")
     compute(cache, operands, full)
     everything = operands.out.keep[0].clone()
     band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 20)
@@ -56,7 +56,7 @@ def test_a_window_begins_in_the_middle_of_a_page() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
     cache = Cache(kv_len=(40, 25), dequant="token", dtype=dtype)
-    full, operands = cache.extents(), made(cache, "cpu")
+    full, operands = cache.extents(), operands_on(cache, "cpu")
     band = dataclasses.replace(full, lo=full.kv_len - cache.q_len - 9)
     compute(cache, operands, band)
     result = operands.out.keep[0].clone()
@@ -75,7 +75,7 @@ def test_scales_of_keys_before_a_window_count_nothing(dtype: str) -> None:
 def test_values_may_be_the_first_elements_of_the_keys(dims: tuple[int, int], dequant: str) -> None:
     cache = Cache(q_len=2, heads_q=8, dim_qk=dims[0], dim_v=dims[1], dequant=dequant, dtype="float16",
                   more={"shares_kv": True})  # fmt: skip
-    operands = made(cache, "cpu")
+    operands = operands_on(cache, "cpu")
     assert isinstance(operands.k, PagedView)
     operands.v = dataclasses.replace(operands.k, dim=dims[1])
     if operands.dequant_k is not None:
@@ -105,7 +105,7 @@ def test_a_cache_of_latents_by_the_public_integration() -> None:
 @pytest.mark.parametrize("factor", [1e-6, 10.0])
 def test_scales_of_any_size_leave_float16_its_digits(factor: float) -> None:
     cache = Cache(dequant="token", dtype="float16", dim_v=32, kv_len=(90, 20))
-    operands = made(cache, "cpu")
+    operands = operands_on(cache, "cpu")
     assert operands.dequant_v is not None
     operands.dequant_v.scale.pool.abs_().add_(0.5).mul_(factor)  # type: ignore[union-attr]
     compute(cache, operands, cache.extents())
@@ -114,7 +114,7 @@ def test_scales_of_any_size_leave_float16_its_digits(factor: float) -> None:
 
 def test_small_scales_of_channels_leave_float16_its_digits() -> None:
     cache = Cache(dequant="channel", dtype="float16", kv_len=(90, 20))
-    operands = made(cache, "cpu")
+    operands = operands_on(cache, "cpu")
     assert operands.dequant_k is not None
     assert isinstance(operands.dequant_k.scale, RowView)
     operands.dequant_k.scale.keep[0].mul_(1e-6)
@@ -145,7 +145,7 @@ def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
     for _ in range(4):  # the same rows with other keys: the same buffer
         e = bands(generator, q_len)
         listed = launch_decode.work(PROBLEM, e, TILE, WANTED)
-        cut, buffer = launch_decode.buffer_for_shares(PROBLEM, e, TILE, WANTED)
+        split_tiles, buffer = launch_decode.buffer_for_shares(PROBLEM, e, TILE, WANTED)
         assert len(listed) == WANTED + (-(-q_len * PROBLEM.group // TILE.BM)).sum()
         met = {(b, r): np.zeros(n, int) for b, n in enumerate(e.kv_len) for r in range(q_len[b] * PROBLEM.group)}
         for b, r0, r1, begin, end, *_ in listed.tolist():
@@ -160,7 +160,7 @@ def test_every_row_meets_every_key_that_it_sees_in_one_entry(seed: int) -> None:
         shared = np.flatnonzero(listed[:, 5] > 1)
         assert (shared < buffer).all()
         firsts = [(first, count) for *_, first, count in listed.tolist() if count]
-        assert len(firsts) <= cut
+        assert len(firsts) <= split_tiles
         assert [n for first, count in firsts for n in range(first, first + count)] == shared.tolist()
         for first, count in firsts:  # one tile's shares, one after the other
             assert (listed[first : first + count, :3] == listed[first, :3]).all()
@@ -178,7 +178,7 @@ def test_one_long_sequence_is_cut_where_its_neighbours_are_not() -> None:
 
 
 def test_a_tile_of_keys_in_two_pages_or_far_apart_is_gathered() -> None:
-    operands, tile = made(Cache(), "cpu"), shapes.Tile(16, 16, 4, 1)
+    operands, tile = operands_on(Cache(), "cpu"), shapes.Tile(16, 16, 4, 1)
     views = {"k": operands.k, "v": operands.v}
     assert launch_decode.within(Cache().problem, views, tile)
     assert not launch_decode.within(Cache(page_size=24).problem, views, tile)

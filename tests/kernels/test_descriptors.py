@@ -23,9 +23,9 @@ CAUSAL = {"sparse_mode": 3, "mask": "compressed", "heads_q": 2, "heads_kv": 1}
 @pytest.fixture
 def by_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every launch of the forward, whether rows came by descriptors."""
-    seen: list[bool] = []
-    watch(monkeypatch, lambda kernel, named: seen.append(named["TMA"]) if kernel is forward else None)
-    return seen
+    descriptors_used: list[bool] = []
+    watch(monkeypatch, lambda kernel, named: descriptors_used.append(named["TMA"]) if kernel is forward else None)
+    return descriptors_used
 
 
 @pytest.mark.parametrize(

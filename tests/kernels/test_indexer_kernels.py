@@ -44,13 +44,13 @@ CASES = [
     IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), top_k=8, **HALF),
 ]
 
-PIECE = Tile(0, 16, 4, 1)
+BLOCK = Tile(0, 16, 4, 1)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few rows has several of them."""
-    for name, value in (("CANDIDATES", 16), ("CHOICE", PIECE), ("WRITE", PIECE), ("FEWEST", 4)):
+    for name, value in (("CANDIDATES", 16), ("CHOICE", BLOCK), ("WRITE", BLOCK), ("FEWEST", 4)):
         monkeypatch.setattr(shapes_sparse, name, value)
     for name in ("scores_tile", "gradient_tile"):
         monkeypatch.setattr(shapes_sparse, name, lambda *_: Tile(16, 16, 4, 1))

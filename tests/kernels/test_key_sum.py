@@ -33,11 +33,11 @@ def rows_of(entries: list[int], columns: int, dtype: torch.dtype) -> torch.Tenso
 def block_after_block(entries: list[int], rows: torch.Tensor, size: int) -> torch.Tensor:
     total = torch.zeros(KEYS, rows.shape[1])
     for first in range(0, len(entries), size):
-        part = torch.zeros_like(total)
+        block_sum = torch.zeros_like(total)
         for key, row in zip(entries[first : first + size], rows.float()[first:], strict=False):
             if key != NONE:
-                part[key] += row
-        total += part
+                block_sum[key] += row
+        total += block_sum
     return total
 
 

@@ -12,7 +12,7 @@ from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import launch_loss, shapes_loss
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.torch_ops import eager
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
@@ -23,7 +23,7 @@ run = partial(eager.run, backend="triton")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a case of a few slots has several; heads of the indexer take several launches."""
-    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: Cut(16, 16, 16, 4, 1))
+    monkeypatch.setattr(launched.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
     monkeypatch.setattr(shapes_sparse, "gradient_tile", lambda *_: SMALL)
     monkeypatch.setattr(shapes_sparse, "ONE_LAUNCH", 16)
     monkeypatch.setattr(shapes_loss, "selected_tiles", lambda *_: shapes_loss.Selected(SMALL, SMALL, 16))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import caches
 from support.bits import same_bits
-from support.caches import Cache, answer, made, results
+from support.caches import Cache, answer, operands_on, results
 from support.cases import BITS, CAUSAL, DRAWN
 
 from fusion_attention.backends import triton as backend
@@ -146,7 +146,7 @@ def test_a_float_mask_hides_what_is_not_finite(case: Case, name: str, fill: floa
 )
 def test_a_cached_value_that_is_not_finite(cache: Cache, fill: float) -> None:
     """The last key of each sequence, which the last row alone sees."""
-    p, e, operands = cache.problem, cache.extents(), made(cache, "cpu")
+    p, e, operands = cache.problem, cache.extents(), operands_on(cache, "cpu")
     calm = caches.expected(cache, operands, e)
     wild = operands.dequant_v.scale if operands.dequant_v is not None else operands.v
     if cache.dequant == "channel":

@@ -35,11 +35,11 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     call = call_of(dtype, empty_rows, 5)
     if empty_rows == "mean":
         del call.args["sink"]
-    full, wanted = call.whole(), expected(call)
+    full, wanted = call.full(), expected(call)
     cuts, rng = (lambda length: list(range(64, length, 64))), random.Random(1)
-    rows, keys = call.rows(call.pieces("q", cuts)), call.pieces("kv", cuts)
+    rows, keys = call.rows(call.chunks("q", cuts)), call.chunks("kv", cuts)
     result = empty_partial(rows.q, rows.q.shape[:3], 16)
-    lots = [call.keys(chunk_pairs.Pieces(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
+    lots = [call.keys(chunk_pairs.Chunks(*(a[lot] for a in vars(keys).values()))) for lot in halves(len(keys), rng)]
     for lot in lots:
         partial = chunk_pairs.forward(full, rows, lot, backend="triton", partial=True)
         assert partial.out.dtype == torch.float32
@@ -51,7 +51,7 @@ def test_parts_merge_to_the_whole(dtype: torch.dtype, empty_rows: str) -> None:
     saved = chunk_pairs.Saved(call.tokens(call.dout), out, result.max, result.sum)
     parts = [chunk_pairs.backward(full, rows, saved, lot, backend="triton", partial=True) for lot in lots]
     for name in ("dq", "dk", "dv"):
-        total = sum(getattr(part, name) for part in parts).to(dtype)
+        total = sum(getattr(addend, name) for addend in parts).to(dtype)
         compare(name, total[0], wanted[name])
 
 
@@ -61,7 +61,7 @@ def halves(count: int, rng: random.Random) -> list[np.ndarray]:
 
 def test_rows_apart_are_rows_together() -> None:
     call = call_of(torch.float32, "zero", 6)
-    everything = call.keys(call.pieces("kv"))
-    rows = call.pieces("q", lambda length: list(range(64, length, 64)))
-    result = chunk_pairs.forward(call.whole(), call.rows(rows), everything, backend="triton")
+    everything = call.keys(call.chunks("kv"))
+    rows = call.chunks("q", lambda length: list(range(64, length, 64)))
+    result = chunk_pairs.forward(call.full(), call.rows(rows), everything, backend="triton")
     compare("out", result.out[0], expected(call)["out"])

@@ -35,7 +35,7 @@ def test_scratch_is_poison(module: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
     def see(kernel: Any, named: dict[str, Any]) -> None:
         if not given:
-            scratch = [named.get("flat"), named.get("part")]
+            scratch = [named.get("flat"), named.get("partials")]
             given.extend(t for t in scratch if t is not None)
             assert all(map(is_poison, given))
 

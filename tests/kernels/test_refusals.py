@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support.caches import Cache, judge, made, results
+from support.caches import Cache, judge, operands_on, results
 
 from fusion_attention.backends import choose
 from fusion_attention.backends import triton as backend
@@ -23,7 +23,7 @@ from fusion_attention.ir.problem import IndexerProblem, Operands, Problem
 from fusion_attention.testing import Case, arguments, lowered, run
 
 CUDA = torch.device("cuda", 0)
-PLAIN = Problem(4, 2, 128, 128, dtype="bfloat16")
+PROBLEM = Problem(4, 2, 128, 128, dtype="bfloat16")
 INDEXER = IndexerProblem(heads=4, dim=16, top_k=4)
 INTERPRETED = backend.interpreted
 
@@ -37,10 +37,10 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return with_chip(monkeypatch, (9, 0), 227)
 
 
-def with_chip(patch: pytest.MonkeyPatch, capability: tuple[int, int], held: int) -> pytest.MonkeyPatch:
+def with_chip(patch: pytest.MonkeyPatch, capability: tuple[int, int], shared_kb: int) -> pytest.MonkeyPatch:
     """A GPU of a compute capability and so many KB of shared memory."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    patch.setattr(shapes, "shared_memory", lambda index: held)
+    patch.setattr(shapes, "shared_memory", lambda index: shared_kb)
     return patch
 
 
@@ -53,30 +53,30 @@ def compute(cache: Cache, operands: Operands) -> None:
 
 
 def test_a_gpu_computes_what_the_tables_hold(chip: pytest.MonkeyPatch) -> None:
-    assert backend.reasons_against(PLAIN, CUDA) == []
+    assert backend.reasons_against(PROBLEM, CUDA) == []
 
 
 def test_a_device_without_triton_is_refused(chip: pytest.MonkeyPatch) -> None:
     chip.setitem(sys.modules, "triton", None)
-    assert backend.reasons_against(PLAIN, CUDA) == [
+    assert backend.reasons_against(PROBLEM, CUDA) == [
         "the triton back end needs the package triton, which is not installed."
     ]
 
 
 def test_other_devices_are_refused(chip: pytest.MonkeyPatch) -> None:
-    assert backend.reasons_against(PLAIN, "cpu") == ["the triton back end computes device cuda, not cpu."]
+    assert backend.reasons_against(PROBLEM, "cpu") == ["the triton back end computes device cuda, not cpu."]
     for major in (7, 11, 13):
         with_chip(chip, (major, 0), 227)
-        assert f"sm_8x, sm_9x, sm_10x, sm_12x, not for sm_{major}x" in backend.reasons_against(PLAIN, CUDA)[0]
+        assert f"sm_8x, sm_9x, sm_10x, sm_12x, not for sm_{major}x" in backend.reasons_against(PROBLEM, CUDA)[0]
     with_chip(chip, (8, 8), 64)
-    assert backend.reasons_against(PLAIN, CUDA) == [
+    assert backend.reasons_against(PROBLEM, CUDA) == [
         "the triton back end needs 99 KB of shared memory; this GPU has 64 KB."
     ]
     chip.setattr(torch.version, "hip", "6.4")
-    assert "not on AMD's" in backend.reasons_against(PLAIN, CUDA)[0]
+    assert "not on AMD's" in backend.reasons_against(PROBLEM, CUDA)[0]
     chip.setattr(torch.version, "hip", None)
     chip.setattr(torch.cuda, "is_available", lambda: False)
-    assert backend.reasons_against(PLAIN, CUDA) == ["the triton back end finds no GPU."]
+    assert backend.reasons_against(PROBLEM, CUDA) == ["the triton back end finds no GPU."]
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_other_devices_are_refused(chip: pytest.MonkeyPatch) -> None:
 def test_a_head_dim_without_a_tile_is_refused(
     chip: pytest.MonkeyPatch, sizes: tuple[int, int, int], dtype: str
 ) -> None:
-    wide = dataclasses.replace(PLAIN, dim_qk=sizes[0], dim_v=sizes[1], dim_rope=sizes[2], dtype=dtype)
-    (reason,) = backend.reasons_against(wide, CUDA)
+    larger = dataclasses.replace(PROBLEM, dim_qk=sizes[0], dim_v=sizes[1], dim_rope=sizes[2], dtype=dtype)
+    (reason,) = backend.reasons_against(larger, CUDA)
     assert reason == (
         f"the triton back end has no tile for dim_qk {sizes[0]}, dim_rope {sizes[2]} and dim_v {sizes[1]} in {dtype}: "
         "shared memory or registers do not hold one."
@@ -101,19 +101,19 @@ def test_a_head_dim_without_a_tile_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("capability", "held", "served_as"),
+    ("capability", "shared_kb", "served_as"),
     [
         *(((8, 0), 163, 80), ((8, 6), 99, 86), ((8, 7), 163, 80), ((8, 9), 99, 86), ((9, 0), 227, 90)),
         *(((10, 0), 227, 90), ((10, 3), 227, 90), ((12, 0), 99, 86), ((12, 1), 99, 86)),
     ],
 )
 def test_a_chip_is_served_by_the_rows_of_the_first_whose_memory_it_has(
-    capability: tuple[int, int], held: int, served_as: int, chip: pytest.MonkeyPatch
+    capability: tuple[int, int], shared_kb: int, served_as: int, chip: pytest.MonkeyPatch
 ) -> None:
-    with_chip(chip, capability, held)
+    with_chip(chip, capability, shared_kb)
     assert shapes.chip_of(CUDA) == served_as
     for dim in (64, 128, 256):
-        assert backend.reasons_against(dataclasses.replace(PLAIN, dim_qk=dim, dim_v=dim), CUDA) == []
+        assert backend.reasons_against(dataclasses.replace(PROBLEM, dim_qk=dim, dim_v=dim), CUDA) == []
 
 
 def test_no_row_takes_more_memory_than_its_chip_has() -> None:
@@ -123,14 +123,14 @@ def test_no_row_takes_more_memory_than_its_chip_has() -> None:
 
 
 def test_a_forward_is_not_refused_for_what_the_backward_takes(chip: pytest.MonkeyPatch) -> None:
-    wide = dataclasses.replace(PLAIN, dim_qk=768, dim_v=768)
-    assert backend.reasons_against(wide, CUDA) == []
+    larger = dataclasses.replace(PROBLEM, dim_qk=768, dim_v=768)
+    assert backend.reasons_against(larger, CUDA) == []
     with_chip(chip, (8, 9), 99)
-    assert backend.reasons_against(wide, CUDA, "attention_forward") == []
+    assert backend.reasons_against(larger, CUDA, "attention_forward") == []
     for op_kind in ("attention_backward", ""):
-        (reason,) = backend.reasons_against(wide, CUDA, op_kind)
+        (reason,) = backend.reasons_against(larger, CUDA, op_kind)
         assert "no tile for dim_qk 768, dim_rope 0 and dim_v 768 in bfloat16" in reason
-    assert choose(wide, CUDA, "auto", "attention_forward") == "triton"
+    assert choose(larger, CUDA, "auto", "attention_forward") == "triton"
 
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.2.0", "3.3.1", "3.5.1", "3.9.0", "4.0.0", "3.10.0+git1"])
@@ -140,7 +140,7 @@ def test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name(
     """Also one without knobs, which say whether kernels are interpreted."""
     chip.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     chip.setattr(backend, "interpreted", INTERPRETED)
-    assert backend.reasons_against(PLAIN, CUDA) == [
+    assert backend.reasons_against(PROBLEM, CUDA) == [
         f"the triton back end was compiled with triton 3.6 to 3.8, not with {version}."
     ]
     assert f"not with {version}" in backend.reasons_against(INDEXER, CUDA)[0]
@@ -149,12 +149,12 @@ def test_a_triton_that_the_kernels_were_not_compiled_with_is_refused_by_name(
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.7.0+git1234"])
 def test_the_tritons_that_compile_the_kernels(version: str, chip: pytest.MonkeyPatch) -> None:
     chip.setattr(sys.modules["triton"], "__version__", version)
-    assert backend.reasons_against(PLAIN, CUDA) == []
+    assert backend.reasons_against(PROBLEM, CUDA) == []
 
 
 def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> None:
     wrong = dataclasses.replace(
-        PLAIN,
+        PROBLEM,
         dim_qk=900,
         dim_rope=300,
         common_keys=3,
@@ -166,7 +166,7 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
     with_chip(chip, (7, 0), 64)
     with pytest.raises(BackendError) as caught:
         choose(wrong, CUDA, "auto")
-    said = str(caught.value)
+    message = str(caught.value)
     words = (
         "sm_7x",
         "out_quant",
@@ -175,19 +175,19 @@ def test_every_reason_of_every_back_end_is_said(chip: pytest.MonkeyPatch) -> Non
         "no dropout",
         "cpu: ",
     )
-    assert [word for word in words if word not in said] == []
-    assert said.count("triton: ") == 5
+    assert [word for word in words if word not in message] == []
+    assert message.count("triton: ") == 5
 
 
 def test_reasons_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real tables
-    assert backend.reasons_against(PLAIN, "cpu") == []
-    wide = dataclasses.replace(PLAIN, dim_qk=600, dim_rope=300, dtype="int8", common_keys=3)
-    reasons = backend.reasons_against(wide, "cpu")
+    assert backend.reasons_against(PROBLEM, "cpu") == []
+    larger = dataclasses.replace(PROBLEM, dim_qk=600, dim_rope=300, dtype="int8", common_keys=3)
+    reasons = backend.reasons_against(larger, "cpu")
     assert [word in reason for word, reason in zip(("int8", "common_keys", "dim_rope"), reasons, strict=True)] == [
         True
     ] * 3
-    cache = dataclasses.replace(PLAIN, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
+    cache = dataclasses.replace(PROBLEM, page_size=16, dropout="philox", keep_prob=0.5, empty_rows="mean")
     assert len(backend.reasons_against(cache, "cpu")) == 2
 
 
@@ -204,7 +204,7 @@ def test_tensors_on_several_devices_are_refused_by_name() -> None:
 
 
 def test_a_cache_on_another_device_is_refused_before_anything_is_written() -> None:
-    operands = made(Cache(), "cpu")
+    operands = operands_on(Cache(), "cpu")
     assert isinstance(operands.k, PagedView)
     elsewhere = dataclasses.replace(operands, k=operands.k.over(operands.k.pool.to("meta")))
     with pytest.raises(BackendError, match="got k on meta"):
@@ -213,7 +213,7 @@ def test_a_cache_on_another_device_is_refused_before_anything_is_written() -> No
 
 
 def test_rows_and_pages_do_not_mix() -> None:
-    operands, axis = made(Cache(), "cpu"), np.zeros(3, np.int64)
+    operands, axis = operands_on(Cache(), "cpu"), np.zeros(3, np.int64)
     odd = dataclasses.replace(operands, v=RowView((torch.zeros(9),), axis, 1, axis, 16))
     with pytest.raises(BackendError, match="expected pages for k and v, got rows for v"):
         compute(Cache(), odd)
@@ -237,7 +237,7 @@ def with_table(operands: Operands, table: torch.Tensor) -> Operands:
 
 def test_a_table_that_points_anywhere_stays_in_the_pool() -> None:
     cache = Cache(kv_len=(40,))
-    operands = with_table(made(cache, "cpu"), torch.tensor([[-5, 1 << 30, 2]], dtype=torch.int32))
+    operands = with_table(operands_on(cache, "cpu"), torch.tensor([[-5, 1 << 30, 2]], dtype=torch.int32))
     compute(cache, operands)
     assert results(operands)[0].shape == (1, 1, 4, 16)  # it came back: what it computed is anyone's
 
@@ -245,14 +245,14 @@ def test_a_table_that_points_anywhere_stays_in_the_pool() -> None:
 def test_a_table_is_read_by_its_strides() -> None:
     """Cut out of a wider one, and one row for all sequences."""
     cache = Cache(kv_len=(40, 33))
-    operands = made(cache, "cpu")
+    operands = operands_on(cache, "cpu")
     assert isinstance(operands.k, PagedView)
     table = operands.k.table
-    wide = torch.full((2, table.shape[1] + 2), 1 << 30, dtype=torch.int32)
-    wide[:, 1:-1] = table
-    cut = with_table(operands, wide[:, 1:-1])
-    compute(cache, cut)
-    judge(cache, cut, cache.extents())
+    padded = torch.full((2, table.shape[1] + 2), 1 << 30, dtype=torch.int32)
+    padded[:, 1:-1] = table
+    operands_cut = with_table(operands, padded[:, 1:-1])
+    compute(cache, operands_cut)
+    judge(cache, operands_cut, cache.extents())
     same = dataclasses.replace(cache, kv_len=(40, 40))
     shared = with_table(operands, table[:1].expand(2, -1))
     compute(same, shared)
@@ -261,7 +261,7 @@ def test_a_table_is_read_by_its_strides() -> None:
 
 def test_without_a_page_no_key_is_read() -> None:
     cache = Cache(kv_len=(40,))
-    operands = made(cache, "cpu")
+    operands = operands_on(cache, "cpu")
     assert isinstance(operands.v, PagedView)
     operands.v.pool = torch.zeros(0, *operands.v.pool.shape[1:])
     compute(cache, operands)
@@ -272,7 +272,7 @@ def test_without_a_page_no_key_is_read() -> None:
 
 
 def test_a_pool_is_measured_by_its_memory() -> None:
-    view = made(Cache(), "cpu").k
+    view = operands_on(Cache(), "cpu").k
     assert isinstance(view, PagedView)
     pages = view.pool.shape[0]
     assert launch_decode.pool_of(view, 2) == pages - 1

@@ -17,7 +17,7 @@ import fusion_attention as fa
 from fusion_attention.backends import triton as backend
 from fusion_attention.backends.triton.selected import launch_backward as launched
 from fusion_attention.backends.triton.selected import launch_key_sum
-from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.memory import empty
 from fusion_attention.ops.sparse import fa_record
 from fusion_attention.ops.sparse.call import DIFFERENTIABLE, Sparse, SparseBackward
@@ -28,7 +28,7 @@ from fusion_attention.testing.sparse import SparseCase, arguments, expected, gol
 from fusion_attention.torch_ops.eager import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
-SMALL = Cut(16, 16, 16, 4, 1)
+SMALL = SlotTile(16, 16, 16, 4, 1)
 TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
 MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True}
 
@@ -86,7 +86,7 @@ def test_cases(case: SparseCase) -> None:
     judge(case)
 
 
-WIDE = ("dkey", "dvalue")
+SUMMED = ("dkey", "dvalue")
 LISTED = SparseCase("TND", dtype="bfloat16", lists="repeated", count=5, dim_rope=4, **TWO)
 
 
@@ -152,13 +152,13 @@ def test_gradients_of_keys_that_somebody_adds_up_are_not_rounded() -> None:
     args = arguments(case)
     call = lowered(args)
     step = SparseBackward(call, args["dy"], *saved(call))
-    wide = {n: empty(t, t.shape, torch.float32 if n in WIDE else t.dtype) for n, t in step.results().items()}
-    compute(step, wide, "triton")
+    float32_sums = {n: empty(t, t.shape, torch.float32 if n in SUMMED else t.dtype) for n, t in step.results().items()}
+    compute(step, float32_sums, "triton")
     want = expected(call, args["dy"])
-    for name in WIDE:
-        rounded = wide[name].bfloat16()
+    for name in SUMMED:
+        rounded = float32_sums[name].bfloat16()
         compare(name, rounded, want[name])
-        assert (wide[name] != rounded)[: sum(case.kv_len)].any(), name
+        assert (float32_sums[name] != rounded)[: sum(case.kv_len)].any(), name
 
 
 def test_the_public_function_trains() -> None:
@@ -186,6 +186,6 @@ def test_no_more_is_allocated_than_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(launched, "empty", counted)
     backward(arguments(case))
-    said = backend.workspace_bytes(call.problem, call.extents, "attention_backward")
-    assert 0 < sum(taken) <= said
-    assert said < launched.BUDGET
+    workspace = backend.workspace_bytes(call.problem, call.extents, "attention_backward")
+    assert 0 < sum(taken) <= workspace
+    assert workspace < launched.BUDGET

@@ -41,13 +41,13 @@ def trained(layer: nn.SparseAttention, out: torch.Tensor, loss: torch.Tensor) ->
 @pytest.mark.parametrize(("form", "stage"), [("grouped", "sparse"), ("latent", "sparse"), ("latent", "warmup")])
 def test_layers(form: str, stage: str) -> None:
     layer = layer_of(form, stage)
-    x, wide = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1)), copy.deepcopy(layer).double()
+    x, layer64 = torch.randn(1, LENGTH, DIM, generator=torch.Generator().manual_seed(1)), copy.deepcopy(layer).double()
     with fa.use_backend("triton"):
         got = trained(layer, *layer(x, rope=nn.rope_table(torch.arange(LENGTH), 6 if form == "latent" else 8)))
 
     def program() -> Results:
-        out, loss = plain(wide, x[0].double())
-        return trained(wide, out[None], loss / LENGTH)
+        out, loss = plain(layer64, x[0].double())
+        return trained(layer64, out[None], loss / LENGTH)
 
     compare_with(f"{form} {stage}", got, program, draws=16)
 

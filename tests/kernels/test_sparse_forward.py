@@ -25,7 +25,7 @@ RESULTS = ("out", "max", "sum")
 pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
 TWO: dict[str, Any] = {"q_len": (3, 4), "kv_len": (7, 9)}
 PAGED: dict[str, Any] = {"page": 16, "kv_len": (33, 7), "q_len": (3, 2)}
-WIDE: dict[str, Any] = {"dim_qk": 32, "dim_v": 40}
+SIZES: dict[str, Any] = {"dim_qk": 32, "dim_v": 40}
 MLA: dict[str, Any] = {"dim_qk": 32, "dim_v": 32, "dim_rope": 8, "shares_kv": True}
 
 
@@ -75,7 +75,7 @@ def test_cases(case: SparseCase) -> None:
 
 
 # Lists of several tiles, of which some end early or are empty; pages, a negative scale, sinks, two key heads.
-CUT = [
+SPLIT = [
     *(CASES[n] for n in (4, 8, 12)),
     SparseCase(lists="none", sink=True, count=20, q_len=(2,), kv_len=(30,)),
     SparseCase("TND", **PAGED, count=20, lists="wild", heads_kv=2, sink=True, mode=0),
@@ -83,7 +83,7 @@ CUT = [
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def split_grids(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A chip so large that every list is shared out; the grids of what was launched."""
     grids: list[Any] = []
     real = launching.launch
@@ -99,10 +99,10 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return grids
 
 
-@pytest.mark.parametrize("case", CUT, ids=lambda case: case.id)
-def test_lists_of_few_tokens_are_shared_out(case: SparseCase, cut: list[Any]) -> None:
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
+def test_lists_of_few_tokens_are_shared_out(case: SparseCase, split_grids: list[Any]) -> None:
     judge(case)
-    assert next(grid for grid in cut if len(grid) == 2)[1] == -(-case.count // 16) > 1
+    assert next(grid for grid in split_grids if len(grid) == 2)[1] == -(-case.count // 16) > 1
 
 
 def test_shares_follow_from_sizes_alone() -> None:
@@ -151,12 +151,12 @@ def test_no_page_table_makes_a_row_read_outside() -> None:
         same_bits({"out": out[:2]}, {"out": want[:2]})
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_any_page_table_serves_keys_and_values_alike(wide: bool) -> None:
+@pytest.mark.parametrize("int64", [False, True])
+def test_any_page_table_serves_keys_and_values_alike(int64: bool) -> None:
     """One of 64 bits, and one whose numbers do not stand side by side."""
     args = arguments(CASES[-1])
     want, table = forward(args), args["block_table"]
-    args["block_table"] = table.long() if wide else table.repeat_interleave(2, 1)[:, ::2]
+    args["block_table"] = table.long() if int64 else table.repeat_interleave(2, 1)[:, ::2]
     same_bits(forward(args), want)
 
 
@@ -183,8 +183,8 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
     name: str, fill: float, request: pytest.FixtureRequest
 ) -> None:
     if name == "key":  # the statistics of one share are NaN
-        request.getfixturevalue("cut")
-    case = SparseCase("TND", dtype="bfloat16", heads_q=3, count=20, q_len=(6,), kv_len=(64,), mode=0, **WIDE)
+        request.getfixturevalue("split_grids")
+    case = SparseCase("TND", dtype="bfloat16", heads_q=3, count=20, q_len=(6,), kv_len=(64,), mode=0, **SIZES)
     args = arguments(case)
     args[name][int(args["sparse_indices"][3, 0, 0]) if name != "query" else 3, 0, 5] = fill
     want = expected(lowered(args))
@@ -195,7 +195,7 @@ def test_what_is_not_finite_reaches_exactly_the_rows_that_name_it(
 @pytest.mark.parametrize("paged", [False, True])
 def test_infinite_values_outlast_weights_that_no_float_can_hold(paged: bool, request: pytest.FixtureRequest) -> None:
     if paged:  # one share holds the largest weight, others infinities
-        request.getfixturevalue("cut")
+        request.getfixturevalue("split_grids")
     page = {"page": 16} if paged else {}
     case = SparseCase("TND", heads_q=3, dim_qk=16, dim_v=5, scale=1.0, sink=True, count=90, lists="all", q_len=(2,),
                       kv_len=(90,), mode=0, **page)  # fmt: skip

@@ -68,8 +68,8 @@ def written(given: Any) -> list[torch.Tensor]:
     return []
 
 
-def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(found, want, strict=True))
+def same(results: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(results, want, strict=True))
 
 
 CALLS = {"lists": of_lists, "indexer": of_indexer, "warm-up": of_loss(0), "window": of_loss(0, 5), "loss": of_loss(8)}
@@ -80,23 +80,23 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so low that a few keys are several, and a window across more of them than when it was planned."""
     tiles = shapes_loss.Warm(*(Tile(16, 16, 4, 1),) * 5, 16)
     monkeypatch.setattr(shapes_loss, "warm_tiles", lambda *_: tiles)
-    monkeypatch.setattr(launch_dense_kl_loss, "SHARE", 16)
+    monkeypatch.setattr(launch_dense_kl_loss, "KEYS_PER_SPLIT", 16)
 
 
 def made_by(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, ...]]:
     """The operation kinds that a call runs: problem, lengths and operands of each."""
-    made: dict[str, tuple[Any, ...]] = {}
+    captured_calls: dict[str, tuple[Any, ...]] = {}
     for op_kind in OP_KINDS:
         real = getattr(backend, op_kind)
 
         def noting(p: Any, e: Any, s: Any, *given: Any, real: Any = real, op_kind: str = op_kind) -> None:
-            made[op_kind] = (p, e, given)
+            captured_calls[op_kind] = (p, e, given)
             real(p, e, s, *given)
 
         monkeypatch.setattr(backend, op_kind, noting)
     call()
-    assert made
-    return made
+    assert captured_calls
+    return captured_calls
 
 
 @pytest.mark.parametrize("name", CALLS)

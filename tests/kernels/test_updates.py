@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.bits import same_bits
-from support.caches import Cache, judge, made, rows
+from support.caches import Cache, judge, operands_on, rows
 
 from fusion_attention.backends.triton.common import launching, layout_table
 from fusion_attention.ir.mask import INFINITE
@@ -45,7 +45,7 @@ def updatable(problem: Problem, extents: Extents, op_kind: str = "attention_forw
 def test_a_replayed_decode_computes_the_new_lengths(cache: Cache, replay: Callable[[], None]) -> None:
     capacity = (40, 70, 33)
     cache = dataclasses.replace(cache, kv_len=capacity)
-    operands, result = made(cache, "cpu"), updatable(cache.problem, cache.extents())
+    operands, result = operands_on(cache, "cpu"), updatable(cache.problem, cache.extents())
     result.run(operands)
     for kv_len in ((37, 70, 0), (2, 16, 33), capacity):
         result.update(kv_len)
@@ -105,12 +105,12 @@ def test_replayed_rows_and_gradients_have_the_bits_of_a_fresh_plan(replay: Calla
 
 
 def test_a_list_keeps_its_place_and_its_buffer() -> None:
-    kept = layout_table.Kept(extents((20, 40, 33)))
-    kept.update(extents((4, 17, 1)))
+    device_tables = layout_table.DeviceTables(extents((20, 40, 33)))
+    device_tables.update(extents((4, 17, 1)))
     make = lambda e: np.repeat(np.arange(3), e.kv_len)[:, None]  # noqa: E731
-    held = kept.on(CPU, "list", make).tensor
-    assert held.shape == (93, 1)
-    assert held.sum() == 17 + 2
-    kept.update(extents((20, 40, 33)))
-    assert kept.on(CPU, "list", make).tensor.data_ptr() == held.data_ptr()
-    assert held.sum() == 40 + 66
+    memory = device_tables.on(CPU, "list", make).tensor
+    assert memory.shape == (93, 1)
+    assert memory.sum() == 17 + 2
+    device_tables.update(extents((20, 40, 33)))
+    assert device_tables.on(CPU, "list", make).tensor.data_ptr() == memory.data_ptr()
+    assert memory.sum() == 40 + 66

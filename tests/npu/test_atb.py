@@ -22,19 +22,19 @@ V = torch.randn(T, N2, DV, generator=GENERATOR)
 PAGES, VALUES = (torch.randn(8, SLOTS, N2, n, generator=GENERATOR) for n in (D, DV))
 SCALE = 0.3
 DRAWS = 8
-Seen = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
+Visible = Callable[[int, int, int], torch.Tensor]  # of (sequence, row, keys): which keys a row sees
 
 
 def everything(sequence: int, row: int, keys: int) -> torch.Tensor:
     return torch.ones(keys, dtype=torch.bool)
 
 
-def causal(rows: torch.Tensor) -> Seen:
+def causal(rows: torch.Tensor) -> Visible:
     return lambda b, i, keys: torch.arange(keys) <= i + keys - int(rows[b])
 
 
 def loop(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], rows: torch.Tensor, seen: Seen
+    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], rows: torch.Tensor, visible: Visible
 ) -> torch.Tensor:
     """Attention row by row, in the dtype of q."""
     out, start = [], 0
@@ -43,7 +43,7 @@ def loop(
         k, v = (t[b].to(q.dtype).repeat_interleave(shared, 1).transpose(0, 1) for t in (keys, values))
         for i in range(count):
             scores = (k @ q[start + i].unsqueeze(2)).mT * SCALE
-            out.append((scores.masked_fill(~seen(b, i, k.shape[1]), -math.inf).softmax(2) @ v).squeeze(1))
+            out.append((scores.masked_fill(~visible(b, i, k.shape[1]), -math.inf).softmax(2) @ v).squeeze(1))
         start += count
     return torch.stack(out)
 
@@ -56,8 +56,8 @@ def packed(rows: torch.Tensor) -> list[torch.Tensor]:
     return list(rows.split(ROWS.tolist()))
 
 
-def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, seen: Seen, q: torch.Tensor = Q) -> None:
-    compare_with("out", out, lambda: loop(q.double(), keys, values, rows, seen), draws=DRAWS)
+def judge(out: torch.Tensor, keys: Any, values: Any, rows: torch.Tensor, visible: Visible, q: torch.Tensor = Q) -> None:
+    compare_with("out", out, lambda: loop(q.double(), keys, values, rows, visible), draws=DRAWS)
 
 
 def buffer(rows: int = T, dim: int = DV) -> torch.Tensor:

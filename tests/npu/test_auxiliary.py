@@ -249,7 +249,7 @@ def by_tanh(x: torch.Tensor) -> torch.Tensor:
 
 TOKENS, EXPERTS = torch.randn(64, 128, generator=GENERATOR), torch.randint(8, (64, 4), generator=GENERATOR)
 ORDER = EXPERTS.flatten().argsort(stable=True)
-PLACES = ORDER.argsort().int()
+POSITIONS = ORDER.argsort().int()
 ROWS, PROBS = torch.randn(256, 128, generator=GENERATOR), torch.rand(64, 4, generator=GENERATOR)
 WIDE_GAMMA, LABELS = torch.randn(128, generator=GENERATOR), torch.arange(64)
 HIDDEN = torch.rand(64, 128, generator=GENERATOR) < 0.5
@@ -261,7 +261,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 # The function, its formula, what is trained, and what the chip keeps beside that.
-KEPT: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
+SAVED: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor, ...], int]] = {
     "rms_norm": (lambda x, g: npu.npu_rms_norm(x, g)[0], rms, (TOKENS, WIDE_GAMMA), 64 * 4),
     "gemma_rms_norm": (
         lambda x, g: npu.npu_gemma_rms_norm(x, g)[0], lambda x, g: rms(x, 1 + g), (TOKENS, WIDE_GAMMA), 64 * 4
@@ -282,35 +282,36 @@ KEPT: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[torch.Tensor
         lambda x: npu.npu_moe_token_permute(x, EXPERTS)[0], lambda x: x[ORDER // 4], (TOKENS,), 256 * 4 - 64 * 128 * 2
     ),
     "unpermute": (
-        lambda x, p: npu.npu_moe_token_unpermute(x, PLACES, p),
-        lambda x, p: (x[PLACES.long()].view(64, 4, 128) * p.unsqueeze(2)).sum(1), (ROWS, PROBS), 256 * 4,
+        lambda x, p: npu.npu_moe_token_unpermute(x, POSITIONS, p),
+        lambda x, p: (x[POSITIONS.long()].view(64, 4, 128) * p.unsqueeze(2)).sum(1), (ROWS, PROBS), 256 * 4,
     ),
     "unpermute_one": (
-        lambda x: npu.npu_moe_token_unpermute(x, PLACES), lambda x: x[PLACES.long()], (ROWS,), 256 * 4 - 256 * 128 * 2
+        lambda x: npu.npu_moe_token_unpermute(x, POSITIONS), lambda x: x[POSITIONS.long()], (ROWS,),
+        256 * 4 - 256 * 128 * 2,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 def test_what_is_kept_for_a_gradient_is_what_the_chip_keeps(name: str) -> None:
-    ours, _, given, beside = KEPT[name]
-    kept: dict[int, int] = {}
+    ours, _, given, beside = SAVED[name]
+    saved_bytes: dict[int, int] = {}
 
     def noted(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.nbytes
+        saved_bytes[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     leaves = [t.bfloat16().requires_grad_() for t in given]
     with torch.autograd.graph.saved_tensors_hooks(noted, lambda t: t):
         ours(*leaves)
-    assert sum(kept.values()) <= 1.1 * (sum(t.nbytes for t in leaves) + beside)
+    assert sum(saved_bytes.values()) <= 1.1 * (sum(t.nbytes for t in leaves) + beside)
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool) -> None:
     """Beside what torch's operators within the function give, as in a trace."""
-    ours, formula, given, _ = KEPT[name]
+    ours, formula, given, _ = SAVED[name]
     like = formula(*given)
     dy, further = torch.randn_like(like), [torch.randn_like(t) for t in given]
 
@@ -328,19 +329,19 @@ def test_gradients_and_their_gradients_are_the_formula_s(name: str, traced: bool
 
 
 def test_a_frozen_weight_costs_nothing() -> None:
-    kept: list[int] = []
+    saved_bytes: list[int] = []
     rows, probs = ROWS.clone().requires_grad_(), PROBS.clone()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-        out = npu.npu_moe_token_unpermute(rows, PLACES, probs)
-    assert sum(kept) == PLACES.nbytes + probs.nbytes
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_bytes.append(t.nbytes) or t, lambda t: t):
+        out = npu.npu_moe_token_unpermute(rows, POSITIONS, probs)
+    assert sum(saved_bytes) == POSITIONS.nbytes + probs.nbytes
     out.sum().backward()
     assert rows.grad is not None
-    assert torch.equal(rows.grad[PLACES.long()], probs.reshape(-1, 1).expand(-1, 128))
+    assert torch.equal(rows.grad[POSITIONS.long()], probs.reshape(-1, 1).expand(-1, 128))
 
 
 def test_equal_places_share_a_row_and_its_gradient() -> None:
-    rows, places = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 1, 7, 0])
-    npu.npu_moe_token_unpermute(rows, places, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
+    rows, positions = torch.ones(3, 2, requires_grad=True), torch.tensor([1, 1, 7, 0])
+    npu.npu_moe_token_unpermute(rows, positions, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).sum().backward()
     assert rows.grad is not None
     assert rows.grad[:, 0].tolist() == [8, 3, 0]
 

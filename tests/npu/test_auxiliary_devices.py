@@ -46,8 +46,8 @@ def given(name: str) -> dict[str, Any]:
 
 def every_second(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, none beside another in memory."""
-    wide = torch.zeros([2 * n for n in tensor.shape], dtype=tensor.dtype)
-    result = wide[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    storage = torch.zeros([2 * n for n in tensor.shape], dtype=tensor.dtype)
+    result = storage[tuple(slice(None, None, 2) for _ in tensor.shape)]
     return result.copy_(tensor)
 
 
@@ -58,10 +58,11 @@ def on_npu(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("change", [every_second, on_npu], ids=["strided", "npu"])
 @pytest.mark.parametrize("name", AUXILIARY)
 def test_bits_are_those_of_plain_tensors(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    plain, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
-    results = [AUXILIARY_INTERFACES[name](**args) for args in (plain, changed)]
+    original, changed = given(name), {key: each(change, value) for key, value in given(name).items()}
+    results = [AUXILIARY_INTERFACES[name](**args) for args in (original, changed)]
     want, got = (
-        [*tensors(result), *tensors([*args.values()])] for result, args in zip(results, (plain, changed), strict=True)
+        [*tensors(result), *tensors([*args.values()])]
+        for result, args in zip(results, (original, changed), strict=True)
     )
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
@@ -84,8 +85,10 @@ def test_float64_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in AUXILIARY if "paged" not in name and "flash" not in name])
 def test_autocast_changes_nothing(name: str, device: str) -> None:
     """Attention's functions, which compute in the dtype that it wants, have tests of their own."""
-    plain, within = ({key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2))
-    want = tensors(AUXILIARY_INTERFACES[name](**plain))
+    outside, within = (
+        {key: each(lambda t: t.to(device), value) for key, value in given(name).items()} for _ in range(2)
+    )
+    want = tensors(AUXILIARY_INTERFACES[name](**outside))
     with torch.autocast(device, dtype=torch.bfloat16):
         got = tensors(AUXILIARY_INTERFACES[name](**within))
     for ours, theirs in zip(got, want, strict=True):

@@ -38,10 +38,10 @@ def test_a_loss_and_its_gradient_are_torchs(
     again = npu.npu_cross_entropy_loss_backward(dy, log_prob, y, weight, None, None, reduction, ignored, smoothing)
 
     def program() -> list[torch.Tensor]:
-        wide = X.double().requires_grad_()
-        want = golden(wide).reshape(loss.shape)
-        (dwide,) = torch.autograd.grad(want, wide, dy.double())
-        return [want, wide.log_softmax(1), dwide, dwide]
+        x64 = X.double().requires_grad_()
+        want = golden(x64).reshape(loss.shape)
+        (dwide,) = torch.autograd.grad(want, x64, dy.double())
+        return [want, x64.log_softmax(1), dwide, dwide]
 
     compare_with("[loss, log_prob, gradient, backward]", [loss, log_prob, dx, again], program, draws=DRAWS)
 

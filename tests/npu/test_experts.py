@@ -23,23 +23,23 @@ def sorted_choices(ids: torch.Tensor) -> list[int]:
     return sorted(range(len(flat)), key=lambda i: (flat[i], i))
 
 
-@pytest.mark.parametrize("kept", [None, 0, 9, -3])
+@pytest.mark.parametrize("retained", [None, 0, 9, -3])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_permute_and_back(kept: int | None, dtype: torch.dtype) -> None:
+def test_permute_and_back(retained: int | None, dtype: torch.dtype) -> None:
     tokens, ids = torch.randn(T, H, requires_grad=True), routes().to(dtype)
     order = sorted_choices(ids)
-    rows, places = npu.npu_moe_token_permute(tokens, ids, kept)
-    wanted = order[:kept] if kept else order
+    rows, positions = npu.npu_moe_token_permute(tokens, ids, retained)
+    wanted = order[:retained] if retained else order
     same_bits(rows, torch.stack([tokens[i // K] for i in wanted]))
-    assert places.dtype == torch.int32
-    assert [places[i].item() for i in order] == list(range(T * K))
+    assert positions.dtype == torch.int32
+    assert [positions[i].item() for i in order] == list(range(T * K))
     probs = torch.rand(T, K, dtype=torch.float64).float().requires_grad_()
-    out = npu.npu_moe_token_unpermute(rows, places, probs)
-    there = torch.tensor([[place < len(wanted) for place in row] for row in places.view(T, K).tolist()])
+    out = npu.npu_moe_token_unpermute(rows, positions, probs)
+    there = torch.tensor([[place < len(wanted) for place in row] for row in positions.view(T, K).tolist()])
     dy = torch.randn_like(out)
     dtokens, dprobs = torch.autograd.grad(out, (tokens, probs), dy, retain_graph=True)
-    drows, again = npu.npu_moe_token_unpermute_grad(rows.detach(), dy, places, probs.detach())
-    other = npu.npu_moe_token_permute_grad(tokens, drows, ids, places)
+    drows, again = npu.npu_moe_token_unpermute_grad(rows.detach(), dy, positions, probs.detach())
+    other = npu.npu_moe_token_permute_grad(tokens, drows, ids, positions)
 
     def golden() -> list[torch.Tensor]:
         leaves = x, p = [t.detach().double().requires_grad_() for t in (tokens, probs)]
@@ -60,11 +60,11 @@ def test_float32_weights_of_bfloat16_rows_keep_their_gradient() -> None:
 
 
 def test_without_weights_no_row_is_kept() -> None:
-    kept: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
     rows = torch.randn(T * K, H, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         npu.npu_moe_token_unpermute(rows, torch.randperm(T * K))
-    assert not any(t.is_floating_point() for t in kept)
+    assert not any(t.is_floating_point() for t in saved)
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -72,7 +72,7 @@ def test_with_a_map(pads: bool) -> None:
     where = torch.zeros(T, E, dtype=torch.bool).scatter(1, routes(), True)
     tokens, probs = torch.randn(T, H, requires_grad=True), torch.rand(T, E, requires_grad=True)
     count = 3 * E if pads else T * K
-    rows, weights, places = npu.npu_moe_token_permute_with_routing_map(
+    rows, weights, positions = npu.npu_moe_token_permute_with_routing_map(
         tokens, where, probs=probs, num_out_tokens=count, drop_and_pad=pads
     )
     pairs = []
@@ -83,9 +83,9 @@ def test_with_a_map(pads: bool) -> None:
     same_bits(rows, torch.stack([tokens[t] for _, t in pairs]))
     same_bits(weights, torch.stack([probs[t, e] for e, t in pairs]))
     if pads:
-        assert places.tolist() == [t for _, t in pairs]
+        assert positions.tolist() == [t for _, t in pairs]
     back = npu.npu_moe_token_unpermute_with_routing_map(
-        rows, places, [T, H], probs=probs, routing_map=where, drop_and_pad=pads
+        rows, positions, [T, H], probs=probs, routing_map=where, drop_and_pad=pads
     )
 
     def golden() -> torch.Tensor:
@@ -134,23 +134,23 @@ def test_gating_by_softmax_marks_finished_tokens() -> None:
 def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
     x, ids = torch.randn(T, H), routes().int()
     start, end = bounds or (0, E)
-    asked: dict[str, Any] = {"expert_num": E, "active_expert_range": bounds, "expert_tokens_num_flag": True}
-    rows, places, counts, _ = npu.npu_moe_init_routing_v2(x, ids, **asked, expert_tokens_num_type=kind)
+    arguments: dict[str, Any] = {"expert_num": E, "active_expert_range": bounds, "expert_tokens_num_flag": True}
+    rows, positions, counts, _ = npu.npu_moe_init_routing_v2(x, ids, **arguments, expert_tokens_num_type=kind)
     order = [i for i in sorted_choices(ids) if start <= ids.flatten()[i] < end]
     same_bits(rows[: len(order)], torch.stack([x[i // K] for i in order]))
     assert not rows[len(order) :].any()
-    assert places.tolist() == [order.index(i) if i in order else -1 for i in range(T * K)]
+    assert positions.tolist() == [order.index(i) if i in order else -1 for i in range(T * K)]
     each = [sum(ids.flatten().tolist()[i] == e for i in order) for e in range(start, end)]
     pairs = [[e, n] for e, n in zip(range(start, end), each, strict=True) if n]
     expected = {0: torch.tensor(each).cumsum(0).tolist(), 1: each, 2: pairs + [[0, 0]] * (E - len(pairs))}
     assert counts.tolist() == expected[kind]
-    by_place = npu.npu_moe_init_routing_v2(x, ids, **asked, row_idx_type=1)[1]
+    by_place = npu.npu_moe_init_routing_v2(x, ids, **arguments, row_idx_type=1)[1]
     others = [i for i in sorted_choices(ids) if ids.flatten()[i] >= end]
     below = [i for i, expert in enumerate(ids.flatten().tolist()) if expert < start]
     assert by_place.tolist() == order + others + below
-    same_bits(npu.npu_moe_init_routing_v2(x, ids, scale=torch.empty(0), **asked)[0], rows)
+    same_bits(npu.npu_moe_init_routing_v2(x, ids, scale=torch.empty(0), **arguments)[0], rows)
     scales, bias, skip = torch.rand(T, K), torch.randn(E, H), torch.randn(T, H)
-    given = {2: places, 0: places.view(T, K).T.flatten()}
+    given = {2: positions, 0: positions.view(T, K).T.flatten()}
     for mode, result in given.items():
         out = npu.npu_moe_finalize_routing(rows, skip, None, bias, scales, result, ids, mode)
 
@@ -164,8 +164,8 @@ def test_init_routing_and_finalize(bounds: tuple[int, ...], kind: int) -> None:
 
 def test_init_routing_quantises_rows() -> None:
     x, ids, scale = torch.randn(T, H), routes().int(), torch.rand(E, H) + 0.5
-    asked: dict[str, Any] = {"expert_num": E, "quant_mode": 1}
-    rows, _, _, scales = npu.npu_moe_init_routing_v2(x, ids, scale=scale, **asked)
+    arguments: dict[str, Any] = {"expert_num": E, "quant_mode": 1}
+    rows, _, _, scales = npu.npu_moe_init_routing_v2(x, ids, scale=scale, **arguments)
     for i, choice in enumerate(sorted_choices(ids)):
         row = x[choice // K] * scale[ids.flatten()[choice]]
         assert scales[i] == row.abs().max() / 127

@@ -69,8 +69,8 @@ def test_two_ranks_reduce_exchange_and_shard_weights(words: str) -> None:
     ]  # fmt: skip
     try:
         for rank in ranks:
-            said, _ = rank.communicate(timeout=120)
-            assert rank.returncode == 0, said
+            output, _ = rank.communicate(timeout=120)
+            assert rank.returncode == 0, output
     finally:
         for rank in ranks:
             rank.kill()

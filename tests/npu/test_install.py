@@ -70,9 +70,9 @@ def test_the_module_can_be_found(torch_npu: Any) -> None:
 @pytest.fixture(params=[("cpu", "npu:0"), ("host", "cpu")], ids=["own", "host"])
 def way(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """What x.device says in both ways of being installed: a device of its own, another name of the host."""
-    device, said = request.param
+    device, base = request.param
     npu.install(device)
-    yield torch.device(said)
+    yield torch.device(base)
     npu.uninstall()
 
 
@@ -208,13 +208,13 @@ def transformers_on_npu() -> None:
     for model in models:
         model = model.eval().npu()
         for mask in (None, padding):
-            kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             results = []
             for implementation in ("eager", "flash_attention_2"):
                 model.set_attn_implementation(implementation)
                 model.zero_grad()
                 calls.clear()
-                out = model(input_ids=ids, attention_mask=mask).last_hidden_state[kept]
+                out = model(input_ids=ids, attention_mask=mask).last_hidden_state[is_token]
                 out.square().mean().backward()
                 gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
                 results.append({"out": out.detach(), **gradients})

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.surroundings import Seen, modes, surroundings, there
+from support.surroundings import Recorded, modes, surroundings, there
 
 from fusion_attention import npu, patches
 from fusion_attention.npu.device import another_name
@@ -124,14 +124,14 @@ def test_installed_inside_a_device_context() -> None:
 @pytest.mark.parametrize("enter", [host, npu.uninstall, lambda: (npu.uninstall(), host())])
 def test_any_change_inside_contexts(enter: Callable[[], Any]) -> None:
     host()
-    outer, inner = Seen(), Seen()
+    outer, inner = Recorded(), Recorded()
     with outer, torch.device("meta"), inner:
         before = len(outer.names), len(inner.names)
         enter()
         torch.ones(2)
         assert len(outer.names) > before[0]
         assert len(inner.names) > before[1]
-        assert [mode for mode in modes() if isinstance(mode, Seen)] == [outer, inner]
+        assert [mode for mode in modes() if isinstance(mode, Recorded)] == [outer, inner]
     assert torch.ones(2).device.type == "cpu"
     assert len(modes()) == (1 if there() else 0)
 
@@ -168,7 +168,9 @@ def test_a_mode_that_somebody_took_is_missed_by_nobody() -> None:
 
 
 # Every place of install() that may fail: what it calls to change something.
-STEPS = {name: (install, name) for name in ("made", "watch", "register")} | {"_mapped": (another_name, "_mapped")}
+STEPS = {name: (install, name) for name in ("build_modules", "watch", "register")} | {
+    "_mapped": (another_name, "_mapped")
+}
 STEPS |= {"enter": (another_name._Devices, "enter"), "Player": (patches, "Player")}
 STEPS |= {name: (patches.Changes, name) for name in ("find", "when_loaded", "set", "wrap")}
 

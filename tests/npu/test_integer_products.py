@@ -22,11 +22,11 @@ def test_dynamic_quant(mode: str) -> None:
     x, smooth = torch.randn(2, M, K).bfloat16(), torch.rand(M if mode == "perchannel" else K).bfloat16()
     x[0, 3], x[..., 5] = 0, 0
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, quant_mode=mode)
-    wide = x.float() * (smooth.float().unsqueeze(1) if mode == "perchannel" else smooth.float())
+    smoothed = x.float() * (smooth.float().unsqueeze(1) if mode == "perchannel" else smooth.float())
     axes = {"pertoken": (-1,), "perchannel": (1,), "pertensor": (0, 1, 2)}[mode]
-    peak = wide.abs().amax(axes, keepdim=True) / 127
+    peak = smoothed.abs().amax(axes, keepdim=True) / 127
     same_bits(scale.reshape(peak.shape), peak)
-    same_bits(y, (wide / peak).nan_to_num(0).round().to(torch.int8))
+    same_bits(y, (smoothed / peak).nan_to_num(0).round().to(torch.int8))
 
 
 def test_dynamic_quant_of_four_bits_and_groups() -> None:
@@ -34,10 +34,10 @@ def test_dynamic_quant_of_four_bits_and_groups() -> None:
     y, scale = npu.npu_dynamic_quant(x, smooth_scales=smooth, group_index=ends, dst_type=torch.quint4x2)
     assert (y.dtype, list(y.shape)) == (torch.int32, [M, K // 8])
     for row in range(M):
-        wide = x[row] * smooth[0 if row < 2 else 2]
+        smoothed = x[row] * smooth[0 if row < 2 else 2]
         for i in range(K):
             nibble = (y[row, i // 8].item() >> (4 * (i % 8))) & 15
-            assert (nibble ^ 8) - 8 == (wide[i] / scale[row]).round().item()
+            assert (nibble ^ 8) - 8 == (smoothed[i] / scale[row]).round().item()
 
 
 QUANTIZED = [
@@ -59,31 +59,31 @@ def test_quantize(dtype: torch.dtype, divides: bool, axis: int) -> None:
         low, high = {torch.quint8: (0, 255), torch.quint4x2: (-8, 7), torch.qint32: (-(2**31), 2**31 - 1)}.get(
             dtype, (-128, 127)
         )
-        wide = torch.zeros(x.shape, dtype=torch.int64)
+        rounded = torch.zeros(x.shape, dtype=torch.int64)
         for at in itertools.product(*map(range, x.shape)):
             where = at[of] if len(by) > 1 else 0
             number = x[at].float() / by[where].float() if divides else x[at].float() * by[where].float()
             number = (number if to is None else number + to[where].float()).nan_to_num(0.0).item()
-            wide[at] = min(max(round(number), low), high)
+            rounded[at] = min(max(round(number), low), high)
         kind = {torch.quint8: torch.uint8, torch.qint32: torch.int32, torch.quint4x2: torch.int32}.get(
             dtype, torch.int8
         )
-        same_bits(result, nibbles(wide) if dtype == torch.quint4x2 else wide.to(kind))
+        same_bits(result, nibbles(rounded) if dtype == torch.quint4x2 else rounded.to(kind))
         full = [1, 1, 1]
         full[of] = len(by)
         same_bits(npu.npu_quantize(x, by.view(full), to if to is None else to.view(full), dtype, axis, divides), result)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("whole", [True, False])
-def test_quant_matmul(dtype: torch.dtype | None, whole: bool) -> None:
+@pytest.mark.parametrize("integer_bias", [True, False])
+def test_quant_matmul(dtype: torch.dtype | None, integer_bias: bool) -> None:
     x1, x2 = torch.randint(-128, 128, (2, M, 3000)).to(torch.int8), torch.randint(-128, 128, (3000, N)).to(torch.int8)
     scale, rows = torch.rand(N) * 1e-5, torch.rand(M)
-    bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if whole else torch.randn(N)
+    bias = torch.randint(-9999, 9999, (N,), dtype=torch.int32) if integer_bias else torch.randn(N)
     offset = torch.rand(N) * 9 if dtype is None else None
     out = npu.npu_quant_matmul(x1, x2, scale, offset=offset, pertoken_scale=rows, bias=bias, output_dtype=dtype)
-    product = (x1.long() @ x2.long() + (bias if whole else 0)).float() * scale * rows.unsqueeze(1)
-    want = product + (0 if whole else bias) + (0 if offset is None else offset)
+    product = (x1.long() @ x2.long() + (bias if integer_bias else 0)).float() * scale * rows.unsqueeze(1)
+    want = product + (0 if integer_bias else bias) + (0 if offset is None else offset)
     want = want if dtype else want.round().clamp(-128, 127)
     same_bits(out, want.to(dtype or torch.int8))
 
@@ -128,10 +128,13 @@ def test_rows_of_eight_bits_meet_blocks_of_four() -> None:
     by = npu.npu_trans_quant_param(scale.reshape(-1)).reshape(scale.shape)
     call: dict[str, Any] = {"offset": offset, "pertoken_scale": rows, "output_dtype": torch.float16}
     out = npu.npu_quant_matmul(x1, packed, by, group_sizes=sizes, **call)
-    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32).double().repeat_interleave(K // 4, 0)
+    truncated = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32).double().repeat_interleave(K // 4, 0)
     high, low = x1.int() // 16, (x1.int() & 15) - 8  # as the chip parts a row, whence the 8
     compare_with(
-        "out", out, lambda: ((high * 16 + low).double() @ (x2 * cut) + offset.double()) * rows.double(), draws=DRAWS
+        "out",
+        out,
+        lambda: ((high * 16 + low).double() @ (x2 * truncated) + offset.double()) * rows.double(),
+        draws=DRAWS,
     )
     with pytest.raises(ContractError, match="group_sizes: expected"):
         npu.npu_quant_matmul(x1, packed, by, **call)
@@ -167,13 +170,13 @@ def test_scales_as_integers(mode: int) -> None:
 def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
     x1, x2 = torch.randint(-128, 128, (M, K)).to(torch.int8), torch.randint(-128, 128, (K, N)).to(torch.int8)
     scale, offset = (torch.rand(N) - 0.5) * 1e-2, torch.randint(-256, 256, (N,)).float()
-    cut = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
+    truncated = (scale.view(torch.int32) & ~0x1FFF).view(torch.float32)
     full, bare = npu.npu_trans_quant_param(scale, offset).view(dtype), scale.view(torch.int32).long() & 0xFFFFFFFF
     product = (x1.long() @ x2.long()).float()
-    want = (product * cut + offset).round().clamp(-128, 127).to(torch.int8)
+    want = (product * truncated + offset).round().clamp(-128, 127).to(torch.int8)
     same_bits(npu.npu_quant_matmul(x1, x2, full), want)
     same_bits(npu.npu_quant_matmul(x1, x2, full, offset=offset), want)
-    same_bits(npu.npu_quant_matmul(x1, x2, full, output_dtype=torch.float16), (product * cut).half())
+    same_bits(npu.npu_quant_matmul(x1, x2, full, output_dtype=torch.float16), (product * truncated).half())
     same_bits(npu.npu_quant_matmul(x1, x2, bare.view(dtype), output_dtype=torch.float16), (product * scale).half())
     call: dict[str, Any] = {"group_list": torch.tensor([4, M]), "group_type": 0, "split_item": 2}
     weights, by = [torch.stack((x2, x2))], [torch.stack((full.view(torch.int64), bare)).view(dtype)]
@@ -182,7 +185,7 @@ def test_products_scaled_by_integers(dtype: torch.dtype) -> None:
     x, weight = torch.randint(-9, 9, (M, E, K)).half(), torch.randint(-9, 9, (E, K, N)).half()
     by_all = npu.npu_trans_quant_param(scale.repeat(E), offset.repeat(E)).view(dtype)
     batched = torch.einsum("mek,ekn->men", x.double(), weight.double()).flatten(1).float()
-    want = (batched * cut.repeat(E) + offset.repeat(E)).round().clamp(-128, 127).to(torch.int8).unsqueeze(1)
+    want = (batched * truncated.repeat(E) + offset.repeat(E)).round().clamp(-128, 127).to(torch.int8).unsqueeze(1)
     same_bits(npu.npu_transpose_batchmatmul(x, weight, scale=by_all, perm_x1=[1, 0, 2]), want)
 
 
@@ -203,10 +206,10 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
     parts = npu.npu_grouped_matmul([x], list(weight.unbind()), **call)
 
     def golden() -> list[Any]:
-        wide = [t.detach().double().requires_grad_() for t in (x, weight)]
-        want = [wide[0][a:b] @ wide[1][i] for i, (a, b) in enumerate(of_groups(ends))]
+        inputs64 = [t.detach().double().requires_grad_() for t in (x, weight)]
+        want = [inputs64[0][a:b] @ inputs64[1][i] for i, (a, b) in enumerate(of_groups(ends))]
         full = torch.cat([*want, torch.zeros(2, N).double()])
-        return [full, *torch.autograd.grad(full, wide, dy.double()), want]
+        return [full, *torch.autograd.grad(full, inputs64, dy.double()), want]
 
     ours = [y, *torch.autograd.grad(y, (x, weight), dy), parts]
     compare_with("[y, dx, dweight, parts]", ours, golden, draws=DRAWS)
@@ -217,9 +220,9 @@ def test_groups_of_rows(kind: int, transposed: bool) -> None:
 def test_groups_of_sums_and_lists() -> None:
     x, dy, ends = torch.randn(M, K), torch.randn(M, N), [4, 4, 9]
     (result,) = npu.npu_grouped_matmul([x.T], [dy], group_list=torch.tensor(ends), group_type=2, split_item=2)
-    wide, dwide = x.double(), dy.double()
+    x64, dwide = x.double(), dy.double()
     compare_with(
-        "sums", result, lambda: torch.stack([wide[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
+        "sums", result, lambda: torch.stack([x64[a:b].T @ dwide[a:b] for a, b in of_groups(ends)]), draws=DRAWS
     )
     xs, weights = [torch.randn(2, 3, K), torch.randn(1, 5, 4)], [torch.randn(K, N), torch.randn(4, 2)]
     listed = npu.npu_grouped_matmul(xs, weights, group_type=-1)
@@ -238,8 +241,8 @@ def test_integers_in_groups(act: int) -> None:
     (y,) = npu.npu_grouped_matmul([x], [weight], bias=[bias], antiquant_scale=[scale], antiquant_offset=[shift], **call)
 
     def golden() -> torch.Tensor:
-        wide = (weight.double() + shift.double().unsqueeze(1)) * scale.double().unsqueeze(1)
-        rows = [x[a:b].double() @ wide[i] + bias[i].double() for i, (a, b) in enumerate(of_groups(ends))]
+        weight64 = (weight.double() + shift.double().unsqueeze(1)) * scale.double().unsqueeze(1)
+        rows = [x[a:b].double() @ weight64[i] + bias[i].double() for i, (a, b) in enumerate(of_groups(ends))]
         result: torch.Tensor = ACTIVATIONS[act](torch.cat(rows))
         return result
 
@@ -267,10 +270,10 @@ def test_weights_of_blocks_are_rounded_to_the_rows(dtype: torch.dtype, packed: s
     def golden() -> list[Any]:
         by, of = (t.repeat_interleave(K // 4, 1) for t in (scale, shift))
         if dtype == torch.bfloat16:  # rounded twice, which is no error
-            wide = ((weight.float() + of.float()).to(dtype).float() * by.float()).to(dtype).double()
+            weight64 = ((weight.float() + of.float()).to(dtype).float() * by.float()).to(dtype).double()
         else:
-            wide = (weight.double() + of.double()) * by.double()
-        rows = [x[a:b].double() @ wide[i] for i, (a, b) in enumerate(of_groups([3, 5, M]))]
+            weight64 = (weight.double() + of.double()) * by.double()
+        rows = [x[a:b].double() @ weight64[i] for i, (a, b) in enumerate(of_groups([3, 5, M]))]
         return [torch.cat(rows), rows]
 
     compare_with("[y, parts]", [y, parts], golden, draws=DRAWS)
@@ -287,8 +290,8 @@ def test_integers_without_scale_and_of_four_bits() -> None:
     scale, rows, make_up = torch.rand(E, 2, 8 * N), torch.rand(M), torch.randn(E, 8 * N)
     call |= {"per_token_scale": [rows], "output_dtype": torch.bfloat16, "scale": [scale]}
     (y,) = npu.npu_grouped_matmul([x], [nibbles(weight)], bias=[make_up], **call)
-    wide = weight.double() * scale.double().repeat_interleave(K // 2, 1)
-    want = [(x[a:b].double() - 8) @ wide[i] + make_up[i].double() for i, (a, b) in enumerate(of_groups(ends))]
+    weight64 = weight.double() * scale.double().repeat_interleave(K // 2, 1)
+    want = [(x[a:b].double() - 8) @ weight64[i] + make_up[i].double() for i, (a, b) in enumerate(of_groups(ends))]
     compare_with("y", y, lambda: torch.cat(want) * rows.double().unsqueeze(1), draws=DRAWS)
 
 
@@ -297,9 +300,9 @@ def test_pairs_name_groups_and_empty_lists_are_absent() -> None:
     empty: dict[str, Any] = {p.name: [] for p in GROUPED.tensors() if p.optional}
     call: dict[str, Any] = {"group_list_type": 2, "group_type": 0, "split_item": 2, **empty}
     (y,) = npu.npu_grouped_matmul([x], [weight], group_list=torch.tensor([[2, 3], [0, 5], [0, 0]]), **call)
-    wide, by = x.double(), weight.double()
+    x64, by = x.double(), weight.double()
     compare_with(
-        "y", y, lambda: torch.cat((wide[:3] @ by[2], wide[3:8] @ by[0], torch.zeros(1, N).double())), draws=DRAWS
+        "y", y, lambda: torch.cat((x64[:3] @ by[2], x64[3:8] @ by[0], torch.zeros(1, N).double())), draws=DRAWS
     )
     for pairs in ([[3, 1]], [[-1, 1]], [[0, M + 1]], [[0, -1]]):
         with pytest.raises(ContractError, match="group_list: expected"):
@@ -320,11 +323,11 @@ def test_a_trace_meets_all_matrices(kind: int) -> None:
 
     compiled = torch.compile(grouped, backend="aot_eager", fullgraph=True)
     first, last = x[:4].double(), x[4:7].double()
-    wide = weight.double()
+    weight64 = weight.double()
     compare_with(
         "(compiled, eager)",
         (compiled(x, weight, ends), grouped(x, weight, ends)),
-        lambda: (torch.cat((first @ wide[0], last @ wide[2], torch.zeros(2, N).double())),) * 2,
+        lambda: (torch.cat((first @ weight64[0], last @ weight64[2], torch.zeros(2, N).double())),) * 2,
         draws=DRAWS,
     )
 

@@ -13,10 +13,10 @@ from fusion_attention.contract import Op
 from fusion_attention.ops.auxiliary import CONTRACTS
 from fusion_attention.torch_ops.spelling import misused
 
-MADE = {name: op for name, op in CONTRACTS.items() if name in npu.__all__}
+OPERATORS = {name: op for name, op in CONTRACTS.items() if name in npu.__all__}
 
 
-def plain(one: int, two: int, three: int = 3, *, four: int, five: int = 5) -> None:
+def with_defaults(one: int, two: int, three: int = 3, *, four: int, five: int = 5) -> None:
     """A function that Python itself calls."""
 
 
@@ -31,13 +31,13 @@ def one(given: int) -> None:
 @pytest.mark.parametrize(
     ("function", "given", "named"),
     [
-        (plain, (), {}),
-        (plain, (1,), {"four": 4}),
-        (plain, (), {"two": 2, "four": 4}),
-        (plain, (1, 2), {}),
-        (plain, (1, 2), {"one": 1, "four": 4}),
-        (plain, (1, 2, 3, 4), {}),
-        (plain, (), {"one": 1, "three": 3}),
+        (with_defaults, (), {}),
+        (with_defaults, (1,), {"four": 4}),
+        (with_defaults, (), {"two": 2, "four": 4}),
+        (with_defaults, (1, 2), {}),
+        (with_defaults, (1, 2), {"one": 1, "four": 4}),
+        (with_defaults, (1, 2, 3, 4), {}),
+        (with_defaults, (), {"one": 1, "three": 3}),
         (by_name, (), {}),
         (by_name, (), {"one": 1}),
         (one, (1, 2), {}),
@@ -64,9 +64,9 @@ def test_a_wrong_call_names_the_function(given: tuple[int, ...], named: dict[str
         npu.npu_fusion_attention(*given, **named)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_help_says_what_the_record_says(name: str) -> None:
-    op: Op = MADE[name]
+    op: Op = OPERATORS[name]
     function = getattr(npu, name)
     text = inspect.getdoc(function) or ""
     assert (function.__name__, function.__qualname__) == (name, name)
@@ -82,10 +82,10 @@ def test_help_says_what_the_record_says(name: str) -> None:
 
 def test_a_scale_that_is_left_out_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its default is what it has either way; only a rule asks whether the call says it."""
-    seen: list[Any] = []
-    monkeypatch.setattr("fusion_attention.npu.training_call.forward", lambda op, args: seen.append(args["scale"]))
+    scales: list[Any] = []
+    monkeypatch.setattr("fusion_attention.npu.training_call.forward", lambda op, args: scales.append(args["scale"]))
     q = torch.zeros(1)
     npu.npu_fusion_attention(q, q, q, 1, "BSND")
     npu.npu_fusion_attention(q, q, q, 1, "BSND", scale=1.0)
-    assert seen == [None, 1.0]
+    assert scales == [None, 1.0]
     assert inspect.signature(npu.npu_fusion_attention).parameters["scale"].default == 1.0

@@ -76,10 +76,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_without_a_compiler_a_note_says_what_remains() -> None:
-    with pytest.warns(ContractWarning, match='got none. Until then "npu" is another name of cpu') as said:
+    with pytest.warns(ContractWarning, match='got none. Until then "npu" is another name of cpu') as warned:
         npu.install()
     npu.install()  # and says nothing more
-    assert len(said) == 1
+    assert len(warned) == 1
     x = torch.ones(2, 2, device="npu")
     assert x.is_npu
     assert x.device.type == "cpu"

@@ -20,11 +20,11 @@ from fusion_attention.testing.drawn import compare_with
 pytestmark = pytest.mark.usefixtures("torch_npu", "fresh")
 
 
-def compiling(function: Callable[..., Any], seen: list[Any], **options: Any) -> Callable[..., Any]:
+def compiling(function: Callable[..., Any], devices: list[Any], **options: Any) -> Callable[..., Any]:
     """torch.compile with a back end in inductor's place, which runs the graph that it gets, and says what for."""
 
     def below(model: Any, inputs: Sequence[Any]) -> Any:
-        seen.extend(x.device.type for x in inputs if isinstance(x, torch.Tensor))
+        devices.extend(x.device.type for x in inputs if isinstance(x, torch.Tensor))
         return model
 
     return torch.compile(function, backend=compiled._compiling(SimpleNamespace(below=below), "cpu"), **options)  # type: ignore[arg-type]
@@ -32,16 +32,16 @@ def compiling(function: Callable[..., Any], seen: list[Any], **options: Any) -> 
 
 def test_a_graph_is_compiled_for_the_cpu() -> None:
     x, w = (torch.randn(3, 3, device="npu", requires_grad=True) for _ in range(2))
-    seen: list[Any] = []
+    devices: list[Any] = []
 
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        made = torch.ones(3, device="npu") + torch.arange(3, device=x.device)
+        created = torch.ones(3, device="npu") + torch.arange(3, device=x.device)
         rows = npu.npu_fusion_attention(x[None], w[None], w[None], 1, "BSH", scale=0.5)[0]
-        return rows[0] @ w + made
+        return rows[0] @ w + created
 
-    got, want = compiling(call, seen)(x, w), call(x, w)
+    got, want = compiling(call, devices)(x, w), call(x, w)
     assert got.device.type == "npu"
-    assert seen == ["cpu", "cpu"]
+    assert devices == ["cpu", "cpu"]
     same_bits(got.detach().cpu(), want.detach().cpu())
     for mine, theirs in zip(*(torch.autograd.grad(out.sum(), (x, w)) for out in (got, want)), strict=True):
         assert mine.device.type == "npu"
@@ -71,15 +71,15 @@ def test_sizes_that_change_are_symbols() -> None:
 
 
 def test_other_devices_are_not_its_concern() -> None:
-    seen: list[Any] = []
+    devices: list[Any] = []
     x = torch.ones(2, 2)
-    assert compiling(lambda x: x + 1, seen)(x).device.type == "cpu"
+    assert compiling(lambda x: x + 1, devices)(x).device.type == "cpu"
     with pytest.raises(
         Exception,
         match='backend "inductor" on device npu: expected all tensors of a graph on npu, but',
     ):
-        compiling(lambda x: x.cpu() + 1, seen)(x.npu())  # type: ignore[attr-defined]
-    assert seen == ["cpu"]
+        compiling(lambda x: x.cpu() + 1, devices)(x.npu())  # type: ignore[attr-defined]
+    assert devices == ["cpu"]
 
 
 @pytest.mark.slow

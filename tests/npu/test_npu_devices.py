@@ -88,24 +88,24 @@ def test_a_program_may_name_devices_before_it_uses_one(monkeypatch: pytest.Monke
 
 def test_what_is_made_lies_where_it_was_asked_for() -> None:
     x = torch.ones(2, 3, device="npu:1")
-    made = [x.to("npu:1"), x + 1, x.mT, x.sum(), torch.zeros_like(x), x.new_ones(2), x.clone(), torch.cat([x, x])]
-    made += [
+    tensors = [x.to("npu:1"), x + 1, x.mT, x.sum(), torch.zeros_like(x), x.new_ones(2), x.clone(), torch.cat([x, x])]
+    tensors += [
         torch.ones(2).npu(1),
         torch.ones(2).to(torch.device("npu", 1)),
         x.cpu().to(device="npu:1"),
         x[0],
         *x.split(1),
     ]
-    made += [
+    tensors += [
         torch.empty(0, device=x.device).set_(x.untyped_storage()),
         x.resize_(3, 2),
         torch.histc(x),
         x.to("npu:0").to(x),
     ]
-    made += [torch.nn.Linear(3, 3).npu(1).weight, torch.nn.Linear(3, 3, device="npu:1").bias]
-    made += torch.unbind(torch.nn.LSTM(3, 3, device="npu:1")(torch.ones(2, 3, device="npu:1"))[0])
-    made += [npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 16, device="npu:1")] * 3, 1, "BSND")[0]]
-    for tensor in made:
+    tensors += [torch.nn.Linear(3, 3).npu(1).weight, torch.nn.Linear(3, 3, device="npu:1").bias]
+    tensors += torch.unbind(torch.nn.LSTM(3, 3, device="npu:1")(torch.ones(2, 3, device="npu:1"))[0])
+    tensors += [npu.npu_fusion_attention(*[torch.ones(1, 1, 1, 16, device="npu:1")] * 3, 1, "BSND")[0]]
+    for tensor in tensors:
         assert str(tensor.device) == "npu:1"
     assert str(torch.empty_like(x, device="npu:3").device) == "npu:3"
     assert str(x.untyped_storage().device) == "npu:1"
@@ -116,8 +116,8 @@ def test_the_chosen_device_is_meant_where_no_number_stands() -> None:
     x = torch.ones(2, device="npu:3")
     device().set_device("npu:2")
     assert torch.accelerator.current_device_index() == device().current_device() == 2
-    for made in (torch.ones(2, device="npu"), torch.ones(2).npu(), torch.ones(2).to("npu"), x.npu(), x.to("npu")):
-        assert str(made.device) == "npu:2"
+    for tensor in (torch.ones(2, device="npu"), torch.ones(2).npu(), torch.ones(2).to("npu"), x.npu(), x.to("npu")):
+        assert str(tensor.device) == "npu:2"
     assert str(torch.nn.Linear(2, 2).npu().weight.device) == "npu:2"
     with device().device("npu:4"), device().device_of(x):
         assert str(torch.ones(2, device="npu").device) == "npu:3"
@@ -144,8 +144,8 @@ def test_copies_go_from_one_to_another_and_gradients_back() -> None:
     y.copy_(x.detach())
     torch._foreach_copy_([y], [there.detach()])
     same_bits(y.cpu(), x.detach().cpu())
-    made = torch.ops.aten.copy(torch.zeros(3), y)
-    assert (made.device.type, torch.ops.aten.copy(y, made).device) == ("cpu", y.device)
+    copied = torch.ops.aten.copy(torch.zeros(3), y)
+    assert (copied.device.type, torch.ops.aten.copy(y, copied).device) == ("cpu", y.device)
 
 
 def test_a_program_with_a_layer_on_each_device() -> None:
@@ -346,9 +346,9 @@ def test_autograds_own_profiler(capfd: pytest.CaptureFixture[str]) -> None:
     with torch.autograd.profiler.profile(use_device="npu") as profile:
         (x * x).sum().backward()
     assert any(event.key == "aten::mul" and event.device_time_total > 0 for event in profile.key_averages())
-    said = capfd.readouterr()
-    assert "USDT" in said.err or not said.err
-    assert len(said.err.splitlines()) < 10
+    captured = capfd.readouterr()
+    assert "USDT" in captured.err or not captured.err
+    assert len(captured.err.splitlines()) < 10
 
 
 # ------------------------------------------------------------------------------------------------ under a launcher

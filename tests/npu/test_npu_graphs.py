@@ -37,13 +37,13 @@ def test_a_replay_is_an_eager_call_into_the_same_outputs() -> None:
 
     graph = device().NPUGraph()
     result = captured(graph, call)
-    places = [t.data_ptr() for t in result]
+    addresses = [t.data_ptr() for t in result]
     for _ in range(2):
         x.normal_()
         graph.replay()
         for got, want in zip(result, call(), strict=True):
             same_bits(got, want)
-    assert [t.data_ptr() for t in result] == places
+    assert [t.data_ptr() for t in result] == addresses
 
 
 def test_a_training_step() -> None:

@@ -47,10 +47,14 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(*command: str | Path, path: str = SRC, code: int = 0, **environment: str) -> str:
     """What a process of Python prints."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment_kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
-        env={**kept, "PYTHONPATH": os.pathsep.join(filter(None, (path, kept.get("PYTHONPATH")))), **environment},
+        env={
+            **environment_kept,
+            "PYTHONPATH": os.pathsep.join(filter(None, (path, environment_kept.get("PYTHONPATH")))),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -102,7 +106,7 @@ def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere.py"], "no such file: nowhere.py"),
         (["-m", "nowhere.at_all"], "no such module: nowhere.at_all"),
@@ -111,12 +115,12 @@ def test_options_stand_before_the_program(process: None, tmp_path: Path) -> None
     ],
 )
 def test_what_cannot_be_run_is_one_sentence(
-    arguments: list[str], said: str, process: None, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert subprocesses.DEVICE not in os.environ
 
 
@@ -146,7 +150,7 @@ def install(device, *, strict):
     sys.modules["torch_npu"].__spec__ = importlib.machinery.ModuleSpec("torch_npu", Loader())
 """
 # Paths before a finder of an editable installation, which knows where the real package is.
-OWN = """
+SITECUSTOMIZE = """
 import importlib.machinery, sys
 sys.own = "the environment has one too"
 sys.meta_path.insert(0, importlib.machinery.PathFinder)
@@ -162,12 +166,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "fusion_attention").mkdir()
     (tmp_path / "fusion_attention/__init__.py").write_text("")
     (tmp_path / "fusion_attention/npu.py").write_text(STANDING_IN)
-    (tmp_path / "sitecustomize.py").write_text(OWN)
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "expected"),
     [
         ("", "None False"),
         ("import json", "None False"),
@@ -181,7 +185,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_a_child_finds_torch_npu_once_it_has_torch(
-    program: str, said: str, folder: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    program: str, expected: str, folder: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(subprocesses.PATH, str(folder))
     unsay = subprocesses.tell("cuda:1", strict=True)
@@ -191,7 +195,7 @@ def test_a_child_finds_torch_npu_once_it_has_torch(
     assert os.environ[subprocesses.PATH] == str(folder)
     assert subprocesses.DEVICE not in os.environ
     text = run("-c", f"import sys; assert sys.own\n{program}\n{SAY}", path=path, **notes)
-    assert text.strip() == said
+    assert text.strip() == expected
 
 
 def test_an_environments_own_sitecustomize_is_read(folder: Path) -> None:
@@ -289,8 +293,8 @@ def test_a_mock_object_in_its_place_is_named(torch_npu: ModuleType, monkeypatch:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plugin.pytest_collection_finish()
-    said = r"torch_npu is <module 'a mock'> and computes nothing"
+    message = r"torch_npu is <module 'a mock'> and computes nothing"
     with monkeypatch.context() as replaced:
         replaced.setitem(sys.modules, "torch_npu", ModuleType("a mock"))
-        with pytest.warns(pytest.PytestWarning, match=said):
+        with pytest.warns(pytest.PytestWarning, match=message):
             plugin.pytest_collection_finish()

@@ -102,7 +102,7 @@ def test_a_view_of_a_parameter_in_inference_mode_is_an_ordinary_tensor() -> None
     for device in ("cpu", "npu"):
         weight = torch.ones(2, 3, device=device, requires_grad=True)
         with torch.inference_mode():
-            results = [made.is_inference() for made in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
+            results = [tensor.is_inference() for tensor in (weight.T, weight.detach(), *weight.unbind(), weight + 1)]
             assert results == [False, False, False, False, True], device
             assert torch.nn.functional.linear(weight, weight).device.type == device
 
@@ -143,11 +143,11 @@ def test_deep_copies_and_pickles() -> None:
     x = torch.randn(2, 3, device="npu")
     both = {"x": x, "view": x[1], "weight": torch.nn.Parameter(x)}
     copied, unpickled = copy.deepcopy(both), pickle.loads(pickle.dumps(both))
-    for made in (copied, unpickled):
+    for tensors in (copied, unpickled):
         for name, tensor in both.items():
-            same(made[name], tensor.cpu())
-            assert type(made[name]) is type(tensor)
-            assert made[name].data_ptr() != tensor.data_ptr()
+            same(tensors[name], tensor.cpu())
+            assert type(tensors[name]) is type(tensor)
+            assert tensors[name].data_ptr() != tensor.data_ptr()
     copied["x"].zero_()
     assert not copied["view"].any(), "a view is no view any more"
     assert x.all()
@@ -190,16 +190,16 @@ def test_files_of_other_devices(tmp_path: Path) -> None:
 
 
 def test_pinned_memory() -> None:
-    plain = torch.arange(4)
-    pinned = plain.pin_memory()
-    assert [t.is_pinned() for t in (plain, pinned, pinned[2:], pinned.clone(), torch.ones(3, pin_memory=True))] == [
+    unpinned = torch.arange(4)
+    pinned = unpinned.pin_memory()
+    assert [t.is_pinned() for t in (unpinned, pinned, pinned[2:], pinned.clone(), torch.ones(3, pin_memory=True))] == [
         False, True, True, False, True,
     ]  # fmt: skip
     assert pinned.tolist() == [0, 1, 2, 3]
     assert str(pinned.npu(non_blocking=True).device) == HERE
     with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
         torch.ones(2, device="npu").pin_memory()
-    batches = torch.utils.data.DataLoader(plain, batch_size=2, pin_memory=True)
+    batches = torch.utils.data.DataLoader(unpinned, batch_size=2, pin_memory=True)
     assert [(batch.is_pinned(), batch.tolist()) for batch in batches] == [(True, [0, 1]), (True, [2, 3])]
 
 
@@ -253,8 +253,8 @@ def test_compiled(backend: str) -> None:
     x = torch.randn(3, 3, device="npu", requires_grad=True)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        made = torch.ones(3, device=x.device)
-        return (torch.sin(x) @ x + made).sum()
+        ones = torch.ones(3, device=x.device)
+        return (torch.sin(x) @ x + ones).sum()
 
     got = torch.compile(call, backend=backend, fullgraph=True)(x)
     same(got, call(x).cpu())
@@ -277,14 +277,14 @@ def test_mixed_devices_are_torchs_own_error() -> None:
     assert str(x.copy_(y).device) == HERE
 
 
-class _Own(torch.Tensor):
+class _Subclass(torch.Tensor):
     pass
 
 
 def test_a_class_of_its_own_among_others() -> None:
     q = torch.randn(1, 2, 4, 8)
-    want, got = (attention(rows.as_subclass(_Own), rows, rows) for rows in (q, q.npu()))
-    assert type(want) is type(got) is _Own
+    want, got = (attention(rows.as_subclass(_Subclass), rows, rows) for rows in (q, q.npu()))
+    assert type(want) is type(got) is _Subclass
     same(got, want)
 
 
@@ -431,11 +431,11 @@ def test_a_worker_sends_tensors() -> None:
 
 def test_what_is_sent_is_shared() -> None:
     x = torch.nn.Parameter(torch.arange(3.0, device="npu"))
-    made = ForkingPickler.loads(ForkingPickler.dumps(x))
-    assert type(made) is torch.nn.Parameter
-    assert (str(made.device), made.requires_grad) == (HERE, True)
-    made.detach().add_(1)
-    assert x.tolist() == made.tolist() == [1, 2, 3]
+    received = ForkingPickler.loads(ForkingPickler.dumps(x))
+    assert type(received) is torch.nn.Parameter
+    assert (str(received.device), received.requires_grad) == (HERE, True)
+    received.detach().add_(1)
+    assert x.tolist() == received.tolist() == [1, 2, 3]
     with pytest.raises(RuntimeError, match="not resizable"):
         x.untyped_storage().resize_(100)
     with pytest.raises(RuntimeError, match="non-leaf tensor"):
@@ -461,6 +461,8 @@ print(torch.ones(1, device="npu").device)
 
 def test_another_librarys_device_is_left_alone() -> None:
     run = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, timeout=120, check=False)
-    said, device = run.stdout.splitlines()
-    assert 'to be free, got a device "other" of another library (use a process without it, or install(device=' in said
+    message, device = run.stdout.splitlines()
+    assert (
+        'to be free, got a device "other" of another library (use a process without it, or install(device=' in message
+    )
     assert device == "cpu"

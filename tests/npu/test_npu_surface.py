@@ -94,8 +94,8 @@ def test_what_a_machine_says_of_itself(torch_npu: Any, monkeypatch: pytest.Monke
     assert "counts no memory" in torch_npu.npu.memory_summary()
     environment = imported("torch_npu.utils.collect_env")
     monkeypatch.setattr(torch.utils.collect_env, "get_pretty_env_info", lambda: "what torch says")  # in seconds
-    said = environment.get_pretty_env_info()
-    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention, as \S+, stands in", said)
+    report = environment.get_pretty_env_info()
+    assert re.match(r"what torch says\n\ntorch_npu: fusion_attention, as \S+, stands in", report)
     assert environment.get_torch_npu_version() == torch_npu.__version__
     assert torch_npu.float8_e8m0fnu is torch.float8_e8m0fnu
     assert torch_npu.hifloat8 == "torch_npu.hifloat8"
@@ -123,7 +123,7 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     imported("torch_npu.contrib.transfer_to_npu")
     saved = tmp_path / "saved"
     torch.save(torch.randn(3, 4, device="npu"), saved)
-    kept = torch.load(saved)  # now, for it loads modules of torch
+    loaded = torch.load(saved)  # now, for it loads modules of torch
     npu.uninstall()
     before, cuda, scaler = surroundings(), dict(vars(torch.cuda)), vars(torch.amp.GradScaler)["__init__"]
     npu.install()
@@ -134,10 +134,10 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     assert torch.cuda.get_device_capability() < (7, 0)  # as programs and torch.compile compare it
     assert torch.cuda.get_device_properties(0).major < 7
     x = torch.randn(3, 4, device="cuda:0")
-    places = [x.cuda(), x.to("cuda"), x.to(0), x.to(device=torch.device("cuda", 0)), x.new_ones(2, device="cuda")]
-    places += [torch.zeros(2, device=torch.device("cuda")), torch.nn.Linear(4, 4).cuda().to("cuda:0").weight]
-    places += [torch.nn.Linear(4, 4, device="cuda").to(0).weight, torch.as_tensor([1.0], device="cuda")]
-    for tensor in places:
+    tensors = [x.cuda(), x.to("cuda"), x.to(0), x.to(device=torch.device("cuda", 0)), x.new_ones(2, device="cuda")]
+    tensors += [torch.zeros(2, device=torch.device("cuda")), torch.nn.Linear(4, 4).cuda().to("cuda:0").weight]
+    tensors += [torch.nn.Linear(4, 4, device="cuda").to(0).weight, torch.as_tensor([1.0], device="cuda")]
+    for tensor in tensors:
         assert tensor.is_cuda
         assert tensor.is_npu
         assert tensor.device == x.device
@@ -147,9 +147,9 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
         assert layer(x).dtype == torch.bfloat16
     with torch.cuda.amp.autocast(dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
-    for made in (torch.cuda.amp.GradScaler(), torch.amp.GradScaler(), torch.amp.GradScaler("cuda")):
-        assert made.is_enabled()
-        made.scale(layer(x).sum()).backward()
+    for grad_scaler in (torch.cuda.amp.GradScaler(), torch.amp.GradScaler(), torch.amp.GradScaler("cuda")):
+        assert grad_scaler.is_enabled()
+        grad_scaler.scale(layer(x).sum()).backward()
     assert torch.Generator | None
     generator = torch.Generator(device="cuda")
     assert isinstance(generator, torch.Generator)
@@ -158,7 +158,7 @@ def test_a_program_for_cuda(torch_npu: Any, tmp_path: Path) -> None:
     for place in ("cuda", "cuda:0", {"cuda:0": "cuda:0"}, lambda storage, _: storage.cuda(0)):
         result = torch.load(saved, map_location=place)
         assert result.device == x.device
-        same_bits(result, kept)
+        same_bits(result, loaded)
     storages = x.cpu().untyped_storage(), torch.storage.TypedStorage(2, dtype=torch.half, _internal=True)
     assert {storage.cuda().device for storage in storages} == {x.device}
     torch.cuda.manual_seed(3)
@@ -201,7 +201,7 @@ def test_mindspeeds_names_are_torch_npus_functions(torch_npu: Any) -> None:
     ring = imported("mindspeed.ops.npu_ring_attention_update")
     attention = imported("mindspeed.ops.fusion_attention_v2")
     q, k = torch.randn(2, 6, 1, 32)
-    steps = [attention.npu_fusion_attention(q, part, part, 4, "SBH")[:3] for part in k.split(3)]
+    steps = [attention.npu_fusion_attention(q, chunk, chunk, 4, "SBH")[:3] for chunk in k.split(3)]
     result = ring.npu_ring_attention_update(*steps[0], *steps[1])
     again = ring.op_builder.load().npu_ring_attention_update(*steps[0], *steps[1], None, "SBH")
     want = torch_npu.npu_ring_attention_update(*steps[0], *steps[1])
@@ -318,8 +318,8 @@ def test_cann_operators_around(torch_npu: Any) -> None:
     same_bits(leaf.grad, torch.cat([ones[..., :2], dx, ones[..., 6:]], -1))
     cann().inplace_partial_rotary_mul(x, r1, r2)
     same_bits(x, leaf.detach())
-    rows, places, scale = cann().moe_token_permute(torch.randn(4, 8), torch.tensor([1, 0, 1, 0]))
-    assert (rows.shape, places.tolist(), scale.numel()) == ((4, 8), [2, 0, 3, 1], 0)
+    rows, positions, scale = cann().moe_token_permute(torch.randn(4, 8), torch.tensor([1, 0, 1, 0]))
+    assert (rows.shape, positions.tolist(), scale.numel()) == ((4, 8), [2, 0, 3, 1], 0)
 
 
 def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
@@ -339,8 +339,8 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
         "lightning_indexer: seqused_k": lambda: ops.lightning_indexer(q, k, w, 2, layout_k="TND", seqused_k=ends),
         "moe_token_permute: quant_mode": lambda: ops.moe_token_permute(q[0, 0], ends, quant_mode=3),
     }
-    for said, call in refused.items():
-        with pytest.raises(fa.ContractError, match=said):
+    for message, call in refused.items():
+        with pytest.raises(fa.ContractError, match=message):
             call()
     with pytest.raises(AttributeError, match=r"no sparse_flash_mla; instead: fusion_attention\.sparse_attention"):
         ops.sparse_flash_mla  # noqa: B018

@@ -124,14 +124,14 @@ def test_sixteen_bits_are_rounded_where_the_chip_rounds(dtype: torch.dtype) -> N
 
 
 def test_pieces_hold_the_same_rows() -> None:
-    wide = 16
-    uq, dkv = torch.randn(CQ, N * (D + wide)), torch.randn(H, CKV + wide)
-    angles = torch.rand(T, wide)
+    rope_dim = 16
+    uq, dkv = torch.randn(CQ, N * (D + rope_dim)), torch.randn(H, CKV + rope_dim)
+    angles = torch.rand(T, rope_dim)
     args = (X, DQ, uq, UK, dkv, GAMMA_CQ, GAMMA_CKV, angles.sin(), angles.cos(), INDEX)
-    plain, pieces = caches(dr=wide), caches(dr=wide)
-    for kept, mode in ((plain, "PA_BSND"), (pieces, "PA_NZ")):
-        npu.npu_mla_prolog(*args, *kept, cache_mode=mode)
-    for one, other in zip(plain, pieces, strict=True):
+    pages_bsnd, pieces = caches(dr=rope_dim), caches(dr=rope_dim)
+    for cache_pages, mode in ((pages_bsnd, "PA_BSND"), (pieces, "PA_NZ")):
+        npu.npu_mla_prolog(*args, *cache_pages, cache_mode=mode)
+    for one, other in zip(pages_bsnd, pieces, strict=True):
         lines = other.view(PAGES, -1, SLOTS, 16).transpose(1, 2)
         same_bits(lines.reshape(one.shape), one)
 
@@ -139,9 +139,9 @@ def test_pieces_hold_the_same_rows() -> None:
 def args_of(**changes: Any) -> dict[str, Any]:
     latent, rope = caches()
     names = ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv")
-    places = {"cache_index": INDEX, "kv_cache": latent, "kr_cache": rope}
+    cache_arguments = {"cache_index": INDEX, "kv_cache": latent, "kr_cache": rope}
     angles = {"rope_sin": ANGLES.sin(), "rope_cos": ANGLES.cos()}
-    return {"token_x": X, **dict(zip(names, WEIGHTS, strict=True)), **angles, **places, **changes}
+    return {"token_x": X, **dict(zip(names, WEIGHTS, strict=True)), **angles, **cache_arguments, **changes}
 
 
 def test_weights_that_wait_for_a_gradient_are_a_doubt() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fusion_attention import npu
 from fusion_attention.npu import inference
 from fusion_attention.npu.surface.absent import instead
-from fusion_attention.npu.surface.modules import functions, made
+from fusion_attention.npu.surface.modules import build_modules, functions
 
 pytestmark = pytest.mark.usefixtures("torch_npu")
 MODULES = [
@@ -32,8 +32,8 @@ def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> Non
     module = importlib.import_module(f"torch_npu.{name}")
     assert importlib.util.find_spec(f"torch_npu.{name}") is not None
     result = torch_npu
-    for part in name.split("."):
-        result = getattr(result, part)
+    for attribute in name.split("."):
+        result = getattr(result, attribute)
     assert result is module
     assert module.__name__ == f"torch_npu.{name}"
     npu.uninstall()
@@ -41,18 +41,18 @@ def test_a_submodule_is_where_torch_npu_has_it(name: str, torch_npu: Any) -> Non
 
 
 def test_a_submodule_has_its_packages_own_functions(torch_npu: Any) -> None:
-    for part in ("utils", "streams", "memory", "random"):
-        module = importlib.import_module(f"torch_npu.npu.{part}")
+    for submodule in ("utils", "streams", "memory", "random"):
+        module = importlib.import_module(f"torch_npu.npu.{submodule}")
         names = {name for name in vars(module) if not name.startswith("__")}
         assert names
-        own = {"npu_check_overflow", "is_support_inf_nan", "get_soc_version"} & names
-        assert all(getattr(module, name) is getattr(torch.npu, name) for name in names - own)  # type: ignore[attr-defined]
+        own_names = {"npu_check_overflow", "is_support_inf_nan", "get_soc_version"} & names
+        assert all(getattr(module, name) is getattr(torch.npu, name) for name in names - own_names)  # type: ignore[attr-defined]
     assert importlib.import_module("torch_npu.npu.amp.grad_scaler").GradScaler is torch_npu.npu.amp.GradScaler
 
 
 @pytest.mark.parametrize(("base", "kind"), [("cpu", "npu"), ("cuda", "npu"), ("cpu", "cpu")])
 def test_every_name_is_there_on_every_device(base: str, kind: str) -> None:
-    modules = made(torch.device(base), kind)
+    modules = build_modules(torch.device(base), kind)
     assert [name for name in modules if name != "torch_npu"] == [
         f"torch_npu.{name}" for name in modules_in_order(modules)
     ]
@@ -114,17 +114,17 @@ def test_every_kind_of_absent_function_has_advice_that_holds(torch_npu: Any) -> 
     names = set(functions())
     assert [name for name in ABSENT if name not in names and instead(f"torch_npu.{name}") is None] == []
     for name in ABSENT:
-        for said in re.findall(r"\b_?npu_\w+|\btorch(?:_npu)?(?:\.\w+)+", instead(f"torch_npu.{name}") or ""):
-            owner, *rest = said.split(".")
+        for reference in re.findall(r"\b_?npu_\w+|\btorch(?:_npu)?(?:\.\w+)+", instead(f"torch_npu.{name}") or ""):
+            owner, *rest = reference.split(".")
             result: Any = {"torch": torch, "torch_npu": torch_npu}.get(owner, torch_npu)
-            for part in rest or [owner]:
-                result = getattr(result, part)
+            for attribute in rest or [owner]:
+                result = getattr(result, attribute)
 
 
 def test_a_new_function_of_a_interface_appears_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "__all__", [*inference.__all__, "_npu_new"])
     monkeypatch.setattr(inference, "_npu_new", lambda: 3, raising=False)
-    modules = made(torch.device("cpu"), "npu")
+    modules = build_modules(torch.device("cpu"), "npu")
     assert modules["torch_npu"]._npu_new() == modules["torch_npu.npu"]._npu_new() == 3
 
 
@@ -187,11 +187,11 @@ def test_checkpoints_draw_the_same_again(torch_npu: Any, reentrant: bool) -> Non
     torch.manual_seed(1)
     q = torch.randn(1, 2, 24, 16).npu().requires_grad_()
     results = []
-    for kept in (True, False):
+    for runs_directly in (True, False):
         torch.manual_seed(7)
         x = q * 1
         for _ in range(2):
-            x = call(x) if kept else checkpoint(call, x, use_reentrant=reentrant)
+            x = call(x) if runs_directly else checkpoint(call, x, use_reentrant=reentrant)
         q.grad = None
         x.square().sum().backward()
         results.append(q.grad)

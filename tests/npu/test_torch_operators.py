@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.bits import same_bits
-from support.operators import CHECKED, declared, plain, sampled
+from support.operators import CHECKED, declared, normalised, sampled
 from torch._dynamo.backends.common import aot_autograd
 
 from fusion_attention import npu
@@ -56,7 +56,7 @@ def test_schemas_are_those_that_torch_npu_declares() -> None:
     for name, overload in overloads():
         ours = str(overload._schema).partition("::")[2]
         if name in theirs or not (name.startswith("_npu") or name in OUT):
-            assert plain(ours) == plain(theirs[name])
+            assert normalised(ours) == normalised(theirs[name])
 
 
 def test_tensors_that_are_written_are_declared() -> None:

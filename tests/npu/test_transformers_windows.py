@@ -65,11 +65,11 @@ def sinks() -> None:
     lazy_import_flash_attention("flash_attention_2")
     q = torch.randn(1, 5, 4, 16)
     for sink in (None, torch.randn(4)):
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             out = _flash_attention_forward(q, q, q, None, 5, True, s_aux=sink, attn_implementation="flash_attention_2")
         assert out.shape == q.shape
-        assert [str(w.message).split(":")[0] for w in seen if w.category is npu_warning] == (
+        assert [str(w.message).split(":")[0] for w in warned if w.category is npu_warning] == (
             [] if sink is None else ["transformers' attention for an NPU leaves out s_aux"]
         )
 
@@ -78,10 +78,10 @@ def compiled() -> None:
     model = MistralModel(MistralConfig(**SIZES, sliding_window=8)).bfloat16().eval().npu()
     _, eager = told(model)
     fast = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert torch.equal(fast(input_ids=IDS).last_hidden_state, eager)
-    assert any("leaves out window_size" in str(w.message) for w in seen)
+    assert any("leaves out window_size" in str(w.message) for w in warned)
 
 
 def taken_back() -> None:

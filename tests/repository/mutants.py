@@ -155,7 +155,7 @@ class Copy:
         """Builds the C API's libraries, what changed alone; the tests of the copy then call them."""
         csrc, package = self.root / "csrc", self.root / "src/fusion_attention/capi"
         text = (csrc / "capi/CMakeLists.txt").read_text(encoding="utf-8")
-        made: list[str | Path] = []
+        built_objects: list[str | Path] = []
         for name, exports, listed in re.findall(r"^fusion_capi\((\w+) (\S+\.map) ([^)]*)\)", text, re.MULTILINE):
             (self.root / "capi").mkdir(exist_ok=True)
             objects = []
@@ -168,16 +168,18 @@ class Copy:
             library = package / "lib64" / f"lib{name}.so"
             library.unlink(missing_ok=True)
             options = ["-shared", f"-Wl,--version-script={csrc / 'capi' / exports}", "-Wl,-rpath,$ORIGIN", "-ldl"]
-            linked = self.run([CORE[0], *objects, *made, *options, f"-Wl,-soname,{library.name}", "-o", library])
+            linked = self.run(
+                [CORE[0], *objects, *built_objects, *options, f"-Wl,-soname,{library.name}", "-o", library]
+            )
             assert linked.code == 0, linked.text
-            made.append(library)
+            built_objects.append(library)
 
     def survived(self, mutant: Mutant) -> tuple[list[str], float, str]:
         """(the tests named that did not catch a mutant, CPU seconds, what they said)."""
         path = self.root / mutant.file
         source = path.read_text(encoding="utf-8")
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-        blind, seconds, said = [], 0.0, ""
+        blind, seconds, output = [], 0.0, ""
         of_capi = mutant.file.startswith("csrc/capi/")
         try:
             if of_capi:
@@ -187,12 +189,12 @@ class Copy:
                 seconds += ran.seconds
                 if not ran.failed:
                     blind.append(name)
-                    said += f"{name}: exit code {ran.code}\n{ran.text[-2000:]}\n"
+                    output += f"{name}: exit code {ran.code}\n{ran.text[-2000:]}\n"
         finally:
             path.write_text(source, encoding="utf-8")
             if of_capi:
                 self.capi()
-        return blind, seconds, said
+        return blind, seconds, output
 
 
 def each(copies: Sequence[Copy], work: Callable[[Copy, T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
@@ -221,23 +223,27 @@ def baseline(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[str]:
     """What the tests named say where they do not pass unmutated; each of them runs once."""
     named = list(dict.fromkeys(name for mutant in mutants for name in mutant.tests))
     kernels = [name for name in named if name.startswith("tests/kernels")]
-    plain = [name for name in named if name != CORE_TEST and name not in kernels]
+    ordinary = [name for name in named if name != CORE_TEST and name not in kernels]
     # Few enough to end within SECONDS.
-    shares = [tuple(names[i : i + 16]) for names in (plain, kernels) for i in range(0, len(names), 16)]
+    shares = [tuple(names[i : i + 16]) for names in (ordinary, kernels) for i in range(0, len(names), 16)]
     shares += [(CORE_TEST,)] if CORE_TEST in named else []
-    ends = each(copies, lambda copy, share: copy.tests(share), shares)
-    return [f"exit code {ran.code}: {' '.join(share)}\n{ran.text[-4000:]}" for share, ran in ends if ran.code != 0]
+    ends = each(copies, lambda copy, names_of_share: copy.tests(names_of_share), shares)
+    return [
+        f"exit code {ran.code}: {' '.join(names_of_share)}\n{ran.text[-4000:]}"
+        for names_of_share, ran in ends
+        if ran.code != 0
+    ]
 
 
 def judge(copies: Sequence[Copy], mutants: Sequence[Mutant], table: bool) -> list[str]:
     """The names of the mutants that survived; prints a line for each mutant."""
     survivors, total = [], 0.0
-    for mutant, (blind, seconds, said) in each(copies, Copy.survived, mutants):
+    for mutant, (blind, seconds, output) in each(copies, Copy.survived, mutants):
         total += seconds
         print(row(mutant, seconds) if table else line(mutant, seconds, blind), flush=True)
         if blind:
             survivors.append(mutant.name)
-            print(said, file=sys.stderr, flush=True)
+            print(output, file=sys.stderr, flush=True)
     print(f"{len(mutants)} mutants, {len(survivors)} survived, {total:.0f} CPU seconds", flush=True)
     return survivors
 

@@ -9,7 +9,7 @@ CACHES = "kernels/test_decode.py::test_caches"
 LIST = "kernels/test_decode.py::test_every_row_meets_every_key_that_it_sees_in_one_entry"
 DECODES = [
     package("Triton: decode takes a cut tile for a whole one", KERNEL,
-          "(j0 + BN > cut)", "(j0 > cut)", CACHES),
+          "(j0 + BN > full_end)", "(j0 > full_end)", CACHES),
     package("Triton: the page of the turn before", KERNEL,
           "b * step, last, j0 + BN, end,", "b * step, last, j0, end,", CACHES),
     package("Triton: odd columns of int8 values are the even ones", PAGES,

@@ -46,8 +46,8 @@ def test_the_picture_tells_right_from_wrong() -> None:
 )
 def test_a_tiny_run(family: str, others: set[str]) -> None:
     results = [*measuring.rows(24, families=(family,), dtypes=("float16",))]
-    own = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
-    assert {row.program for row in results} == own | others
+    expected = {*(f"core {variant}" for variant in measuring.VARIANTS), "golden"}
+    assert {row.program for row in results} == expected | others
     assert all(0 <= row.z <= 3 and 0 <= row.tile < 5 for row in results), results
 
 

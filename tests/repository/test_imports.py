@@ -237,9 +237,9 @@ WAYS = {
 def test_the_first_use_of_a_name_may_be_traced(way: str) -> None:
     """The whole package is loaded, its operators registered, while a trace is under way."""
     module = "class Call(torch.nn.Module):\n    def forward(self, q):\n        return call(q)\n"
-    asked = "first = 'fusion_attention.api.attention' in sys.modules\n"
+    imported_late = "first = 'fusion_attention.api.attention' in sys.modules\n"
     same = "print(json.dumps([first, bool(torch.equal(found, call(q)))]))"
-    assert run(f"{TRACE}{module}{asked}{WAYS[way]}\n{same}") == [False, True]
+    assert run(f"{TRACE}{module}{imported_late}{WAYS[way]}\n{same}") == [False, True]
 
 
 def test_names_that_come_later_break_no_graph() -> None:

@@ -57,12 +57,12 @@ def brought(package: str) -> frozenset[str]:
 
 def installed(commands: str) -> set[str]:
     """The packages that pip has installed after these commands."""
-    asked = list(PROJECT["dependencies"])
+    requirements = list(PROJECT["dependencies"])
     for line in commands.splitlines():
         if " -m pip install " in line:
             for extra in re.findall(r"\[([a-z]+)\]", line):
-                asked += EXTRAS[extra]
-    return {package for requirement in asked for package in brought(name_of(requirement))}
+                requirements += EXTRAS[extra]
+    return {package for requirement in requirements for package in brought(name_of(requirement))}
 
 
 def local(module: str) -> Path | None:
@@ -77,8 +77,8 @@ def local(module: str) -> Path | None:
 
 def ours(name: str) -> bool:
     """Whether a module or folder of this name lies where programs and tests of this repository look."""
-    places = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]
-    return any((place / name).is_dir() or (place / f"{name}.py").exists() for place in places)
+    folders = [ROOT, ROOT / "src", ROOT / "tests", ROOT / "tests" / "repository", ROOT / "benchmarks", ROOT / "release"]
+    return any((place / name).is_dir() or (place / f"{name}.py").exists() for place in folders)
 
 
 @cache
@@ -99,14 +99,14 @@ def imports(path: Path) -> frozenset[str]:
 
 def needed(files: list[Path]) -> set[str]:
     """The modules of others that files import, and what they import of this repository."""
-    seen, outside, waiting = set(files), set(), list(files)
+    visited, outside, waiting = set(files), set(), list(files)
     while waiting:
         for module in imports(waiting.pop()):
             path, root = local(module), module.partition(".")[0]
             if path is None and not ours(root):
                 outside.add(root)
-            elif path is not None and path not in seen:
-                seen.add(path)
+            elif path is not None and path not in visited:
+                visited.add(path)
                 waiting.append(path)
     return outside - set(sys.stdlib_module_names) - OPTIONAL
 

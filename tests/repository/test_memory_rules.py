@@ -75,7 +75,7 @@ def test_results_and_scratch_come_from_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "count"),
     [
         ("q.new_empty(q.shape)", 1),
         ("torch.empty(3, dtype=torch.int32)", 1),
@@ -89,8 +89,8 @@ def test_results_and_scratch_come_from_one_place() -> None:
         ("torch.zeros(3)", 0),
     ],
 )
-def test_the_allocations_themselves(source: str, found: int) -> None:
-    assert len(list(allocations(ast.parse(source)))) == found
+def test_the_allocations_themselves(source: str, count: int) -> None:
+    assert len(list(allocations(ast.parse(source)))) == count
 
 
 SKIPS = ("pytest.skip", "pytest.importorskip", "pytest.xfail")

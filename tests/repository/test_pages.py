@@ -41,15 +41,15 @@ def test_no_block_is_of_an_unknown_kind() -> None:
 
 
 def test_no_link_is_dead() -> None:
-    known = {name: anchors(text) for name, text in pages().items()}
-    made = known.keys() | {f"docs/{name}" for name in everything.generated()}
+    anchors_of = {name: anchors(text) for name, text in pages().items()}
+    targets = anchors_of.keys() | {f"docs/{name}" for name in everything.generated()}
     dead = []
     for name, text in pages().items():
         for target in links(text):
             file, _, anchor = target.partition("#")
             result = posixpath.normpath(posixpath.join(posixpath.dirname(name), file)) if file else name
-            if not (result in made or (ROOT / result).exists()) or (
-                anchor and anchor not in known.get(result, {anchor})
+            if not (result in targets or (ROOT / result).exists()) or (
+                anchor and anchor not in anchors_of.get(result, {anchor})
             ):
                 dead.append(f"{name}: {target}")
     assert not dead
@@ -75,10 +75,10 @@ def unknown_words(line: str) -> list[str]:
         targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return [word for word in rest if word not in targets]
     if program == "fusion-attention":
-        known = get_command(app).commands  # type: ignore[attr-defined]
-        if rest[:1] and rest[0] not in known and not rest[0].startswith("-"):
+        subcommands = get_command(app).commands  # type: ignore[attr-defined]
+        if rest[:1] and rest[0] not in subcommands and not rest[0].startswith("-"):
             return rest[:1]
-        options = {name for p in known[rest[0]].params for name in p.opts} | {"--help"} if rest else set()
+        options = {name for p in subcommands[rest[0]].params for name in p.opts} | {"--help"} if rest else set()
         return [word for word in rest[1:] if word.startswith("--") and word.partition("=")[0] not in options]
     if program.endswith("python") and "pytest" in rest:
         return [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()]
@@ -130,10 +130,10 @@ def test_a_page_shows_the_call_a_program_and_what_computes_it(name: str) -> None
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_matrix_of_support_is_true(dtype: str) -> None:
-    said = dict(op_support.matrix(RECORDS["attention"]))[dtype]
+    stated = dict(op_support.matrix(RECORDS["attention"]))[dtype]
     x = torch.randn(1, 4, 2, 16).to(getattr(torch, dtype))
     for backend in ("cpu", "golden"):
-        if said[backend] == "yes":
+        if stated[backend] == "yes":
             assert fa.attention(x, x, x, backend=backend).dtype == x.dtype
         else:
             with pytest.raises(BackendError):
@@ -168,7 +168,7 @@ def test_what_a_back_end_refuses_is_on_the_page() -> None:
 @pytest.mark.parametrize("mode", range(9))
 def test_a_picture_shows_what_the_page_says(mode: int) -> None:
     """docs/sparse_modes.md's formula, written out."""
-    _, _, says, seen, taken = masks.modes()[mode]
+    _, _, says, visible, taken = masks.modes()[mode]
     numbers = dict(re.findall(r"(pre|next|prefix) (-?\d+)", says))
     pre, after, prefix = (int(numbers.get(name, 0)) for name in ("pre", "next", "prefix"))
     d = masks.KEYS - masks.ROWS
@@ -184,19 +184,19 @@ def test_a_picture_shows_what_the_page_says(mode: int) -> None:
         lo, hi, first = edges[mode]
         band = [[i + lo <= j < max(first, i + hi) for j in range(masks.KEYS)] for i in range(masks.ROWS)]
         removed = masks.scattered() if mode < 2 else torch.zeros(masks.ROWS, masks.KEYS, dtype=torch.bool)
-        assert seen.tolist() == (torch.tensor(band) & ~removed).tolist()
+        assert visible.tolist() == (torch.tensor(band) & ~removed).tolist()
         assert taken is None or taken.tolist() == (torch.tensor(band) & removed).tolist()
         return
     q_len, kv_len = ([3, 2, 3], [3, 2, 5]) if mode == 7 else ([3, 2, 3], [5, 2, 3])
     expected = torch.zeros(sum(q_len), sum(kv_len), dtype=torch.bool)
     row = key = 0
     for place, (rows, keys) in enumerate(zip(q_len, kv_len, strict=True)):
-        cut = place == (2 if mode == 7 else 0)
-        hi = keys - rows + after + 1 if cut else (keys - rows + 1 if mode == 7 else 1)
+        is_edge = place == (2 if mode == 7 else 0)
+        hi = keys - rows + after + 1 if is_edge else (keys - rows + 1 if mode == 7 else 1)
         for i in range(rows):
             expected[row + i, key : key + max(0, min(keys, i + hi))] = True
         row, key = row + rows, key + keys
-    assert seen.tolist() == expected.tolist()
+    assert visible.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BNSD", "SBH", "BSH"])
@@ -205,8 +205,8 @@ def test_a_layout_lies_as_its_picture_shows(layout: str) -> None:
     sizes = {"B": 2, "S": 4, "N": 2}
     axes = [axis for axis in layout.replace("H", "N") if axis in sizes]
     number = torch.arange(16).reshape([sizes[axis] for axis in axes]).permute([axes.index(axis) for axis in "BSN"])
-    places = in_memory(layout, [4, 4], 2)
-    assert [int(number[place]) for place in places] == list(range(16))
+    positions = in_memory(layout, [4, 4], 2)
+    assert [int(number[place]) for place in positions] == list(range(16))
 
 
 def test_every_charted_figure_is_in_the_lab_book() -> None:

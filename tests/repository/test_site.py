@@ -55,21 +55,21 @@ class Loads(html.parser.HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.targets: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         if tag in ("script", "img", "iframe", "source") and given.get("src"):
-            self.found.append(str(given["src"]))
+            self.targets.append(str(given["src"]))
         if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
-            self.found.append(str(given["href"]))
+            self.targets.append(str(given["href"]))
 
 
 def test_nothing_comes_from_the_network(site: Path) -> None:
     for path in site.rglob("*.html"):
         loads = Loads()
         loads.feed(path.read_text(encoding="utf-8"))
-        assert not [target for target in loads.found if re.match(r"(https?:)?//", target)], path
+        assert not [target for target in loads.targets if re.match(r"(https?:)?//", target)], path
     for path in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//", path.read_text(encoding="utf-8")), path
     assert (site / "assets" / "explorer.html").stat().st_size < 500_000

@@ -94,7 +94,7 @@ def layer(module: str) -> int:
     return LAYERS[module.split(".")[0]]
 
 
-def part(module: str) -> str:
+def subpackage(module: str) -> str:
     """On layer 4: ops is one part, every back end is one of its own."""
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "backends" else parts[0]
@@ -114,7 +114,7 @@ def reason_against(importer: str, imported: str) -> str | None:
         return f"layer {layer(importer)} must not reach up to layer {layer(imported)}"
     if importer == "backends" and inside(imported, importer):
         return None  # It loads the back end that it chose.
-    if layer(imported) == layer(importer) == 4 and part(imported) not in (part(importer), "backends"):
+    if layer(imported) == layer(importer) == 4 and subpackage(imported) not in (subpackage(importer), "backends"):
         return "ops and every back end never see each other"
     return None
 
@@ -242,7 +242,7 @@ def test_no_cann_word_below_the_ir() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "matches"),
     [
         ("# as in BSND", True),
         ("pse_type: int", True),
@@ -252,8 +252,8 @@ def test_no_cann_word_below_the_ir() -> None:
         ("extnd", False),
     ],
 )
-def test_the_words_themselves(line: str, found: bool) -> None:
-    assert bool(CANN_WORDS.search(line)) is found
+def test_the_words_themselves(line: str, matches: bool) -> None:
+    assert bool(CANN_WORDS.search(line)) is matches
 
 
 # ------------------------------------------------------------------------------------------------------------ lengths
@@ -339,8 +339,8 @@ def by_hand(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 # A literal anywhere in it: 1e-4 * (1 + size) is set by hand, finfo(dtype).eps * size is not.
                 parts = [
                     result
-                    for part in ast.walk(value)
-                    if (result := number(part) if isinstance(part, ast.expr) else None)
+                    for node_inside in ast.walk(value)
+                    if (result := number(node_inside) if isinstance(node_inside, ast.expr) else None)
                 ]
                 if any(EXACT < result < 1 for result in parts):
                     yield node.lineno, f"{name} within {ast.unparse(value)}"
@@ -370,7 +370,7 @@ def test_files_that_may_set_a_tolerance_still_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "matches"),
     [
         ("torch.testing.assert_close(a, b)", True),
         ("torch.testing.assert_close(a, b, rtol=1e-5, atol=0)", True),
@@ -386,5 +386,5 @@ def test_files_that_may_set_a_tolerance_still_do() -> None:
         ("compare(name, ours, expected)", False),
     ],
 )
-def test_the_tolerances_themselves(line: str, found: bool) -> None:
-    assert bool(list(by_hand(ast.parse(line)))) is found
+def test_the_tolerances_themselves(line: str, matches: bool) -> None:
+    assert bool(list(by_hand(ast.parse(line)))) is matches

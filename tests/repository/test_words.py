@@ -1,5 +1,6 @@
 """The words of sources and pages: the field's own, in place of those that this project had."""
 
+import ast
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,23 @@ REPLACED = re.compile(
     re.IGNORECASE,
 )
 PROSE = re.compile(r"\b(whoever|nobody|somebody)\b", re.IGNORECASE)
+# Identifiers that tell nothing: each place has its noun (visible, retained, chunk, shard, float32_results, ...).
+VAGUE = re.compile(
+    r"_*(own|told|found|seen|held|whole|plain|wide|piece|part|share|cut|places|said|asked|kept|known|made)_*",
+    re.IGNORECASE,
+)
+# Public ones (an option, keys of JSON, exports of fusion_attention.testing), and those that files of LATER share.
+STAYS = {
+    "cli/mask.py": "own", "explorer/visible.py": "own", "refusals/cann_logs.py": "said",
+    "testing/cases.py": "part seen", "testing/plain.py": "plain", "explorer/seen.py": "seen",
+    "testing/indexer_loss.py": "kept own plain", "contract/record.py": "asked", "backends/cpu/decode.py": "own",
+    "ops/shared/layouts.py": "wide", "ops/shared/rules.py": "WHOLE", "ir/places.py": "places",
+    "tests/support/reference_layers.py": "plain",
+}  # fmt: skip
+LATER = re.compile(
+    r"tests/(sparse|native)/|src/fusion_attention/(ops/(sparse|indexer|indexer_loss)/|ir/problem|backends/golden/"
+    r"|backends/cpu/(sparse|indexer)|testing/sparse)"
+)
 UPSTREAM = re.compile(r"__deepcopy__|--face\b|`waist`|font-face|`mend`")  # torch's names, and what kept its name
 
 
@@ -39,5 +57,32 @@ def test_sources_and_pages_say_what_does_it() -> None:
     """A noun and a verb, in place of `whoever` and `nobody`."""
     wrong = [
         f"{name}: {line.strip()}" for name, line in texts() if PROSE.search(line) and not name.startswith("tests/")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def bound(path: Path) -> Iterator[str]:
+    """The identifiers that a source binds, its module's name among them."""
+    yield path.stem
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
+def test_identifiers_are_nouns_of_the_field() -> None:
+    wrong = [
+        f"{name}: {identifier}"
+        for name in {name for name, _ in texts() if name.endswith(".py") and not LATER.match(name)}
+        for identifier in bound(ROOT / name)
+        if VAGUE.fullmatch(identifier)
+        and identifier not in STAYS.get(name.removeprefix("src/fusion_attention/"), "").split()
     ]
     assert not wrong, "\n".join(wrong)

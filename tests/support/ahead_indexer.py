@@ -26,10 +26,10 @@ def typed(p: IndexerProblem) -> dict[str, str]:
     floats = {"scores": "*fp32", "weights": "*bf16", "dweights": "*bf16"}
     row = launch_indexer.row_type(shapes_sparse.sizes_of_gradient(p))
     rows = {"rows": "*" + TYPES[str(row).removeprefix("torch.")]}
-    integers = pointers("i32", "held", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
+    integers = pointers("i32", "counts", "keys", "used", "noted", "indices", "tokens") | {"entries": "*i64"}
     tables = {"strides": "*i64", "lengths": "*i64", "tiles": "*i32"} | ({"table": "*i32"} if p.page_size else {})
-    own = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
-    return own | floats | rows | integers | tables
+    operand_types = pointers(p.dtype, "q", "k", "index_q", "index_k", "values", "dscores", "dq")
+    return operand_types | floats | rows | integers | tables
 
 
 def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
@@ -37,26 +37,26 @@ def scores(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
         tile = shapes_sparse.scores_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0] | {"ADDS": adds}
+        constexprs = launch_indexer.constants(p, tile, align or WIDEST.get(p.dtype, 8))[0] | {"ADDS": adds}
         ahead = max(0, tile.num_stages - 2) if align != 1 else 0
-        return Compiled(index_scores, known, typed(p), tile, ahead=ahead, rows=tile.BN)
+        return Compiled(index_scores, constexprs, typed(p), tile, ahead=ahead, rows=tile.BN)
 
     return at
 
 
 def choice(p: IndexerProblem) -> Config:
-    known = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[1]
-    return lambda _: Compiled(index_choice, known, typed(p), shapes_sparse.CHOICE, counted=False)
+    constexprs = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[1]
+    return lambda _: Compiled(index_choice, constexprs, typed(p), shapes_sparse.CHOICE, counted=False)
 
 
 def write(p: IndexerProblem) -> Config:
-    known = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[2]
-    return lambda _: Compiled(index_write, known, typed(p), shapes_sparse.write_tile(p), counted=False)
+    constexprs = launch_indexer.constants(p, shapes_sparse.CHOICE, 8)[2]
+    return lambda _: Compiled(index_write, constexprs, typed(p), shapes_sparse.write_tile(p), counted=False)
 
 
 def recomputed(p: IndexerProblem) -> Config:
-    known = launch_indexer.recompute_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
-    return lambda _: Compiled(recompute_gradient, known, typed(p), shapes_sparse.RECOMPUTE_GRADIENT, counted=False)
+    constexprs = launch_indexer.recompute_constants(shapes_sparse.sizes_of_gradient(p), WIDEST.get(p.dtype, 8))
+    return lambda _: Compiled(recompute_gradient, constexprs, typed(p), shapes_sparse.RECOMPUTE_GRADIENT, counted=False)
 
 
 def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
@@ -66,9 +66,9 @@ def gradient(p: IndexerProblem, align: int = 0, adds: bool = False) -> Config:
         tile = shapes_sparse.gradient_tile(p, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.gradient_constants(sizes, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
+        constexprs = launch_indexer.gradient_constants(sizes, tile, align or WIDEST.get(p.dtype, 8)) | {"ADDS": adds}
         ahead = max(0, tile.num_stages - 2) if align != 1 else 0
-        return Compiled(index_gradient, known, typed(p), tile, ahead=ahead)
+        return Compiled(index_gradient, constexprs, typed(p), tile, ahead=ahead)
 
     return at
 

@@ -21,14 +21,25 @@ from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import IndexerLossProblem, IndexerProblem
 
 ROWS = ("q", "k", "q_rope", "k_rope", "index_q", "index_k", "keys", "dq", "dk")
-WIDE = ("max_", "sum_", "notes", "index_max", "index_sum", "differences", "losses", "factors", "added", "partial")
-WIDE += ("dscores", "scores")
+FLOAT32_ROWS = (
+    "max_",
+    "sum_",
+    "notes",
+    "index_max",
+    "index_sum",
+    "differences",
+    "losses",
+    "factors",
+    "added",
+    "partial",
+)
+FLOAT32_ROWS += ("dscores", "scores")
 TABLES = pointers("i32", "tiles", "tokens", "key_tiles", "used", "noted") | pointers("i64", "strides", "lengths")
 
 
 def types(problem: IndexerLossProblem | IndexerProblem) -> dict[str, str]:
     """Types of the arguments that a problem has."""
-    result = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *WIDE)
+    result = TABLES | pointers(problem.dtype, *ROWS) | pointers("float32", *FLOAT32_ROWS)
     result |= pointers(problem.weights_dtype, "weights", "dweights")
     if problem.dtype == "float16":
         result |= pointers("i32", "largest")
@@ -49,7 +60,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
         tiles = shapes_loss.warm_tiles(problem, chip, align or 8)
         if tiles is None:
             return None
-        known = launch_dense_kl_loss.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
+        constexprs = launch_dense_kl_loss.warm_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
         tile = {
             "warm_target": tiles.target,
             "warm_difference": tiles.difference,
@@ -58,7 +69,7 @@ def warm(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: int = 
         }
         name = kernel.__name__
         small = launch_dense_kl_loss.FINISH if name == "finish_keys" else launch_dense_kl_loss.NOTE
-        return Compiled(kernel, known[name], types(problem), tile.get(name, small), name in tile, ahead)
+        return Compiled(kernel, constexprs[name], types(problem), tile.get(name, small), name in tile, ahead)
 
     return config
 
@@ -70,8 +81,10 @@ def lse(problem: IndexerProblem, align: int = 0, ahead: int = 0) -> Config:
         tiles = shapes_loss.warm_tiles(problem, chip)
         if tiles is None:
             return None
-        known, _ = launch_dense_kl_loss.lse_constants(problem, tiles.lse, align or 16 // problem.torch_dtype.itemsize)
-        return Compiled(dense_kl_loss.warm_lse, known, types(problem), tiles.lse, True, ahead)
+        constexprs, _ = launch_dense_kl_loss.lse_constants(
+            problem, tiles.lse, align or 16 // problem.torch_dtype.itemsize
+        )
+        return Compiled(dense_kl_loss.warm_lse, constexprs, types(problem), tiles.lse, True, ahead)
 
     return config
 
@@ -83,11 +96,11 @@ def selected(kernel: Any, problem: IndexerLossProblem, align: int = 0, ahead: in
         tiles = shapes_loss.selected_tiles(problem, chip)
         if tiles is None:
             return None
-        known = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
+        constexprs = launch_loss.selected_constants(problem, tiles, align or 16 // problem.torch_dtype.itemsize)
         tile = {"target": tiles.target, "score": tiles.score}
         name = kernel.__name__
         return Compiled(
-            kernel, known[name], types(problem), tile.get(name, launch_dense_kl_loss.NOTE), name in tile, ahead
+            kernel, constexprs[name], types(problem), tile.get(name, launch_dense_kl_loss.NOTE), name in tile, ahead
         )
 
     return config
@@ -101,9 +114,9 @@ def gradient(problem: IndexerLossProblem, align: int = 0) -> Config:
         tile = shapes_sparse.gradient_tile(problem, chip, align or 8)
         if tile is None:
             return None
-        known = launch_indexer.gradient_constants(sizes, tile, align or 16 // problem.torch_dtype.itemsize)
+        constexprs = launch_indexer.gradient_constants(sizes, tile, align or 16 // problem.torch_dtype.itemsize)
         types_of = types(problem) | {"rows": ahead_type(launch_indexer.row_type(sizes))}
-        return Compiled(index_gradient, known, types_of, tile, ahead=max(0, tile.num_stages - 2))
+        return Compiled(index_gradient, constexprs, types_of, tile, ahead=max(0, tile.num_stages - 2))
 
     return config
 

@@ -34,10 +34,10 @@ APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
 
 def types_of(p: Problem, atomic: bool) -> dict[str, str]:
     """Of the kernels' arguments."""
-    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"part": "*fp32"}
+    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"partials": "*fp32"}
     if p.dtype == "float16":
         result["large"] = "*i32"
-    if atomic or launched.rows_dtype(p, wide=False).itemsize == 4:
+    if atomic or launched.rows_dtype(p, float32_rows=False).itemsize == 4:
         result["rows"] = "*fp32"
     absent = {"q_rope", "k_rope"} if not p.dim_rope else set()
     absent |= {"v"} if p.shares_kv else set()
@@ -47,46 +47,50 @@ def types_of(p: Problem, atomic: bool) -> dict[str, str]:
 def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: bool = False, ahead: int = 0) -> Config:
     """The launch number `which` of a kernel in a chunk; ahead: as in Compiled, of products of 16 bits."""
 
-    def made(chip: int) -> Compiled:
-        wide = align or shapes.widest(p)
-        tiles = {name: cuts.cut_of(name, p, chip, wide) for name in cuts.KERNELS}
-        steps = launched.launches(p, tiles, wide, launched.slots_of(p, tiles), atomic)
+    def compiled(chip: int) -> Compiled:
+        alignment = align or shapes.widest(p)
+        tiles = {name: cuts.cut_of(name, p, chip, alignment) for name in cuts.KERNELS}
+        steps = launched.launches(p, tiles, alignment, launched.slots_of(p, tiles), atomic)
         one = [one for one in steps if one.kernel is kernel][which]
-        cut = one.tile
+        tile_of_step = one.tile
         if kernel in (read_lists, recompute_rows, recompute_slots):
-            small = shapes.Tile(0, 0, cut.num_warps, cut.num_stages)
-            return Compiled(kernel, one.known, types_of(p, atomic), small, counted=False)
+            small = shapes.Tile(0, 0, tile_of_step.num_warps, tile_of_step.num_stages)
+            return Compiled(kernel, one.constexprs, types_of(p, atomic), small, counted=False)
         # Slots stand as rows where heads are summed, and columns where they are not.
-        sizes = (cut.BN, cut.BC) if kernel is kernels.backward_slots else (cut.BH, cut.BN)
-        tile = shapes.Tile(*sizes, cut.num_warps, cut.num_stages)
-        return Compiled(kernel, one.known, types_of(p, atomic), tile, ahead=ahead)
+        sizes = (
+            (tile_of_step.BN, tile_of_step.BC)
+            if kernel is kernels.backward_slots
+            else (tile_of_step.BH, tile_of_step.BN)
+        )
+        tile = shapes.Tile(*sizes, tile_of_step.num_warps, tile_of_step.num_stages)
+        return Compiled(kernel, one.constexprs, types_of(p, atomic), tile, ahead=ahead)
 
-    return made
+    return compiled
 
 
 def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
     """A kernel of the sums of rows by key."""
     types = {"rows": "*" + TYPES[dtype], "order": "*i64", "total": "*fp32", "parts": "*fp32"}
     types |= dict.fromkeys(("starts", "marked", "strides", "hot"), "*i32")
-    known = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
+    constexprs = {"COLUMNS": 576, "W": launch_key_sum.panel_of(576)}
     tile = launch_key_sum.ADD
     if kernel in (key_sum.mark, key_sum.find_hot):
         tile = launch_key_sum.NOTE
-        known = {"BN": tile.BN} | ({"HOT": launch_key_sum.HOT} if kernel is key_sum.find_hot else {})
-    return lambda _: Compiled(kernel, known, types, tile, counted=False)
+        constexprs = {"BN": tile.BN} | ({"HOT": launch_key_sum.HOT} if kernel is key_sum.find_hot else {})
+    return lambda _: Compiled(kernel, constexprs, types, tile, counted=False)
 
 
 def written() -> Config:
     """The sums as gradients."""
     types = {"total": "*fp32", "out": "*bf16", **SMALL, **TABLES}
-    known = {"VIEW": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
-    return lambda _: Compiled(key_sum.write_rows, known, types, launch_key_sum.WRITE, counted=False)
+    constexprs = {"VIEW": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
+    return lambda _: Compiled(key_sum.write_rows, constexprs, types, launch_key_sum.WRITE, counted=False)
 
 
 def noted(p: Problem) -> Config:
     """lse and D of rows."""
-    known = launched.prepare_constants(p, shapes.widest(p))
-    return lambda _: Compiled(prepare, known, types_of(p, False), launched.PREPARE, counted=False)
+    constexprs = launched.prepare_constants(p, shapes.widest(p))
+    return lambda _: Compiled(prepare, constexprs, types_of(p, False), launched.PREPARE, counted=False)
 
 
 def configs() -> dict[str, Config]:

@@ -23,7 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: Any) -> Config:
+def config(align: int = 0, recomputes: bool = False, split: bool = False, **more: Any) -> Config:
     """The forward kernel of a problem, or the one that recomputes; cut: programs share out a list."""
     given = {"heads_q": 128, "heads_kv": 1, "select_count": 2048, "has_sink": True} | more
     p = problem(**given)
@@ -32,16 +32,20 @@ def config(align: int = 0, recomputes: bool = False, cut: bool = False, **more: 
         tile = shapes_sparse.forward_tile(p, chip, align)
         if tile is None:
             return None
-        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("part",) * cut))
+        types = pointers(p.dtype, "q", "k", "out") | pointers("fp32", "max_", "sum_", "sink", *(("partials",) * split))
         types |= pointers("i64", "strides", "lengths") | pointers("i32", "indices", "tokens")
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
         types |= pointers("i32", "table") if p.page_size else {}
         if recomputes:
-            known = launch_sparse.recompute_constants(p, align or shapes.widest(p))
-            return Compiled(recompute_lists, known, types, shapes.recompute_tile("recompute_out", p), counted=False)
-        known = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), cut=cut)
-        return Compiled(sparse_forward, known, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0)
+            constexprs = launch_sparse.recompute_constants(p, align or shapes.widest(p))
+            return Compiled(
+                recompute_lists, constexprs, types, shapes.recompute_tile("recompute_out", p), counted=False
+            )
+        constexprs = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), split=split)
+        return Compiled(
+            sparse_forward, constexprs, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0
+        )
 
     return compiled
 
@@ -55,14 +59,14 @@ CONFIGS |= {
     "lists latent blocks": config(**LATENT, select_block=16, dtype="float16"),
     "lists latent pages": config(**LATENT, page_size=64),
     "lists latent 8 heads pages": config(**LATENT, heads_q=8, page_size=64, select_block=4),
-    **{f"lists latent {heads} heads cut": config(**LATENT, heads_q=heads, cut=True) for heads in (64, 32, 16)},
-    "lists 128 cut": config(dim=128, cut=True),
-    "lists 256 cut": config(dim=256, cut=True),
-    "lists 576 cut": config(**SIZES["576"], cut=True),
-    "lists 768 cut": config(dim=768, cut=True),
-    "lists latent pages cut": config(**LATENT, page_size=64, cut=True),
-    "lists latent odd strides cut": config(align=1, **LATENT, cut=True),
-    "lists latent float32 cut": config(dtype="float32", **LATENT, cut=True),
+    **{f"lists latent {heads} heads cut": config(**LATENT, heads_q=heads, split=True) for heads in (64, 32, 16)},
+    "lists 128 cut": config(dim=128, split=True),
+    "lists 256 cut": config(dim=256, split=True),
+    "lists 576 cut": config(**SIZES["576"], split=True),
+    "lists 768 cut": config(dim=768, split=True),
+    "lists latent pages cut": config(**LATENT, page_size=64, split=True),
+    "lists latent odd strides cut": config(align=1, **LATENT, split=True),
+    "lists latent float32 cut": config(dtype="float32", **LATENT, split=True),
     "lists latent negative scale": config(**LATENT, scale=-0.1),
     "lists 128 pages": config(dim=128, page_size=16, dtype="float16"),
     "lists 576 pages": config(**SIZES["576"], page_size=64),

@@ -124,9 +124,9 @@ class Browser:
         """Waits until what was asked for is drawn."""
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
-    def screenshot(self, path: Path, whole: bool = False) -> None:
+    def screenshot(self, path: Path, full_page: bool = False) -> None:
         """Writes the window, or the whole page, as PNG."""
-        result = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
+        result = self.call("Page.captureScreenshot", captureBeyondViewport=full_page)
         path.write_bytes(base64.b64decode(result["data"]))
 
     def key(self, name: str, text: str = "") -> None:

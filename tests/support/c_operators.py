@@ -44,7 +44,7 @@ class Operators:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.library = ctypes.CDLL(str(LIBRARY / "libopapi.so"))
-        self.kept: list[Any] = []  # what C points to
+        self.retained: list[Any] = []  # what C points to
 
     # ------------------------------------------------------------------------------------------------------ arguments
 
@@ -57,12 +57,12 @@ class Operators:
         if value.dtype not in ACL_DTYPES:
             raise Inexpressible(str(value.dtype))
         buffer = storage.numel() // value.element_size()
-        made = self.runtime.aclCreateTensor(
+        handle = self.runtime.aclCreateTensor(
             numbers(tuple(value.shape)), value.dim(), ACL_DTYPES[value.dtype], numbers(value.stride()),
             value.storage_offset(), 2, numbers((buffer,)), 1, address,
         )  # fmt: skip
-        assert made is not None, self.runtime.message()
-        return int(made)
+        assert handle is not None, self.runtime.message()
+        return int(handle)
 
     def copy(self, target: int, source: int, count: int, kind: int) -> None:
         if count:
@@ -90,8 +90,8 @@ class Operators:
             return ctypes.c_void_p(self.tensor(value))
         if kind == "aclTensorList*" and isinstance(value, (torch.Tensor, list)):
             each = [value] if isinstance(value, torch.Tensor) else value
-            held = (ctypes.c_void_p * len(each))(*map(self.tensor, each))
-            return ctypes.c_void_p(self.runtime.aclCreateTensorList(held, len(each)))
+            handles = (ctypes.c_void_p * len(each))(*map(self.tensor, each))
+            return ctypes.c_void_p(self.runtime.aclCreateTensorList(handles, len(each)))
         raise Inexpressible(f"{kind} from {value!r}")
 
     # ---------------------------------------------------------------------------------------------------------- calls
@@ -114,12 +114,12 @@ class Operators:
         """The code of both phases; outputs get the bytes that the device has then."""
         values = [args[p.name] if args.get(p.name) is not None else outputs.get(p.name) for p in op.params]
         kinds = prototypes()[op.name]
-        arguments, places = [], {}
+        arguments, outputs_in_c = [], {}
         for p, kind, value in zip(op.params, kinds, values, strict=True):
             if isinstance(p, Tensor) and not isinstance(p, Tensors) and p.output and isinstance(value, torch.Tensor):
                 address = self.runtime.malloc(max(value.untyped_storage().nbytes(), 1))
                 self.copy(address, value.untyped_storage().data_ptr(), value.untyped_storage().nbytes(), TO_DEVICE)
-                places[p.name] = (address, value)
+                outputs_in_c[p.name] = (address, value)
                 arguments.append(ctypes.c_void_p(self.tensor(value, address)))
             else:
                 arguments.append(self.argument(kind, value))
@@ -128,6 +128,6 @@ class Operators:
             ret = self.second(op.name, executor, size)
         else:
             assert (size, executor) == (0, None)
-        for address, value in places.values():
+        for address, value in outputs_in_c.values():
             self.copy(value.untyped_storage().data_ptr(), address, value.untyped_storage().nbytes(), TO_HOST)
         return ret

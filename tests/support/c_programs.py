@@ -30,10 +30,10 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
 
 def plain_shell(**settings: str) -> dict[str, str]:
     """Of an environment what any shell has."""
-    kept = {
+    settings_kept = {
         name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ
     }
-    return kept | settings
+    return settings_kept | settings
 
 
 def ended(program: Path | list[str], **settings: str) -> subprocess.CompletedProcess[str]:

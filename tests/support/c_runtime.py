@@ -131,7 +131,7 @@ class Runtime:
         assert place.value is not None
         return place.value
 
-    def made(self, function: str, *args: Any) -> int:
+    def create(self, function: str, *args: Any) -> int:
         """What a function writes to its first parameter's place."""
         place = ctypes.c_void_p()
         assert getattr(self, function)(ctypes.byref(place), *args) == 0, self.message()
@@ -165,12 +165,12 @@ def one_of_each(acl: Runtime) -> dict[str, int]:
     tensor, scalar = acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)
     assert tensor is not None
     assert scalar is not None
-    held = [acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)]
+    members = [acl.tensor((4,), FLOAT, data), acl.aclCreateScalar(numbers((1,)), FLOAT)]
     return {
         "tensor": tensor, "scalar": scalar,
-        "tensor list": acl.aclCreateTensorList((ctypes.c_void_p * 1)(held[0]), 1),
-        "scalar list": acl.aclCreateScalarList((ctypes.c_void_p * 1)(held[1]), 1),
+        "tensor list": acl.aclCreateTensorList((ctypes.c_void_p * 1)(members[0]), 1),
+        "scalar list": acl.aclCreateScalarList((ctypes.c_void_p * 1)(members[1]), 1),
         "int array": acl.aclCreateIntArray(None, 0), "float array": acl.aclCreateFloatArray(None, 0),
-        "bool array": acl.aclCreateBoolArray(None, 0), "context": acl.made("aclrtCreateContext", 0),
-        "stream": acl.made("aclrtCreateStream"), "event": acl.made("aclrtCreateEvent"),
+        "bool array": acl.aclCreateBoolArray(None, 0), "context": acl.create("aclrtCreateContext", 0),
+        "stream": acl.create("aclrtCreateStream"), "event": acl.create("aclrtCreateEvent"),
     }  # fmt: skip

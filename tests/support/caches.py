@@ -90,16 +90,16 @@ def rows(tensor: torch.Tensor) -> RowView:
     return RowView((tensor,), np.arange(count, dtype=np.int64) * tensor.stride(0), tensor.stride(1), strides, dim)
 
 
-def made(cache: Cache, device: str, capacity: int = 0) -> Operands:
+def operands_on(cache: Cache, device: str, capacity: int = 0) -> Operands:
     """Operands with random values; capacity: tokens of every sequence that pages hold, at least its own."""
     p, count = cache.problem, len(cache.kv_len)
     dtype, size = p.torch_dtype, cache.page_size
     generator = torch.Generator().manual_seed(7)
-    held = [max(n, capacity) for n in cache.kv_len]
-    width = max(-(-n // size) for n in held)
+    capacities = [max(n, capacity) for n in cache.kv_len]
+    width = max(-(-n // size) for n in capacities)
     pages = count * width + 3
     table = torch.randperm(pages, generator=generator)[: count * width].view(count, width).int()
-    for b, n in enumerate(held):
+    for b, n in enumerate(capacities):
         table[b, -(-n // size) :] = UNUSED
     named = table.to(device)
 
@@ -112,7 +112,7 @@ def made(cache: Cache, device: str, capacity: int = 0) -> Operands:
         if of == torch.int8:
             return view(torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8))
         values = torch.full(shape, math.nan, dtype=of)
-        for b, n in enumerate(held):
+        for b, n in enumerate(capacities):
             for j in range(n):
                 values[table[b, j // size], j % size] = torch.randn(cache.heads_kv, dim, generator=generator).to(of)
         return view(values)
@@ -157,14 +157,14 @@ def gathered(cache: Cache, o: Operands, e: Extents) -> Operands:
         values = torch.zeros(count, longest, cache.heads_kv, view.dim, dtype=torch.float64)
         for b, n in enumerate(e.kv_len.tolist()):
             if n:
-                part = view.sequence(b, cache.heads_kv, n).double().cpu()
+                numbers64 = view.sequence(b, cache.heads_kv, n).double().cpu()
                 if dequant is not None:
                     scale, offset = (
                         0.0 if v is None else v.sequence(b, cache.heads_kv, n).double().cpu()
                         for v in (dequant.scale, dequant.offset)
                     )
-                    part = (part + offset) * scale
-                values[b, :n] = part.transpose(0, 1)
+                    numbers64 = (numbers64 + offset) * scale
+                values[b, :n] = numbers64.transpose(0, 1)
         return rows(values)
 
     def query(view: RowView | None) -> RowView | None:

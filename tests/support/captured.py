@@ -66,5 +66,5 @@ def _again(op: Any, args: Any, kwargs: Any, out: Any) -> None:
             old.copy_(new)
 
 
-def _tensors(found: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
+def _tensors(results: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor))

@@ -19,13 +19,13 @@ def draw(*shape: int, seed: int = 0, count: int = 3) -> Tensors:
 
 def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[int]]:
     """The function compiled as one graph, and a list that grows with every graph made."""
-    made: list[int] = []
+    graphs: list[int] = []
 
     def backend(module: Any, inputs: Any) -> Any:
-        made.append(len(inputs))
+        graphs.append(len(inputs))
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
-    return torch.compile(function, fullgraph=True, backend=backend, **options), made
+    return torch.compile(function, fullgraph=True, backend=backend, **options), graphs
 
 
 def same(function: Callable[..., Any], other: Callable[..., Any], leaves: Tensors, *rest: Any) -> None:

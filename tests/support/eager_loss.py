@@ -12,12 +12,12 @@ from torch import Tensor
 
 def chosen_keys(indices: Tensor | None, rows: int) -> Tensor:
     """bool [rows, rows]: the keys of one sequence that each row sees, and chose if it chose."""
-    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+    visible = torch.ones(rows, rows, dtype=torch.bool).tril()
     if indices is None:
-        return seen
+        return visible
     chosen = torch.zeros(rows, rows + 1, dtype=torch.bool)
     chosen.scatter_(1, indices.long().where(indices >= 0, rows), True)
-    return seen & chosen[:, :rows]
+    return visible & chosen[:, :rows]
 
 
 def one_sequence(

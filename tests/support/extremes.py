@@ -25,7 +25,7 @@ FACTORS = [1e-40, 1e-38, 1e-30, 1e-20, 1e-6, 1e20, 1e30]
 OPERANDS = ["query", "key", "value", "dy", "pse", "sink"]
 # Of which float32 holds the last normally, the next as subnormals, the first not at all.
 TINY = [5e-324, 1e-160, 1e-46, 1e-40, 1e-38, 1.2e-38]
-KEPT = Case(**_SMALL, dropout="bits", keep_prob=1e-38, pse="full")
+DROPPED = Case(**_SMALL, dropout="bits", keep_prob=1e-38, pse="full")
 
 
 def scaled(case: Case, operand: str, factor: float) -> dict[str, Any] | None:
@@ -38,9 +38,9 @@ def scaled(case: Case, operand: str, factor: float) -> dict[str, Any] | None:
     return args if left.numel() and bool((left != 0).any()) else None
 
 
-def kept(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
+def dropped(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
     """A case some of whose weights are kept, though few should be; what 1 / keep_prob multiplies makes up for it."""
-    case = replace(KEPT, dtype=dtype, keep_prob=keep_prob)
+    case = replace(DROPPED, dtype=dtype, keep_prob=keep_prob)
     args = arguments(case)
     generator = torch.Generator().manual_seed(3)
     bits = torch.randint(0, 256, args["drop_mask"].shape, generator=generator, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def kept(dtype: str, keep_prob: float) -> tuple[Case, dict[str, Any]]:
 
 def judge_kept(dtype: str, keep_prob: float, backend: str) -> None:
     """All results of kept(); where out is infinite, as it is saved for gradients, those that do not read it."""
-    case, args = kept(dtype, keep_prob)
+    case, args = dropped(dtype, keep_prob)
     got, want = run(lowered(case, args), args["dy"], backend), expected(case, args)
     rest = max(1e-100 / keep_prob, 1.0)  # below 1e-100 the sizes are those of 1e-100
     want |= {name: replace(w, size=w.size * rest) for name, w in want.items() if name not in ("max", "sum")}

@@ -119,7 +119,7 @@ def _of_pairs(long: Long, unit: Unit, change: Callable[[Block, Tensor], Block], 
 
 
 def _skipped(block: Block, here: Tensor) -> Block:
-    return replace(block, seen=block.seen & ~here)
+    return replace(block, visible=block.visible & ~here)
 
 
 def _doubled(block: Block, here: Tensor) -> Block:
@@ -147,7 +147,7 @@ def _no_diagonal(long: Long, unit: Unit, rng: random.Random) -> Edit:
 
     def edit(block: Block) -> Block:
         row = torch.arange(block.rows.start, block.rows.stop)[:, None]
-        return replace(block, seen=block.seen & (block.positions[None] != row + shift))
+        return replace(block, visible=block.visible & (block.positions[None] != row + shift))
 
     return edit
 

@@ -26,9 +26,9 @@ def formula(
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     row, key = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])
     left, right = (int(n) for n in window_size)
-    seen = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
-    seen &= (key <= row) if causal else (key <= row + right) if right >= 0 else seen
-    seen &= (key >= row - left) if left >= 0 else seen
+    visible = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool)
+    visible &= (key <= row) if causal else (key <= row + right) if right >= 0 else visible
+    visible &= (key >= row - left) if left >= 0 else visible
 
     def scores_of() -> Tensor:
         scores = torch.einsum("qnd,knd->nqk", q * (softmax_scale or q.shape[-1] ** -0.5), k)
@@ -36,7 +36,7 @@ def formula(
             scores = softcap * torch.tanh(scores / softcap)
         if alibi_slopes is not None:
             scores = scores - alibi_slopes.to(q.dtype)[:, None, None] * (row - key).abs()
-        return scores.masked_fill(~seen, -math.inf)
+        return scores.masked_fill(~visible, -math.inf)
 
     scores = scores_of()
     return attend(scores, v.transpose(0, 1), scores_of).transpose(0, 1), scores.logsumexp(-1)

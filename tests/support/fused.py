@@ -133,15 +133,15 @@ def logical(case: FusedCase) -> Args:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    def whole(*shape: int) -> Tensor:
+    def integers(*shape: int) -> Tensor:
         return torch.randint(low, -low, shape, generator=generator, dtype=torch.int8)
 
     def stored(dim: int) -> list[Tensor]:
-        make = whole if case.integers else draw
+        make = integers if case.integers else draw
         common = make(case.heads_kv, case.prefix, dim)
         return [torch.cat((common, make(case.heads_kv, length, dim)), 1) for length in case.kv_len]
 
-    query = whole if case.full or case.latent else draw
+    query = integers if case.full or case.latent else draw
     n: Args = {"q": [query(case.heads_q, length, case.dim) for length in case.q_len], "k": stored(case.dim)}
     n["v"] = [k[..., : case.dim_v] for k in n["k"]] if case.shares else stored(case.dim_v)
     n["q_rope"] = [draw(case.heads_q, length, case.rope) for length in case.q_len]
@@ -229,11 +229,11 @@ def cache_of(case: FusedCase, items: list[Tensor]) -> Any:
         return [rows_of(case, [rows], case.inside, rows.shape[1] + b, (0,)) for b, rows in enumerate(items)]
     table, (heads, _, dim), size = table_of(case), items[0].shape, case.page_size
     assert table is not None
-    piece = 32 // items[0].element_size() if case.store == "pieces" else dim
-    pool = poisoned((len(table) * table.shape[1] + 1, heads, dim // piece, size, piece), items[0].dtype)
+    fragment = 32 // items[0].element_size() if case.store == "pieces" else dim
+    pool = poisoned((len(table) * table.shape[1] + 1, heads, dim // fragment, size, fragment), items[0].dtype)
     for b, rows in enumerate(items):
         for t in range(rows.shape[1]):
-            pool[table[b, t // size], :, :, t % size] = rows[:, t].unflatten(-1, (-1, piece))
+            pool[table[b, t // size], :, :, t % size] = rows[:, t].unflatten(-1, (-1, fragment))
     if case.store == "pieces":
         return pool
     return pool[:, :, 0] if case.store == "heads" else pool[:, :, 0].transpose(1, 2).contiguous().flatten(2)
@@ -262,8 +262,8 @@ def _scale_tensor(case: FusedCase, kind: str, items: list[Tensor]) -> Tensor:
 def arguments(case: FusedCase) -> Args:
     """The call by canonical name."""
     n, table = logical(case), table_of(case)
-    own = {name: [rows[:, case.prefix :] for rows in n[name]] for name in "kv"}
-    k, v = (cache_of(case, own[name]) for name in "kv")
+    suffix = {name: [rows[:, case.prefix :] for rows in n[name]] for name in "kv"}
+    k, v = (cache_of(case, suffix[name]) for name in "kv")
     if case.bits == 4:
         k, v = _int32(k), _int32(v)
     args: Args = {
@@ -355,7 +355,7 @@ def _quantised(case: FusedCase, n: Args) -> Args:
 # ----------------------------------------------------------------------------------------------------------- the answer
 
 
-def seen(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
+def visible_of(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
     """([rows, keys] visible, [rows] the band leaves a key) of an item."""
     rows, keys = case.q_len[b], case.prefix + case.kv_len[b]
     i, j = torch.arange(rows)[:, None], torch.arange(keys)
@@ -408,7 +408,7 @@ def item(case: FusedCase, b: int) -> tuple[Tensor, Tensor]:
         first = 0 if case.pse == "row" else max(case.q_first[b], 0)
         pse = n["pse"][b if case.pse == "batch" else 0][:, first:][:, :rows, max(case.kv_first[b], 0) :][..., :keys]
         scores = scores + pse.double()
-    visible, in_band = seen(case, b)
+    visible, in_band = visible_of(case, b)
     scores = scores.masked_fill(~visible, -math.inf)
     sink = n["sink"].double()[:, None, None].expand(-1, rows, 1) if case.sink else scores[..., :0]
     joined = torch.cat((scores, sink), -1)

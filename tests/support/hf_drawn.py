@@ -13,7 +13,7 @@ from support.hf_models import Family
 Tensor = torch.Tensor
 
 
-class Wide:
+class Float64Torch:
     """torch, in which what is called float32 is float64: their modules go through float32 in any dtype."""
 
     float = float32 = torch.float64
@@ -23,9 +23,9 @@ class Wide:
 
 
 @contextlib.contextmanager
-def wide(family: Family) -> Iterator[None]:
+def in_float64(family: Family) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family.module, "torch", Wide())
+        patch.setattr(family.module, "torch", Float64Torch())
         patch.setattr(Tensor, "float", Tensor.double)
         yield
 
@@ -41,7 +41,7 @@ def together(
 ) -> Any:
     """output(model(**batch)) of every copy."""
 
-    def one(own: Mapping[str, Tensor]) -> Any:
-        return output(torch.func.functional_call(model, own, (), dict(batch)))
+    def one(weights_of_item: Mapping[str, Tensor]) -> Any:
+        return output(torch.func.functional_call(model, weights_of_item, (), dict(batch)))
 
     return torch.vmap(one)(dict(parameters))

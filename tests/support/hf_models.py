@@ -149,11 +149,11 @@ def table() -> str:
     return "\n".join([*lines, "", *sentences])
 
 
-def page_with(found: str) -> str:
+def page_with(table_text: str) -> str:
     """The page with another table."""
     start, end = "<!-- table -->\n", "\n<!-- end of table -->"
     text = PAGE.read_text(encoding="utf-8")
-    return text[: text.index(start) + len(start)] + found + text[text.index(end) :]
+    return text[: text.index(start) + len(start)] + table_text + text[text.index(end) :]
 
 
 if __name__ == "__main__":

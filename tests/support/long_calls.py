@@ -49,7 +49,7 @@ class Long:
         return Unit(b, heads, slice(first, min(first + count, self.length(o, b))), o.by_keys)
 
 
-def made(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
+def long_call(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, Any] | None = None) -> Long:
     """A call of a record, computed."""
     names = RECORDS[operator].by_name
     inputs = {n: v for n, v in {**inputs, **(saved or {})}.items() if n in names and v is not None}
@@ -58,21 +58,21 @@ def made(operator: str, inputs: dict[str, Any], backend: str, saved: dict[str, A
     results = call.lowered().results()
     result = call.computed(backend, results)
     assert not isinstance(result, str), result
-    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, kept={})
+    call = replace(call, outputs={n: t for n, t in result.items() if t.numel()}, cached={})
     return Long(call, *setting_of(call.lowered(), call.judgeable(call.lowered())))
 
 
 def dense(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
     """Training attention."""
-    return made("npu_fusion_attention_v2", arguments(_case(dtype, q_len, kv_len, causal, **fields)), backend)
+    return long_call("npu_fusion_attention_v2", arguments(_case(dtype, q_len, kv_len, causal, **fields)), backend)
 
 
 def gradient(dtype: str, q_len: int, kv_len: int, *, causal: bool = True, backend: str = "cpu", **fields: Any) -> Long:
     """Its backward, from what that back end saved."""
     args = arguments(_case(dtype, q_len, kv_len, causal, **fields))
-    saved = made("npu_fusion_attention_v2", args, backend).call.outputs
+    saved = long_call("npu_fusion_attention_v2", args, backend).call.outputs
     names = {"attention_in": "attention_out", "softmax_max": "softmax_max", "softmax_sum": "softmax_sum"}
-    return made("npu_fusion_attention_grad_v2", args, backend, {n: saved[o] for n, o in names.items()})
+    return long_call("npu_fusion_attention_grad_v2", args, backend, {n: saved[o] for n, o in names.items()})
 
 
 def _case(dtype: str, q_len: int, kv_len: int, causal: bool, **fields: Any) -> Case:
@@ -94,20 +94,22 @@ def decode(dtype: str, lengths: Sequence[int], *, backend: str = "cpu", seed: in
     inputs = {"query": q, "key": pool[0], "value": pool[1], "block_table": table, "num_heads": 4, "scale_value": 0.125,
               "input_layout": "BNSD", "num_key_value_heads": 2, "block_size": PAGE, "softmax_lse_flag": True,
               "actual_seq_lengths_kv": list(lengths)}  # fmt: skip
-    return made("npu_fused_infer_attention_score", inputs, backend)
+    return long_call("npu_fused_infer_attention_score", inputs, backend)
 
 
 def sparse(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
     """Sparse attention over lists of 512 keys."""
-    return made("npu_sparse_flash_attention", sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields)), backend)
+    return long_call(
+        "npu_sparse_flash_attention", sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields)), backend
+    )
 
 
 def sparse_gradient(dtype: str, q_len: int, kv_len: int, *, backend: str = "cpu", **fields: Any) -> Long:
     """Its backward, from what that back end saved."""
     args = sparse_arguments(_sparse_case(dtype, q_len, kv_len, **fields))
-    result = made("npu_sparse_flash_attention", args, backend).call.outputs
+    result = long_call("npu_sparse_flash_attention", args, backend).call.outputs
     saved = {"attention_in" if n == "attention_out" else n: t for n, t in result.items()}
-    return made("npu_sparse_flash_attention_grad", args, backend, saved)
+    return long_call("npu_sparse_flash_attention_grad", args, backend, saved)
 
 
 def _sparse_case(dtype: str, q_len: int, kv_len: int, **fields: Any) -> SparseCase:
@@ -118,11 +120,11 @@ def _sparse_case(dtype: str, q_len: int, kv_len: int, **fields: Any) -> SparseCa
 def pieces(long: Long, seed: int, drawn: int = 4) -> Iterator[Unit]:
     """Tiles of rows and keys: the first and the last, across boundaries of kernels' tiles, and drawn ones."""
     rng = random.Random(seed)
-    seen = set()
+    judged_kinds = set()
     for o in long.outputs:
-        if o.by_keys in seen or o.view is None:
+        if o.by_keys in judged_kinds or o.view is None:
             continue
-        seen.add(o.by_keys)
+        judged_kinds.add(o.by_keys)
         for b in range(len(long.setting.extents)):
             length = long.length(o, b)
             last = max(length - TILE, 0)

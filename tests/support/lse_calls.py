@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 Given = dict[str, Tensor]
 Call = Callable[..., Any]
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 37, 50, 4, 2, 24
-SEEN = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS - 20)  # the first rows see no key
+VISIBLE = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS - 20)  # the first rows see no key
 
 
 def drawn(seed: int, dtype: torch.dtype, **shapes: tuple[int, ...]) -> Given:
@@ -54,17 +54,17 @@ def judge(
 
 
 def formula(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None = None, cap: float = 0.0, bias: Any = None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None = None, cap: float = 0.0, bias: Any = None
 ) -> tuple[Tensor, Tensor]:
     """[.., heads, rows, dim]; a row without keys is 0, with an lse of -inf or of its sink."""
     group = q.shape[-3] // k.shape[-3]
     scores = q @ k.repeat_interleave(group, -3).mT / math.sqrt(q.shape[-1])
     scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores if bias is None else scores + bias
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sink is not None:
         scores = torch.cat((scores, sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), -1)
-    none = ~seen.any(-1) if sink is None else torch.tensor(False)
+    none = ~visible.any(-1) if sink is None else torch.tensor(False)
     lse = scores.masked_fill(none[..., None], 0).logsumexp(-1).masked_fill(none, -torch.inf)
     weights = (scores - lse.masked_fill(none, 0)[..., None]).exp()[..., : k.shape[-2]].masked_fill(none[..., None], 0)
     return weights @ v.repeat_interleave(group, -3), lse
@@ -94,8 +94,8 @@ def dense(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Ca
     shapes = {"q": (BATCH, HEADS, ROWS, DIM), "k": (BATCH, HEADS_KV, KEYS, DIM), "v": (BATCH, HEADS_KV, KEYS, DIM)}
     given = drawn(3, dtype, **shapes, **case)
     given |= {"sink": given["sink"].float()} if "sink" in given else {}
-    ours = partial(fa.attention, layout="BNSD", softcap=cap, blocked=~SEEN.to(device))
-    return given, on(device, ours), partial(formula, seen=SEEN, cap=cap)
+    ours = partial(fa.attention, layout="BNSD", softcap=cap, blocked=~VISIBLE.to(device))
+    return given, on(device, ours), partial(formula, visible=VISIBLE, cap=cap)
 
 
 def lists(dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
@@ -103,11 +103,11 @@ def lists(dtype: torch.dtype, device: str = "cpu") -> tuple[Given, Call, Call]:
     given = drawn(7, dtype, q=(BATCH, ROWS, HEADS, DIM), k=(BATCH, KEYS, 1, DIM), v=(BATCH, KEYS, 1, DIM))
     given["sink"] = torch.randn(HEADS)
     listed = torch.stack([torch.randperm(KEYS)[:9] for _ in range(BATCH * ROWS)]).view(BATCH, ROWS, 1, 9).int()
-    seen = torch.zeros(BATCH, 1, ROWS, KEYS).scatter_(-1, listed.transpose(1, 2).long(), 1) > 0
+    visible = torch.zeros(BATCH, 1, ROWS, KEYS).scatter_(-1, listed.transpose(1, 2).long(), 1) > 0
     ours = partial(fa.sparse_attention, indices=listed.to(device), causal=False)
 
     def wanted(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
-        out, lse = formula(*(t.transpose(1, 2) for t in (q, k, v)), seen=seen, sink=sink)
+        out, lse = formula(*(t.transpose(1, 2) for t in (q, k, v)), visible=visible, sink=sink)
         return out.transpose(1, 2), lse
 
     return given, on(device, ours), wanted

@@ -58,10 +58,10 @@ def in_pages(tensors: list[torch.Tensor], dim: int, size: int, rng: random.Rando
     for b, t in enumerate(tensors):
         for i in range(counts[b]):
             table[b, i] = order.pop()
-            part = t[:, i * size : (i + 1) * size]
-            pool[table[b, i]].as_strided((heads, part.shape[1], width), (*strides, 1), int(table[b, i]) * page).copy_(
-                part
-            )
+            page_rows = t[:, i * size : (i + 1) * size]
+            pool[table[b, i]].as_strided(
+                (heads, page_rows.shape[1], width), (*strides, 1), int(table[b, i]) * page
+            ).copy_(page_rows)
     return PagedView(pool, table, size, page, strides[1], strides[0], dim)
 
 
@@ -85,19 +85,21 @@ def dequant_of(stored: Stored, form: str, size: int, seed: int) -> Dequant | Non
     return Dequant(view(stored.scale), view(stored.offset) if stored.offset else None)
 
 
-def pieces_of(view: PagedView, heads: int, piece: int) -> PagedView:
+def pieces_of(view: PagedView, heads: int, fragment: int) -> PagedView:
     """The same rows in pages [heads, pieces, tokens, piece], among poison."""
     size, width = view.page_size, view.dim
     count = view.pool.numel() // view.stride_page
     numbers = view.pool.view(-1).as_strided(
         (count, heads, size, width), (view.stride_page, view.stride_head, view.stride_token, 1)
     )
-    parts = -(-width // piece)
-    pool = poison(view.pool.dtype, count * heads * parts * size * piece).view(count, heads, parts, size, piece)
+    parts = -(-width // fragment)
+    pool = poison(view.pool.dtype, count * heads * parts * size * fragment).view(count, heads, parts, size, fragment)
     for d in range(width):
-        pool[:, :, d // piece, :, d % piece] = numbers[..., d]
-    stride_head = parts * size * piece
-    return PagedView(pool, view.table, size, heads * stride_head, piece, stride_head, width, piece, size * piece)
+        pool[:, :, d // fragment, :, d % fragment] = numbers[..., d]
+    stride_head = parts * size * fragment
+    return PagedView(
+        pool, view.table, size, heads * stride_head, fragment, stride_head, width, fragment, size * fragment
+    )
 
 
 def alike(call: Call, common: int) -> Call:

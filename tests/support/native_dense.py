@@ -158,9 +158,9 @@ def gradients(
 
 
 def wanted(call: Call, saved: Results) -> Results:
-    wide = {n: [t.double() for t in getattr(call, n)] for n in (*INPUTS, "bias", "dout")}
+    inputs64 = {n: [t.double() for t in getattr(call, n)] for n in (*INPUTS, "bias", "dout")}
     single = {n: None if (t := getattr(call, n)) is None else t.double() for n in ("slopes", "sink")}
-    return specified(replace(call, **wide, **single), {n: [t.double() for t in saved[n]] for n in saved})
+    return specified(replace(call, **inputs64, **single), {n: [t.double() for t in saved[n]] for n in saved})
 
 
 def gradient_sizes(call: Call, saved: Results) -> Results:

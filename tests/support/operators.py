@@ -23,7 +23,7 @@ def declared() -> dict[str, str]:
     return {line.partition("(")[0]: line for line in _DECLARED.read_text().splitlines()}
 
 
-def plain(schema: str) -> str:
+def normalised(schema: str) -> str:
     """A schema without what differs on purpose: which sizes a trace may hold as symbols, and what is written."""
     text = str(torch._C.parse_schema(f"npu::{schema}"))
     for theirs, ours in (

@@ -79,7 +79,7 @@ def matrix(tensors: Tensors) -> MatrixView:
     poison = torch.full((3,), torch.nan if tensors[0].is_floating_point() else 1).to(tensors[0].dtype)
     once = {id(t): t for t in tensors}
     place = dict(zip(once, np.cumsum([1, *(t.numel() + 3 for t in once.values())]).tolist(), strict=False))
-    memory = torch.cat([poison, *(piece for t in once.values() for piece in (t.flatten(), poison))])[2:]
+    memory = torch.cat([poison, *(chunk for t in once.values() for chunk in (t.flatten(), poison))])[2:]
     strides = np.array([[t[0].numel(), t.shape[2], 1] * (np.array(t.shape) != 1) for t in tensors])
     address = np.array([place[id(t)] for t in tensors])
     return MatrixView(memory, address, strides[:, 0], strides[:, 1], int(strides[0, 2]))
@@ -95,10 +95,10 @@ def bits(keep: Tensors) -> MatrixView:
 
 def tiled(blocked: Tensors) -> dict[str, Any]:
     """The operands of blocked tiles: one list of bits for all sequences, which nothing leads to but their numbers."""
-    cut = [cut_tiles(t) for t in blocked]
-    before = np.cumsum([0, *(len(bits) for _, bits in cut)]).tolist()
-    numbers = [torch.where(t >= 0, t + n, t) for (t, _), n in zip(cut, before, strict=False)]
-    return {"blocked_tiles": matrix(numbers), "blocked_bits": torch.cat([bits for _, bits in cut])}
+    tiles_cut = [cut_tiles(t) for t in blocked]
+    before = np.cumsum([0, *(len(bits) for _, bits in tiles_cut)]).tolist()
+    numbers = [torch.where(t >= 0, t + n, t) for (t, _), n in zip(tiles_cut, before, strict=False)]
+    return {"blocked_tiles": matrix(numbers), "blocked_bits": torch.cat([bits for _, bits in tiles_cut])}
 
 
 def load(
@@ -250,18 +250,18 @@ def in_band(call: Call, b: int) -> torch.Tensor:
     """[q_len, kv_len]: the interval rule by literal loops."""
     e = call.extents
     q_len, kv_len, lo, hi, prefix = (int(a[b]) for a in (e.q_len, e.kv_len, e.lo, e.hi, e.prefix))
-    seen = [[i + lo <= j and (j < i + hi or j < prefix) for j in range(kv_len)] for i in range(q_len)]
-    return torch.tensor(seen, dtype=torch.bool).reshape(q_len, kv_len)
+    visible = [[i + lo <= j and (j < i + hi or j < prefix) for j in range(kv_len)] for i in range(q_len)]
+    return torch.tensor(visible, dtype=torch.bool).reshape(q_len, kv_len)
 
 
 def seen_by(call: Call, b: int) -> torch.Tensor:
     """[heads_q, q_len, kv_len]: in the band, and not blocked."""
-    seen = in_band(call, b).expand(call.problem.heads_q, -1, -1)
-    seen = seen & ~call.tiled[b] if call.tiled else seen
-    return seen & ~call.blocked[b] if call.blocked else seen
+    visible = in_band(call, b).expand(call.problem.heads_q, -1, -1)
+    visible = visible & ~call.tiled[b] if call.tiled else visible
+    return visible & ~call.blocked[b] if call.blocked else visible
 
 
-def kept(call: Call, b: int) -> torch.Tensor:
+def keep_of(call: Call, b: int) -> torch.Tensor:
     p, shape = call.problem, seen_by(call, b).shape
     if p.dropout == "philox":
         spans = slice(0, shape[1]), slice(0, shape[2])
@@ -281,7 +281,7 @@ def full_bias(call: Call, b: int, stored: torch.Tensor | None) -> torch.Tensor |
     return stored[:, 1024 - q_len :] if call.problem.bias == "table" else stored
 
 
-def plain(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def formulas(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, max, sum) of sequence b by the textbook: one matmul over concatenated rows, mask, softmax, drop."""
     p = call.problem
     q = torch.cat([t["q"], t["q_rope"]], -1) if "q_rope" in t else t["q"]
@@ -308,7 +308,7 @@ def plain(call: Call, b: int, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     probabilities = torch.where(empty, mean.double() / max(kv_len, 1), probabilities)
     row_sum = torch.where(empty, mean * float(kv_len), (scores.logsumexp(-1, keepdim=True) - row_max).exp())
     if p.dropout != "none":
-        probabilities = probabilities * kept(call, b) / p.keep_prob
+        probabilities = probabilities * keep_of(call, b) / p.keep_prob
     return probabilities @ v, row_max, row_sum
 
 
@@ -321,7 +321,7 @@ def witness(call: Call) -> Results:
     total = torch.zeros((), dtype=torch.float64)
     for b in range(len(call.extents)):
         t = {n: leaves[id(getattr(call, n)[b])] for n in names} | ({} if sink is None else {"sink": sink})
-        values = plain(call, b, t)
+        values = formulas(call, b, t)
         total = total + (values[0] * call.dout[b]).sum()
         for name, value in zip(("out", "max", "sum"), values, strict=True):
             results[name].append(value.detach())

@@ -1,4 +1,4 @@
-"""Calls of attention() whose sequences are cut into pieces: drawn at random, whole and piece by piece."""
+"""Calls of attention() whose sequences are cut into chunks: drawn at random, whole and chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fusion_attention.contract import bind
-from fusion_attention.distributed.chunk_pairs import Keys, Pieces, Rows, Saved, Whole
+from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Keys, Rows, Saved
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import CUT
 from fusion_attention.judging.error_bound import Expected
@@ -40,12 +40,12 @@ class Call:
     def packed(self) -> bool:
         return self.args["layout"] == "TND"
 
-    def lowered(self, wide: bool = False) -> DenseCall:
+    def lowered(self, in_float64: bool = False) -> DenseCall:
         """The whole call; wide: in float64."""
         args = self.args
-        if wide:
-            made = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
-            args = args | made
+        if in_float64:
+            inputs64 = {n: a.double() for n, a in args.items() if isinstance(a, Tensor) and a.is_floating_point()}
+            args = args | inputs64
         # Without a call_cache: no plan of another variant is found again.
         return replace(fa_record.dense_call(bind(fa_record.RECORD, args), seed=self.seed))
 
@@ -54,62 +54,62 @@ class Call:
         return Saved(*(self.tokens(t) for t in (self.dout, of["out"], of["max"], of["sum"])))
 
     def tokens(self, t: Tensor) -> Tensor:
-        """As pieces want it: [batch, tokens, heads, ...]."""
+        """As chunks want it: [batch, tokens, heads, ...]."""
         if self.packed:
             return t[None]
         return t.transpose(1, 2) if t.dim() == 3 else t
 
-    def whole(self) -> Whole:
+    def full(self) -> FullCall:
         call = self.lowered()
         given = dict(zip(EXTRAS, call.extras, strict=True))
         slopes, heads = given["slopes"], call.problem.heads_q
         if slopes is not None:
             slopes = slopes.reshape(-1, heads).expand(len(call.extents), heads)
         sink = given["sink"]
-        return Whole(call.problem, call.extents, heads, 0, slopes, sink, self.seed, call.offset, owns_bias(call))
+        return FullCall(call.problem, call.extents, heads, 0, slopes, sink, self.seed, call.offset, owns_bias(call))
 
-    def rows(self, pieces: Pieces) -> Rows:
+    def rows(self, chunks: Chunks) -> Rows:
         q_rope = self.args.get("q_rope")
         return Rows(
-            pieces,
+            chunks,
             self.tokens(self.args["q"]),
             None if q_rope is None else self.tokens(q_rope),
             self.args.get("bias"),
             self.args.get("blocked"),
         )
 
-    def keys(self, pieces: Pieces) -> Keys:
+    def keys(self, chunks: Chunks) -> Keys:
         given = (None if t is None else self.tokens(t) for t in (self.args.get(n) for n in ("k", "v", "k_rope")))
-        return Keys(pieces, *given)  # type: ignore[arg-type]
+        return Keys(chunks, *given)  # type: ignore[arg-type]
 
-    def pieces(self, side: str, cuts: Any = None) -> Pieces:
+    def chunks(self, side: str, cuts: Any = None) -> Chunks:
         """The sequences of rows ("q") or keys ("kv"), cut where cuts(length) says."""
         e = self.lowered().extents
         lengths = e.q_len if side == "q" else e.kv_len
-        made = []
+        chunks = []
         for b, (length, start) in enumerate(zip(lengths, e.q_start if side == "q" else e.kv_start, strict=True)):
             edges = [0, *([] if cuts is None else cuts(int(length))), int(length)]
             for first, end in itertools.pairwise(edges):
-                made.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
-        return Pieces(*np.array(made, np.int64).T)
+                chunks.append((b, first, end - first, 0 if self.packed else b, first + start * self.packed))
+        return Chunks(*np.array(chunks, np.int64).T)
 
 
-def each(pieces: Pieces) -> list[Pieces]:
+def each(chunks: Chunks) -> list[Chunks]:
     """One at a time."""
-    return [subset(pieces, np.array([i])) for i in range(len(pieces))]
+    return [subset(chunks, np.array([i])) for i in range(len(chunks))]
 
 
-def subset(pieces: Pieces, chosen: np.ndarray) -> Pieces:
-    return Pieces(*(getattr(pieces, name)[chosen] for name in ("seq", "first", "count", "batch", "start")))
+def subset(chunks: Chunks, chosen: np.ndarray) -> Chunks:
+    return Chunks(*(getattr(chunks, name)[chosen] for name in ("seq", "first", "count", "batch", "start")))
 
 
-def place(pieces: Pieces) -> tuple[int, slice]:
-    """Where one piece lies in tensors [batch, tokens, ...]."""
-    return int(pieces.batch[0]), slice(int(pieces.start[0]), int(pieces.start[0] + pieces.count[0]))
+def place(chunks: Chunks) -> tuple[int, slice]:
+    """Where one chunk lies in tensors [batch, tokens, ...]."""
+    return int(chunks.batch[0]), slice(int(chunks.start[0]), int(chunks.start[0] + chunks.count[0]))
 
 
 def run(call: Call, backend: str = "auto") -> dict[str, Tensor]:
-    """Results and gradients of the whole call in one piece."""
+    """Results and gradients of the whole call in one chunk."""
     golden = backend == "golden"
     lowered = call.lowered(golden)
     out, max_, sum_ = attention(lowered, backend)

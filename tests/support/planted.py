@@ -125,21 +125,21 @@ def row_block(case: Case, args: dict[str, Any], b: int, wrong: str, rough: Round
     if wrong == "uniform-average":
         scores = torch.zeros_like(scores)
     if case.softcap and wrong != "softcap-missing":
-        plain = products * scale
-        scores = case.softcap * torch.tanh(plain / case.softcap) + bias
+        scaled = products * scale
+        scores = case.softcap * torch.tanh(scaled / case.softcap) + bias
         if wrong == "softcap-order":
-            scores = case.softcap * torch.tanh((plain + bias) / case.softcap)
+            scores = case.softcap * torch.tanh((scaled + bias) / case.softcap)
     scores = scores.masked_fill(~visible(case, args, b, wrong), -math.inf)
     top = scores.amax(-1, keepdim=True)
     sink = args["sink"].float()[:, None, None] if case.sink and wrong != "sink-missing" else None
     top = top if sink is None else torch.maximum(top, sink)
     weights = (scores - top).exp().nan_to_num(0.0)
-    kept = kept_of(case, args, b, wrong)
-    total = (weights if wrong != "dropout-divisor" or kept is None else weights * kept).sum(-1, keepdim=True)
+    keep = kept_of(case, args, b, wrong)
+    total = (weights if wrong != "dropout-divisor" or keep is None else weights * keep).sum(-1, keepdim=True)
     total = total if sink is None else total + (sink - top).exp()
     carried = weights.to(dtype).float() if dtype == torch.bfloat16 else weights
-    if kept is not None:
-        carried = carried * kept / (1.0 if wrong in ("dropout-scale", "dropout-divisor") else case.keep_prob)
+    if keep is not None:
+        carried = carried * keep / (1.0 if wrong in ("dropout-scale", "dropout-divisor") else case.keep_prob)
     out = accumulated(carried, v, rough)
     return (out if wrong == "unnormalised" else out / total), top, total, scores
 
@@ -235,7 +235,9 @@ def backward(case: Case, args: dict[str, Any], saved: dict[str, Tensor], wrong: 
 # -------------------------------------------------------------------------------------------------------------- calls
 
 
-def made(case: Case, wrong: str, operator: str = "npu_fusion_attention_v2", rough: Rounding = Rounding()) -> Capture:
+def planted_call(
+    case: Case, wrong: str, operator: str = "npu_fusion_attention_v2", rough: Rounding = Rounding()
+) -> Capture:
     """A capture of a training call in CANN's words."""
     from fusion_attention.ops import RECORDS
 
@@ -292,7 +294,7 @@ UNNAMED = {
 
 def made_unnamed(case: Case, what: str) -> Capture:
     """A capture with a mistake that nobody has named."""
-    result = made(case, "", "npu_fusion_attention_v2")
+    result = planted_call(case, "", "npu_fusion_attention_v2")
     result.outputs["attention_out"] = UNNAMED[what](result.outputs["attention_out"].float()).to(
         result.outputs["attention_out"].dtype
     )

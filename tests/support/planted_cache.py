@@ -111,12 +111,12 @@ def topk(wrong: str, dtype: torch.dtype, count: int, seed: int) -> Capture:
     products = products if wrong == "relu-missing" else products.relu()
     scores = (products * (1.0 if wrong == "index-weights-missing" else w.float()[..., None])).sum(2)
     shift = 0 if wrong == "causal-alignment" else keys - rows
-    seen = torch.arange(keys) <= torch.arange(rows)[:, None] + shift
+    visible = torch.arange(keys) <= torch.arange(rows)[:, None] + shift
     chosen = torch.full((2, rows, 1, count), -1, dtype=torch.int32)
     for b in range(2):
         for i in range(rows):
             sign = -1 if wrong == "topk-ties" else 1
-            order = sorted((j for j in range(keys) if seen[i, j]), key=lambda j: (-float(scores[b, i, j]), sign * j))
+            order = sorted((j for j in range(keys) if visible[i, j]), key=lambda j: (-float(scores[b, i, j]), sign * j))
             result = order[:count]
             chosen[b, i, 0, : len(result)] = torch.tensor(result, dtype=torch.int32)
     at = chosen.clamp(min=0).long()[:, :, 0]
@@ -133,23 +133,25 @@ def divergence(wrong: str, dtype: torch.dtype, seed: int) -> Capture:
     q, k = torch.randn(2, rows, HEADS, dim).to(dtype), torch.randn(2, keys, 1, dim).to(dtype)
     iq, ik = (torch.randn(2, n, h, 8).to(dtype) for n, h in ((rows, heads), (keys, 1)))
     w = torch.rand(2, rows, heads).to(dtype)
-    seen = torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows
+    visible = torch.arange(keys) <= torch.arange(rows)[:, None] + keys - rows
     scores = torch.einsum("brhd,bkd->bhrk", q.float(), k[:, :, 0].float()) * SCALE
-    scores = scores.masked_fill(~seen, -math.inf)
+    scores = scores.masked_fill(~visible, -math.inf)
     lse = scores.logsumexp(-1)
     p = scores.softmax(-1)
     p = p.sum(1) if wrong == "target-heads" else p.mean(1)
     leaves = [t.float().requires_grad_() for t in (iq, ik, w)]
     dots = torch.einsum("brhd,bkd->brhk", leaves[0], leaves[1][:, :, 0])
-    index = ((dots if wrong == "relu-missing" else dots.relu()) * leaves[2][..., None]).sum(2).masked_fill(~seen, -1e30)
+    index = (
+        ((dots if wrong == "relu-missing" else dots.relu()) * leaves[2][..., None]).sum(2).masked_fill(~visible, -1e30)
+    )
     y = index.softmax(-1)
     a, b = (y, p) if wrong == "kl-direction" else (p, y)
     each = a * (a.clamp(min=1e-8).log() - b.clamp(min=1e-8).log())
-    loss = each.masked_fill(~seen, 0).sum()
+    loss = each.masked_fill(~visible, 0).sum()
     loss = loss / (2 * rows) if wrong == "loss-mean" else loss
     if wrong == "target-heads":  # the gradient of the unnormalised target, as a kernel writes it
-        dindex = (y - p).masked_fill(~seen, 0).detach()
-        grads = torch.autograd.grad((index.masked_fill(~seen, 0) * dindex).sum(), leaves)
+        dindex = (y - p).masked_fill(~visible, 0).detach()
+        grads = torch.autograd.grad((index.masked_fill(~visible, 0) * dindex).sum(), leaves)
     else:
         grads = torch.autograd.grad(loss, leaves)
     names = {"query": q, "key": k, "lse": lse, "query_index": iq, "key_index": ik,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from support.planted import Capture, Rounding, made, made_gradient, made_own
+from support.planted import Capture, Rounding, made_gradient, made_own, planted_call
 
 from fusion_attention.testing.cases import Case
 
@@ -77,7 +77,7 @@ GRADIENTS: dict[str, list[Case]] = {
     "group-sum": [*over(CAUSAL)[1:], replace(PACKED, sparse_mode=3, mask="compressed")],
 }
 
-OWN: dict[str, list[Case]] = {
+OTHER_CASES: dict[str, list[Case]] = {
     "softcap-missing": over(replace(CAUSAL, scale=1.0, softcap=5.0), OTHERS),
     "softcap-order": over(replace(BASE, scale=1.0, softcap=5.0, pse="full", pse_type=0)),
 }
@@ -85,19 +85,19 @@ OWN: dict[str, list[Case]] = {
 
 def operator_of(case: Case, number: int) -> str:
     """Different operators for the captures of one mistake."""
-    plain = case.layout != "TND" and not case.dim_rope
-    return OPERATORS[number % 3] if plain else "npu_fusion_attention_v2"
+    is_simple = case.layout != "TND" and not case.dim_rope
+    return OPERATORS[number % 3] if is_simple else "npu_fusion_attention_v2"
 
 
 def planted() -> Iterator[tuple[str, Make]]:
     """(a name, what makes the capture), of all mistakes of training attention."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
-            yield f"{wrong}-{i}", partial(made, case, wrong, operator_of(case, i))
+            yield f"{wrong}-{i}", partial(planted_call, case, wrong, operator_of(case, i))
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(made_gradient, case, wrong)
-    for wrong, cases in OWN.items():
+    for wrong, cases in OTHER_CASES.items():
         for i, case in enumerate(cases):
             yield f"{wrong}-{i}", partial(made_own, case, wrong)
 
@@ -106,11 +106,11 @@ def correct() -> Iterator[tuple[str, Make]]:
     """The same calls without a mistake."""
     for wrong, cases in DENSE.items():
         for i, case in enumerate(cases):
-            yield f"right-{wrong}-{i}", partial(made, case, "", operator_of(case, i))
+            yield f"right-{wrong}-{i}", partial(planted_call, case, "", operator_of(case, i))
     for wrong, cases in GRADIENTS.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(made_gradient, case, "")
-    for wrong, cases in OWN.items():
+    for wrong, cases in OTHER_CASES.items():
         for i, case in enumerate(cases):
             yield f"right-{wrong}-{i}", partial(made_own, case, "")
 
@@ -123,4 +123,4 @@ def noisy() -> Iterator[tuple[str, Make]]:
         for dtype, low in (("float32", torch.float16), ("float16", torch.float16), ("bfloat16", torch.bfloat16)):
             if i < 6 or dtype != "bfloat16":
                 result = replace(case, dtype=dtype)
-                yield f"noisy-{i}-{dtype}", partial(made, result, "", rough=Rounding(low))
+                yield f"noisy-{i}-{dtype}", partial(planted_call, result, "", rough=Rounding(low))

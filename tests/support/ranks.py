@@ -30,19 +30,19 @@ def tensors(layout: str, dtype: torch.dtype, b: int, s1: int, s2: int, n1: int, 
         axes = {"BSND": x, "BNSD": x.transpose(1, 2), "BSH": x.flatten(2), "SBH": x.flatten(2).transpose(0, 1)}
         return (x[0] if layout == "TND" else axes[layout]).to(dtype)
 
-    made = {"q": rows(s1, n1, d), "k": rows(s2, n2, d), "v": rows(s2, n2, more.pop("dv", d))}
+    tensors_made = {"q": rows(s1, n1, d), "k": rows(s2, n2, d), "v": rows(s2, n2, more.pop("dv", d))}
     if dr := more.pop("dr", 0):
-        made |= {"q_rope": rows(s1, n1, dr), "k_rope": rows(s2, n2, dr)}
+        tensors_made |= {"q_rope": rows(s1, n1, dr), "k_rope": rows(s2, n2, dr)}
     if more.pop("sink", False):
-        made["sink"] = torch.randn(n1)
+        tensors_made["sink"] = torch.randn(n1)
     if more.pop("slopes", False):
-        made["alibi_slopes"] = torch.rand(n1)
+        tensors_made["alibi_slopes"] = torch.rand(n1)
     if bias := more.pop("bias", None):
-        made["bias"] = torch.randn(bias).to(dtype)
+        tensors_made["bias"] = torch.randn(bias).to(dtype)
     if blocked := more.pop("blocked", None):
-        made["blocked"] = torch.rand(blocked) < 0.3
+        tensors_made["blocked"] = torch.rand(blocked) < 0.3
     assert not more
-    return made
+    return tensors_made
 
 
 GRADIENTS = ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")
@@ -56,18 +56,18 @@ def upstream(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 def of_one(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     """One process."""
     words = {"layout": "BSND", **case["words"]}
-    made = tensors(words["layout"], case["dtype"], **case["sizes"])
-    made = {n: t.requires_grad_(n in GRADIENTS) for n, t in made.items()}
-    out, lse = fa.attention(**made, **words, return_lse=True)
+    leaves = tensors(words["layout"], case["dtype"], **case["sizes"])
+    leaves = {n: t.requires_grad_(n in GRADIENTS) for n, t in leaves.items()}
+    out, lse = fa.attention(**leaves, **words, return_lse=True)
     out.backward(upstream(out.shape, case["dtype"]))
-    return {"out": out.detach(), "lse": lse.detach(), **{"d" + n: made[n].grad for n in GRADIENTS if n in made}}
+    return {"out": out.detach(), "lse": lse.detach(), **{"d" + n: leaves[n].grad for n in GRADIENTS if n in leaves}}
 
 
-def summed(own: torch.Tensor, group: Any) -> torch.Tensor:
+def summed(local: torch.Tensor, group: Any) -> torch.Tensor:
     """What all ranks have of a gradient, added in their order: of what is the same on every rank, each has its part."""
-    parts = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own.contiguous(), group=group)
-    return sum(parts[1:], parts[0].float()).to(own.dtype)
+    parts = [torch.zeros_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return sum(parts[1:], parts[0].float()).to(local.dtype)
 
 
 @cache
@@ -83,29 +83,35 @@ def of_ranks(group: Any, schedule: str, case: dict[str, Any], options: dict[str,
         group = mesh_of(group_of(group).world // 2)
     words = {"layout": "BSND", **case["words"]}
     batch, token, _ = LAYOUTS[words["layout"]]
-    made = tensors(words["layout"], case["dtype"], **case["sizes"])
+    tensors_made = tensors(words["layout"], case["dtype"], **case["sizes"])
     s1, s2 = case["sizes"]["s1"], case["sizes"]["s2"]
     lengths = {"q": s1, "k": s2}
     if batch is None:
         lengths = {"q": words["q_len"], "k": words.get("kv_len", words["q_len"])}
     lengths |= {"q_rope": lengths["q"], "v": lengths["k"], "k_rope": lengths["k"]}
     # What is cut: how long it is, and along which axis.
-    cut = {name: (lengths[name], token) for name in made if name in lengths}
-    cut |= {name: (s1, -2) for name in ("bias", "blocked") if name in made and made[name].shape[-2] != 1}
+    sharded_axes = {name: (lengths[name], token) for name in tensors_made if name in lengths}
+    sharded_axes |= {
+        name: (s1, -2) for name in ("bias", "blocked") if name in tensors_made and tensors_made[name].shape[-2] != 1
+    }
     local = {
-        name: (shard(t, group, schedule, *cut[name]) if name in cut else t).detach().requires_grad_(name in GRADIENTS)
-        for name, t in made.items()
+        name: (shard(t, group, schedule, *sharded_axes[name]) if name in sharded_axes else t)
+        .detach()
+        .requires_grad_(name in GRADIENTS)
+        for name, t in tensors_made.items()
     }
     tokens = None if batch is None else (s1, s2)
     out, lse = attention(**local, **words, **options, group=group, schedule=schedule, tokens=tokens, return_lse=True)
-    full = unshard(out.detach(), group, schedule, *cut["q"])
-    out.backward(shard(upstream(full.shape, case["dtype"]), group, schedule, *cut["q"]))
+    full = unshard(out.detach(), group, schedule, *sharded_axes["q"])
+    out.backward(shard(upstream(full.shape, case["dtype"]), group, schedule, *sharded_axes["q"]))
     results = {"out": full, "lse": unshard(lse.detach(), group, schedule, lengths["q"], 0 if batch is None else 2)}
     for name in GRADIENTS:
         if name in local:
             grad = local[name].grad
             assert grad is not None
-            results["d" + name] = unshard(grad, group, schedule, *cut[name]) if name in cut else summed(grad, line)
+            results["d" + name] = (
+                unshard(grad, group, schedule, *sharded_axes[name]) if name in sharded_axes else summed(grad, line)
+            )
     return results
 
 
@@ -219,6 +225,6 @@ def wanted(name: str | int) -> dict[str, Expected]:
     return {name: e for name, e in expected(call).items() if name not in ("max", "sum")}
 
 
-def judge(name: str | int, found: dict[str, torch.Tensor]) -> None:
+def judge(name: str | int, results: dict[str, torch.Tensor]) -> None:
     """compare() with golden's results of the whole call."""
-    check(f"{name}", found, wanted(name))
+    check(f"{name}", results, wanted(name))

@@ -27,10 +27,10 @@ def make(form: str, stage: dsa.Stage = "sparse") -> dsa.SparseAttention:
 
 def turned(rows: Tensor, positions: Tensor, width: int, neighbours: bool = False) -> Tensor:
     """Rotary embedding by complex numbers, in float32 at least: [S, heads, D]."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    pairs = rows[..., :width].to(wide).unflatten(-1, (-1, 2) if neighbours else (2, -1))
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    pairs = rows[..., :width].to(dtype).unflatten(-1, (-1, 2) if neighbours else (2, -1))
     pairs = pairs if neighbours else pairs.transpose(-1, -2)
-    rate = torch.tensor([10000.0 ** (-2 * i / width) for i in range(width // 2)], dtype=wide)
+    rate = torch.tensor([10000.0 ** (-2 * i / width) for i in range(width // 2)], dtype=dtype)
     angle = (positions[:, None] * rate)[:, None]
     spun = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
     spun = spun.flatten(-2) if neighbours else spun.transpose(-1, -2).flatten(-2)

@@ -67,9 +67,9 @@ def loops(code: str) -> list[Loop]:
     spans = sorted({(one.target, one.address) for one in listed if 0 < one.target < one.address})
     bodies = [[one for one in listed if first <= one.address <= last] for first, last in spans]
 
-    def innermost(kept: list[list[Instruction]]) -> list[list[Instruction]]:
+    def innermost(bodies: list[list[Instruction]]) -> list[list[Instruction]]:
         inside = lambda a, b: a is not b and a[0].address >= b[0].address and a[-1].address <= b[-1].address  # noqa: E731
-        return [body for body in kept if not any(inside(other, body) for other in kept)]
+        return [body for body in bodies if not any(inside(other, body) for other in bodies)]
 
     multiplying = [body for body in bodies if any(_is(one, *PRODUCTS) for one in body)]
     if not multiplying and bodies:

@@ -67,7 +67,7 @@ def close(got: Results, want: Results) -> None:
 def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.Tensor, at: Any) -> None:
     """Asserts descending score, then ascending index, then -1 and -inf, of scores that every sum computes exactly."""
     for b, rows in enumerate(case.q_len):
-        scores, (own, theirs) = (
+        scores, (scores_here, theirs) = (
             scores_of(case, args, b, torch.float64),
             (part(case, t, "q", b) for t in (indices, values)),
         )
@@ -75,6 +75,6 @@ def ordered(case: IndexerCase, args: Args, indices: torch.Tensor, values: torch.
             order = torch.sort(scores[row, : case.seen(b, row)], descending=True, stable=True)
             n = min(case.top_k, len(order.values))
             rest = case.top_k - n
-            assert own[row, 0].tolist() == order.indices[:n].tolist() + [-1] * rest, (at, b, row)
+            assert scores_here[row, 0].tolist() == order.indices[:n].tolist() + [-1] * rest, (at, b, row)
             want = order.values[:n].to(values.dtype).tolist() + [-math.inf] * rest
             assert theirs[row, 0].tolist() == want, (at, b, row)

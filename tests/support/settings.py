@@ -26,12 +26,12 @@ def random_setting(rng: random.Random, longest: int = 12, modes: tuple[int, ...]
     elif mode != BAND and mode not in PREFIX_MODES:
         prefix = ()
     mask = rng.choice(("none", "zeros", "triangle", "own"))
-    own = None
+    matrix = None
     if mask == "own":
         rows, columns = (rng.choice((longest, 2)) for _ in range(2))
-        own = tuple(tuple(int(rng.random() < 0.4) for _ in range(columns)) for _ in range(rows))
+        matrix = tuple(tuple(int(rng.random() < 0.4) for _ in range(columns)) for _ in range(rows))
     align = rng.choice(("start", "end")) if mode == BAND else "end"
-    return Setting(mode, q_len, kv_len, packed, pre, next_, prefix, align, mask, own)
+    return Setting(mode, q_len, kv_len, packed, pre, next_, prefix, align, mask, matrix)
 
 
 def by_python(s: Setting) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _planted(capture: Any) -> Call:
     return capture.operator, capture.inputs, capture.outputs
 
 
-def own(dtype: torch.dtype) -> Call:
+def attention_call(dtype: torch.dtype) -> Call:
     """attention."""
     make = torch.Generator().manual_seed(1)
     q, k = (torch.randn(1, n, h, 16, generator=make).to(dtype) for n, h in ((21, 4), (37, 2)))
@@ -64,8 +64,8 @@ def own(dtype: torch.dtype) -> Call:
 
 
 FAMILIES: dict[str, Callable[[], Call]] = {
-    "own float32": lambda: own(torch.float32),
-    "own float16": lambda: own(torch.float16),
+    "own float32": lambda: attention_call(torch.float32),
+    "own float16": lambda: attention_call(torch.float16),
     "dense": lambda: computed("npu_fusion_attention_v2", arguments(replace(CASE, dtype="bfloat16"))),
     "gradient": lambda: gradient_of(arguments(replace(CASE, dtype="bfloat16", pse="full", sink=True))),
     "pages": lambda: _planted(paged("", torch.float16, "npu_fused_infer_attention_score", 1)),
@@ -83,11 +83,11 @@ FAMILIES: dict[str, Callable[[], Call]] = {
 
 
 @cache
-def _made(name: str) -> Call:
+def _recorded(name: str) -> Call:
     return FAMILIES[name]()
 
 
 def small(name: str) -> Call:
     """The family's call, with results of its own."""
-    operator, inputs, outputs = _made(name)
+    operator, inputs, outputs = _recorded(name)
     return operator, inputs, {n: t.clone() for n, t in outputs.items()}

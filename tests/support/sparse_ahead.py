@@ -64,11 +64,13 @@ def recorded(area: str) -> dict[str, Figures]:
 
 def main() -> None:
     """Compiles all entries, or those of areas or names that are given, and records what they take."""
-    asked = sys.argv[1:] or list(AREAS)
+    requested = sys.argv[1:] or list(AREAS)
     rows = {area: recorded(area) for area in AREAS}
     with workers() as pool:
         running = {
-            run: pool.submit(figures, run) for run, (area, name, _) in RUNS.items() if area in asked or name in asked
+            run: pool.submit(figures, run)
+            for run, (area, name, _) in RUNS.items()
+            if area in requested or name in requested
         }
         for run, future in running.items():
             area = RUNS[run][0]

@@ -21,7 +21,7 @@ def there() -> bool:
     return bool(hasattr(torch, "npu") and torch.npu.is_available())
 
 
-class Seen(TorchFunctionMode):
+class Recorded(TorchFunctionMode):
     """The names of functions that are called under it."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ KERNELS = {
 }
 
 
-def known(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launching.Constants:
+def constexprs_of(kernel: str, problem: Problem, tile: Tile, align: int = 0) -> launching.Constants:
     """What a kernel knows while compiling; align: elements of which row starts are multiples, 0: those of 16 bytes."""
     align = align or shapes.widest(problem)
     if kernel == "forward":
@@ -85,7 +85,7 @@ def pointer(kernel: str, name: str, p: Problem) -> str | None:
         "bits": p.dropout != "bits",
         "sink": not p.has_sink,
         "dlse": True,
-        "part": kernel == "prepare" and not p.has_sink,
+        "partials": kernel == "prepare" and not p.has_sink,
         "large": p.dtype != "float16",
         "table": not p.page_size,
         **dict.fromkeys(("scale_k", "offset_k"), p.dequant_k == "none"),
@@ -125,7 +125,7 @@ def of_types(function: Any, constants: launching.Constants, typed: Callable[[str
 
 def measure(kernel: str, problem: Problem, tile: Tile, chip: int, align: int = 0) -> Figures:
     """What the kernel takes on a chip (80 for sm_80), and with which instructions it multiplies."""
-    result = taken(source(kernel, problem, known(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
+    result = taken(source(kernel, problem, constexprs_of(kernel, problem, tile, align)), tile, chip, kernel in LOOPS)
     return result | {way: issued(kernel, tile, int(result[way])) for way in ("cut", "whole")}
 
 
@@ -348,10 +348,10 @@ def workers() -> ProcessPoolExecutor:
 
 def main() -> None:
     """Compiles all entries, or those that are named, and records what they take."""
-    asked = sys.argv[1:] or list(CONFIGS)
+    requested = sys.argv[1:] or list(CONFIGS)
     rows = json.loads(RESOURCES.read_text(encoding="utf-8")) if RESOURCES.exists() else {}
     with workers() as pool:
-        running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in asked}
+        running = {run: pool.submit(figures, run) for run, (name, _) in RUNS.items() if name in requested}
         for run, future in running.items():
             rows[run] = future.result()
             print(f"{run:34} {rows[run]}", flush=True)  # noqa: T201 (a tool's report)

@@ -28,9 +28,9 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
         if isinstance(value, torch.Tensor) and value.dim() == len(words):
             for word, size in zip(words, value.shape, strict=True):
                 unknown = [axis for axis in word.split("*") if not axis.isdigit() and axis not in sizes]
-                known = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
+                factor = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
                 if len(unknown) == 1:
-                    sizes[unknown[0]] = size // known
+                    sizes[unknown[0]] = size // factor
     return {"Dv": sizes.get("D", 0), "L": 1, **sizes}
 
 

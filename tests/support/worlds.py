@@ -160,5 +160,5 @@ if __name__ == "__main__":
     # Cases and what they return name this module as their test does, not __main__.
     from support import worlds
 
-    own, at, number, count, seconds = sys.argv[1:]
-    worlds.member(own, at, int(number), int(count), float(seconds))
+    server, at, number, count, seconds = sys.argv[1:]
+    worlds.member(server, at, int(number), int(count), float(seconds))

@@ -47,11 +47,11 @@ def packed_own(q: Any, k: Any, v: Any, lengths: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [dense, dense_npu], ids=lambda f: f.__name__)
 def test_dense(function: Callable[..., Any]) -> None:
-    fast, made = compiled(function)
+    fast, graphs = compiled(function)
     same(function, fast, draw(2, 4, 4, 16))
     for size in (8, 6, 5):
         same(function, fast, draw(2, size, 4, 16) if function is dense else draw(2, 4, size, 16))
-    assert len(made) <= 3  # as it was, and with one or two sizes as symbols
+    assert len(graphs) <= 3  # as it was, and with one or two sizes as symbols
 
 
 def test_every_operand_with_a_gradient() -> None:
@@ -61,21 +61,21 @@ def test_every_operand_with_a_gradient() -> None:
 
 @pytest.mark.parametrize("function", [packed, packed_own], ids=lambda f: f.__name__)
 def test_one_graph_for_all_lengths(function: Callable[..., Any]) -> None:
-    fast, made = compiled(function)
+    fast, graphs = compiled(function)
     for ends in ([5, 12, 32], [20, 21, 32], [1, 2, 32]):
         given = torch.tensor(ends)
         given = given if function is packed else given.diff(prepend=torch.zeros(1).long())
         same(function, fast, draw(32, 4, 16), given)
-    assert len(made) == 1
+    assert len(graphs) == 1
 
 
 def test_a_list_of_lengths_is_a_constant() -> None:
-    fast, made = compiled(packed)
+    fast, graphs = compiled(packed)
     for _ in range(2):
         same(packed, fast, draw(32, 4, 16), [5, 32])
-    assert len(made) == 1
+    assert len(graphs) == 1
     same(packed, fast, draw(32, 4, 16), [7, 32])
-    assert len(made) == 2
+    assert len(graphs) == 2
 
 
 def explicit(q: Any, k: Any, v: Any, dy: Any) -> Tensors:
@@ -97,12 +97,12 @@ def dropping(q: Any, k: Any, v: Any) -> Any:
 
 def test_drawn_dropout_is_drawn_at_every_run() -> None:
     tensors = draw(2, 16, 4, 16)
-    fast, made = compiled(dropping)
+    fast, graphs = compiled(dropping)
     torch.manual_seed(5)
     want = [dropping(*tensors) for _ in range(2)]
     torch.manual_seed(5)
     got = [fast(*tensors) for _ in range(2)]
-    assert len(made) == 1
+    assert len(graphs) == 1
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a[0], b[0])
         assert torch.equal(a[1], b[1])
@@ -238,8 +238,8 @@ def test_vmap_is_refused_in_one_sentence() -> None:
 def test_numbers_of_numpy(given: dict[str, Any]) -> None:
     q, k, v = draw(2, 4, 4, 16)
     q, k, v = (t.flatten(2) if "layout" in given else t for t in (q, k, v))
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
-    want = fa.attention(q, k, v, **plain)
+    numbers = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
+    want = fa.attention(q, k, v, **numbers)
     assert torch.equal(fa.attention(q, k, v, **given), want)
     with Recorder():
         assert torch.equal(fa.attention(q, k, v, **given), want)
@@ -248,8 +248,8 @@ def test_numbers_of_numpy(given: dict[str, Any]) -> None:
 def test_numbers_of_numpy_in_a_graph() -> None:
     q, k, v = draw(2, 4, 4, 16)
     want = fa.attention(q, k, v, scale=0.25)
-    made = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
-    assert torch.equal(made(q, k, v), want)
+    fast = torch.compile(lambda *qkv: fa.attention(*qkv, scale=1 / np.sqrt(16)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(q, k, v), want)
     given = torch.compile(lambda *qkv, scale: fa.attention(*qkv, scale=scale), backend="aot_eager")
     assert torch.equal(given(q, k, v, scale=np.float32(0.25)), want)
 

@@ -38,9 +38,9 @@ def test_a_foreign_word_is_an_error_that_gives_ours(word: str) -> None:
     assert word not in OURS
     with pytest.raises(TypeError, match=f"^attention: {word}: another library's word; here: ") as result:
         fa.attention(rows, rows, rows, **{word: None})
-    said = set(re.findall(r"(\w+)=", str(result.value)))
-    assert said <= OURS | {"align", "softcap"}, "it names no parameter of attention()"
-    assert said or "leave it out: " in str(result.value) or "decode_attention()" in str(result.value)
+    named = set(re.findall(r"(\w+)=", str(result.value)))
+    assert named <= OURS | {"align", "softcap"}, "it names no parameter of attention()"
+    assert named or "leave it out: " in str(result.value) or "decode_attention()" in str(result.value)
 
 
 def test_every_foreign_word_of_a_call_has_a_line() -> None:

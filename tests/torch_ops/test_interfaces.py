@@ -54,8 +54,8 @@ def test_the_pythonic_api_has_the_same_bits(case: Case) -> None:
             stats_part(case, expected, int(b))[:] = sink
     for b, rows in enumerate(case.q_len):
         first = sum(case.q_len[:b])
-        own = lse[first : first + rows].mT if case.packed else lse[b, :, :rows]
-        same_bits(own, stats_part(case, expected, b)[..., 0], "lse")
+        lse_of_item = lse[first : first + rows].mT if case.packed else lse[b, :, :rows]
+        same_bits(lse_of_item, stats_part(case, expected, b)[..., 0], "lse")
     gradients = torch.autograd.grad(out, list(leaves.values()), args["dy"])
     wanted = {**{new: f"d{new}" for new in LEAVES.values()}, "bias": "dpse"}
     for name, gradient in zip(leaves, gradients, strict=True):
@@ -63,8 +63,8 @@ def test_the_pythonic_api_has_the_same_bits(case: Case) -> None:
 
 
 def test_the_pythonic_api_was_asked_enough() -> None:
-    asked = {(case.layout, case.sparse_mode) for case in BY_PYTHON if case.mask != "none"}
-    assert asked >= {(layout, mode) for layout in DENSE for mode in range(7)} | {
+    combinations = {(case.layout, case.sparse_mode) for case in BY_PYTHON if case.mask != "none"}
+    assert combinations >= {(layout, mode) for layout in DENSE for mode in range(7)} | {
         ("TND", m) for m in (0, 1, 2, 3, 4, 6, 7, 8)
     }
     assert {case.dropout for case in BY_PYTHON} == {"none", "bits", "philox"}

@@ -46,7 +46,7 @@ def foreign(owner: Any) -> None:
 @pytest.mark.parametrize("at", [None, 0, 1, 2, 3], ids=lambda at: f"foreign={at}")
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")), ids="".join)
 def test_layers_end_in_any_order_beside_a_foreign_one(order: tuple[str, ...], at: int | None) -> None:
-    owner, base = (made := place()), made.name
+    owner, base = (owner_made := place()), owner_made.name
     there, words = {}, []
     for i, word in enumerate("abc"):
         if i == at:
@@ -70,12 +70,12 @@ def test_layers_end_in_any_order_beside_a_foreign_one(order: tuple[str, ...], at
 def test_a_foreign_one_that_was_taken_back_is_forgotten() -> None:
     owner = place()
     base, one, other = owner.name, Changes(), Changes()
-    kept = one.wrap(owner, "name", named("one")).value
+    wrapped = one.wrap(owner, "name", named("one")).value
     foreign(owner)
     other.wrap(owner, "name", named("other"))
-    owner.name = kept  # they end before us, as if they were alone
+    owner.name = wrapped  # they end before us, as if they were alone
     other.end()
-    assert owner.name is kept
+    assert owner.name is wrapped
     one.end()
     assert owner.name is base
 
@@ -129,16 +129,16 @@ def test_threads_at_random(hasty: None) -> None:
     start = threading.Barrier(8, timeout=60)
 
     def work(i: int) -> None:
-        draw, held = random.Random(i), []
+        draw, layers = random.Random(i), []
         start.wait()
         for _ in range(200):
-            if held and draw.random() < 0.5:
-                held.pop(draw.randrange(len(held))).end()
+            if layers and draw.random() < 0.5:
+                layers.pop(draw.randrange(len(layers))).end()
             else:
-                held.append(Changes())
-                held[-1].wrap(owner, "name", named(str(i)))
-            assert owner.name().split().count(str(i)) == len(held)
-        given.append(held)  # another thread ends them
+                layers.append(Changes())
+                layers[-1].wrap(owner, "name", named(str(i)))
+            assert owner.name().split().count(str(i)) == len(layers)
+        given.append(layers)  # another thread ends them
         start.wait()
         for changes in given[i]:
             changes.end()

@@ -40,8 +40,8 @@ def same_bits_of(call: Callable[[], Any]) -> Any:
     """The results of the third call, which are those of the first, in memory of their own."""
     result = [call() for _ in range(3)]
     flat = [[t] if isinstance(t, torch.Tensor) else list(t) for t in result]
-    places = [t.data_ptr() for results in flat for t in results if t.numel()]
-    assert len(set(places)) == len(places), "two results share memory"
+    addresses = [t.data_ptr() for results in flat for t in results if t.numel()]
+    assert len(set(addresses)) == len(addresses), "two results share memory"
     for results in flat[1:]:
         same_bits(results, flat[0])
     return result[-1]
@@ -217,10 +217,13 @@ def test_lengths_that_change_in_place(make: Callable[[Any], Any]) -> None:
     with pytest.raises(ContractError, match=r"kv_len: expected 0 <= length"):
         fa.decode_attention(q, (k, k), kv_len=lengths)
     dense = make([4, 9])
-    wide = rows(2, 9, 4, 16)
-    same_bits_of(lambda: fa.attention(wide, wide, wide, kv_len=dense))
+    rows_of_batch = rows(2, 9, 4, 16)
+    same_bits_of(lambda: fa.attention(rows_of_batch, rows_of_batch, rows_of_batch, kv_len=dense))
     dense[1] = 3
-    assert same(fa.attention(wide, wide, wide, kv_len=dense), fa.attention(wide, wide, wide, kv_len=(4, 3)))
+    assert same(
+        fa.attention(rows_of_batch, rows_of_batch, rows_of_batch, kv_len=dense),
+        fa.attention(rows_of_batch, rows_of_batch, rows_of_batch, kv_len=(4, 3)),
+    )
 
 
 def test_a_table_that_changes_in_place() -> None:
@@ -268,10 +271,10 @@ def test_aliases_and_other_addresses() -> None:
 
 def test_gradients_after_calls_without() -> None:
     q = rows(1, 5, 2, 16)
-    plain = same_bits_of(lambda: fa.attention(q, q, q))
+    before = same_bits_of(lambda: fa.attention(q, q, q))
     trained = q.clone().requires_grad_()
     out = fa.attention(trained, q, q)
-    assert same(out.detach(), plain)
+    assert same(out.detach(), before)
     out.sum().backward()
     assert trained.grad is not None
     assert trained.grad.any()
@@ -289,7 +292,7 @@ def test_autocast_after_calls_without() -> None:
     assert same(result, fa.attention(half, half, half))
 
 
-class Seen(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Notes the operators that pass."""
 
     def __init__(self) -> None:
@@ -301,14 +304,14 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Own(torch.Tensor):
+class Subclass(torch.Tensor):
     """A class of tensors that sees every function."""
 
-    seen = 0
+    call_count = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        Own.seen += 1
+        Subclass.call_count += 1
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -320,12 +323,12 @@ def test_modes_and_classes_after_plain_calls() -> None:
     ]
     for call in calls:
         wanted = same_bits_of(lambda call=call: call(q))  # type: ignore[misc]
-        with Seen() as seen:
+        with Recorder() as recorder:
             assert same(call(q), wanted)
-        assert any("fusion_attention" in name for name in seen.names)
-        before = Own.seen
-        assert same(call(q.as_subclass(Own)).as_subclass(torch.Tensor), wanted)
-        assert Own.seen > before
+        assert any("fusion_attention" in name for name in recorder.names)
+        before = Subclass.call_count
+        assert same(call(q.as_subclass(Subclass)).as_subclass(torch.Tensor), wanted)
+        assert Subclass.call_count > before
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             assert call(mode.from_tensor(q)).shape == wanted.shape
         assert same(call(torch.nn.Parameter(q, requires_grad=False)), wanted)
@@ -398,7 +401,7 @@ CHANGES: list[Callable[[Any], Any]] = [
     lambda t: t.contiguous().transpose(0, -1).contiguous().transpose(0, -1),
     lambda t: t[..., :0],
     lambda t: t.to("meta"),
-    lambda t: t.as_subclass(Own),
+    lambda t: t.as_subclass(Subclass),
     lambda t: torch.nn.Parameter(t, requires_grad=False) if t.is_floating_point() else t,
     lambda t: t.double(),
     lambda t: t.unsqueeze(0),

@@ -87,8 +87,8 @@ def test_a_plan_that_another_thread_pushes_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(plans, "_PLANS", Watched())
     monkeypatch.setattr(plans, "_PLANS_KEPT", 1)
-    made = ask(long)
-    assert ask(long) is made
+    plan_made = ask(long)
+    assert ask(long) is plan_made
     others[0].join()
     assert [p.extents for p in plans._PLANS.values()] == [short]
 

@@ -44,15 +44,15 @@ def test_overloads_are_the_implementation(name: str) -> None:
     assert [[ast.unparse(d) for d in f.decorator_list] for f in overloads] == [["overload"]] * 3
     assert [ast.unparse(d) for d in real.decorator_list] in ([], ["aliased"])  # which changes no type
     full = parameters(real)
-    asked = ("return_lse", "bool", "False")
+    parameter = ("return_lse", "bool", "False")
     answers = {
         ("return_lse", "Literal[False]", "False"): "Tensor",
         ("return_lse", "Literal[True]", "needed"): "tuple[Tensor, Tensor]",
         ("return_lse", "bool", "needed"): "Tensor | tuple[Tensor, Tensor]",
     }
-    for overload, (said, answer) in zip(overloads, answers.items(), strict=True):
+    for overload, (literal, answer) in zip(overloads, answers.items(), strict=True):
         assert overload.args.kwarg is None  # Checkers are told of no word that is refused.
-        assert parameters(overload) == [said if row == asked else row for row in full]
+        assert parameters(overload) == [literal if row == parameter else row for row in full]
         assert ast.unparse(overload.returns or ast.Constant(None)) == answer
     assert ast.unparse(real.returns or ast.Constant(None)) == answer
 

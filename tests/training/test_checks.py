@@ -109,9 +109,9 @@ def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.
     shape = {"corner": (4, 5), "diagonal": (9, 12), "batch": (3, 1, 4, 5)}[form]
     causal = torch.ones(shape, dtype=torch.uint8)
     for b, (rows, keys) in enumerate(zip(q_len, kv_len, strict=True)):
-        part = causal[b, 0] if form == "batch" else causal
+        table = causal[b, 0] if form == "batch" else causal
         row, key = (starts[0][b], starts[1][b]) if form == "diagonal" else (0, 0)
-        part[row : row + rows, key : key + keys] *= torch.ones(rows, keys, dtype=torch.uint8).triu(keys - rows + 1)
+        table[row : row + rows, key : key + keys] *= torch.ones(rows, keys, dtype=torch.uint8).triu(keys - rows + 1)
     if form == "corner":
         causal[:] = torch.ones(4, 5, dtype=torch.uint8).triu(1)
 
@@ -121,8 +121,8 @@ def test_a_table_is_not_read_beyond_its_diagonal(form: str, monkeypatch: pytest.
     assert reaches(causal) is True
     wrong = causal.clone()
     row, key = (starts[0][2], starts[1][2] + 1) if form == "diagonal" else (0, 1)
-    part = wrong[2, 0] if form == "batch" else wrong
-    part[row, key] = 0
+    table = wrong[2, 0] if form == "batch" else wrong
+    table[row, key] = 0
     assert reaches(wrong) == "sequence 2: keys beyond the diagonal are visible to rows before the last 2"
     assert reaches(wrong.to("meta")) is True
     if form == "batch":

@@ -109,12 +109,12 @@ def test_the_way_of_torch_npus_own_programs() -> None:
     q, k, v = tensors()
     size = (2, 4, 5, 13)
     mask = npu._npu_dropout_gen_mask(q, list(size), p=0.2, seed=2, offset=0, parallel=True, sync=False)
-    kept = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
+    keep = torch.from_numpy(np.unpackbits(mask.numpy(), count=2 * 4 * 5 * 13, bitorder="little")).reshape(size)
 
     def by_hand() -> torch.Tensor:
         keys, values = (t.double().transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
         weights = torch.softmax(q.double().transpose(1, 2) @ keys.mT * 0.25, -1)
-        return (weights * kept / 0.8 @ values).transpose(1, 2)
+        return (weights * keep / 0.8 @ values).transpose(1, 2)
 
     for args in ({"seed": 2}, {"dropout_mask": mask}, {"dropout_mask": mask, "seed": 2, "offset": 0}):
         got = npu.npu_fusion_attention_v2(q, k, v, 4, "BSND", scale=0.25, keep_prob=0.8, **args)[0]
@@ -208,7 +208,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "value", "text"), [(n, *wrong) for n, found in WRONG.items() for wrong in found])
+@pytest.mark.parametrize(
+    ("name", "value", "text"), [(n, *wrong) for n, wrong_values in WRONG.items() for wrong in wrong_values]
+)
 def test_seeds_and_offsets_that_are_none(name: str, value: Any, text: str) -> None:
     q, k, v = tensors()
     given = {"seed": 3, name: value}
@@ -255,8 +257,8 @@ def test_operators_refuse_what_64_bits_cannot_hold() -> None:
     q, k, v = tensors()
     with pytest.raises(TypeError, match=r"attention: seed: expected an int below 2\*\*63 \(a seed: 2\*\*64\)"):
         torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64).sum())(q)
-    plain = torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64 - 5).sum())(q)
-    assert torch.equal(plain, torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=-5).sum())(q))
+    gradient = torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=2**64 - 5).sum())(q)
+    assert torch.equal(gradient, torch.func.grad(lambda q: fa.attention(q, k, v, keep_prob=KEEP, seed=-5).sum())(q))
 
 
 @pytest.mark.parametrize("form", ["elements", "numbers", "squeezed", "int"])
@@ -268,7 +270,7 @@ def test_a_seed_without_dimensions_is_its_number(form: str) -> None:
         "elements": (seed, offset), "numbers": (seed[0], offset[0]), "squeezed": (seed.squeeze(), offset.squeeze()),
         "int": (torch.tensor(int(seed)), torch.tensor(0)),
     }  # fmt: skip
-    own = {"seed": forms[form][0], "offset": forms[form][1], "scale_value": 0.25, "keep_prob": 0.5}
+    attributes = {"seed": forms[form][0], "offset": forms[form][1], "scale_value": 0.25, "keep_prob": 0.5}
     saved = {"softmax_max": top, "softmax_sum": total, "attention_in": out.detach()}
-    grads = npu.npu_fusion_attention_grad_v3(*(q.detach(),) * 3, dy, 2, "BNSD", **saved, **own)[:3]
+    grads = npu.npu_fusion_attention_grad_v3(*(q.detach(),) * 3, dy, 2, "BNSD", **saved, **attributes)[:3]
     torch.testing.assert_close(sum(grads), torch.autograd.grad(out, q, dy)[0], rtol=0, atol=0)

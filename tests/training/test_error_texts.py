@@ -94,8 +94,8 @@ TEXTS = [
 def test_wording(name: str, settings: Args, text: str) -> None:
     op = RECORDS[name]
     layout = settings.get(op.layout_attr, op.layouts[0])
-    known = layout if layout in op.layouts else op.layouts[0]
-    args = sample(op, **{**settings, op.layout_attr: known}) | {op.layout_attr: layout}
+    sample_layout = layout if layout in op.layouts else op.layouts[0]
+    args = sample(op, **{**settings, op.layout_attr: sample_layout}) | {op.layout_attr: layout}
     with pytest.raises(ContractError) as caught:
         bind(op, args)
     assert str(caught.value) == f"{name}: {text}"

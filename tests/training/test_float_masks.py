@@ -19,7 +19,7 @@ from support import native_decode
 from support.bits import same_bits, same_where_not_finite
 from support.cases import BITS, CAUSAL, DRAWN, compute
 from support.native_dense import VARIANTS, converted, draw_call, gradients, judge, native, wanted
-from support.oracle import Call, Results, forward, full_bias, kept, make, run, seen_by
+from support.oracle import Call, Results, forward, full_bias, keep_of, make, run, seen_by
 
 import fusion_attention as fa
 from fusion_attention.ir.mask import Band
@@ -60,16 +60,16 @@ def by_loops(call: Call) -> Results:
     result = {name: zeros(call.q, 1) for name in ("max", "sum")} | {"out": zeros(call.q, p.dim_v)}
     result |= {f"d{name}": zeros(getattr(call, name)) for name in ("q", "k", "v", "bias")}
     for b, h in itertools.product(range(len(call.q)), range(p.heads_q)):
-        own = h // p.group
+        kv_head = h // p.group
         q, dout = call.q[b][h].tolist(), call.dout[b][h].tolist()
-        k, v = call.k[b][own].tolist(), call.v[b][own].tolist()
-        seen, keep = seen_by(call, b)[h].tolist(), kept(call, b)[h].tolist()
+        k, v = call.k[b][kv_head].tolist(), call.v[b][kv_head].tolist()
+        visible, keep = seen_by(call, b)[h].tolist(), keep_of(call, b)[h].tolist()
         added = torch.as_tensor(full_bias(call, b, call.bias[b])).expand(p.heads_q, len(q), len(k))[h]
         added = (added * p.scale if p.bias_scaled else added).tolist()
-        dk, dv = result["dk"][b][own], result["dv"][b][own]
+        dk, dv = result["dk"][b][kv_head], result["dv"][b][kv_head]
         sizes = call.bias[b].shape
         for i in range(len(q)):
-            scores = {j: p.scale * dot(q[i], k[j]) + added[i][j] for j in range(len(k)) if seen[i][j]}
+            scores = {j: p.scale * dot(q[i], k[j]) + added[i][j] for j in range(len(k)) if visible[i][j]}
             scores = {j: s for j, s in scores.items() if s != -INF}
             peak, sink = largest(list(scores.values())), -INF if call.sink is None else call.sink[h].item()
             peak = largest([peak, sink])

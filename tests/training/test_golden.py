@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.oracle import INF, Call, Results, buffer, forward, kept, load, make, read, rows, run, seen_by, witness
+from support.oracle import INF, Call, Results, buffer, forward, keep_of, load, make, read, rows, run, seen_by, witness
 
 from fusion_attention.backends import golden
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Extents, Grads, Problem, Stats
 
-PLAIN = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
+PROBLEM = Problem(4, 2, 6, 5, dtype="float64", scale=0.4)
 
 
 def agree(got: Results, want: Results) -> None:
@@ -78,13 +78,13 @@ CASES: dict[str, tuple[dict, dict]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_against_autograd(name: str) -> None:
     fields, arguments = CASES[name]
-    call = make(replace(PLAIN, **fields), **arguments)
+    call = make(replace(PROBLEM, **fields), **arguments)
     agree(run(call), witness(call))
 
 
 @pytest.mark.parametrize("form", ["zero", "mean"])
 def test_scores_of_minus_infinity(form: str) -> None:
-    call = make(replace(PLAIN, bias="matrix", empty_rows=form, **BITS), band=Band.causal())
+    call = make(replace(PROBLEM, bias="matrix", empty_rows=form, **BITS), band=Band.causal())
     for t in call.bias:
         t[t > 0.8] = -INF
     call.bias[0][1, 2] = -INF  # a row that sees keys, and is empty
@@ -95,7 +95,7 @@ def test_scores_of_minus_infinity(form: str) -> None:
 
 
 def test_a_sink_of_minus_infinity_is_no_sink() -> None:
-    call = make(replace(PLAIN, has_sink=True), band=Band.window(1, 0, "start"))
+    call = make(replace(PROBLEM, has_sink=True), band=Band.window(1, 0, "start"))
     assert call.sink is not None
     call.sink[2] = -INF  # and of its rows, some see no key
     agree(run(call), witness(call))
@@ -103,7 +103,7 @@ def test_a_sink_of_minus_infinity_is_no_sink() -> None:
 
 @pytest.mark.parametrize("form", ["full", "causal", "blocked", "bias"])
 def test_against_torch(form: str) -> None:
-    problem = replace(PLAIN, bias="matrix" if form == "bias" else "none", has_blocked=form == "blocked")
+    problem = replace(PROBLEM, bias="matrix" if form == "bias" else "none", has_blocked=form == "blocked")
     call = make(problem, (9, 6), (7, 8), Band.causal("start") if form == "causal" else None)
     for t in call.blocked:
         t[..., 0] = False
@@ -145,19 +145,19 @@ def test_against_finite_differences(softcap: float) -> None:
 def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Which rows of each result (sequence 0) must be NaN, when the row at[:2] (bias: the element at) of an input is."""
     p, heads = call.problem, torch.arange(call.problem.heads_q)
-    seen, keep = seen_by(call, 0), kept(call, 0)
-    mean = ~seen.any(-1, keepdim=True) & (p.empty_rows == "mean")
-    weighed = (seen | mean) & keep  # where V is read
-    own = heads // p.group == at[0]
-    struck = torch.zeros_like(seen[..., 0])  # rows with a NaN on their way to out; for dout, the row itself
+    visible, keep = seen_by(call, 0), keep_of(call, 0)
+    mean = ~visible.any(-1, keepdim=True) & (p.empty_rows == "mean")
+    weighed = (visible | mean) & keep  # where V is read
+    of_kv_head = heads // p.group == at[0]
+    struck = torch.zeros_like(visible[..., 0])  # rows with a NaN on their way to out; for dout, the row itself
     if name in ("k", "k_rope", "v"):
-        struck = (weighed if name == "v" else seen)[:, :, at[1]] & own[:, None]
+        struck = (weighed if name == "v" else visible)[:, :, at[1]] & of_kv_head[:, None]
     elif name == "bias":
-        struck[at[0], at[1]] = seen[at]
+        struck[at[0], at[1]] = visible[at]
     else:
-        struck[at[0], at[1]] = name == "dout" or seen[at[0], at[1]].any()
-    dscores = struck[:, :, None] & seen
-    dv = {"v": torch.zeros_like(seen), "dout": struck[:, :, None] & weighed}.get(name, dscores & keep)
+        struck[at[0], at[1]] = name == "dout" or visible[at[0], at[1]].any()
+    dscores = struck[:, :, None] & visible
+    dv = {"v": torch.zeros_like(visible), "dout": struck[:, :, None] & weighed}.get(name, dscores & keep)
 
     def per_kv_head(pairs: torch.Tensor) -> torch.Tensor:
         return pairs.any(1).view(p.heads_kv, p.group, -1).any(1)
@@ -178,14 +178,14 @@ def expected_nan(call: Call, name: str, at: tuple[int, ...]) -> dict[str, torch.
 @pytest.mark.parametrize("form", ["zero", "mean"])
 def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
     fields = {"dim_rope": 2, "bias": "matrix", "has_blocked": True, "empty_rows": form, "has_sink": form == "zero"}
-    call = make(replace(PLAIN, **fields, **BITS), (5, 2), (6, 3), Band.window(3, 1))
+    call = make(replace(PROBLEM, **fields, **BITS), (5, 2), (6, 3), Band.window(3, 1))
     call.blocked[0][:, :, 3] = True  # a key that nobody sees
     call.blocked[0][:, 1] = True  # a row that sees nothing
     call.keep[0][:, :, 2] = False  # a key that every row drops
     clean = run(call)
     shape = getattr(call, name)[0].shape
-    places = list(np.ndindex(*shape)) if name == "bias" else list(np.ndindex(*shape[:2]))
-    for at in places[:: 7 if name == "bias" else 1]:
+    positions = list(np.ndindex(*shape)) if name == "bias" else list(np.ndindex(*shape[:2]))
+    for at in positions[:: 7 if name == "bias" else 1]:
         poisoned = copy.deepcopy(call)
         getattr(poisoned, name)[0][at] = torch.nan
         got = run(poisoned)
@@ -202,7 +202,7 @@ def test_nan_reaches_exactly_what_sees_it(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("value", [INF, -INF])
 def test_seen_infinity_follows_the_formula(value: float) -> None:
-    call = make(PLAIN, (6,), (6,), Band.causal())
+    call = make(PROBLEM, (6,), (6,), Band.causal())
     call.v[0][1, 4, 2] = value
     got, want = run(call), witness(call)
     agree({n: got[n] for n in ("out", "max", "sum")}, {n: want[n] for n in ("out", "max", "sum")} | {"out": got["out"]})
@@ -216,12 +216,12 @@ def test_seen_infinity_follows_the_formula(value: float) -> None:
 
 def test_statistics_may_span_more_keys_than_the_call() -> None:
     """Two halves of the keys, each differentiated with the whole's statistics and out, give the whole's gradients."""
-    full = make(replace(PLAIN, has_sink=True), (5, 3), (8, 6))
+    full = make(replace(PROBLEM, has_sink=True), (5, 3), (8, 6))
     saved, want = forward(full), run(full)
     halves = []
-    for part in range(2):
+    for half in range(2):
         call = copy.deepcopy(full)
-        call.k, call.v = ([t.chunk(2, 1)[part] for t in side] for side in (full.k, full.v))
+        call.k, call.v = ([t.chunk(2, 1)[half] for t in side] for side in (full.k, full.v))
         call.extents = make(call.problem, (5, 3), (4, 3)).extents
         halves.append(run(call, saved))
     first, second = halves
@@ -232,7 +232,7 @@ def test_statistics_may_span_more_keys_than_the_call() -> None:
 
 
 def test_the_mean_form_is_read_from_the_statistics() -> None:
-    call = make(replace(PLAIN, has_blocked=True), (3,), (5,))
+    call = make(replace(PROBLEM, has_blocked=True), (3,), (5,))
     call.blocked[0][:, 1] = True
     saved = forward(call)
     assert (saved["sum"][0][:, 1] == 0).all()
@@ -246,7 +246,7 @@ def test_the_mean_form_is_read_from_the_statistics() -> None:
 
 
 def test_rounding_happens_on_store_only() -> None:
-    call = make(PLAIN)
+    call = make(PROBLEM)
     operands = load(call, torch.bfloat16)
     operands = replace(operands, stats=Stats(*(buffer(call.q, 1, torch.float32) for _ in range(2))))
     golden.attention_forward(call.problem, call.extents, None, operands)
@@ -257,7 +257,7 @@ def test_rounding_happens_on_store_only() -> None:
 
 
 def test_only_what_was_asked_for_is_written() -> None:
-    call = make(replace(PLAIN, dim_rope=2))
+    call = make(replace(PROBLEM, dim_rope=2))
     saved, want = forward(call), run(call)
     operands = replace(load(call), out=rows(saved["out"]), stats=Stats(rows(saved["max"]), rows(saved["sum"])))
     dk = buffer(call.k, 6)
@@ -266,7 +266,7 @@ def test_only_what_was_asked_for_is_written() -> None:
 
 
 def test_the_interface() -> None:
-    call = make(PLAIN)
+    call = make(PROBLEM)
     assert golden.NAME == "golden"
     assert golden.reasons_against(call.problem, torch.device("cpu")) == []
     assert golden.schedule(call.problem, call.extents, "attention_backward") is None

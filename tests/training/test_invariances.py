@@ -163,7 +163,7 @@ def test_a_row_that_is_not_finite_reaches_exactly_goldens_rows(case: Case, name:
 # -------------------------------------------------------------------------------------------- neighbours, threads, runs
 
 LONG = Case("TND", "float32", (290, 3, 270, 40), (310, 270, 5, 40), dim_qk=24, dim_v=16, sink=True, **CAUSAL)
-WIDE = [
+LARGE = [
     LONG,
     replace(LONG, dtype="bfloat16", pse="shared_slopes", pse_type=2, dim_rope=8),
     replace(LONG, sparse_mode=2, mask="compressed", **DRAWN),
@@ -178,20 +178,20 @@ def split(case: Case, results: dict[str, torch.Tensor], b: int) -> dict[str, tor
     return parts | {n: stats_part(case, results[n], b) for n in ("max", "sum")}
 
 
-@pytest.mark.parametrize("case", WIDE[:2], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", LARGE[:2], ids=lambda case: case.id)
 def test_neighbours_do_not_matter(case: Case) -> None:
     args = operands(case)
     together = compute(case, args)
     for b in range(len(case.q_len)):
         alone = replace(case, q_len=case.q_len[b : b + 1], kv_len=case.kv_len[b : b + 1])
-        own = {"actual_seq_qlen": [case.q_len[b]], "actual_seq_kvlen": [case.kv_len[b]]}
+        args_of_item = {"actual_seq_qlen": [case.q_len[b]], "actual_seq_kvlen": [case.kv_len[b]]}
         for side, names in (("q", ("query", "query_rope", "dy")), ("kv", ("key", "value", "key_rope"))):
             first, n = sum(case.lengths(side)[:b]), case.lengths(side)[b]
-            own |= {name: args[name][first : first + n] for name in names if args[name] is not None}
-        same_bits(split(alone, compute(alone, {**args, **own}), 0), split(case, together, b))
+            args_of_item |= {name: args[name][first : first + n] for name in names if args[name] is not None}
+        same_bits(split(alone, compute(alone, {**args, **args_of_item}), 0), split(case, together, b))
 
 
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
 def test_packed_equals_padded(case: Case) -> None:
     args = operands(case)
     together = compute(case, args)
@@ -213,7 +213,7 @@ def test_packed_equals_padded(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*WIDE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
+    "case", [*LARGE, Case(layout="BNSD", q_len=(300,) * 2, kv_len=(300,) * 2, dim_qk=64, dim_v=64, pse="row")]
 )
 def test_threads_and_repetition_do_not_matter(case: Case) -> None:
     args = operands(case)

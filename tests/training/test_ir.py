@@ -62,12 +62,12 @@ def matrices(extents: Extents) -> list[np.ndarray]:
 
 def test_interval_forms_agree() -> None:
     extents = random_extents(np.random.default_rng(0), 400)
-    for b, seen in enumerate(matrices(extents)):
+    for b, visible in enumerate(matrices(extents)):
         edges = (int(a[b]) for a in (extents.lo, extents.hi, extents.prefix))
-        assert np.array_equal(interval_matrix(*seen.shape, *edges).numpy(), seen)
-        first, end = extents.row_interval(b, np.arange(len(seen)))
-        assert all(set(range(f, e)) == set(np.flatnonzero(row)) for f, e, row in zip(first, end, seen, strict=True))
-    assert extents.visible_pairs == sum(int(seen.sum()) for seen in matrices(extents))
+        assert np.array_equal(interval_matrix(*visible.shape, *edges).numpy(), visible)
+        first, end = extents.row_interval(b, np.arange(len(visible)))
+        assert all(set(range(f, e)) == set(np.flatnonzero(row)) for f, e, row in zip(first, end, visible, strict=True))
+    assert extents.visible_pairs == sum(int(visible.sum()) for visible in matrices(extents))
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 5), (3, 7), (7, 3), (1, 6), (4, 0), (0, 4)])
@@ -90,17 +90,17 @@ def test_bands_by_hand(q_len: int, kv_len: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 64])
-@pytest.mark.parametrize("cut", [tiles.by_query, tiles.by_key])
-def test_tiles_cover_what_is_seen(cut, size: int) -> None:
+@pytest.mark.parametrize("tiles_by", [tiles.by_query, tiles.by_key])
+def test_tiles_cover_what_is_seen(tiles_by, size: int) -> None:
     extents = random_extents(np.random.default_rng(size), 500)
     # by_key is the same statement about the transposed matrix.
-    seen = matrices(extents) if cut is tiles.by_query else [m.T for m in matrices(extents)]
-    listed = [np.zeros(len(m), int) for m in seen]
-    t = cut(extents, size)
+    visible = matrices(extents) if tiles_by is tiles.by_query else [m.T for m in matrices(extents)]
+    listed = [np.zeros(len(m), int) for m in visible]
+    t = tiles_by(extents, size)
     for b, row0, row1, begin, full_begin, full_end, end in zip(
         t.seq, t.row0, t.row1, t.begin, t.full_begin, t.full_end, t.end, strict=True
     ):
-        rows = seen[b][row0:row1]
+        rows = visible[b][row0:row1]
         assert 0 < row1 - row0 <= size
         assert 0 <= begin <= full_begin <= full_end <= end <= rows.shape[1]
         assert not rows[:, :begin].any()
@@ -113,10 +113,10 @@ def test_tiles_cover_what_is_seen(cut, size: int) -> None:
 
 def test_a_tile_knows_no_neighbour() -> None:
     extents = random_extents(np.random.default_rng(7), 20)
-    for cut in (tiles.by_query, tiles.by_key):
-        together = cut(extents, 4)
+    for tiles_by in (tiles.by_query, tiles.by_key):
+        together = tiles_by(extents, 4)
         for b in range(len(extents)):
-            alone = cut(Extents(*(getattr(extents, name)[b : b + 1] for name in EXTENT_ROWS)), 4)
+            alone = tiles_by(Extents(*(getattr(extents, name)[b : b + 1] for name in EXTENT_ROWS)), 4)
             for name in ("row0", "row1", "begin", "full_begin", "full_end", "end"):
                 assert np.array_equal(getattr(alone, name), getattr(together, name)[together.seq == b])
 
@@ -145,7 +145,7 @@ def scalar_philox(counter: list[int], key: list[int], rounds: int = 7) -> list[i
 
 
 # The published known answers of the Random123 library.
-KNOWN = [
+ANSWERS = [
     (7, "00000000 00000000 00000000 00000000 00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
     (7, "ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "5207ddc2 45165e59 4d8ee751 8c52f662"),
     (7, "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
@@ -153,7 +153,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("rounds", "given", "answer"), KNOWN)
+@pytest.mark.parametrize(("rounds", "given", "answer"), ANSWERS)
 def test_philox_known_answers(rounds: int, given: str, answer: str) -> None:
     words = [int(w, 16) for w in given.split()]
     expected = [int(w, 16) for w in answer.split()]
@@ -180,8 +180,8 @@ def test_drawn_bits_slice_and_share() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         (i0, i1), (j0, j1), (h0, h1) = (np.sort(rng.integers(0, n + 1, 2)).tolist() for n in (120, 333, 4))
-        part = dropout.keep_from_philox(11, 3, 0.8, h0, h1 - h0, slice(i0, i1), slice(j0, j1))
-        assert torch.equal(part, full[h0:h1, i0:i1, j0:j1])
+        sliced = dropout.keep_from_philox(11, 3, 0.8, h0, h1 - h0, slice(i0, i1), slice(j0, j1))
+        assert torch.equal(sliced, full[h0:h1, i0:i1, j0:j1])
     for other in ({"seed": 12}, {"offset": 4}, {"first_stream": 4}):
         given = {"seed": 11, "offset": 3, "keep_prob": 0.8, "first_stream": 0} | other
         moved = dropout.keep_from_philox(**given, heads=4, rows=slice(0, 120), keys=slice(0, 333))

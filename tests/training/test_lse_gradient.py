@@ -70,14 +70,14 @@ def test_of_packed_rows_and_their_compiled_form() -> None:
     lengths, sizes = [13, 1, 40], {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV}
     given = drawn(4, torch.float32, **{n: (sum(lengths), h, DIM) for n, h in sizes.items()})
     sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    seen = (sequence[:, None] == sequence) & torch.ones(sum(lengths), sum(lengths), dtype=torch.bool).tril()
+    visible = (sequence[:, None] == sequence) & torch.ones(sum(lengths), sum(lengths), dtype=torch.bool).tril()
 
     def ours(backend: str, **leaves: Tensor) -> Any:
         how = {"layout": "TND", "q_len": lengths, "band": fa.Band.causal(), "backend": backend}
         return fa.attention(**leaves, **how, return_lse=True)  # type: ignore[call-overload]
 
     def wanted(**leaves: Tensor) -> Any:
-        out, lse = formula(**{n: t.transpose(0, 1) for n, t in leaves.items()}, seen=seen)
+        out, lse = formula(**{n: t.transpose(0, 1) for n, t in leaves.items()}, visible=visible)
         return out.transpose(0, 1), lse.mT
 
     judge("packed", given, ours, wanted, "both")
@@ -96,17 +96,17 @@ def test_branches_are_merged_by_their_lse() -> None:
 
     def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [
-            fa.attention(q, k[:, :, part], v[:, :, part], layout="BNSD", return_lse=True)
-            for part in (slice(20), slice(20, None))
+            fa.attention(q, k[:, :, keys], v[:, :, keys], layout="BNSD", return_lse=True)
+            for keys in (slice(20), slice(20, None))
         ]
         lse = torch.logaddexp(parts[0][1], parts[1][1])
-        (one, other) = (out * (own - lse).exp()[..., None] for out, own in parts)
+        (one, other) = (out * (lse_of_branch - lse).exp()[..., None] for out, lse_of_branch in parts)
         return one + other
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def unsharded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return formula(q, k, v, torch.ones(ROWS, KEYS, dtype=torch.bool))[0]
 
-    compare_with("merged", gradients(merged, torch.float32), lambda: gradients(whole, torch.float64), draws=16)
+    compare_with("merged", gradients(merged, torch.float32), lambda: gradients(unsharded, torch.float64), draws=16)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -36,26 +36,26 @@ def literal(mode: int, pre: int, nxt: int, prefix: list[int] | None, items: Leng
     with_rows = [b for b in range(len(items)) if items[b][0] > 0]
     result = []
     for b, (rows, keys) in enumerate(items):
-        seen = np.zeros((rows, keys), bool)
+        visible = np.zeros((rows, keys), bool)
         for i, j in np.ndindex(rows, keys):
             right_down = i + keys - rows
             if mode == 0:
-                seen[i, j] = window(j, i, pre, nxt)
+                visible[i, j] = window(j, i, pre, nxt)
             elif mode == 1 or (mode == 5 and not prefix_is_legal(prefix, items)):
-                seen[i, j] = True
+                visible[i, j] = True
             elif mode == 2:
-                seen[i, j] = j <= i
+                visible[i, j] = j <= i
             elif mode == 3:
-                seen[i, j] = j <= right_down
+                visible[i, j] = j <= right_down
             elif mode == 4:
-                seen[i, j] = window(j, right_down, pre, nxt)
+                visible[i, j] = window(j, right_down, pre, nxt)
             elif mode in (5, 6):
-                seen[i, j] = j <= right_down or j < prefix[b]
+                visible[i, j] = j <= right_down or j < prefix[b]
             elif mode == 7:
-                seen[i, j] = j <= right_down + (nxt if b == with_rows[-1] else 0)
+                visible[i, j] = j <= right_down + (nxt if b == with_rows[-1] else 0)
             else:
-                seen[i, j] = j <= right_down + nxt if b == with_rows[0] else j <= i
-        result.append(seen)
+                visible[i, j] = j <= right_down + nxt if b == with_rows[0] else j <= i
+        result.append(visible)
     return result
 
 
@@ -146,7 +146,7 @@ def check(layout: str, items: Lengths, mode: int, mask: torch.Tensor | None, **w
     for b, got in enumerate(probe(layout, items, mask, sparse_mode=mode, **words)):
         rows, keys = items[b]
         for h, i, j in np.ndindex(HEADS, rows, keys):
-            seen = bool(want[b][i, j])
+            is_visible = bool(want[b][i, j])
             if mode in (0, 1, 5):
                 assert mask is not None
                 at = (i, j)
@@ -154,8 +154,8 @@ def check(layout: str, items: Lengths, mode: int, mask: torch.Tensor | None, **w
                     at = (q_at + i, kv_at + j)
                 if mask.dim() == 4:
                     at = (min(b, mask.shape[0] - 1), min(h, mask.shape[1] - 1), *at)
-                seen = seen and int(mask[at]) == 0
-            assert bool(got[h, i, j]) == seen, (layout, mode, words, b, h, i, j)
+                is_visible = is_visible and int(mask[at]) == 0
+            assert bool(got[h, i, j]) == is_visible, (layout, mode, words, b, h, i, j)
         q_at, kv_at = q_at + rows, kv_at + keys
 
 

@@ -41,14 +41,14 @@ def test_a_sink_of_any_floats_is_widened_and_its_gradient_comes_back_as_it_came(
     interface: Callable[..., torch.Tensor], way: Callable[..., Any], dtype: torch.dtype
 ) -> None:
     sink = torch.randn(HEADS).to(dtype).requires_grad_()
-    wide = sink.detach().float().requires_grad_()
-    want, out = interface(wide), way(interface)[0](sink)
+    sink32 = sink.detach().float().requires_grad_()
+    want, out = interface(sink32), way(interface)[0](sink)
     assert torch.equal(out, want)
     want.square().sum().backward()
     out.square().sum().backward()
     assert sink.grad is not None
     assert sink.grad.dtype == dtype
-    assert torch.equal(sink.grad, wide.grad.to(dtype))  # type: ignore[union-attr]
+    assert torch.equal(sink.grad, sink32.grad.to(dtype))  # type: ignore[union-attr]
     assert sink.grad.abs().min() > 0
 
 
@@ -100,7 +100,7 @@ def test_the_chips_interfaces_take_float32_alone() -> None:
 POOL = torch.randn(8, 16, 2, 16)
 
 
-def own(table: torch.Tensor) -> torch.Tensor:
+def attended(table: torch.Tensor) -> torch.Tensor:
     result: Any = fa.decode_attention(torch.ones(2, 1, HEADS, 16), (POOL, POOL), kv_len=[20, 32], block_table=table)
     return result
 
@@ -119,7 +119,7 @@ def sparse(table: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("interface", [own, incre, sparse])
+@pytest.mark.parametrize("interface", [attended, incre, sparse])
 def test_page_tables_of_int64(interface: Callable[..., torch.Tensor]) -> None:
     table = torch.tensor([[3, 1, 1 << 40], [0, 7, -5]])  # what no token needs may hold anything
     table[:, 2] = torch.tensor([1 << 40, -5])

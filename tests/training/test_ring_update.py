@@ -58,8 +58,8 @@ class Ring:
         if not self.causal:
             return {}
         keys = torch.arange(10)
-        seen = keys if step is None else keys[self.steps[step]]
-        return {"atten_mask": seen[None] > torch.arange(7)[:, None], "sparse_mode": 1}
+        visible_keys = keys if step is None else keys[self.steps[step]]
+        return {"atten_mask": visible_keys[None] > torch.arange(7)[:, None], "sparse_mode": 1}
 
     def ordered(self, stats: Tensor) -> Tensor:
         """Statistics [tokens, heads] as this ring's lie: packed, those of a sequence head by head, or so."""
@@ -124,9 +124,9 @@ def of_two_steps(ring: Ring) -> dict[str, Expected]:
     merged = by_token.merged()
     for step in (0, 1):
         out, max_, sum_ = by_token.forward(step)
-        share = (max_[..., 0] + sum_[..., 0].log()).double() - result["lse"].value
-        share = (share if ring.layout == "TND" else share.movedim(-1, 0)).exp().repeat_interleave(DIM, -1)
-        variances["out"] += share.view(out.shape).square() * stored(out, out.dtype)
+        weight = (max_[..., 0] + sum_[..., 0].log()).double() - result["lse"].value
+        weight = (weight if ring.layout == "TND" else weight.movedim(-1, 0)).exp().repeat_interleave(DIM, -1)
+        variances["out"] += weight.view(out.shape).square() * stored(out, out.dtype)
         dq = by_token.backward(step, *merged)[0]
         variances["dq"] += stored(dq, dq.dtype)
     for name, variance in variances.items():
@@ -181,7 +181,7 @@ def test_rows_without_keys() -> None:
 # ------------------------------------------------------------------------------------------------- the merge of all
 
 
-def part(out: float, max_: float, sum_: float) -> Partial:
+def partial(out: float, max_: float, sum_: float) -> Partial:
     return Partial(torch.full((1, 1, 2), out), torch.full((1, 1), max_), torch.full((1, 1), sum_))
 
 
@@ -202,8 +202,8 @@ def part(out: float, max_: float, sum_: float) -> Partial:
 )
 def test_what_is_merged(one: Any, other: Any, want: Any) -> None:
     for first, second in ((one, other), (other, one)):
-        into = part(*first)
-        merge(into, part(*second))
+        into = partial(*first)
+        merge(into, partial(*second))
         for got, value in zip(into, want, strict=True):
             assert torch.equal(got.nan_to_num(nan=7e7), torch.full_like(got, value).nan_to_num(nan=7e7)), (first, got)
 
@@ -225,11 +225,11 @@ def test_a_list_of_ranks_is_the_softmax_of_their_sums() -> None:
     lse = 3 * torch.randn(3, 11, generator=generator)
     outs = torch.randn(3, 11, 16, generator=generator)
     lse[1, 2], lse[2, 2], lse[:, 5] = INF, -INF, -INF  # CANN's two words for a row that saw no key
-    seen = lse.double().masked_fill(lse == INF, -INF)
+    finite_lse = lse.double().masked_fill(lse == INF, -INF)
 
     def formula() -> tuple[Tensor, Tensor]:
-        weights = seen.softmax(0).nan_to_num()
-        return (weights[..., None] * outs.double()).sum(0), seen.logsumexp(0)
+        weights = finite_lse.softmax(0).nan_to_num()
+        return (weights[..., None] * outs.double()).sum(0), finite_lse.logsumexp(0)
 
     out, total = npu.npu_attention_update(list(lse), list(outs), 1)
     compare_with("(out, lse)", (out, total), formula, draws=16)

@@ -42,13 +42,13 @@ SEQ, HEAD, ROW = 0, 2, 60  # poisoned: rows from here on
 def test_poisoned_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: str, variant: str, dtype: str) -> None:
     more = {"dim_rope": 3, "has_sink": True, "dropout": "philox", "keep_prob": 0.8} if bias == "none" else {}
     problem = Problem(4, 2, 24, 17, dtype=dtype, scale=0.2, bias=bias, **more)
-    made = converted(make(problem, (130, 40), (150, 40), Band.causal("start")), problem.torch_dtype)
-    saved = native(made, variant)
+    converted_call = converted(make(problem, (130, 40), (150, 40), Band.causal("start")), problem.torch_dtype)
+    saved = native(converted_call, variant)
     poisoned = {name: [t.clone() for t in tensors] for name, tensors in saved.items()}
     pairs = [pair for pair in BAD if (pair[0] == -inf) == empty]
     for row, pair in enumerate(pairs, ROW):
         poisoned["max"][SEQ][HEAD, row], poisoned["sum"][SEQ][HEAD, row] = pair
-    want, got = gradients(made, saved, variant), gradients(made, poisoned, variant)
+    want, got = gradients(converted_call, saved, variant), gradients(converted_call, poisoned, variant)
     rows, heads = torch.ones(4, 130, dtype=torch.bool), torch.arange(4) != HEAD
     rows[HEAD, ROW : ROW + len(pairs)] = False
     reached = 150 if empty else ROW + len(pairs)  # a row in mean form has all keys
@@ -69,22 +69,22 @@ def test_poisoned_rows_reach_what_they_see_and_nothing_else(empty: bool, bias: s
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_in_mean_form_may_hold_anything(variant: str) -> None:
     problem = Problem(2, 1, 8, 8, dtype="float32", dropout="philox", keep_prob=0.5, empty_rows="mean")
-    made = converted(make(problem, (9, 3), (5, 7), Band.window(-20, 0)), torch.float32)  # no row sees a key
-    saved = native(made, variant)
+    converted_call = converted(make(problem, (9, 3), (5, 7), Band.window(-20, 0)), torch.float32)  # no row sees a key
+    saved = native(converted_call, variant)
     for peak, total in BAD:
         poisoned = saved | {"max": [torch.full_like(t, peak) for t in saved["max"]]}
         poisoned["sum"] = [torch.full_like(t, total) for t in saved["sum"]]
-        got = gradients(made, poisoned, variant)
+        got = gradients(converted_call, poisoned, variant)
         assert all(not t.any() for name in ("dq", "dk") for t in got[name])
         assert all(t.any() == (peak == -inf and 0 < total < inf) for t in got["dv"]), (peak, total)
 
 
 @pytest.mark.parametrize(("peak", "total"), BAD)
 def test_golden_takes_them_too(peak: float, total: float) -> None:
-    made = make(Problem(2, 1, 8, 8), (9,), (5,), Band.causal())
-    saved = {name: [t.clone() for t in tensors] for name, tensors in forward(made).items()}
+    converted_call = make(Problem(2, 1, 8, 8), (9,), (5,), Band.causal())
+    saved = {name: [t.clone() for t in tensors] for name, tensors in forward(converted_call).items()}
     saved["max"][0][1, 3], saved["sum"][0][1, 3] = peak, total
-    dq = run(made, saved)["dq"][0]
+    dq = run(converted_call, saved)["dq"][0]
     assert dq[0].isfinite().all()
     assert dq[1, :3].isfinite().all()
 

@@ -75,10 +75,10 @@ def _move(executor: Any, index: Any, tensor: Any, data: Any, sides: tuple[bool, 
     slots = [p.name for side in sides for p in live.op.tensors(side)]
     if not 0 <= at < len(slots):
         raise Refusal(INVALID, f"index: expected 0 to {len(slots) - 1}, got {at}")
-    held = live.op.named(live.values)[slots[at]]
-    if held is None:
+    bound = live.op.named(live.values)[slots[at]]
+    if bound is None:
         raise Refusal(INVALID, f"index: {at} was null in phase 1")
-    if held is not tensor:
+    if bound is not tensor:
         raise Refusal(INVALID, f"tensor: expected the one that phase 1 was given at index {at}, got {tensor!r}")
     tensor.move(data)
 

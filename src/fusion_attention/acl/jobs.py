@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion_attention.acl.overlap import overlaps_itself, share
+from fusion_attention.acl.overlap import overlap, overlaps_itself
 from fusion_attention.acl.state import Refusal
 from fusion_attention.acl.tensors import TensorList
 from fusion_attention.acl.workspace import workspace
@@ -139,8 +139,8 @@ def layout_of(bound: Bound, call: Lowered, args: dict[str, Any], options: Option
     if len(call.extents):
         result = plan(call.problem, call.extents, call.device, options.backend, call.op_kind)
     filled = call.fill(outputs)
-    own = [t for _, name in given for t in members(args[name]) or ()]
-    bytes_, copies = workspace(filled, own, result)
+    tensors = [t for _, name in given for t in members(args[name]) or ()]
+    bytes_, copies = workspace(filled, tensors, result)
     idle = all(t.numel() == 0 for t in outputs.values())
     within = scope(bound.names, op.functions)
     reading = [r for r in op.asked if r.reads and (not r.only or bound[op.layout_attr] in r.only)]
@@ -186,8 +186,8 @@ def _written(bound: Bound, args: dict[str, Any], strict: bool) -> tuple[str, ...
 def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
     """Refuses outputs that share memory with any other tensor."""
     written = layout.written
-    held = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
-    spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(held)])
+    handles_of = [(i, name in written, t) for i, name in layout.given for t in handles(values[i])]
+    spans = sorted([(t.start, t.stop, is_written, at) for at, (_, is_written, t) in enumerate(handles_of)])
     read = wrote = 0  # where the inputs, and the outputs, that start at or before this span end
     for start, stop, is_written, _ in spans:
         if start < wrote or (is_written and start < read):
@@ -201,6 +201,8 @@ def check_disjoint(op: Op, values: tuple[Any, ...], layout: Layout) -> None:
     # Windows of one buffer may interleave; what counts is a common element.
     for start, stop, is_written, i in spans:
         for first, last, _, j in spans if is_written else ():
-            if i != j and first < stop and start < last and share(held[i][2], held[j][2]):
-                other = op.params[held[j][0]].shown
-                raise refusal(op, op.params[held[i][0]].shown, "memory of its own", f"some that {other} holds too")
+            if i != j and first < stop and start < last and overlap(handles_of[i][2], handles_of[j][2]):
+                other = op.params[handles_of[j][0]].shown
+                raise refusal(
+                    op, op.params[handles_of[i][0]].shown, "memory of its own", f"some that {other} holds too"
+                )

@@ -14,17 +14,17 @@ _WORK = 100_000
 
 @functools.lru_cache(maxsize=1024)
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two elements of a strided window are the same memory."""
+    """True if two elements of a strided window are the same memory."""
     reach, ordered = 1, True
     for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
         ordered = ordered and stride >= reach
         reach += (size - 1) * stride
     if ordered or 0 in shape:
         return False
-    places = np.zeros(reach, bool)
-    itemised = np.lib.stride_tricks.as_strided(places, shape, strides)
+    reached = np.zeros(reach, bool)
+    itemised = np.lib.stride_tricks.as_strided(reached, shape, strides)
     itemised[...] = True
-    return int(places.sum()) < itemised.size
+    return int(reached.sum()) < itemised.size
 
 
 class _Addressed:
@@ -42,8 +42,8 @@ class _Addressed:
         }
 
 
-def share(a: Tensor, b: Tensor) -> bool:
-    """Whether two windows have an element in common; interleaved ones may have none."""
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """True if two windows have an element in common; interleaved ones may have none."""
     first, second = np.asarray(_Addressed(a)), np.asarray(_Addressed(b))
     try:
         return bool(np.shares_memory(first, second, max_work=_WORK))

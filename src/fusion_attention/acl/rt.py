@@ -241,8 +241,8 @@ def get_mem_info(attr: int = 1) -> tuple[int, int, int]:
         total = torch.cuda.get_device_properties(STATE.device).total_memory
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    held = sum(memory.bytes.numel() for memory in STATE.memories.values() if not memory.host)
-    return total - held, total, state.SUCCESS
+    allocated = sum(memory.bytes.numel() for memory in STATE.memories.values() if not memory.host)
+    return total - allocated, total, state.SUCCESS
 
 
 class Pointer(int):

@@ -165,7 +165,7 @@ def coded(function: Callable[P, None]) -> Callable[P, int]:
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[1])
 
 
-def made(function: Callable[P, T]) -> Callable[P, T | None]:
+def checked(function: Callable[P, T]) -> Callable[P, T | None]:
     """A call that returns what it makes, after acl.init(); None where it fails."""
     both = valued()(function)
     return functools.wraps(function)(lambda *args, **kwargs: both(*args, **kwargs)[0])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.acl.state import STATE, Memory, Refusal, coded, integer, made
+from fusion_attention.acl.state import STATE, Memory, Refusal, checked, coded, integer
 from fusion_attention.contract import INVALID, NULL_POINTER, reach, span
 
 
@@ -66,7 +66,7 @@ class Format(enum.IntEnum):
 
 
 # Tags of plain row-major memory; every other format orders elements as the chip's matrix unit wants them.
-PLAIN = frozenset(
+STRIDED_FORMATS = frozenset(
     getattr(Format, f"ACL_FORMAT_{name}") for name in ("ND", "NCHW", "NHWC", "HWCN", "NDHWC", "NCDHW", "NC", "NCL")
 )
 TORCH_DTYPES = {
@@ -97,17 +97,17 @@ class Tensor:
 
     Attributes:
         view: the memory as a torch tensor; None once destroyed.
-        dtype, format: as created; plain: whether the format is row-major.
+        dtype, format: as created; is_strided: whether the format is row-major.
         offset: elements from its address to its first one.
         memory: the allocation that holds it.
         start, stop: addresses of its first byte and behind its last one.
         needs: bytes that its storage must have.
     """
 
-    __slots__ = ("__weakref__", "dtype", "format", "memory", "needs", "offset", "plain", "start", "stop", "view")
+    __slots__ = ("__weakref__", "dtype", "format", "is_strided", "memory", "needs", "offset", "start", "stop", "view")
 
     def __init__(self, view: torch.Tensor, dtype: DataType, format: Format, offset: int, memory: Memory) -> None:
-        self.dtype, self.format, self.offset, self.plain = dtype, format, offset, format in PLAIN
+        self.dtype, self.format, self.offset, self.is_strided = dtype, format, offset, format in STRIDED_FORMATS
         self._attach(view, memory)
 
     def _attach(self, view: torch.Tensor, memory: Memory) -> None:
@@ -250,7 +250,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-@made
+@checked
 def create_tensor(
     view_shape: Sequence[int],
     dtype: int | torch.dtype,
@@ -308,7 +308,7 @@ def create_tensor(
     return Tensor(_window(memory, torch_dtype, shape, steps, base + first), number, tag, first, memory)
 
 
-@made
+@checked
 def create_int_array(values: Sequence[int]) -> IntArray:
     """aclCreateIntArray: int64 values on the host; None where they are none.
 
@@ -330,7 +330,7 @@ def create_int_array(values: Sequence[int]) -> IntArray:
         raise Refusal(INVALID, "values: expected int64, got a larger one") from None
 
 
-@made
+@checked
 def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
     """aclCreateTensorList: a list that owns its tensors: destroying it destroys them; None where one is no tensor."""
     if not isinstance(tensors, (list, tuple)):
@@ -338,13 +338,13 @@ def create_tensor_list(tensors: Sequence[Tensor]) -> TensorList:
     return TensorList(tuple(_owned(tensor, Tensor, "view", f"tensors[{i}]") for i, tensor in enumerate(tensors)))
 
 
-def _owned(value: Any, kind: type, held: str, name: str) -> Any:
+def _owned(value: Any, kind: type, owned: str, name: str) -> Any:
     """A handle that was not destroyed."""
     if value is None:
         raise Refusal(NULL_POINTER, f"{name}: expected an acl.{kind.__name__}, got null")
     if not isinstance(value, kind):
         raise Refusal(INVALID, f"{name}: expected an acl.{kind.__name__}, got {type(value).__name__}")
-    if getattr(value, held) is None:
+    if getattr(value, owned) is None:
         raise Refusal(INVALID, f"{name}: destroyed before")
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fusion_attention.acl.rt import Pointer, bytes_at
-from fusion_attention.acl.state import Refusal, made
+from fusion_attention.acl.state import Refusal, checked
 
 
 def _pointer(owner: object, address: int) -> Pointer:
@@ -14,7 +14,7 @@ def _pointer(owner: object, address: int) -> Pointer:
     return pointer
 
 
-@made
+@checked
 def numpy_to_ptr(array: np.ndarray) -> Pointer:
     """The address of a contiguous array's data; None where it is no such array.
 
@@ -32,7 +32,7 @@ def numpy_to_ptr(array: np.ndarray) -> Pointer:
     return _pointer(array, array.ctypes.data)
 
 
-@made
+@checked
 def bytes_to_ptr(data: bytes) -> Pointer:
     """The address of bytes; None where they are none."""
     if not isinstance(data, bytes):
@@ -40,7 +40,7 @@ def bytes_to_ptr(data: bytes) -> Pointer:
     return _pointer(data, np.frombuffer(data, np.uint8).ctypes.data if data else 1)
 
 
-@made
+@checked
 def ptr_to_bytes(pointer: int, size: int) -> bytes:
     """`size` bytes of host memory at an address; None where there are not as many."""
     memory, on_host = bytes_at(pointer, size)

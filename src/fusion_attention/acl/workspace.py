@@ -10,12 +10,12 @@ from fusion_attention.ir.call import Filled, tensors_in
 from fusion_attention.plan import Plan
 
 
-def workspace(filled: Filled, own: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
+def workspace(filled: Filled, tensors: Iterable[torch.Tensor], plan: Plan | None) -> tuple[int, bool]:
     """(bytes of the plan and of everything that is converted on the way, whether inputs are copied for it).
 
-    own: the caller's tensors; what shares a storage with them needs none.
+    tensors: the caller's tensors; what shares a storage with them needs none.
     """
-    theirs = {t.untyped_storage()._cdata for t in own}
+    theirs = {t.untyped_storage()._cdata for t in tensors}
     buffers = {t.untyped_storage()._cdata: t for t in filled.buffers}
     read = {t.untyped_storage()._cdata: t for t in tensors_in(filled.operands)}
     needed = {key: t for key, t in (read | buffers).items() if key not in theirs}

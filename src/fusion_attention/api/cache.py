@@ -158,9 +158,9 @@ class PagedKVCache:
 
     def crop(self, sequence: int, tokens: int) -> None:
         """Forgets the last tokens of a sequence, as many as it has at most; pages that get empty are let go."""
-        _, held = self._of(sequence)
-        kept = held - min(self._count(tokens), held)
-        self._keep(sequence, slice(-(-kept // self.page_size)), kept)
+        _, tokens_cached = self._of(sequence)
+        retained = tokens_cached - min(self._count(tokens), tokens_cached)
+        self._keep(sequence, slice(-(-retained // self.page_size)), retained)
 
     def slide(self, sequence: int, tokens: int) -> None:
         """Lets go of the pages that lie wholly before the last `tokens` tokens of a sequence.
@@ -168,9 +168,9 @@ class PagedKVCache:
         What is left counts from its first token on: lengths() falls by whole pages. A Band that ends at the last key,
         as causal() and window() do, means what it meant before.
         """
-        pages, held = self._of(sequence)
-        gone = max(held - self._count(tokens), 0) // self.page_size
-        self._keep(sequence, slice(gone, len(pages)), held - gone * self.page_size)
+        pages, tokens_cached = self._of(sequence)
+        gone = max(tokens_cached - self._count(tokens), 0) // self.page_size
+        self._keep(sequence, slice(gone, len(pages)), tokens_cached - gone * self.page_size)
 
     def add_pages(self, count: int) -> None:
         """A larger pool: so many more pages on every rank, free; what is stored is copied."""
@@ -188,13 +188,13 @@ class PagedKVCache:
     def rows(self, sequence: int) -> tuple[Tensor, Tensor]:
         """(k, v) of a sequence, [tokens, heads, dim] and [tokens, heads, dim_v], in the cache's dtype; with a group
         the tokens of this rank's pages."""
-        (pages,), (held,) = self._own((sequence,)), self._held((sequence,))
+        (pages,), (count,) = self._local_pages((sequence,)), self._lengths((sequence,))
         where = torch.tensor(pages, dtype=torch.int64, device=self._pools[0].device)
         results = []
         for pool, scales, dim in zip(self._pools, self._scales or (None, None), (self.dim, self.dim_v), strict=False):
-            taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
+            taken = pool[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
             if scales is not None:
-                scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :held].transpose(0, 1)
+                scale = scales[where].transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
                 taken = _widen(taken, self.stored, dim) * scale[..., None]
             results.append(taken.to(self.dtype))
         return results[0], results[0][..., : self.dim_v] if self.shares_kv else results[1]
@@ -209,27 +209,27 @@ class PagedKVCache:
 
     def _table(self, sequences: Sequence[int] | None) -> Tensor:
         """block_table(), made once as long as no sequence of the cache takes or leaves a page."""
-        asked = tuple(self._sequences) if sequences is None else self._named(sequences)
-        if asked not in self._tables:
-            rows = self._own(asked)
+        selected = tuple(self._sequences) if sequences is None else self._named(sequences)
+        if selected not in self._tables:
+            rows = self._local_pages(selected)
             width = max(map(len, rows), default=0)
             table = [row + [0] * (width - len(row)) for row in rows]
-            made = torch.tensor(table, dtype=torch.int32, device=self._pools[0].device)
-            self._tables = {asked: made.reshape(len(rows), width)}
-        return self._tables[asked]
+            table_tensor = torch.tensor(table, dtype=torch.int32, device=self._pools[0].device)
+            self._tables = {selected: table_tensor.reshape(len(rows), width)}
+        return self._tables[selected]
 
     def own_pages(self, sequences: Sequence[int] | None = None) -> list[list[int]]:
         """Which pages of sequences lie in this process's pool: 0 is a sequence's first; without a group all."""
-        asked = self._sequences if sequences is None else self._named(sequences)
-        return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in asked]
+        selected = self._sequences if sequences is None else self._named(sequences)
+        return [[i for i, page in enumerate(self._of(s)[0]) if page % self._ranks == self._rank] for s in selected]
 
-    def _own(self, sequences: Sequence[int]) -> list[list[int]]:
+    def _local_pages(self, sequences: Sequence[int]) -> list[list[int]]:
         """The pages of sequences that lie in this process's pool, as it counts them."""
         if self._ranks == 1:
             return [self._of(s)[0] for s in sequences]
         return [[p // self._ranks for p in self._of(s)[0] if p % self._ranks == self._rank] for s in sequences]
 
-    def _held(self, sequences: Sequence[int] | None) -> list[int]:
+    def _lengths(self, sequences: Sequence[int] | None) -> list[int]:
         """Tokens of sequences in this process's pool."""
         lengths = self.lengths(sequences)
         if self._ranks == 1:
@@ -237,8 +237,8 @@ class PagedKVCache:
         size, owned = self.page_size, self.own_pages(sequences)
         # Only a sequence's last page may have buffer.
         return [
-            len(own) * size - max((own[-1] + 1) * size - tokens, 0) if own else 0
-            for own, tokens in zip(owned, lengths, strict=True)
+            len(local) * size - max((local[-1] + 1) * size - tokens, 0) if local else 0
+            for local, tokens in zip(owned, lengths, strict=True)
         ]
 
     def append(self, sequences: Sequence[int], k: Tensor, v: Tensor | None = None) -> None:
@@ -267,22 +267,22 @@ class PagedKVCache:
             if tuple(tensor.shape) != shape or tensor.dtype != self.dtype or tensor.device != device:
                 got = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
                 raise ValueError(f"PagedKVCache: {name}: expected {list(shape)} of {self.dtype} on {device}, got {got}")
-        own = (f"{name} {part}" for part in ("pool", "scales") for name in "kv"[: len(self._pools)])
-        intact("PagedKVCache", ("k", "v", *own), (k, v, *self._pools, *self._scales))
+        names = (f"{name} {kind}" for kind in ("pool", "scales") for name in "kv"[: len(self._pools)])
+        intact("PagedKVCache", ("k", "v", *names), (k, v, *self._pools, *self._scales))
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"PagedKVCache: sequences: expected each once, got {list(sequences)}")
-        runs, kept = self._extend(sequences, k.shape[1]), None
+        runs, local_rows = self._extend(sequences, k.shape[1]), None
         if self._ranks > 1:
-            runs, kept = self._of_rank(runs)
-        places = _places(runs, self._pools[0].device) if len(runs) > _FEW else None
+            runs, local_rows = self._of_rank(runs)
+        slots = _slots_of(runs, self._pools[0].device) if len(runs) > _FEW else None
         for pool, scales, tensor in zip(self._pools, self._scales or (None, None), given, strict=False):
             assert tensor is not None
             rows = tensor.detach().flatten(0, 1)
-            rows = rows if kept is None else rows[kept]
+            rows = rows if local_rows is None else rows[local_rows]
             if scales is not None:
                 rows, scale = _quantise(rows, self.stored)
-                _store(scales, scale, runs, places)
-            _store(pool, rows, runs, places)
+                _store(scales, scale, runs, slots)
+            _store(pool, rows, runs, slots)
 
     def _of(self, sequence: int) -> tuple[list[int], int]:
         """The pages and tokens of a sequence."""
@@ -306,13 +306,13 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache: count: expected a whole number from 0 on, got {show(count)}")
         return int(count)
 
-    def _keep(self, sequence: int, kept: slice, tokens: int) -> None:
+    def _keep(self, sequence: int, retained: slice, tokens: int) -> None:
         """Leaves a sequence some of its pages."""
         pages, _ = self._sequences[sequence]
-        left = pages[kept]
+        left = pages[retained]
         if len(left) < len(pages):
             self._tables.clear()
-            for page in (*pages[: kept.start or 0], *pages[kept.stop :]):
+            for page in (*pages[: retained.start or 0], *pages[retained.stop :]):
                 self._release(page)
         self._sequences[sequence] = (left, tokens)
 
@@ -329,9 +329,11 @@ class PagedKVCache:
         """The runs of slots in this rank's pool, and which of the new rows go there."""
         ends = np.cumsum([count for _, _, count in runs], dtype=np.int64)
         mine = [page % self._ranks == self._rank for page, _, _ in runs]
-        rows = [np.arange(end - run[2], end) for end, run, own in zip(ends, runs, mine, strict=True) if own]
+        rows = [np.arange(end - run[2], end) for end, run, is_local in zip(ends, runs, mine, strict=True) if is_local]
         results = [
-            (page // self._ranks, first, count) for (page, first, count), own in zip(runs, mine, strict=True) if own
+            (page // self._ranks, first, count)
+            for (page, first, count), is_local in zip(runs, mine, strict=True)
+            if is_local
         ]
         return results, torch.from_numpy(np.concatenate([*rows, np.zeros(0, np.int64)])).to(self._pools[0].device)
 
@@ -384,7 +386,7 @@ class PagedKVCache:
             "k": self._pools[0],
             "v": None if self.shares_kv else self._pools[1],
             "cache_layout": "BNSD",
-            "kv_len": self._held(sequences),
+            "kv_len": self._lengths(sequences),
             "block_table": self._table(sequences),
             "dim_v": self.dim_v if self.shares_kv else 0,
         }
@@ -393,7 +395,7 @@ class PagedKVCache:
         return named
 
 
-def _places(runs: list[_Slots], device: torch.device) -> Tensor:
+def _slots_of(runs: list[_Slots], device: torch.device) -> Tensor:
     """int64 [2, tokens]: page and slot of every token."""
     pages, first, count = np.array(runs, np.int64).T
     before = count.cumsum() - count
@@ -401,10 +403,10 @@ def _places(runs: list[_Slots], device: torch.device) -> Tensor:
     return torch.from_numpy(where).to(device)
 
 
-def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], places: Tensor | None) -> None:
+def _store(pool: Tensor, rows: Tensor, runs: list[_Slots], slots: Tensor | None) -> None:
     """Rows [tokens, heads, ..] into a pool [pages, heads, size, ..]."""
-    if places is not None:
-        pool[places[0], :, places[1]] = rows
+    if slots is not None:
+        pool[slots[0], :, slots[1]] = rows
         return
     first = 0
     for page, slot, count in runs:
@@ -423,9 +425,9 @@ def _widen(numbers: Tensor, stored: str, dim: int) -> Tensor:
 def _quantise(rows: Tensor, stored: str) -> tuple[Tensor, Tensor]:
     """(integers, scale): rows [tokens, heads, dim] with a scale per token and head, the largest element exact."""
     largest = _LARGEST[stored]
-    wide = rows.float()
-    scale = wide.abs().amax(-1) / largest
-    rounded = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-largest, largest)
+    rows32 = rows.float()
+    scale = rows32.abs().amax(-1) / largest
+    rounded = (rows32 / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round().clamp(-largest, largest)
     numbers = rounded.to(torch.int8)
     if stored == "int8":
         return numbers, scale

@@ -37,8 +37,10 @@ def choose_visible(args: Mapping[str, Any], visible: Tensor, backend: str) -> tu
         "causal": False,
         "block_table": pages.unsqueeze(1),
     }
-    found = dispatch.results(indexer.RECORD, given, backend)
-    indices, values = (found[name].reshape(*q.shape[:2], 1, -1) for name in ("sparse_indices_out", "sparse_values_out"))
+    results_by_name = dispatch.results(indexer.RECORD, given, backend)
+    indices, values = (
+        results_by_name[name].reshape(*q.shape[:2], 1, -1) for name in ("sparse_indices_out", "sparse_values_out")
+    )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or weights.requires_grad):
         values = _Values.apply(backend, indices, values, q, k, weights)
     return indices, values
@@ -85,5 +87,5 @@ class _Values(torch.autograd.Function):
         args["sparse_count"] = values.shape[-1]
         results = dict(zip(indexer.RECORD.results, (indices, values), strict=True))
         upstream = {indexer.RECORD.results[1]: dvalues}
-        made = traced.gradients(indexer.RECORD, args, results, upstream, ctx.backend)
-        return None, None, None, *(made[name] for name in _TRAINED)
+        gradients = traced.gradients(indexer.RECORD, args, results, upstream, ctx.backend)
+        return None, None, None, *(gradients[name] for name in _TRAINED)

@@ -140,7 +140,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
         ValueError: an unknown name.
         BackendError: none fits; the message lists every reason of every back end asked.
     """
-    _known(backend)
+    _check_name(backend)
     if device.type == SHAPES:
         return SHAPES
     # Triton is slow to import and has nothing to say about memory that no GPU holds.
@@ -155,7 +155,7 @@ def choose(problem: AnyProblem, device: torch.device, backend: str, op_kind: str
     raise BackendError(f"fusion_attention: no back end computes this call. {'; '.join(listed)}{advice}")
 
 
-def _known(backend: str) -> None:
+def _check_name(backend: str) -> None:
     """Raises where there is no back end of this name."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"fusion_attention: backend: expected one of auto, {', '.join(BACKENDS)}, got {backend!r}")
@@ -191,6 +191,6 @@ def use_backend(name: str) -> Iterator[None]:
         ...     fa.attention(q, q, q).dtype
         torch.float64
     """
-    _known(name)
+    _check_name(name)
     with override(backend=name):
         yield

@@ -96,13 +96,13 @@ def packed(device: torch.device, quick: bool) -> Iterator[Pair]:
     for label in ("bf16", "fp32"):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(3, total, HEADS, DIM, generator=generator).to(device, DTYPES[label])
-        wide = rows.new_zeros(3, count, HEADS, longest, DIM)
-        for b, part in enumerate(rows.split(lengths, dim=1)):
-            wide[:, b, :, : lengths[b]] = part.transpose(1, 2)
+        padded_rows = rows.new_zeros(3, count, HEADS, longest, DIM)
+        for b, sequence_rows in enumerate(rows.split(lengths, dim=1)):
+            padded_rows[:, b, :, : lengths[b]] = sequence_rows.transpose(1, 2)
         ends = torch.tensor(lengths, device=device)[:, None]
         mask = (torch.arange(longest, device=device) < ends)[:, None, None]
         ours = _without_grad(fa.attention, *rows, layout="TND", q_len=lengths)
-        theirs = _without_grad(sdpa, *wide, attn_mask=mask)
+        theirs = _without_grad(sdpa, *padded_rows, attn_mask=mask)
         name = f"{label}, {count} sequences, {total} of {count * longest} tokens"
         yield _pair("packed", name, "padded torch SDPA", ours, theirs, flops, device, label)
 

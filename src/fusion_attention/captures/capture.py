@@ -26,7 +26,7 @@ from fusion_attention.contract import Array, Op, Tensor, Tensors
 from fusion_attention.ir.dropout import draw_seed
 from fusion_attention.npu import fused_inference, indexer_loss, inference, sparse, training, training_call
 from fusion_attention.ops import RECORDS
-from fusion_attention.ops.training.run import PLAIN
+from fusion_attention.ops.training.run import RESULTS
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dense, dispatch
 
@@ -35,7 +35,7 @@ __all__ = ["capture"]
 _INTERFACES = (training, inference, fused_inference, sparse, indexer_loss)
 # Every call passes one of these functions. Captures replace them while they record, rather than have them ask for a
 # recorder: without a recording a call is not slower, and those of a real torch_npu can only be replaced.
-PLACES = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
+HOOKED = ((training_call, "forward"), (training_call, "backward"), (dense, "forward"), (dispatch, "results"))
 
 
 class capture(Counted):
@@ -79,7 +79,7 @@ class capture(Counted):
         self.numbers = beside[0].numbers if beside else count(_first_number(self.path))
         changes.after(_forget, self)
         _recorders.append(self)
-        for owner, name, wrapper in _places(self):
+        for owner, name, wrapper in _hooks(self):
             changes.wrap(owner, name, wrapper)
 
     def record(self, op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seed: Any, backend: str) -> None:
@@ -99,12 +99,12 @@ class capture(Counted):
         """Records the backward of a call too, when autograd runs it."""
         saved = {SAVED + n: t.detach() for n, t in outputs.items() if isinstance(t, torch.Tensor) and t.numel()}
 
-        def seen(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+        def record(upstream: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
             if self in _recorders:
                 above = {UPSTREAM + n: t for n, t in upstream.items()}
                 self.write(op, args, gradients, seed, backend, beside={**above, **saved})
 
-        watch(op, args, outputs, seen)
+        watch(op, args, outputs, record)
 
     def write(
         self,
@@ -129,7 +129,7 @@ class capture(Counted):
             "format": FORMAT,
             "version": str(VERSION),
             "operator": op.name,
-            "attributes": {n: _plain(v) for n, v in given.items() if n not in {*tensors, *arrays, *lists}},
+            "attributes": {n: _json_value(v) for n, v in given.items() if n not in {*tensors, *arrays, *lists}},
             "arrays": arrays,
             "strides": {name: list(value.stride()) for name, value in tensors.items()},
             "bits": {n: list(t.shape) for n, t in tensors.items() if t.dtype == torch.bool},
@@ -183,7 +183,7 @@ def _integers(value: Any) -> list[int]:
     return [int(n) for n in (value.tolist() if isinstance(value, torch.Tensor) else value)]
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """An attribute as JSON; a Band as the list of its fields."""
     if isinstance(value, (bool, int, float, str)):
         return value
@@ -198,7 +198,7 @@ def _forget(recorder: capture) -> None:
         _recorders.remove(recorder)
 
 
-def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
+def _hooks(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
     """(module, attribute, what wraps it): everything that changes while calls are recorded."""
 
     def training_of(names: tuple[str, ...]) -> Callable[[Layer], Any]:
@@ -213,7 +213,7 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
         return wrap
 
-    def own(layer: Layer) -> Any:
+    def attention_wrapper(layer: Layer) -> Any:
         def recorded(args: dict[str, Any], backend: str, *, stats: bool) -> Any:
             if not layer.on or dispatch.is_traced(args.values()):
                 return layer.below(args, backend, stats=stats)
@@ -221,7 +221,7 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
             if drawn and args["seed"] is None:
                 args["seed"] = draw_seed()
             results = layer.below(args, backend, stats=True)
-            recorder.record(RECORDS["attention"], args, dict(zip(PLAIN, results, strict=True)), args["seed"], backend)
+            recorder.record(RECORDS["attention"], args, dict(zip(RESULTS, results, strict=True)), args["seed"], backend)
             return results
 
         return recorded
@@ -236,14 +236,14 @@ def _places(recorder: capture) -> list[tuple[Any, str, Callable[[Layer], Any]]]:
 
         return recorded
 
-    wrappers = (training_of(FORWARD), training_of(BACKWARD), own, lowered)
-    places: list[Any] = [(*place, wrapper) for place, wrapper in zip(PLACES, wrappers, strict=True)]
+    wrappers = (training_of(FORWARD), training_of(BACKWARD), attention_wrapper, lowered)
+    hooks: list[Any] = [(*place, wrapper) for place, wrapper in zip(HOOKED, wrappers, strict=True)]
     foreign = sys.modules.get("torch_npu")
     if foreign is not None and vars(foreign).get("npu_fusion_attention") is not training.npu_fusion_attention:
         ours = {name: getattr(module, name) for module in _INTERFACES for name in module.__all__ if name in RECORDS}
         both = [(name, function) for name, function in ours.items() if hasattr(foreign, name)]
-        places += [(foreign, name, _foreign(recorder, name, function)) for name, function in both]
-    return places
+        hooks += [(foreign, name, _foreign(recorder, name, function)) for name, function in both]
+    return hooks
 
 
 def _foreign(recorder: capture, name: str, ours: Any) -> Callable[[Layer], Any]:

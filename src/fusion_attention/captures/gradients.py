@@ -15,7 +15,7 @@ from fusion_attention.contract import Op
 from fusion_attention.ir.call import Lowered
 
 Tensor = torch.Tensor
-Seen = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+OnGradients = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 SAVED, UPSTREAM = "saved.", "upstream."
 _NAMES = {"query": "dq", "key": "dk", "value": "dv", "query_rope": "dq_rope", "key_rope": "dk_rope", "pse": "dpse",
           "sink": "dsink", "q": "dq", "k": "dk", "v": "dv", "q_rope": "dq_rope", "k_rope": "dk_rope",
@@ -27,18 +27,20 @@ def gradient_name(op: Op, name: str) -> str:
     return _NAMES.get(name, f"d{name}") if "keep_prob" in op.by_name else f"d{name}"
 
 
-def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: Seen) -> None:
+def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], on_gradients: OnGradients) -> None:
     """Calls seen(upstream, gradients) whenever autograd has run the backward of a call that was just made."""
     results = {n: t for n, t in outputs.items() if isinstance(t, Tensor) and t.grad_fn is not None}
     if not results:
         return
     node: Any = next(iter(results.values())).grad_fn
-    places = {t.output_nr: n for n, t in results.items() if t.grad_fn is node}
+    outputs_by_number = {t.output_nr: n for n, t in results.items() if t.grad_fn is node}
     given = {n: t for n, t in args.items() if isinstance(t, Tensor) and t.requires_grad}
     edges = {n: torch.autograd.graph.get_gradient_edge(t) for n, t in given.items()}
 
     def hook(of_inputs: Any, of_results: Any) -> None:
-        upstream = {places[i]: g for i, g in enumerate(of_results) if g is not None and i in places}
+        upstream = {
+            outputs_by_number[i]: g for i, g in enumerate(of_results) if g is not None and i in outputs_by_number
+        }
         left = [(function, place, g) for (function, place), g in zip(node_of.next_functions, of_inputs, strict=False)]
         result: dict[str, Tensor] = {}
         for name, edge in edges.items():
@@ -48,7 +50,7 @@ def watch(op: Op, args: Mapping[str, Any], outputs: Mapping[str, Any], seen: See
                 if gradient is not None:
                     result[gradient_name(op, name)] = gradient
         if upstream and result:
-            seen(upstream, result)
+            on_gradients(upstream, result)
 
     node_of = node
     node.register_hook(hook)

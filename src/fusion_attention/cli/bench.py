@@ -111,8 +111,8 @@ def _timings(
                 t = measure(pair, min(turns, 3) if quick else turns)
                 results.append(t)
                 if report:
-                    share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
-                    cells = (f"{t.ours_ms:.3f}", f"{t.peer_ms:.3f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", share)
+                    peak_share = f"{t.share_of_peak:.2f}" if t.share_of_peak else ""
+                    cells = (f"{t.ours_ms:.3f}", f"{t.peer_ms:.3f}", f"{t.ratio:.2f}", f"{t.gflops:.0f}", peak_share)
                     report.add(t.name, t.peer_name, *cells, section=t.group)
     return results
 
@@ -133,19 +133,20 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {**facts, "device": "cpu", "processor": name, "peak": peaks(torch.get_num_threads())}
 
 
-def _machine_lines(console: Console, found: dict[str, Any]) -> None:
+def _machine_lines(console: Console, environment: dict[str, Any]) -> None:
     import torch
 
     from fusion_attention.bench.rows import peers
 
-    said = (
-        f"fusion-attention {found['library']}, torch {found['torch']}, {found['threads']} threads, {found['processor']}"
+    line = (
+        f"fusion-attention {environment['library']}, torch {environment['torch']}, "
+        f"{environment['threads']} threads, {environment['processor']}"
     )
-    console.print(said, highlight=False, markup=False)
-    if found["peak"]:
-        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in found["peak"].items())
+    console.print(line, highlight=False, markup=False)
+    if environment["peak"]:
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in environment["peak"].items())
         console.print(f"measured peaks: {rates} (GFLOP/s, read: GB/s)", highlight=False)
-    for name, release in peers(torch.device(found["device"])).items():
+    for name, release in peers(torch.device(environment["device"])).items():
         console.print(f"peer {name}: {release}", highlight=False, markup=False)
 
 

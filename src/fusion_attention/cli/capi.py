@@ -24,25 +24,27 @@ def capi(
     cmake -S . -B build -DCMAKE_PREFIX_PATH=$(fusion-attention capi --cmake-dir)
     ASCEND_CUSTOM_PATH=$(fusion-attention capi --prefix) cmake -S . -B build
     """
-    from fusion_attention.capi import environment as places
+    from fusion_attention.capi import environment
 
-    if libs and places.missing():
-        lacks = ", ".join(path.name for path in places.missing())
-        refuse("capi", f"{lacks}: not in {places.LIBRARY}; wheels for Linux have them: pip install fusion-attention")
+    if libs and environment.missing():
+        lacks = ", ".join(path.name for path in environment.missing())
+        refuse(
+            "capi", f"{lacks}: not in {environment.LIBRARY}; wheels for Linux have them: pip install fusion-attention"
+        )
     results = {
-        "prefix": str(places.ROOT),
-        "include_dir": str(places.INCLUDE),
-        "lib_dir": str(places.LIBRARY),
-        "cmake_dir": str(places.CMAKE),
-        "pkg_config_dir": str(places.PKG_CONFIG),
+        "prefix": str(environment.ROOT),
+        "include_dir": str(environment.INCLUDE),
+        "lib_dir": str(environment.LIBRARY),
+        "cmake_dir": str(environment.CMAKE),
+        "pkg_config_dir": str(environment.PKG_CONFIG),
     }
     if as_json:
-        flags = {"cflags": places.cflags(), "libs": places.libs(), "missing": places.missing()}
+        flags = {"cflags": environment.cflags(), "libs": environment.libs(), "missing": environment.missing()}
         show_json({**results, **flags})
         return
     wanted = (prefix, include_dir, lib_dir, cmake_dir, pkg_config_dir)
     lines = [line for line, one in zip(results.values(), wanted, strict=True) if one]
-    flags_line = " ".join([places.cflags()] * cflags + [places.libs()] * libs)
+    flags_line = " ".join([environment.cflags()] * cflags + [environment.libs()] * libs)
     lines += [flags_line] * bool(flags_line)
     if not lines:
         refuse("capi", "say what to print: --cflags, --libs, --prefix ... (fusion-attention capi --help lists them)")

@@ -77,7 +77,7 @@ class Comparison:
         return (self.padded - self.packed).abs().amax(dim=-1).nan_to_num(nan=math.inf)
 
 
-def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda share: None) -> list[str]:
+def library_texts(folder: Path | None = None, advance: Callable[[float], None] = lambda fraction: None) -> list[str]:
     """The docstrings of the standard library's top-level modules, in the order of module names, each text once.
 
     Sources are parsed, never imported: importing runs code.
@@ -148,8 +148,8 @@ def compare(
 
 def cosines(embeddings: Tensor) -> Tensor:
     """[sentences, sentences] cosine similarity in float64; -inf with itself, so that none is its own neighbour."""
-    wide = embeddings.double()
-    return (wide @ wide.T).fill_diagonal_(-math.inf)
+    embeddings64 = embeddings.double()
+    return (embeddings64 @ embeddings64.T).fill_diagonal_(-math.inf)
 
 
 def neighbours(similarity: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def summary_table(
     encoder: Encoder,
     sentences: list[str],
     lengths: list[int],
-    found: Comparison,
+    comparison: Comparison,
     settings: Settings,
     agreeing: int,
     backend: str,
@@ -177,8 +177,8 @@ def summary_table(
     budget = settings.tokens_per_batch
     real = sum(lengths)
     padding = [1 - real / padded_tokens(lengths, padded_batches(lengths, budget, by_length=s)) for s in (True, False)]
-    worst = int(found.differences.argmax())
-    largest = float(found.differences[worst])
+    worst = int(comparison.differences.argmax())
+    largest = float(comparison.differences[worst])
     rows = [
         ("sentences", f"{len(lengths)} docstrings of the standard library"),
         ("tokens", f"{real} in all, {min(lengths)} to {max(lengths)} a sentence"),
@@ -187,12 +187,12 @@ def summary_table(
         ("padded", "transformers' BertModel, scaled_dot_product_attention, batches sorted by length"),
         ("packed", f"the same modules, npu_fusion_attention in layout TND, unsorted, back end: {backend}"),
         ("largest difference", f"{largest:.2g} in an element of a unit vector (limit {TOLERANCE:g})"),
-        ("worst sentence", f"{lengths[worst]} tokens: {_cut(sentences[worst], 60)}"),
+        ("worst sentence", f"{lengths[worst]} tokens: {_truncate(sentences[worst], 60)}"),
         ("neighbours", f"the same {NEIGHBOURS} nearest for {agreeing} of {len(lengths)} sentences"),
         ("", ""),
         ("padding saved", f"{padding[0]:.1%} of the padded tokens ({padding[1]:.1%} had the batches not been sorted)"),
-        ("time padded", f"{found.seconds_padded:.2f} s, {real / found.seconds_padded:.0f} tokens/s"),
-        ("time packed", f"{found.seconds_packed:.2f} s, {real / found.seconds_packed:.0f} tokens/s"),
+        ("time padded", f"{comparison.seconds_padded:.2f} s, {real / comparison.seconds_padded:.0f} tokens/s"),
+        ("time packed", f"{comparison.seconds_packed:.2f} s, {real / comparison.seconds_packed:.0f} tokens/s"),
     ]
     table = Table(title="all-MiniLM-L6-v2, packed beside padded", show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
@@ -292,6 +292,6 @@ def _line(text: str, style: str = "") -> Text:
     return Text(text, style, no_wrap=True, overflow="ellipsis")
 
 
-def _cut(text: str, limit: int) -> str:
+def _truncate(text: str, limit: int) -> str:
     """A text of at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 4].rstrip() + " ..."

@@ -36,7 +36,7 @@ def demo(
             encoder = load_encoder(folder)
             progress.update(loading, total=1, completed=1)
             reading = progress.add_task("reading docstrings", total=1)
-            texts = library_texts(advance=lambda share: progress.update(reading, completed=share))
+            texts = library_texts(advance=lambda fraction: progress.update(reading, completed=fraction))
             drawn = draw_sentences(encoder, texts, sentences, seed)
         except DemoUnavailable as error:
             progress.stop()

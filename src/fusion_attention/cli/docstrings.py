@@ -77,23 +77,23 @@ def prose(text: str, root: str) -> str:
             code = not lines or not lines[-1]
         elif line and not indented:
             code = False
-        lines.append(line if indented and code else plain(line.strip() if indented else line, root))
+        lines.append(line if indented and code else markdown(line.strip() if indented else line, root))
     return "\n".join(lines)
 
 
-def plain(line: str, root: str) -> str:
+def markdown(line: str, root: str) -> str:
     """A line of text, none of whose characters is Markdown but what `code` is between backticks."""
     parts = re.split(r"(`[^`]*`)", line)
-    return "".join(part if part.startswith("`") else _escaped(part, root) for part in parts)
+    return "".join(fragment if fragment.startswith("`") else _escaped(fragment, root) for fragment in parts)
 
 
 def _escaped(text: str, root: str) -> str:
     text = re.sub(r"([*_<>\[\]|])", r"\\\1", text)
     unescaped = re.compile(r"docs/((?:[\w/]|\\_)+)\.md")
 
-    def link(found: re.Match[str]) -> str:
-        target = found[1].replace("\\_", "_")
-        return f"[{found[1].rsplit('/', 1)[-1]}]({root}{target}.md)"
+    def link(match: re.Match[str]) -> str:
+        target = match[1].replace("\\_", "_")
+        return f"[{match[1].rsplit('/', 1)[-1]}]({root}{target}.md)"
 
     return unescaped.sub(link, text)
 
@@ -101,8 +101,10 @@ def _escaped(text: str, root: str) -> str:
 def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
     """The entries of Args (or Raises) as a list; names: of parameters, of which several may stand on one line."""
     entries: list[list[str]] = []
-    known = "|".join(map(re.escape, names))
-    apart = re.sub(rf"(?<=[.;]) (?=(?:{known})(?:, (?:{known}))*: )", "\n", text) if known else text
+    alternatives = "|".join(map(re.escape, names))
+    apart = (
+        re.sub(rf"(?<=[.;]) (?=(?:{alternatives})(?:, (?:{alternatives}))*: )", "\n", text) if alternatives else text
+    )
     for line in apart.splitlines():
         if not line.startswith(" ") and re.match(r"^[\w*., ]+:", line):
             entries.append([line])
@@ -114,7 +116,7 @@ def arguments(text: str, root: str, names: Iterable[str] = ()) -> list[str]:
     for entry in entries:
         names, _, meaning = " ".join(entry).partition(":")
         shown = ", ".join(f"`{name.strip()}`" for name in names.split(","))
-        lines.append(f"* {shown}: {plain(meaning.strip(), root)}" if meaning else f"* {plain(names, root)}")
+        lines.append(f"* {shown}: {markdown(meaning.strip(), root)}" if meaning else f"* {markdown(names, root)}")
     return lines
 
 

@@ -107,24 +107,24 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _measured(found: dict[str, Any], seconds: float) -> None:
+def _measured(report: dict[str, Any], seconds: float) -> None:
     """Adds peaks and what came of the self test."""
     from fusion_attention.cli import machine, selftest
 
-    if found["native"]["chosen"]:
-        found["peaks"] = machine.peaks(found["threads"])
-    usable = [name for name, why in found["back_ends"].items() if why == "yes" and name != "golden"]
+    if report["native"]["chosen"]:
+        report["peaks"] = machine.peaks(report["threads"])
+    usable = [name for name, why in report["back_ends"].items() if why == "yes" and name != "golden"]
     with progress("self test", seconds) as advance:
         outcomes = list(selftest.outcomes(usable, seconds, advance))
     wrong = [outcome for outcome in outcomes if outcome.fault]
-    found["self_test"] = {
+    report["self_test"] = {
         "back_ends": usable,
         "steps": len(outcomes),
         "seconds": round(sum(outcome.seconds for outcome in outcomes), 2),
         "wrong": [asdict(outcome) for outcome in wrong],
     }
     messages = [f"self test: {one.name} ({one.backend}): {one.fault}" for one in wrong]
-    found["problems"] += messages[:SHOWN] + [f"{len(messages) - SHOWN} more steps of the self test are wrong"] * (
+    report["problems"] += messages[:SHOWN] + [f"{len(messages) - SHOWN} more steps of the self test are wrong"] * (
         len(messages) > SHOWN
     )
 
@@ -132,51 +132,51 @@ def _measured(found: dict[str, Any], seconds: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- screen
 
 
-def _show(found: dict[str, Any], console: Console) -> None:
+def _show(report: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for name, value in _rows(found):
+    for name, value in _rows(report):
         table.add_row(name, Text(value))
     console.print(table)
-    for note in found["notes"]:
+    for note in report["notes"]:
         console.print(Text(f"\n{note}", "yellow"))
-    for problem in found["problems"]:
+    for problem in report["problems"]:
         console.print(Text(f"\nPROBLEM: {problem}", "bold red"))
-    if not found["problems"]:
+    if not report["problems"]:
         console.print(Text("\nAll is well.", "bold green"))
 
 
-def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    native, cores = found["native"], found["cores"]
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    native, cores = report["native"], report["cores"]
     quota = f", a quota of {cores['quota']:g}" if cores["quota"] else ""
     rows = [
-        ("fusion-attention", found["library"]),
-        ("processor", found["processor"]),
+        ("fusion-attention", report["library"]),
+        ("processor", report["processor"]),
         ("features", " ".join(native["features"]) or "none that the library asks about"),
         ("instruction sets built", " ".join(native["built"]) or "none"),
         ("usable here", " ".join(native["runnable"]) or "none"),
         ("chosen", (native["chosen"] or "none") + (" (FUSION_ATTENTION_CPU)" if native["forced"] else "")),
         ("cores", f"{cores['usable']} of {cores['system']}{quota}"),
-        ("threads", str(found["threads"])),
-        ("environment", " ".join(f"{k}={v}" for k, v in found["environment"].items()) or "says nothing of threads"),
-        ("OpenMP runtimes", " ".join(found["openmp"]) or "none loaded"),
+        ("threads", str(report["threads"])),
+        ("environment", " ".join(f"{k}={v}" for k, v in report["environment"].items()) or "says nothing of threads"),
+        ("OpenMP runtimes", " ".join(report["openmp"]) or "none loaded"),
     ]
-    for one in found["releases"]:
+    for one in report["releases"]:
         installed = one["installed"] or "-"
         rows.append((one["name"], f"{installed:<14} {one['says']} (tested: {one['tested']})"))
-    devices = ", ".join(f"{d['name']} ({d['capability']}, {d['memory_gib']} GiB)" for d in found["gpus"]["devices"])
-    why = f"not used: {found['gpus']['why_not']}" if found["gpus"]["why_not"] else ""
-    rows += [("GPUs", "; ".join(part for part in (devices or "none", why) if part)), ("NPU", found["npu"])]
-    rows += [(f"back end {name}", why) for name, why in found["back_ends"].items()]
-    if "peaks" in found:
-        units = (f"{name} {rate:g} {'GB/s' if name == 'read' else 'GFLOP/s'}" for name, rate in found["peaks"].items())
+    devices = ", ".join(f"{d['name']} ({d['capability']}, {d['memory_gib']} GiB)" for d in report["gpus"]["devices"])
+    why = f"not used: {report['gpus']['why_not']}" if report["gpus"]["why_not"] else ""
+    rows += [("GPUs", "; ".join(text for text in (devices or "none", why) if text)), ("NPU", report["npu"])]
+    rows += [(f"back end {name}", why) for name, why in report["back_ends"].items()]
+    if "peaks" in report:
+        units = (f"{name} {rate:g} {'GB/s' if name == 'read' else 'GFLOP/s'}" for name, rate in report["peaks"].items())
         rows.append(("measured peaks", ", ".join(units)))
-    if "self_test" in found:
-        test = found["self_test"]
+    if "self_test" in report:
+        test = report["self_test"]
         passed = test["steps"] - len(test["wrong"])
         of = ", ".join(test["back_ends"]) or "no back end"
         rows.append(("self test", f"{passed} of {test['steps']} calls right in {test['seconds']:g} s ({of})"))

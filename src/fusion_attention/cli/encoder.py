@@ -201,9 +201,12 @@ def encode_packed(
 
 def _packed_layer(layer: Any, hidden: Tensor, ends: list[int], attention: Attention) -> Tensor:
     """One BertLayer over packed tokens [T, H]; sentence b is the rows ends[b-1]..ends[b]."""
-    own = layer.attention.self
-    heads, dim = own.num_attention_heads, own.attention_head_size
-    query, key, value = (linear(hidden).view(-1, heads, dim) for linear in (own.query, own.key, own.value))  # [T, N, D]
+    attention_layer = layer.attention.self
+    heads, dim = attention_layer.num_attention_heads, attention_layer.attention_head_size
+    query, key, value = (
+        linear(hidden).view(-1, heads, dim)
+        for linear in (attention_layer.query, attention_layer.key, attention_layer.value)
+    )  # [T, N, D]
     mixed = attention(query, key, value, heads, "TND", scale=dim**-0.5, actual_seq_qlen=ends, actual_seq_kvlen=ends)[0]
     attended = layer.attention.output(mixed.reshape(hidden.shape), hidden)
     return layer.output(layer.intermediate(attended), attended)

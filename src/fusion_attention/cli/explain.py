@@ -115,30 +115,30 @@ def _captured(path: Path, log: str) -> Explanation:
 # ------------------------------------------------------------------------------------------------------------- screen
 
 
-def _show(found: Explanation, console: Console) -> None:
+def _show(explanation: Explanation, console: Console) -> None:
     from rich.text import Text
 
     def line(text: str, style: str = "", indent: int = 0) -> None:
         console.print(Text(" " * indent + text, style), soft_wrap=True)
 
-    line(f"{found.operator}: {found.summary}" if found.operator else "no operator", "bold")
-    line(found.verdict + ("" if found.verdict.endswith(".") else "."))
-    if found.log is not None:
-        for reason in found.log.reasons:
+    line(f"{explanation.operator}: {explanation.summary}" if explanation.operator else "no operator", "bold")
+    line(explanation.verdict + ("" if explanation.verdict.endswith(".") else "."))
+    if explanation.log is not None:
+        for reason in explanation.log.reasons:
             line(f"CANN printed: {reason}", "dim")
-    for one in found.findings:
+    for one in explanation.findings:
         _finding(one, line)
-    if found.fixes:
+    if explanation.fixes:
         line("")
         line("what fixes it (each was tried)", "bold green")
-        for fix in found.fixes:
+        for fix in explanation.fixes:
             line(fix, "", 2)
-    if found.results:
+    if explanation.results:
         line("")
-        _reading(found, line)
-    if found.operator:
+        _reading(explanation, line)
+    if explanation.operator:
         line("")
-        line(f"All rules: fusion-attention ops {found.operator}", "dim")
+        line(f"All rules: fusion-attention ops {explanation.operator}", "dim")
 
 
 def _finding(one: Finding, line: object) -> None:
@@ -154,14 +154,14 @@ def _finding(one: Finding, line: object) -> None:
         line(one.fix, "green", 2)
 
 
-def _reading(found: Explanation, line: object) -> None:
+def _reading(explanation: Explanation, line: object) -> None:
     assert callable(line)
-    sizes = ", ".join(f"{name} {_short(value)}" for name, value in found.sizes.items())
+    sizes = ", ".join(f"{name} {_short(value)}" for name, value in explanation.sizes.items())
     line(f"read as      {sizes}")
-    line("results      " + ", ".join(f"{name} {shape}" for name, shape in found.results.items()))
-    line("computed by  " + ", ".join(f"{name}: {why}" for name, why in found.computes.items()))
-    if found.unread:
-        line(f"not checked  the numbers in {', '.join(found.unread)}: a captured call has them")
+    line("results      " + ", ".join(f"{name} {shape}" for name, shape in explanation.results.items()))
+    line("computed by  " + ", ".join(f"{name}: {why}" for name, why in explanation.computes.items()))
+    if explanation.unread:
+        line(f"not checked  the numbers in {', '.join(explanation.unread)}: a captured call has them")
 
 
 def _short(value: object) -> str:

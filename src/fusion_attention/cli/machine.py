@@ -107,11 +107,11 @@ def gpus() -> dict[str, Any]:
     return {"devices": results, "computes": not reasons, "why_not": "; ".join(reasons)}
 
 
-def _why_no_gpu(found: list[dict[str, Any]]) -> list[str]:
+def _why_no_gpu(devices: list[dict[str, Any]]) -> list[str]:
     import torch
 
     reasons = []
-    if not found:
+    if not devices:
         if torch.version.cuda is None:
             reasons.append(f"torch {torch.__version__} is built without CUDA")
         elif not Path("/dev/nvidiactl").exists():
@@ -167,7 +167,7 @@ def _installed(name: str) -> str:
 
 def _number(text: str) -> tuple[int, ...]:
     """2.13.0+cpu as (2, 13, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3])
+    return tuple(int(digits) for digits in re.findall(r"\d+", text.split("+")[0])[:3])
 
 
 def _lines(path: str) -> list[str]:

@@ -142,23 +142,25 @@ def _of_band(s: Setting, given: dict[str, Any]) -> Setting:
     from fusion_attention.explorer.visible import BAND
     from fusion_attention.ir.mask import INFINITE, Band
 
-    known = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")} | {"Band": Band}
+    constructors = {name: getattr(Band, name) for name in ("full", "causal", "window", "prefix_causal")} | {
+        "Band": Band
+    }
     if given["prefix"] or (given["pre"], given["next"]) != (NO_EDGE, NO_EDGE):
         raise typer.BadParameter("a Band says its edges itself: window(LEFT, RIGHT), prefix_causal([N])")
     text = given["mode"].removeprefix("fa.").removeprefix("Band.")
     try:
         tree = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
-        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in known):
+        if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in constructors):
             raise ValueError
         words = {word.arg or "": ast.literal_eval(word.value) for word in tree.keywords}
-        band = known[tree.func.id](*map(ast.literal_eval, tree.args), **words)
+        band = constructors[tree.func.id](*map(ast.literal_eval, tree.args), **words)
         edges = [band.lo, band.hi, *band.prefix]
         if not all(type(n) is int and abs(n) <= INFINITE for n in edges) or any(n < 0 for n in band.prefix):
             raise ValueError
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        said = str(error) if isinstance(error, ValueError) and str(error).startswith("Band:") else ""
+        message = str(error) if isinstance(error, ValueError) and str(error).startswith("Band:") else ""
         wanted = "expected a mode (0 to 9) or a Band such as window(3, 0), causal or prefix_causal([2])"
-        raise typer.BadParameter(said or f"{wanted}, got {given['mode'][:60]!r}", param_hint="MODE") from None
+        raise typer.BadParameter(message or f"{wanted}, got {given['mode'][:60]!r}", param_hint="MODE") from None
     pre = NO_EDGE if band.lo <= -INFINITE else -band.lo
     next_ = NO_EDGE if band.hi >= INFINITE else band.hi - 1
     return replace(s, mode=BAND, pre=pre, next=next_, align=band.align, prefix=band.prefix)
@@ -316,45 +318,47 @@ def _show(s: Setting, interface: str, interfaces: list[str], console: Console) -
     from fusion_attention.explorer.words import RULES
 
     cells = _cells(s, interface)
-    plain = not (console.encoding or "").lower().startswith("utf")
+    ascii_only = not (console.encoding or "").lower().startswith("utf")
     console.print(Text(_title(s), "bold"), Text(f"  as {INTERFACE_NAMES[interface]} computes it", "dim"), sep="")
     console.print(RULES[str(s.mode)], style="italic", width=min(100, console.width))
     console.print()
     width = console.width - 10
-    lines = text(cells, width, plain)
+    lines = text(cells, width, ascii_only)
     for number, line in enumerate(lines):
         label = f"row {number:>3}  " if len(lines) == len(cells) else "  "
         console.print(Text(label, "dim") + Text(line, "blue"), no_wrap=True, overflow="crop")
     console.print()
-    report, share = _report(s, interface), float(is_seen(cells).mean()) if cells.size else 0.0
+    report, visible_share = _report(s, interface), float(is_seen(cells).mean()) if cells.size else 0.0
     empty = int((~is_seen(cells).any(1)).sum()) if cells.shape[1] else len(cells)
-    console.print(f"{len(cells)} rows x {cells.shape[1]} keys, {report['seen']} seen ({share:.1%})", highlight=False)
+    console.print(
+        f"{len(cells)} rows x {cells.shape[1]} keys, {report['seen']} seen ({visible_share:.1%})", highlight=False
+    )
     if empty:
         console.print(Text(f"{empty} row{'s see' if empty > 1 else ' sees'} no key", "yellow"))
     for b, item in enumerate(report["items"]):
         name = f"sequence {b}, row i: " if s.packed else "row i: "
         console.print(Text(name, "dim") + Text(item["formula"]))
     for name in interfaces:
-        _show_interface(report["interfaces"][name], console, whole=len(interfaces) == 1)
+        _show_interface(report["interfaces"][name], console, with_setup=len(interfaces) == 1)
     if len(interfaces) > 1:
         console.print()
         console.print(Text("--interface NAME shows one of them whole: " + ", ".join(interfaces), "dim"))
 
 
-def _show_interface(found: dict[str, Any], console: Console, whole: bool) -> None:
+def _show_interface(report: dict[str, Any], console: Console, with_setup: bool) -> None:
     from rich.syntax import Syntax
     from rich.text import Text
 
-    colour, state = VERDICTS[found["verdict"]]
+    colour, state = VERDICTS[report["verdict"]]
     console.print()
-    console.print(Text(found["operator"], "bold"), Text(f"  {state}", colour), sep="")
-    for remark in found["remarks"]:
+    console.print(Text(report["operator"], "bold"), Text(f"  {state}", colour), sep="")
+    for remark in report["remarks"]:
         got = f", got {remark['got']}" if remark["got"] else ""
         advice = f" ({remark['advice']})" if remark["advice"] else ""
         code = f"{remark['code']} " if remark["level"] in ("meaning", "limit", "doubt") else ""
         console.print(Text(f"  {code}{remark['param']}: expected {remark['expected']}{got}{advice}", colour))
-    if found["call"]:
-        call = f"{found['before']}\n{found['call']}" if whole else found["call"].split("\nworkspace")[0]
+    if report["call"]:
+        call = f"{report['before']}\n{report['call']}" if with_setup else report["call"].split("\nworkspace")[0]
         console.print(Syntax(call, "python", background_color="default", word_wrap=True, padding=(0, 2)))
 
 
@@ -367,7 +371,7 @@ def _show_gallery(console: Console) -> None:
     from fusion_attention.explorer.visible import BAND, MODES
     from fusion_attention.explorer.words import NAMES, RULES, USES
 
-    plain = not (console.encoding or "").lower().startswith("utf")
+    ascii_only = not (console.encoding or "").lower().startswith("utf")
     table = Table(show_header=False, box=None, padding=(0, 2, 1, 0))
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
@@ -376,7 +380,7 @@ def _show_gallery(console: Console) -> None:
         assert cells is not None
         words = Text(f"{'Band' if mode == BAND else mode}  {NAMES[str(mode)] if mode != BAND else ''}\n", "bold")
         words.append(RULES[str(mode)], "not bold").append(f"\n{USES[str(mode)].capitalize()}.", "not bold dim")
-        table.add_row(Text("\n".join(text(cells, 40, plain)), "blue"), words)
+        table.add_row(Text("\n".join(text(cells, 40, ascii_only)), "blue"), words)
     console.print(table)
     console.print(
         "fusion-attention mask MODE --q 5 --kv 8 ... shows one with your lengths, its calls and what CANN refuses;"

@@ -56,9 +56,13 @@ def _modules() -> dict[str, Any]:
     import torch
 
     from fusion_attention.npu.surface import transfer
-    from fusion_attention.npu.surface.modules import beside, functions, made
+    from fusion_attention.npu.surface.modules import beside, build_modules, functions
 
-    return {**made(torch.device("cpu"), "npu"), **beside(functions()), transfer.NAME: ModuleType(transfer.NAME)}
+    return {
+        **build_modules(torch.device("cpu"), "npu"),
+        **beside(functions()),
+        transfer.NAME: ModuleType(transfer.NAME),
+    }
 
 
 def _here() -> dict[str, list[str]]:
@@ -99,10 +103,10 @@ def _facts(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- screen
 
 
-def _show_names(found: dict[str, list[str]], console: Console) -> None:
+def _show_names(names_by_module: dict[str, list[str]], console: Console) -> None:
     from rich.text import Text
 
-    for module, names in found.items():
+    for module, names in names_by_module.items():
         console.print(Text(module, "bold"))
         console.print(Text("  " + (" ".join(names) or "(a package)")))
 
@@ -115,13 +119,13 @@ def _show_coverage(facts: dict[str, Any], missing: bool, console: Console) -> No
         console.print(_table(rows))
     lacks = sum(not row["here"] for row in facts["names"])
     names = f"names of the chip's packages: {len(facts['names'])}, of which not here: {lacks}."
-    said = [f"Files read: {facts['files']}; {names}"]
+    lines = [f"Files read: {facts['files']}; {names}"]
     if facts["function_calls"]:
-        share = f"{facts['answered']} of {facts['function_calls']} calls of npu functions ({facts['share']:.0%})"
-        said.append(f"{share} are answered.")
+        answered = f"{facts['answered']} of {facts['function_calls']} calls of npu functions ({facts['share']:.0%})"
+        lines.append(f"{answered} are answered.")
     if facts["device_tests"]:
-        said.append(f'Places that ask whether a device is "npu": {facts["device_tests"]}.')
-    for line in said:
+        lines.append(f'Places that ask whether a device is "npu": {facts["device_tests"]}.')
+    for line in lines:
         console.print(Text(line))
     unread = list(facts["unread"].items())
     for file, why in unread[:SHOWN_FILES]:

@@ -248,7 +248,7 @@ DENSE_LOSS = Call(
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
-OWN = {
+EXAMPLES = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
 k, v = (torch.randn(2, 128, 2, 64, requires_grad=True) for _ in range(2))  # grouped heads
@@ -349,8 +349,8 @@ FAMILIES = {  # what a name begins with, the most specific first
 
 def program(op: Op) -> str:
     """A program that calls an operator; "" of one that no family here knows."""
-    if op.name in OWN:
-        return f"import torch\nimport fusion_attention as fa\n{OWN[op.name]}".rstrip()
+    if op.name in EXAMPLES:
+        return f"import torch\nimport fusion_attention as fa\n{EXAMPLES[op.name]}".rstrip()
     call = next((call for begin, call in FAMILIES.items() if op.name.startswith(begin)), None)
     if call is None:
         return ""
@@ -379,9 +379,9 @@ def _two_phase(op: Op, call: Call) -> str:
     for p in op.params:
         given = call.values.get(p.name)
         if isinstance(p, Tensor) and p.output:
-            made = call.outputs.get(p.name)
-            outputs += [f"{p.shown} = {made}"] if made else []
-            given = p.shown if made else None
+            variable = call.outputs.get(p.name)
+            outputs += [f"{p.shown} = {variable}"] if variable else []
+            given = p.shown if variable else None
         if given is None and isinstance(p, Attr):
             given = _shown(p.default)
         elif given is not None and isinstance(p, Tensor):

@@ -60,8 +60,8 @@ def index(records: Mapping[str, Op]) -> str:
     for title, names in groups(sorted(records)).items():
         lines += [f"## {title}", "", "| operator | what it computes |", "|---|---|"]
         for name in names:
-            said = records[name].summary.replace("|", r"\|").replace("\n", " ")
-            lines.append(f"| [{name}]({name}.md) | {said} |")
+            summary = records[name].summary.replace("|", r"\|").replace("\n", " ")
+            lines.append(f"| [{name}]({name}.md) | {summary} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -135,17 +135,17 @@ def _text(called: Any) -> str:
     """The docstring, its arguments folded away: the table of parameters is their place."""
     result = docstrings.sections(inspect.getdoc(called) or "")
     paragraphs = result[""].split("\n\n")[1:]  # the first is the summary
-    kept = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
-    lines = [docstrings.prose("\n\n".join(kept), ROOT), ""] if kept else []
+    prose_paragraphs = [text for text in paragraphs if " = " not in text.splitlines()[0]]  # formulas are set above
+    lines = [docstrings.prose("\n\n".join(prose_paragraphs), ROOT), ""] if prose_paragraphs else []
     if result.get("Args"):
         lines += ['<details markdown="1"><summary>Arguments, as the docstring says them</summary>', ""]
         lines += [*docstrings.arguments(result["Args"], ROOT, docstrings.parameters(called)), "", "</details>", ""]
     for name in ("Returns", "Raises"):
         if result.get(name):
-            said = (
+            code_block = (
                 docstrings.arguments(result[name], ROOT) if name == "Raises" else [docstrings.prose(result[name], ROOT)]
             )
-            lines += [f"**{name}**", "", *said, ""]
+            lines += [f"**{name}**", "", *code_block, ""]
     return "\n".join(lines).rstrip()
 
 
@@ -171,5 +171,5 @@ def _support(op: Op) -> str:
     for name, refused in op_support.gaps(op).items():
         if refused:
             lines += ["", f"{op_support.COLUMNS[name]} refuses, with its reason, what goes beyond this:", ""]
-            lines += [f"* it {docstrings.plain(text, ROOT)}" for text in refused]
+            lines += [f"* it {docstrings.markdown(text, ROOT)}" for text in refused]
     return "\n".join(lines)

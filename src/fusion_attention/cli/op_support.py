@@ -75,19 +75,19 @@ def gaps(op: Op) -> dict[str, list[str]]:
             for name in ("cpu", "triton"):
                 for reason in refusals(call.problem, name):
                     text = reason.removeprefix(f"the {name} back end ").rstrip(".")
-                    known = results.setdefault(name, [])
-                    if text not in known:
-                        known.append(text)
+                    texts = results.setdefault(name, [])
+                    if text not in texts:
+                        texts.append(text)
     return results
 
 
 def _settings(op: Op) -> Iterator[dict[str, Any]]:
     """The plain call, and those under which a rule is asked, each once."""
     yield {op.layout_attr: op.layouts[0]}
-    known = set()
+    settings_listed = set()
     for rule in op.asked:
         layout = next(name for name in op.layouts if name in (rule.only or op.layouts))
         settings = {op.layout_attr: layout, **rule.given}
-        if rule.given and (said := str(sorted(settings.items(), key=str))) not in known:
-            known.add(said)
+        if rule.given and (text := str(sorted(settings.items(), key=str))) not in settings_listed:
+            settings_listed.add(text)
             yield settings

@@ -25,16 +25,18 @@ def ops(
     from fusion_attention.ops.auxiliary import CONTRACTS
 
     if as_json:
-        show_json(_described(_known(name, CONTRACTS)) if name else [_entry(r) for _, r in sorted(CONTRACTS.items())])
+        show_json(
+            _described(_record_of(name, CONTRACTS)) if name else [_entry(r) for _, r in sorted(CONTRACTS.items())]
+        )
     elif name:
-        _print_page(_known(name, CONTRACTS))
+        _print_page(_record_of(name, CONTRACTS))
     else:
         from rich.console import Console
 
         Console().print(_listing(CONTRACTS))
 
 
-def _known(name: str, records: Mapping[str, Op]) -> Op:
+def _record_of(name: str, records: Mapping[str, Op]) -> Op:
     if name not in records:
         close = _close_names(name, list(records))
         hint = f"did you mean {' or '.join(close)}?" if close else "`fusion-attention ops` lists them."
@@ -98,8 +100,8 @@ def _described(record: Op) -> dict[str, Any]:
 
 def _close_names(name: str, names: list[str]) -> list[str]:
     """Up to three names that contain what was asked for, else the most similar ones."""
-    within = sorted((known for known in names if name.lower() in known.lower()), key=len)[:3]
-    lower = {known.lower(): known for known in names}
+    within = sorted((candidate for candidate in names if name.lower() in candidate.lower()), key=len)[:3]
+    lower = {candidate.lower(): candidate for candidate in names}
     return within or [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
 
 

@@ -132,10 +132,10 @@ def calls(
             yield Call(str(file), "", "", UNREADABLE, _sentence(error).removeprefix(f"{file}: "), 0.0, 0.0)
 
 
-def summary(found: list[Call]) -> dict[str, Any]:
-    """How many calls of each verdict, and their time together."""
-    counts = {verdict: sum(call.verdict == verdict for call in found) for verdict in _STYLES}
-    return {**counts, "milliseconds": sum(call.milliseconds for call in found)}
+def summary(results: list[Call]) -> dict[str, Any]:
+    """The number of calls of each verdict, and their time together."""
+    counts = {verdict: sum(call.verdict == verdict for call in results) for verdict in _STYLES}
+    return {**counts, "milliseconds": sum(call.milliseconds for call in results)}
 
 
 def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
@@ -149,7 +149,7 @@ def _replayed(file: Path, backend: str, device: Any, runs: int) -> Call:
     return Call(str(file), result.operator, sizes, verdict, reason, result.worst, taken)
 
 
-def _milliseconds(found: Replay, backend: str, runs: int) -> float:
+def _milliseconds(replayed: Replay, backend: str, runs: int) -> float:
     """The median time of a call: checked, lowered, planned (once) and computed, without reading the file."""
     import statistics
 
@@ -159,13 +159,13 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     from fusion_attention.ops import RECORDS
     from fusion_attention.plan import compute
 
-    op = RECORDS[found.operator]
+    op = RECORDS[replayed.operator]
     assert op.lower is not None
     drawn = {"seed": 1, "offset": 0} if "keep_prob" in op.by_name else {}
     times = []
     for _ in range(runs + 1):
         start = time.perf_counter()
-        call = op.lower(bind(op, found.args, strict=False, check_content=False), **drawn)
+        call = op.lower(bind(op, replayed.args, strict=False, check_content=False), **drawn)
         call = call.complete() if op.trains else call
         compute(call, call.results(), backend)
         if call.device.type == "cuda":
@@ -174,12 +174,12 @@ def _milliseconds(found: Replay, backend: str, runs: int) -> float:
     return statistics.median(times[1:])
 
 
-def _verdict(found: Replay) -> tuple[str, str]:
+def _verdict(replayed: Replay) -> tuple[str, str]:
     """(verdict, reason), as Replay judges."""
     from fusion_attention.judging.calls import JudgeError
 
     try:
-        judgement = found.judgement
+        judgement = replayed.judgement
     except JudgeError as error:
         return UNJUDGED, _sentence(error)
     notes = [line.split(maxsplit=1)[-1] for line in judgement.lines() if line.startswith(("where", "error"))]

@@ -111,7 +111,7 @@ def _dense(dtype: str) -> dict[str, Case]:
     """By name: every layout, most modes, what joins the scores, and rows longer than a tile."""
     small: dict[str, Any] = {"dtype": dtype, "q_len": (70,), "kv_len": (90,), "dim_qk": 64, "dim_v": 64, "scale": 0.125}
     packed = {**small, "layout": "TND", "q_len": (3, 0, 40), "kv_len": (5, 4, 61)}
-    wide = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
+    long_rows = {**small, "dim_qk": 128, "dim_v": 128, "q_len": (300,), "kv_len": (400,), "scale": 0.09}
     causal: dict[str, Any] = {"sparse_mode": 3, "mask": "compressed"}
     cases = {f"layout {layout}": Case(**{**small, "layout": layout}) for layout in ("BSND", "BNSD", "BSH", "SBH")}
     cases |= {
@@ -120,8 +120,8 @@ def _dense(dtype: str) -> dict[str, Case]:
         "a window": Case(**small, sparse_mode=4, mask="compressed", pre=20, next=3),
         "a mask of one's own": Case(**small, mask="matrix", blank=True),
         "a bias and a sink": Case(**small, pse="full", sink=True),
-        "long rows": Case(**wide),
-        "long rows, causal": Case(**wide, **causal),
+        "long rows": Case(**long_rows),
+        "long rows, causal": Case(**long_rows, **causal),
         "dropout": Case(**small, keep_prob=0.7, dropout="bits"),
     }
     return cases

@@ -99,19 +99,19 @@ def _judged(
     return results
 
 
-def _print(found: list[Judgement], standard: str, *, as_json: bool) -> None:
+def _print(judgements: list[Judgement], standard: str, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"standard": standard, "calls": [j.json() for j in found]}, indent=1))
+        typer.echo(json.dumps({"standard": standard, "calls": [j.json() for j in judgements]}, indent=1))
         return
     from rich.console import Console
 
     from fusion_attention.judging.report import table
 
     console = Console()
-    for judgement in found:
+    for judgement in judgements:
         console.print(table(judgement))
-    right = sum(j.passes for j in found)
-    console.print(f"{right} of {len(found)} right by {standard}.", highlight=False)
+    right = sum(j.passes for j in judgements)
+    console.print(f"{right} of {len(judgements)} right by {standard}.", highlight=False)
 
 
 def _names(given: list[str]) -> dict[str, str]:

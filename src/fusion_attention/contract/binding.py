@@ -34,7 +34,7 @@ from fusion_attention.settings import current
 
 # How many signatures of one operator are remembered.
 SIGNATURES_KEPT = 1024
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
@@ -84,12 +84,12 @@ class Bound:
         """The same call with other tensors of the same signature."""
         return Bound(self.op, {**self.args, **tensors}, self.tensors, self.settled)
 
-    def once(self, make: Callable[[dict[str, Any]], Made]) -> Made:
+    def once(self, make: Callable[[dict[str, Any]], Result]) -> Result:
         """The result of lowering the names that are no tensors, made once for all calls that share a cache."""
-        made: Made | None = self.call_cache.lowered
-        if made is None:
-            made = self.call_cache.lowered = make(self.names)
-        return made
+        result: Result | None = self.call_cache.lowered
+        if result is None:
+            result = self.call_cache.lowered = make(self.names)
+        return result
 
     def __getitem__(self, name: str) -> Any:
         return self.names[name]
@@ -155,21 +155,21 @@ def bind(
     Raises:
         ContractError: with every failure of the first stage that found one.
     """
-    asked = current()
-    strict = asked.strict if strict is None else strict
-    check_content = asked.check_content if check_content is None else check_content
+    checks = current()
+    strict = checks.strict if strict is None else strict
+    check_content = checks.check_content if check_content is None else check_content
     read = op.reader or _with_reader(op)
-    key, content, held = read(args, strict, bool(op.watched) and torch.is_grad_enabled())
-    known: _Signature | None = op.signatures.get(key)
-    settled = None if known is None else known.settled
-    if known is None or settled is None or settled.arrays != content:
-        bound, settled = _anew(op, args, key, known, strict, reads, memory)
+    key, content, is_memory_checked = read(args, strict, bool(op.watched) and torch.is_grad_enabled())
+    signature: _Signature | None = op.signatures.get(key)
+    settled = None if signature is None else signature.settled
+    if signature is None or settled is None or settled.arrays != content:
+        bound, settled = _anew(op, args, key, signature, strict, reads, memory)
     else:
-        if memory and not held:
-            raise ContractError(_losses(op, args, known.tensors))
-        bound = Bound(op, args, known.tensors, settled)
-        if reads and known.reads:
-            _ask_again(op, known, bound)
+        if memory and not is_memory_checked:
+            raise ContractError(_losses(op, args, signature.tensors))
+        bound = Bound(op, args, signature.tensors, settled)
+        if reads and signature.reads:
+            _ask_again(op, signature, bound)
     if check_content and reads and not any(t.is_meta for p in op.tensors() for t in members(bound[p.name]) or ()):
         ask(op, [r for r in op.asked if r.level == "content"], bound.names)
     if settled.notes:
@@ -192,7 +192,7 @@ def _with_reader(op: Op) -> Reader:
 
 
 def _anew(
-    op: Op, args: Mapping[str, Any], key: Any, known: _Signature | None, strict: bool, reads: bool, memory: bool
+    op: Op, args: Mapping[str, Any], key: Any, signature: _Signature | None, strict: bool, reads: bool, memory: bool
 ) -> tuple[Bound, _Settled]:
     """A call whose signature, or whose arrays, are not the last ones."""
     given: list[Any] = list(map(args.get, op.names))
@@ -212,33 +212,33 @@ def _anew(
         if isinstance(array, np.ndarray):
             content.append(array.tobytes())
         else:
-            key = known = None  # whatever it is, stages refuse it
-    known = known or _learn(op, given, strict)
-    if memory and (failures := _losses(op, args, known.tensors)):
+            key = signature = None  # whatever it is, stages refuse it
+    signature = signature or _learn(op, given, strict)
+    if memory and (failures := _losses(op, args, signature.tensors)):
         raise ContractError(failures)
-    settled = known.settled
+    settled = signature.settled
     if settled is None or settled.arrays != tuple(content):
-        tensors = _tensors_of(op, args, known.tensors)
-        settled = _settle(op, known, given, tensors, tuple(content), reads)
-        _keep(op, key, known)
-        return Bound(op, args, known.tensors, settled), settled
-    bound = Bound(op, args, known.tensors, settled)
+        tensors = _tensors_of(op, args, signature.tensors)
+        settled = _settle(op, signature, given, tensors, tuple(content), reads)
+        _keep(op, key, signature)
+        return Bound(op, args, signature.tensors, settled), settled
+    bound = Bound(op, args, signature.tensors, settled)
     if reads:
-        ask(op, known.reads, bound.names)
+        ask(op, signature.reads, bound.names)
     return bound, settled
 
 
-def _ask_again(op: Op, known: _Signature, bound: Bound) -> None:
+def _ask_again(op: Op, signature: _Signature, bound: Bound) -> None:
     """Asks the rules that read tensor content; what is wrong ask() says."""
     settled = bound.settled
     if settled.within is None:
         settled.within = scope(settled.names, op.functions)
-    within = {**settled.within, **_tensors_of(op, bound.args, known.tensors)}
-    for rule in known.reads:
+    within = {**settled.within, **_tensors_of(op, bound.args, signature.tensors)}
+    for rule in signature.reads:
         if not rule.when or evaluate(rule.when, within):
             outcome = evaluate(rule.check, within)
             if isinstance(outcome, str) or not outcome:
-                ask(op, known.reads, bound.names)
+                ask(op, signature.reads, bound.names)
 
 
 def _otherwise(op: Op, args: Mapping[str, Any], strict: bool, reads: bool, memory: bool) -> tuple[Bound, _Settled]:
@@ -260,38 +260,38 @@ def _losses(op: Op, args: Mapping[str, Any], names: tuple[str, ...]) -> list[Fai
 def _learn(op: Op, given: list[Any], strict: bool) -> _Signature:
     """The stages before lengths: a new signature, with every other rule still to be asked."""
     levels = ("meaning", "note", "limit", "doubt") if strict else ("meaning", "note", "doubt")
-    asked = [r for r in op.asked if r.level in levels]
+    rules_asked = [r for r in op.asked if r.level in levels]
     if strict:
-        asked = [replace(r, level="limit") if r.level == "doubt" else r for r in asked]
-    names = first_stages(op, given, asked)
+        rules_asked = [replace(r, level="limit") if r.level == "doubt" else r for r in rules_asked]
+    names = first_stages(op, given, rules_asked)
     layout = str(names.get(op.layout_attr, ""))
     tensors = tuple(p.name for p in op.params if isinstance(p, Tensor) and names[p.name] is not None)
-    rules = [r for r in asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
+    rules = [r for r in rules_asked if r.stage in ("lengths", "rules") and (not r.only or layout in r.only)]
     # Tensors belong to one call: keeping them would keep their memory.
-    kept = {name: value for name, value in names.items() if not is_memory(value)}
-    return _Signature(kept, tensors, rules, [])
+    sizes = {name: value for name, value in names.items() if not is_memory(value)}
+    return _Signature(sizes, tensors, rules, [])
 
 
 def _settle(
-    op: Op, known: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
+    op: Op, signature: _Signature, given: list[Any], tensors: dict[str, Any], content: tuple[bytes, ...], reads: bool
 ) -> _Settled:
     """The stages from lengths on, for new arrays."""
     arrays = {op.params[i].name: given[i] for i in op.positions[Array] if given[i] is not None}
-    names = {**known.names, **tensors, **arrays}
-    ask(op, [r for r in known.rules if r.stage == "lengths"], names)
+    names = {**signature.names, **tensors, **arrays}
+    ask(op, [r for r in signature.rules if r.stage == "lengths"], names)
     derived = op.derive(names)
     names |= derived
-    messages = ask(op, [r for r in known.rules if r.stage == "rules" and (reads or not r.reads)], names)
+    messages = ask(op, [r for r in signature.rules if r.stage == "rules" and (reads or not r.reads)], names)
     _tell(n for n in messages if n.rule is not None and n.rule.reads)  # of this call alone
-    notes = known.notes + [n for n in messages if n.rule is None or not n.rule.reads]
-    if known.settled is None:
-        lasting = [r for r in known.rules if not (r.reads and r.level in WARNED)]
-        known.rules = _changing(op, lasting, {*arrays, *derived} if arrays else set(), names)
-        known.reads = [r for r in known.rules if r.reads]
-        known.notes = [n for n in notes if n.rule not in known.rules]
-    kept = {name: value for name, value in names.items() if not is_memory(value)}
+    notes = signature.notes + [n for n in messages if n.rule is None or not n.rule.reads]
+    if signature.settled is None:
+        lasting = [r for r in signature.rules if not (r.reads and r.level in WARNED)]
+        signature.rules = _changing(op, lasting, {*arrays, *derived} if arrays else set(), names)
+        signature.reads = [r for r in signature.rules if r.reads]
+        signature.notes = [n for n in notes if n.rule not in signature.rules]
+    sizes = {name: value for name, value in names.items() if not is_memory(value)}
     # Another thread may have settled the signature meanwhile, with other arrays: this call keeps its own.
-    result = known.settled = _Settled(content, kept, list(map(str, notes)))
+    result = signature.settled = _Settled(content, sizes, list(map(str, notes)))
     return result
 
 
@@ -303,16 +303,16 @@ def _changing(op: Op, rules: list[Rule], changing: set[str], names: dict[str, An
         return not changing.isdisjoint(parse(text).names + parse(text).axes)
 
     def applies(rule: Rule) -> bool:
-        return all(touched(part) or evaluate(part, within) for part in parse(rule.when or "True").parts)
+        return all(touched(operand) or evaluate(operand, within) for operand in parse(rule.when or "True").parts)
 
     return [r for r in rules if (r.reads or touched(r.check) or touched(r.when or "True")) and applies(r)]
 
 
-def _keep(op: Op, key: Any, known: _Signature) -> None:
+def _keep(op: Op, key: Any, signature: _Signature) -> None:
     if key is not None and key not in op.signatures:
         if len(op.signatures) >= SIGNATURES_KEPT:
             op.signatures.clear()
-        op.signatures[key] = known
+        op.signatures[key] = signature
 
 
 def outside() -> int:

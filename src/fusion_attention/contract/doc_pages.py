@@ -199,12 +199,14 @@ def _shapes(op: Op) -> list[str]:
         lines += [_line(", ".join(names), *map(shape_text, shapes)) for shapes, names in several.items()]
     elif op.layouts:
         lines += ["", f"Layout: `{op.layouts[0]}` only."]
-    own: dict[str, list[str]] = {}  # layouts of single tensors
+    single_shapes: dict[str, list[str]] = {}  # layouts of single tensors
     for p in op.params:
         if isinstance(p, Tensor) and p.form and not isinstance(p.shape, str):
             for layout in [layout for layout in p.shape if layout not in op.layouts]:  # in the record's order
-                own.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
-    lines += [line for layout, result in own.items() for line in ("", f"In layout {layout}: {', '.join(result)}.")]
+                single_shapes.setdefault(layout, []).append(f"`{p.shown}` {shape_text(p.shape[layout])}")
+    lines += [
+        line for layout, result in single_shapes.items() for line in ("", f"In layout {layout}: {', '.join(result)}.")
+    ]
     return lines
 
 

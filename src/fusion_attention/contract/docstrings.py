@@ -14,10 +14,10 @@ _LINE = re.compile(r"(.{1,108})(?: |$)")
 
 
 def docstring(op: Op) -> str:
-    """What help() says: a sentence, the formula, and sections as every public docstring here has them."""
+    """The text of help(): a sentence, the formula, and sections as every public docstring here has them."""
     outputs = [p for p in op.tensors(output=True) if p.name not in op.declared]
     listed = [] if len(outputs) == 1 else [f"({', '.join(p.shown for p in outputs)})"]
-    results = [f"{p.shown}: {_said(op, p)}" for p in outputs]
+    results = [f"{p.shown}: {_description(op, p)}" for p in outputs]
     trained = [op.by_name[name].shown for names in op.trains.values() for name in names if name in op.by_name]
     results += [f"Differentiable in {_either(trained, 'and')}."] if trained else []
     refused = (
@@ -27,7 +27,7 @@ def docstring(op: Op) -> str:
     raised = [f"ContractError: {refused}{written}"]
     raised += ["BackendError: no back end computes it."] if op.lower else []
     sections = {
-        "Args": [f"{p.shown}: {_said(op, p)}" for p in op.inputs],
+        "Args": [f"{p.shown}: {_description(op, p)}" for p in op.inputs],
         "Returns": [*([op.returns] if op.returns else listed), *results] if outputs or op.returns else [],
         "Raises": raised,
     }
@@ -37,22 +37,22 @@ def docstring(op: Op) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _said(op: Op, p: Param) -> str:
-    """What a record says of a parameter: its text, shape and dtypes, or its domain."""
-    said = [p.text]
+def _description(op: Op, p: Param) -> str:
+    """The line of a parameter: its text, shape and dtypes, or its domain."""
+    sentences = [p.text]
     if isinstance(p, Attr) and p.axis:
-        said[0] = f"{p.axis}: {said[0]}"
+        sentences[0] = f"{p.axis}: {sentences[0]}"
     if isinstance(p, Attr) and p.name == op.layout_attr and len(op.layouts) > 1:
-        said.append(f"{_either([repr(layout) for layout in op.layouts])}.")
+        sentences.append(f"{_either([repr(layout) for layout in op.layouts])}.")
     if isinstance(p, Tensor):
         facts = [_shapes(op, p)]
         like = op.by_name.get(p.dtypes[1:]) if p.dtypes[:1] == "=" else None
         facts.append(f"as {like.shown}" if like else _either([word for word in p.dtypes.split() if word[0] != "="]))
         fact = "; ".join(word for word in facts if word and word not in p.text)
-        said += [f"{fact[0].upper() if like else fact[0]}{fact[1:]}."] if fact else []
+        sentences += [f"{fact[0].upper() if like else fact[0]}{fact[1:]}."] if fact else []
     elif isinstance(p, Attr) and p.domain:
-        said.append(f"`{op.spell(p.domain)}`.")
-    return " ".join(said)
+        sentences.append(f"`{op.spell(p.domain)}`.")
+    return " ".join(sentences)
 
 
 def _shapes(op: Op, p: Tensor) -> str:

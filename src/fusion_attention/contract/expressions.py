@@ -66,10 +66,10 @@ def size_of(word: str, names: Mapping[str, Any]) -> int | None:
     """The size of an axis word ("N1*D", "8"); None while a factor is unknown."""
     size = 1
     for factor in word.split("*"):
-        known = int(factor) if factor.isdigit() else names.get(factor)
-        if known is None:
+        factor_size = int(factor) if factor.isdigit() else names.get(factor)
+        if factor_size is None:
             return None
-        size *= int(known)
+        size *= int(factor_size)
     return size
 
 

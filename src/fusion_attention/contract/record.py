@@ -62,8 +62,8 @@ class ContractError(ValueError, RuntimeError):
     def __init__(self, failures: list[Failure]) -> None:
         alike: dict[tuple[str, ...], list[Failure]] = {}
         for f in failures:
-            own = "" if f.rule is not None and f.rule.stage == "lengths" else f.param
-            alike.setdefault((own, f.expected, f.got, f.advice), []).append(f)
+            param = "" if f.rule is not None and f.rule.stage == "lengths" else f.param
+            alike.setdefault((param, f.expected, f.got, f.advice), []).append(f)
         lines = (str(first) + "".join(f"; {f.param} likewise" for f in more) for first, *more in alike.values())
         super().__init__("\n".join(lines))
         self.failures = tuple(failures)
@@ -304,8 +304,8 @@ class Op:
 
         object.__setattr__(self, "names", tuple(p.name for p in self.params))
         shown = [p.shown for p in self.params]
-        known = self.prototypes.get(self.name)
-        object.__setattr__(self, "cann", dict(zip(shown, known.names, strict=True)) if known else {})
+        prototype = self.prototypes.get(self.name)
+        object.__setattr__(self, "cann", dict(zip(shown, prototype.names, strict=True)) if prototype else {})
         object.__setattr__(self, "by_name", {p.name: p for p in self.params})
         object.__setattr__(self, "trained", frozenset().union(*self.trains.values()))
         object.__setattr__(self, "asked", tuple(filter(self._has, self.rules)))
@@ -319,8 +319,8 @@ class Op:
         return f"<record of {self.name}>"
 
     def _has(self, rule: Rule) -> bool:
-        known = rule.param in self.by_name and (not rule.needs or self.by_name.keys() >= set(rule.needs))
-        return known and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
+        applies = rule.param in self.by_name and (not rule.needs or self.by_name.keys() >= set(rule.needs))
+        return applies and (not rule.only or not set(self.layouts).isdisjoint(rule.only))
 
     def version(
         self, name: str, summary: str, *, after: Mapping[str, tuple[Param, ...]] | None = None, **changes: Any

@@ -52,7 +52,7 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
     args: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(7)
     defaults = {p.name: p.default for p in op.params if isinstance(p, Attr)}
-    said = {**dict.fromkeys(op.by_name), **op.neutral, **defaults, **settings, op.layout_attr: layout}
+    choices = {**dict.fromkeys(op.by_name), **op.neutral, **defaults, **settings, op.layout_attr: layout}
     for p in op.params:
         wanted = settings.get(p.name)
         if p.name == op.layout_attr:
@@ -61,9 +61,9 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
             default = sizes[p.axis] if p.axis and p.default is REQUIRED else p.default
             args[p.name] = settings.get(p.name, default)
         elif isinstance(p, Tensor) and isinstance(wanted, (str, tuple, bool)):
-            args[p.name] = _tensor(p, wanted, op.layout_of(p, said), sizes, args, generator)
+            args[p.name] = _tensor(p, wanted, op.layout_of(p, choices), sizes, args, generator)
         elif isinstance(p, Tensor) and p.name not in settings and not (p.optional or p.output):
-            args[p.name] = _tensor(p, True, op.layout_of(p, said), sizes, args, generator)
+            args[p.name] = _tensor(p, True, op.layout_of(p, choices), sizes, args, generator)
         else:
             args[p.name] = wanted
     return args
@@ -71,10 +71,10 @@ def sample(op: Op, **settings: Any) -> dict[str, Any]:
 
 def _derived_sizes(op: Op, layout: str, settings: dict[str, Any]) -> dict[str, int]:
     """Axes that the record derives from arrays; where a setting takes the arrays away, those of a plain sample."""
-    own = op.samples.get(layout, {})
+    sample_sizes = op.samples.get(layout, {})
     arrays = {p.name: p for p in op.params if isinstance(p, Array)}
-    values = {name: value if (value := settings.get(name)) is not None else own.get(name) for name in arrays}
-    if not any(name in arrays for name in own):
+    values = {name: value if (value := settings.get(name)) is not None else sample_sizes.get(name) for name in arrays}
+    if not any(name in arrays for name in sample_sizes):
         return {}
     names = {**op.neutral, op.layout_attr: layout, **{n: None if v is None else to_array(v) for n, v in values.items()}}
     return {name: value for name, value in op.derive(names).items() if isinstance(value, int)}
@@ -86,13 +86,13 @@ def _tensor(
     words, dtype = wanted if isinstance(wanted, tuple) else (wanted, "")
     shape = tuple(int(size_of(word, sizes) or 0) for word in (p.words(layout) if words is True else words.split()))
     first = next((value for value in args.values() if isinstance(value, torch.Tensor)), None)
-    own = p.dtypes.split()[0] if p.dtypes and p.dtypes[0] != "=" else ""
-    own = own or ("float32" if first is None else dtype_text(first))
+    dtype_name = p.dtypes.split()[0] if p.dtypes and p.dtypes[0] != "=" else ""
+    dtype_name = dtype_name or ("float32" if first is None else dtype_text(first))
     if not dtype and p.make:
         return p.make(shape)
     if dtype == "zeros":
-        return torch.zeros(shape, dtype=getattr(torch, own))
-    return torch.randn(shape, generator=generator).to(getattr(torch, dtype or own))
+        return torch.zeros(shape, dtype=getattr(torch, dtype_name))
+    return torch.randn(shape, generator=generator).to(getattr(torch, dtype or dtype_name))
 
 
 def invalid_samples(op: Op) -> Iterator[InvalidSample]:

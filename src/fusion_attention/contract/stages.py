@@ -174,15 +174,15 @@ def _bind_axis(word: str, size: int, names: dict[str, Any], origin: dict[str, st
     unknown = [f for f in factors if not f.isdigit() and names.get(f) is None]
     if len(unknown) == 1:
         rest = "*".join(f for f in factors if f != unknown[0])
-        known = size_of(rest, names) if rest else 1
-        if rest and (not known or not size or size % known):
-            return f"a positive multiple of {rest}={known}" + _origins(rest, origin, param)
-        names[unknown[0]], origin[unknown[0]] = size // (known or 1), param
+        known_size = size_of(rest, names) if rest else 1
+        if rest and (not known_size or not size or size % known_size):
+            return f"a positive multiple of {rest}={known_size}" + _origins(rest, origin, param)
+        names[unknown[0]], origin[unknown[0]] = size // (known_size or 1), param
         return ""
-    known = size_of(word, names)
+    known_size = size_of(word, names)
     # Two unknown factors: the tensor that would have shown one of them has failed.
-    shown = word if word.isdigit() else f"{word}={known}"
-    return "" if known in (size, None) else shown + _origins(word, origin, param)
+    shown = word if word.isdigit() else f"{word}={known_size}"
+    return "" if known_size in (size, None) else shown + _origins(word, origin, param)
 
 
 def _origins(word: str, origin: dict[str, str], param: str) -> str:

@@ -1,11 +1,11 @@
-"""Attention between pieces of sequences, as far as one process has them: forward, backward, and what a sink gets.
+"""Attention between chunks of sequences, as far as one process has them: forward, backward, and what a sink gets.
 
-A piece is neighbouring tokens of one sequence. A piece of rows and a piece of keys make a *pair*, which a back end
-computes as a sequence of its own whose Part says where it stands (ir/problem.py). So pieces cut at multiples of CUT
+A chunk is neighbouring tokens of one sequence. A chunk of rows and a chunk of keys make a *pair*, which a back end
+computes as a sequence of its own whose Part says where it stands (ir/problem.py). So chunks cut at multiples of CUT
 give the bits of the whole call:
 
-* out, statistics and dq, where each piece of rows meets all keys of its sequence in one pair;
-* dk and dv, where each piece of keys meets all rows of its sequence in one pair.
+* out, statistics and dq, where each chunk of rows meets all keys of its sequence in one pair;
+* dk and dv, where each chunk of keys meets all rows of its sequence in one pair.
 
 Pairs that share rows, or keys, leave partial results in float32: those of rows are merged (ir/merge.py), gradients
 added, in ascending order of what they meet.
@@ -31,11 +31,11 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """Pieces of sequences, and where they lie in tensors [batch, tokens, heads, dim]: int64 arrays, one number each.
+class Chunks:
+    """Chunks of sequences, and where they lie in tensors [batch, tokens, heads, dim]: int64 arrays, one number each.
 
     Args:
-        seq, first, count: the sequence, its first token in the piece, and how many there are.
+        seq, first, count: the sequence, its first token in the chunk, and how many there are.
         batch, start: the index on a tensor's first axis, and the place on its second axis.
     """
 
@@ -46,21 +46,21 @@ class Pieces:
     start: np.ndarray
 
     @classmethod
-    def packed(cls, seq: Any, first: Any, count: Any) -> Pieces:
-        """Pieces that lie one behind another in tensors [1, tokens, heads, dim]."""
+    def packed(cls, seq: Any, first: Any, count: Any) -> Chunks:
+        """Chunks that lie one behind another in tensors [1, tokens, heads, dim]."""
         seq, first, count = (np.array(a, np.int64) for a in (seq, first, count))
         return cls(seq, first, count, np.zeros_like(seq), np.cumsum(count) - count)
 
     @classmethod
-    def whole(cls, lengths: np.ndarray) -> Pieces:
-        """All sequences, each in one piece, packed."""
+    def full(cls, lengths: np.ndarray) -> Chunks:
+        """All sequences, each in one chunk, packed."""
         return cls.packed(np.arange(len(lengths)), np.zeros(len(lengths)), lengths)
 
     def __len__(self) -> int:
         return len(self.seq)
 
     def view(self, tensor: Tensor, chosen: np.ndarray, layer: np.ndarray | None = None) -> RowView:
-        """The rows of chosen pieces, of tensors [batch, tokens, heads, dim], or [layers, batch, ...]."""
+        """The rows of chosen chunks, of tensors [batch, tokens, heads, dim], or [layers, batch, ...]."""
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             tensor = tensor.contiguous()
         *layers, batch, token, head, _ = tensor.stride()
@@ -71,8 +71,8 @@ class Pieces:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """What all pieces of a call have in common.
+class FullCall:
+    """The unsharded call that its chunks belong to.
 
     Args:
         problem, extents: of the whole call; of heads that lie spread over processes, problem counts those here.
@@ -96,10 +96,10 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Pieces of rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and blocked
+    """Chunks of rows with their tensors: q [batch, tokens, heads_q, dim_qk]; q_rope; bias and blocked
     [batch or 1, heads_q or 1, tokens or 1, keys of the whole sequence or 1], whose rows are q's tokens."""
 
-    pieces: Pieces
+    chunks: Chunks
     q: Tensor
     q_rope: Tensor | None = None
     bias: Tensor | None = None
@@ -119,9 +119,9 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """Pieces of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v and k_rope likewise."""
+    """Chunks of keys with their tensors: k [batch, tokens, heads_kv, dim_qk], v and k_rope likewise."""
 
-    pieces: Pieces
+    chunks: Chunks
     k: Tensor
     v: Tensor
     k_rope: Tensor | None = None
@@ -144,7 +144,7 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Which pieces of rows meet which pieces of keys, by number: in order of rows, then of keys within a sequence.
+    """Which chunks of rows meet which chunks of keys, by number: in order of rows, then of keys within a sequence.
 
     row_layer, key_layer: how many pairs before it have the same rows, and the same keys.
     """
@@ -163,8 +163,8 @@ class Pairs:
         return len(self.row)
 
 
-def pairs(whole: Whole, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
-    """The pairs of pieces of the same sequence in which a row sees a key.
+def pairs(full: FullCall, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
+    """The pairs of chunks of the same sequence in which a row sees a key.
 
     All of them where empty rows are means of keys that they do not see; or, of results that are not partial, where a
     sink is what they see.
@@ -173,46 +173,46 @@ def pairs(whole: Whole, rows: Pieces, keys: Pieces, *, partial: bool = False) ->
     begin, end = (np.searchsorted(keys.seq[order], rows.seq, side) for side in ("left", "right"))
     row = np.repeat(np.arange(len(rows)), end - begin)
     key = order[np.arange(len(row)) - np.repeat(np.cumsum(end - begin) - end, end - begin)]
-    extents = _extents(whole, rows, keys, row, key)
-    if whole.problem.empty_rows == "zero" and (partial or whole.sink is None):
-        seen = _sees(extents)
-        if not seen.all():
-            row, key = row[seen], key[seen]
-            extents = _extents(whole, rows, keys, row, key)
+    extents = _extents(full, rows, keys, row, key)
+    if full.problem.empty_rows == "zero" and (partial or full.sink is None):
+        visible = _sees(extents)
+        if not visible.all():
+            row, key = row[visible], key[visible]
+            extents = _extents(full, rows, keys, row, key)
     return Pairs(row, key, extents)
 
 
 def forward(
-    whole: Whole, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
+    full: FullCall, rows: Rows, keys: Keys, met: Pairs | None = None, backend: str = "auto", *, partial: bool = False
 ) -> Partial:
     """Attention of the rows to these keys, fresh [batch, tokens, heads_q, dim_v] and [batch, tokens, heads_q].
 
     partial: out is float32, and a sink stays out of it (ir/merge.py: join_sink comes after the last keys); rows may
-    then be in several pairs. Else out has the problem's dtype, and each piece of rows is in one pair at most.
+    then be in several pairs. Else out has the problem's dtype, and each chunk of rows is in one pair at most.
     """
-    met = pairs(whole, rows.pieces, keys.pieces, partial=partial) if met is None else met
-    problem = _partial(whole.problem) if partial else whole.problem
+    met = pairs(full, rows.chunks, keys.chunks, partial=partial) if met is None else met
+    problem = _partial(full.problem) if partial else full.problem
     layers = int(met.row_layer.max(initial=0)) + 1
     if layers > 1 and not partial:
-        raise ValueError("fusion_attention: pieces: expected every piece of rows in one pair, or a partial result")
+        raise ValueError("fusion_attention: chunks: expected every chunk of rows in one pair, or a partial result")
     batch, tokens, heads, _ = rows.q.shape
     shape = layers, batch, tokens, heads
     dtype = torch.float32 if partial else rows.q.dtype
-    fills = _fills(rows.pieces, met.row, layers, batch * tokens)
+    fills = _fills(rows.chunks, met.row, layers, batch * tokens)
     out = _buffer(rows.q, (*shape, problem.dim_v), dtype, fills, 0.0)
     max_, sum_ = (_buffer(rows.q, shape, torch.float32, fills, value) for value in (-torch.inf, 0.0))
     if len(met):
-        o = _operands(whole, problem, rows, keys, met, (out, max_, sum_), met.row_layer)
+        o = _operands(full, problem, rows, keys, met, (out, max_, sum_), met.row_layer)
         plan(problem, met.extents, rows.q.device, backend).run(o)
     result = Partial(out[0], max_[0], sum_[0])
     for layer in range(1, layers):
-        for at in _runs(rows.pieces, met.row[met.row_layer == layer]):
+        for at in _runs(rows.chunks, met.row[met.row_layer == layer]):
             merge(Partial(*(t[at] for t in result)), Partial(out[layer][at], max_[layer][at], sum_[layer][at]))
     return result
 
 
 def backward(
-    whole: Whole,
+    full: FullCall,
     rows: Rows,
     saved: Saved,
     keys: Keys,
@@ -228,49 +228,49 @@ def backward(
     rounded before it is added up has other bits. dbias: of whatever keys, ask wherever the whole call does, or bits
     differ.
     """
-    met = pairs(whole, rows.pieces, keys.pieces, partial=True) if met is None else met
-    problem = replace(_partial(whole.problem), wide_results=partial)
+    met = pairs(full, rows.chunks, keys.chunks, partial=True) if met is None else met
+    problem = replace(_partial(full.problem), wide_results=partial)
     if not partial and (met.row_layer.any() or met.key_layer.any()):
-        raise ValueError("fusion_attention: pieces: expected all pieces in one pair each, or partial gradients")
+        raise ValueError("fusion_attention: chunks: expected all chunks in one pair each, or partial gradients")
     dtype = torch.float32 if partial else rows.q.dtype
-    of_rows, of_keys = (rows.pieces, met.row, met.row_layer), (keys.pieces, met.key, met.key_layer)
+    of_rows, of_keys = (rows.chunks, met.row, met.row_layer), (keys.chunks, met.key, met.key_layer)
     dq, dq_rope = (_Sum(t, dtype, *of_rows) for t in (rows.q, rows.q_rope))
     dk, dv, dk_rope = (_Sum(t, dtype, *of_keys) for t in (keys.k, keys.v, keys.k_rope))
     added = None
     if rows.bias is not None and dbias:
-        added = rows.bias.new_zeros(rows.bias.shape, dtype=rows.bias.dtype if whole.owns_bias else torch.float32)
+        added = rows.bias.new_zeros(rows.bias.shape, dtype=rows.bias.dtype if full.owns_bias else torch.float32)
     if len(met):
         assert dq.view is not None
         assert dk.view is not None
         grads = Grads(
-            dout=rows.pieces.view(saved.dout, met.row),
+            dout=rows.chunks.view(saved.dout, met.row),
             dq=dq.view,
             dk=dk.view,
             dv=dv.view,
             dq_rope=dq_rope.view,
             dk_rope=dk_rope.view,
-            dbias=None if added is None else _matrix(added, rows.pieces, met),
-            owns_dbias=added is not None and whole.owns_bias,
+            dbias=None if added is None else _matrix(added, rows.chunks, met),
+            owns_dbias=added is not None and full.owns_bias,
         )
-        o = _operands(whole, problem, rows, keys, met, (saved.out, saved.max, saved.sum))
+        o = _operands(full, problem, rows, keys, met, (saved.out, saved.max, saved.sum))
         plan(problem, met.extents, rows.q.device, backend, "attention_backward").run(o, grads)
     return Gradients(dq.total(), dk.total(), dv.total(), dq_rope.total(), dk_rope.total(), added)
 
 
-def sink_gradient(whole: Whole, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
+def sink_gradient(full: FullCall, rows: Rows, saved: Saved, backend: str = "auto") -> Tensor:
     """float32 [heads_q]: what the sink gets of these rows; of all rows, sequence by sequence: the whole's bits."""
-    assert whole.sink is not None
-    dsink = torch.zeros_like(whole.sink)
-    none = Pieces.packed(np.arange(len(whole.extents)), np.zeros(len(whole.extents)), np.zeros(len(whole.extents)))
-    p, q = whole.problem, rows.q
+    assert full.sink is not None
+    dsink = torch.zeros_like(full.sink)
+    none = Chunks.packed(np.arange(len(full.extents)), np.zeros(len(full.extents)), np.zeros(len(full.extents)))
+    p, q = full.problem, rows.q
     bare = replace(p, dim_rope=0, bias="none", has_blocked=False, dropout="none", keep_prob=1.0, empty_rows="zero")
-    everything = np.arange(len(rows.pieces))
-    extents = _extents(whole, rows.pieces, none, everything, rows.pieces.seq)
+    everything = np.arange(len(rows.chunks))
+    extents = _extents(full, rows.chunks, none, everything, rows.chunks.seq)
     k, v = q.new_zeros(1, 0, p.heads_kv, p.dim_qk), q.new_zeros(1, 0, p.heads_kv, p.dim_v)
-    met = Pairs(everything, rows.pieces.seq, extents)
+    met = Pairs(everything, rows.chunks.seq, extents)
     keys = Keys(none, k, v)
-    o = _operands(whole, bare, Rows(rows.pieces, q), keys, met, (saved.out, saved.max, saved.sum))
-    view = rows.pieces.view
+    o = _operands(full, bare, Rows(rows.chunks, q), keys, met, (saved.out, saved.max, saved.sum))
+    view = rows.chunks.view
     dq = view(empty(q, q.shape), everything)
     dk, dv = (none.view(t, met.key) for t in (k, v))
     grads = Grads(dout=view(saved.dout, everything), dq=dq, dk=dk, dv=dv, dsink=dsink)
@@ -280,26 +280,26 @@ def sink_gradient(whole: Whole, rows: Rows, saved: Saved, backend: str = "auto")
 
 
 class _Sum:
-    """Memory for what pairs give pieces: in layers, where they are given something several times, added up in order."""
+    """Memory for what pairs give chunks: in layers, where they are given something several times, added up in order."""
 
     def __init__(
-        self, like: Tensor | None, dtype: torch.dtype, pieces: Pieces, chosen: np.ndarray, layer: np.ndarray
+        self, like: Tensor | None, dtype: torch.dtype, chunks: Chunks, chosen: np.ndarray, layer: np.ndarray
     ) -> None:
         self.layers: Tensor | None = None
         self.view: RowView | None = None
-        self.pieces, self.chosen, self.layer = pieces, chosen, layer
+        self.chunks, self.chosen, self.layer = chunks, chosen, layer
         if like is not None:
             count = int(layer.max(initial=0)) + 1
-            filled = _fills(pieces, chosen, count, like.shape[:2].numel())
+            filled = _fills(chunks, chosen, count, like.shape[:2].numel())
             self.layers = _buffer(like, (count, *like.shape), dtype, filled, 0.0)
-            self.view = pieces.view(self.layers, chosen, layer)
+            self.view = chunks.view(self.layers, chosen, layer)
 
     def total(self) -> Tensor | None:
         """The sum, in the first layer's memory."""
         if self.layers is None:
             return None
         for n in range(1, len(self.layers)):
-            for at in _runs(self.pieces, self.chosen[self.layer == n]):
+            for at in _runs(self.chunks, self.chosen[self.layer == n]):
                 self.layers[0][at] += self.layers[n][at]
         return self.layers[0]
 
@@ -316,16 +316,16 @@ def _rank_among_equals(values: np.ndarray) -> np.ndarray:
     return rank
 
 
-def _extents(whole: Whole, rows: Pieces, keys: Pieces, row: np.ndarray, key: np.ndarray) -> Extents:
-    """Pairs as sequences: bands and shifts of the whole ones, counted from the pieces' first row and key."""
-    e, seq, first_row, first_key = whole.extents, rows.seq[row], rows.first[row], keys.first[key]
+def _extents(full: FullCall, rows: Chunks, keys: Chunks, row: np.ndarray, key: np.ndarray) -> Extents:
+    """Pairs as sequences: bands and shifts of the whole ones, counted from the chunks' first row and key."""
+    e, seq, first_row, first_key = full.extents, rows.seq[row], rows.first[row], keys.first[key]
     apart = first_row - first_key
     lo, hi = (np.where(np.abs(edge) < INFINITE, edge + apart, edge) for edge in (e.lo[seq], e.hi[seq]))
-    part = Part(first_row, first_key, seq * whole.heads + whole.first_head, e.q_len[seq], e.kv_len[seq])
+    origin = Part(first_row, first_key, seq * full.heads + full.first_head, e.q_len[seq], e.kv_len[seq])
     prefix = np.maximum(e.prefix[seq] - first_key, 0)
     # The shift means nothing without slopes, and is then the same for all.
-    shift = e.shift[seq] - apart if whole.slopes is not None else np.zeros_like(seq)
-    return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, part)
+    shift = e.shift[seq] - apart if full.slopes is not None else np.zeros_like(seq)
+    return Extents(rows.count[row], keys.count[key], lo, hi, prefix, shift, origin)
 
 
 def _sees(e: Extents) -> np.ndarray:
@@ -334,22 +334,22 @@ def _sees(e: Extents) -> np.ndarray:
     by_prefix = e.prefix > 0
     # Of the rows that end behind key 0, the first; it must begin before the last key.
     by_band = (e.hi > e.lo) & (np.maximum(1 - e.hi, 0) <= np.minimum(e.q_len, e.kv_len - e.lo) - 1)
-    seen: np.ndarray = some & (by_prefix | by_band)
-    return seen
+    visible: np.ndarray = some & (by_prefix | by_band)
+    return visible
 
 
-def _fills(pieces: Pieces, chosen: np.ndarray, layers: int, tokens: int) -> bool:
-    """Whether pairs write all tokens of a tensor."""
-    return layers == 1 and int(pieces.count[chosen].sum()) == tokens
+def _fills(chunks: Chunks, chosen: np.ndarray, layers: int, tokens: int) -> bool:
+    """True if pairs write all tokens of a tensor."""
+    return layers == 1 and int(chunks.count[chosen].sum()) == tokens
 
 
 def _buffer(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, filled: bool, value: float) -> Tensor:
     return empty(like, shape, dtype) if filled else like.new_full(shape, value, dtype=dtype)
 
 
-def _runs(pieces: Pieces, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Where pieces lie, neighbours together: places on a tensor's first two axes."""
-    batch, start, end = pieces.batch[chosen], pieces.start[chosen], (pieces.start + pieces.count)[chosen]
+def _runs(chunks: Chunks, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """The runs of neighbouring chunks: positions on a tensor's first two axes."""
+    batch, start, end = chunks.batch[chosen], chunks.start[chosen], (chunks.start + chunks.count)[chosen]
     order = np.lexsort((start, batch))
     batch, start, end = batch[order], start[order], end[order]
     breaks = np.flatnonzero((batch[1:] != batch[:-1]) | (start[1:] != end[:-1])) + 1
@@ -358,19 +358,19 @@ def _runs(pieces: Pieces, chosen: np.ndarray) -> Iterator[tuple[int, slice]]:
             yield int(batch[first]), slice(int(start[first]), int(end[last - 1]))
 
 
-def _matrix(tensor: Tensor, pieces: Pieces, met: Pairs) -> MatrixView:
-    """A bias or a blocked matrix whose rows are tokens of pieces, and whose keys are those of whole sequences."""
+def _matrix(tensor: Tensor, chunks: Chunks, met: Pairs) -> MatrixView:
+    """A bias or a blocked matrix whose rows are tokens of chunks, and whose keys are those of whole sequences."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     batch, head, row, key = (s if n > 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
     assert met.extents.part is not None
-    address = pieces.batch[met.row] * batch + pieces.start[met.row] * row + met.extents.part.first_key * key
+    address = chunks.batch[met.row] * batch + chunks.start[met.row] * row + met.extents.part.first_key * key
     return MatrixView(tensor, address, np.full_like(address, head), np.full_like(address, row), key)
 
 
 def _operands(
-    whole: Whole,
+    full: FullCall,
     problem: Problem,
     rows: Rows,
     keys: Keys,
@@ -379,25 +379,25 @@ def _operands(
     layer: np.ndarray | None = None,
 ) -> Operands:
     """results: out, max and sum, in layers where a forward writes them."""
-    of_rows, of_keys = rows.pieces.view, keys.pieces.view
+    of_rows, of_keys = rows.chunks.view, keys.chunks.view
     out, max_, sum_ = results[0], *(t[..., None] for t in results[1:])
     given: dict[str, Any] = {}
     if problem.dim_rope and rows.q_rope is not None and keys.k_rope is not None:
         given |= {"q_rope": of_rows(rows.q_rope, met.row), "k_rope": of_keys(keys.k_rope, met.key)}
     if problem.bias == "matrix" and rows.bias is not None:
-        given["bias"] = _matrix(rows.bias, rows.pieces, met)
-    if problem.bias == "slopes" and whole.slopes is not None:
-        given["slopes"] = whole.slopes[torch.from_numpy(rows.pieces.seq[met.row])]
+        given["bias"] = _matrix(rows.bias, rows.chunks, met)
+    if problem.bias == "slopes" and full.slopes is not None:
+        given["slopes"] = full.slopes[torch.from_numpy(rows.chunks.seq[met.row])]
     if problem.has_blocked and rows.blocked is not None:
-        given["blocked"] = _matrix(rows.blocked.view(torch.uint8), rows.pieces, met)
+        given["blocked"] = _matrix(rows.blocked.view(torch.uint8), rows.chunks, met)
     return Operands(
         q=of_rows(rows.q, met.row),
         k=of_keys(keys.k, met.key),
         v=of_keys(keys.v, met.key),
         out=of_rows(out, met.row, layer),
         stats=Stats(of_rows(max_, met.row, layer), of_rows(sum_, met.row, layer)),
-        sink=whole.sink if problem.has_sink else None,
-        seed=whole.seed,
-        offset=whole.offset,
+        sink=full.sink if problem.has_sink else None,
+        seed=full.seed,
+        offset=full.offset,
         **given,
     )

@@ -96,31 +96,36 @@ def attend(
         return (result["out"], result["max"] + result["sum"].log()) if return_lse else result["out"]
     of_cache, lengths = cache.arguments(sequences), cache.lengths(sequences)
     _check(args, cache, sequences, ranks if own_heads else 1)
-    said = {"q": (tuple(q.shape), q.dtype), "cache": repr(cache).split(", ")[0], "own_heads": own_heads}
-    said |= {name: args[name] for name in _OPTIONS}
-    call = cache.group.call("decode_attention", said, q.device)
+    settings = {"q": (tuple(q.shape), q.dtype), "cache": repr(cache).split(", ")[0], "own_heads": own_heads}
+    settings |= {name: args[name] for name in _OPTIONS}
+    call = cache.group.call("decode_attention", settings, q.device)
     at_head = -2 if layout == "BSND" else -3
     mark = _mark(sequences, lengths, q.device)
     if own_heads:
         queries = call.all_gather("gathering queries", torch.cat((_bytes(q), mark)), [q.nbytes + len(mark)] * ranks)
         _same(call, queries, mark)
-        q = torch.cat([part[: q.nbytes].view(q.dtype).view(q.shape) for part in queries], at_head)
+        q = torch.cat([shard[: q.nbytes].view(q.dtype).view(q.shape) for shard in queries], at_head)
     pages = cache.own_pages(sequences)
     local = _local({**args, **of_cache, "q": q}, pages, lengths, cache.page_size)
     result = dispatch.results(record.RECORD, local, backend, complete=True, reads=False)
-    own = [result["max"].transpose(1, 2), result["sum"].transpose(1, 2), _heads_last(result["out"], layout)]
+    local_results = [result["max"].transpose(1, 2), result["sum"].transpose(1, 2), _heads_last(result["out"], layout)]
     if own_heads:
-        shares = zip(*(t.chunk(ranks, 2) for t in own), strict=True)
-        own, sends = [t.chunk(ranks, 2)[0] for t in own], [torch.cat((*map(_bytes, t), mark)) for t in shares]
+        shares = zip(*(t.chunk(ranks, 2) for t in local_results), strict=True)
+        local_results, sends = (
+            [t.chunk(ranks, 2)[0] for t in local_results],
+            [torch.cat((*map(_bytes, t), mark)) for t in shares],
+        )
         parts = call.to_each("exchanging heads", sends, [send.shape for send in sends])
     else:
-        send = torch.cat((*map(_bytes, own), mark))
+        send = torch.cat((*map(_bytes, local_results), mark))
         parts = call.all_gather("gathering results", send, [len(send)] * ranks)
     _same(call, parts, mark)
-    sizes = [*(t.nbytes for t in own), len(mark)]
+    sizes = [*(t.nbytes for t in local_results), len(mark)]
     merged: Partial | None = None
-    for part in parts:
-        max_, sum_, out = (b.view(t.dtype).view(t.shape) for b, t in zip(part.split(sizes), own, strict=False))
+    for shard in parts:
+        max_, sum_, out = (
+            b.view(t.dtype).view(t.shape) for b, t in zip(shard.split(sizes), local_results, strict=False)
+        )
         more = Partial(out.float(), max_.float(), sum_.float())
         if merged is None:
             merged = more
@@ -181,34 +186,34 @@ def _local(args: dict[str, Any], pages: list[list[int]], lengths: Sequence[int],
     first = np.minimum(first, end)
     there = row < q_len[:, None]
     # Pages before the first key that some row sees are left out: a window reads its own pages alone.
-    seen = there & (end > first)
-    gone = np.where(seen, first, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max) // size * size
-    kv_len = np.where(seen, end, 0).max(1, initial=0)
+    visible = there & (end > first)
+    gone = np.where(visible, first, np.iinfo(np.int64).max).min(1, initial=np.iinfo(np.int64).max) // size * size
+    kv_len = np.where(visible, end, 0).max(1, initial=0)
     gone = np.minimum(gone, kv_len // size * size)
     first, end, kv_len = first - gone[:, None], end - gone[:, None], kv_len - gone
-    kept = [own[n // size :] for own, n in zip(pages, gone.tolist(), strict=True)]
-    made = {**args, "sink": None, "band": Band.full(), "kv_len": kv_len.tolist()}
-    made["block_table"] = table = _table(args["block_table"], gone // size)
+    retained = [local[n // size :] for local, n in zip(pages, gone.tolist(), strict=True)]
+    local_args = {**args, "sink": None, "band": Band.full(), "kv_len": kv_len.tolist()}
+    local_args["block_table"] = table = _table(args["block_table"], gone // size)
     slots = table.shape[1] * size
     partial = there & ((first > 0) | (end < kv_len[:, None]))
     for name in ("blocked", "bias"):
         if (tensor := args[name]) is not None:
-            made[name] = _columns(tensor, _global_slots(kept, slots, size, q.device))
+            local_args[name] = _columns(tensor, _global_slots(retained, slots, size, q.device))
     if partial.any():
         key = torch.arange(slots, device=q.device)
         low, high = (torch.from_numpy(edge).to(q.device)[..., None] for edge in (first, end))
         hidden = ((key < low) | (key >= high))[:, None]
-        made["blocked"] = hidden if made["blocked"] is None else hidden | made["blocked"].bool()
-    return made
+        local_args["blocked"] = hidden if local_args["blocked"] is None else hidden | local_args["blocked"].bool()
+    return local_args
 
 
 def _here(token: np.ndarray, pages: list[list[int]], size: int) -> np.ndarray:
-    """How many of this rank's tokens stand before tokens [sequences, rows] of their sequences."""
+    """The number of this rank's tokens before tokens [sequences, rows] of their sequences."""
     result = np.zeros_like(token)
-    for b, own in enumerate(pages):
+    for b, local in enumerate(pages):
         page = token[b] // size
-        before = np.searchsorted(own, page)
-        inside = np.isin(page, own)
+        before = np.searchsorted(local, page)
+        inside = np.isin(page, local)
         result[b] = before * size + np.where(inside, token[b] % size, 0)
     return result
 
@@ -225,8 +230,8 @@ def _table(table: Tensor, gone: np.ndarray) -> Tensor:
 def _global_slots(pages: list[list[int]], slots: int, size: int, device: torch.device) -> Tensor:
     """int64 [sequences, slots]: which of a sequence's slots lies in each of this rank's."""
     result = np.zeros((len(pages), slots // size), np.int64)
-    for row, own in zip(result, pages, strict=True):
-        row[: len(own)] = own
+    for row, local in zip(result, pages, strict=True):
+        row[: len(local)] = local
     return torch.from_numpy((result[..., None] * size + np.arange(size)).reshape(len(pages), slots)).to(device)
 
 
@@ -247,14 +252,14 @@ def _columns(tensor: Tensor, place: Tensor) -> Tensor:
 def _mark(sequences: Sequence[int] | None, lengths: Sequence[int], device: torch.device) -> Tensor:
     """Four bytes that tell one set of sequences and lengths from another: they travel with every result, as lengths
     change with every token."""
-    said = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
-    return torch.tensor([zlib.crc32(said) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
+    text = repr((None if sequences is None else list(map(int, sequences)), lengths)).encode()
+    return torch.tensor([zlib.crc32(text) & 0x7FFFFFFF], dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def _same(call: Call, parts: Sequence[Tensor], mark: Tensor) -> None:
     """Raises where a rank's mark is another."""
-    for rank, part in enumerate(parts):
-        if not torch.equal(part[-len(mark) :], mark):
+    for rank, shard in enumerate(parts):
+        if not torch.equal(shard[-len(mark) :], mark):
             what = f"rank {rank} decodes other sequences, or sequences of other lengths"
             raise call.error("comparing caches", what, "every rank calls the cache's methods with the same arguments")
 

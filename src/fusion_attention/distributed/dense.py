@@ -15,7 +15,7 @@ import torch
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import bind, intact
 from fusion_attention.distributed import schedules
-from fusion_attention.distributed.chunk_pairs import Keys, Rows, Saved, Whole
+from fusion_attention.distributed.chunk_pairs import FullCall, Keys, Rows, Saved
 from fusion_attention.distributed.groups import AnyGroup, Call, Group, group_of
 from fusion_attention.distributed.layout import layout_of
 from fusion_attention.distributed.schedules import Meeting, Side
@@ -165,7 +165,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
             "outside torch.compile and torch.func: torch.compiler.disable)"
         )
     with torch._C.DisableTorchFunction():
-        whole_args = _whole(args, options, ranks)
+        whole_args = _full_args(args, options, ranks)
         bound = bind(record.RECORD, whole_args)
         lowered = record.dense_call(bound)
         sides = _sides(lowered, options)
@@ -187,7 +187,7 @@ def _shared(args: dict[str, Any], ranks: Group, options: _Options, backend: str)
 # ------------------------------------------------------------------------------------------------------ the whole call
 
 
-def _whole(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
+def _full_args(args: dict[str, Any], options: _Options, ranks: Group) -> dict[str, Any]:
     """The arguments of the whole call: its tensors have no memory. What is no tensor of a share stays as it is."""
     layout = args["layout"]
     if not isinstance(layout, str) or layout not in record.RECORD.layouts:
@@ -215,8 +215,10 @@ def _tokens(args: dict[str, Any], options: _Options, ranks: Group, token: int, *
         kv_len = args["q_len"] if args["kv_len"] is None else args["kv_len"]
         return _sum(args["q_len"]), _sum(kv_len)
     if options.tokens is None:
-        held = (t.shape[token] if isinstance(t, Tensor) and t.dim() > token else None for t in (args["q"], args["k"]))
-        rows, keys = (None if n is None else n * ranks.world for n in held)
+        token_counts = (
+            t.shape[token] if isinstance(t, Tensor) and t.dim() > token else None for t in (args["q"], args["k"])
+        )
+        rows, keys = (None if n is None else n * ranks.world for n in token_counts)
         return rows, keys
     given = (options.tokens, options.tokens) if isinstance(options.tokens, int) else options.tokens
     if not isinstance(given, tuple) or len(given) != 2 or not all(type(n) is int and 0 <= n < INFINITE for n in given):
@@ -243,34 +245,34 @@ def _blank(value: Any, axis: int, size: int | None) -> Any:
     return torch.zeros(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
 
-def _words(whole: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
-    """What every rank must say alike; of matrices all axes but the rows, which may be few here and one there."""
-    said: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
-    for name, value in whole.items():
+def _words(full_args: dict[str, Any], bound: Any, options: _Options) -> dict[str, Any]:
+    """The settings that ranks must share; of matrices all axes but the rows, which may be few here and one there."""
+    settings: dict[str, Any] = {"deterministic": options.deterministic, "grad": torch.is_grad_enabled()}
+    for name, value in full_args.items():
         if isinstance(value, Tensor) and name in _TENSORS:
             shape = [*value.shape[:-2], *value.shape[-1:]] if name in _MATRICES else list(value.shape)
-            said[name] = f"{shape} {value.dtype}{' with a gradient' if value.requires_grad else ''}"
+            settings[name] = f"{shape} {value.dtype}{' with a gradient' if value.requires_grad else ''}"
         elif name in ("q_len", "kv_len"):
-            said[name] = bound[name].tolist()
+            settings[name] = bound[name].tolist()
         elif name not in ("seed", "offset") and value is not None:
-            said[name] = value
-    return said
+            settings[name] = value
+    return settings
 
 
 def _sides(lowered: DenseCall, options: _Options) -> tuple[Side, Side]:
-    """How rows and keys lie on ranks."""
+    """The layouts of rows and keys on ranks."""
     e = lowered.extents
     batch, token, _ = LAYOUTS[lowered.form.layout]
 
     def side(lengths: Any, t: Tensor) -> Side:
-        held = tuple(lengths.tolist()) if batch is None else (t.shape[token],)
-        return Side(layout_of(options.schedule, held, options.shape), lengths, batch is None)
+        token_counts = tuple(lengths.tolist()) if batch is None else (t.shape[token],)
+        return Side(layout_of(options.schedule, token_counts, options.shape), lengths, batch is None)
 
     return side(e.q_len, lowered.q), side(e.kv_len, lowered.k)
 
 
-def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Whole:
-    """The whole call for pieces.py, with this rank's copy of what is the same on every rank."""
+def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> FullCall:
+    """The whole call for chunks.py, with this rank's copy of what is the same on every rank."""
     p, e, q = lowered.problem, lowered.extents, args["q"]
     slopes, sink = (wide(args[name], q) for name in ("alibi_slopes", "sink"))
     if slopes is not None:
@@ -280,7 +282,7 @@ def _lowered_whole(args: dict[str, Any], lowered: DenseCall, call: Call) -> Whol
         seed = call.of_first("handing the seed round", draw_seed())
     sink = None if sink is None else sink.detach()
     owns = owns_bias(lowered)
-    return Whole(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset, owns_bias=owns)
+    return FullCall(p, e, p.heads_q, slopes=slopes, sink=sink, seed=seed, offset=lowered.offset, owns_bias=owns)
 
 
 def _refuse(args: dict[str, Any], lowered: DenseCall, options: _Options, sides: tuple[Side, Side]) -> None:
@@ -331,10 +333,10 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, m: Meeting, options: _Options, layout: str, *tensors: Any) -> tuple[Tensor, ...]:
         rows, keys = _canonical(m, layout, tensors)
-        part = _computed(m, options, rows, keys, None)
-        results = _placement(part, layout)
-        ctx.save_for_backward(*part, *tensors)
-        ctx.said = m, options, layout
+        partial = _computed(m, options, rows, keys, None)
+        results = _placement(partial, layout)
+        ctx.save_for_backward(*partial, *tensors)
+        ctx.settings = m, options, layout
         ctx.set_materialize_grads(False)
         return results
 
@@ -344,14 +346,14 @@ class _Shared(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         if dout is None:
             return (None,) * (3 + len(wanted))
-        m, options, layout = ctx.said
+        m, options, layout = ctx.settings
         out, max_, sum_, *tensors = ctx.saved_tensors
         intact("distributed.attention, backward", ("dout", *_TENSORS), (dout, *tensors))
 
         def gradients() -> tuple[Tensor | None, ...]:
             again = replace(m, call=m.call.derivative())
             rows, keys = _canonical(again, layout, tensors)
-            upstream = _rows_of(dout, layout, m.whole.problem.heads_q)
+            upstream = _rows_of(dout, layout, m.full.problem.heads_q)
             g, dsink = _computed(again, options, rows, keys, Saved(upstream, out, max_, sum_))
             results = [g.dq, g.dk, g.dv, g.dq_rope, g.dk_rope]
             given = [_as_given(t, layout, like) for t, like in zip(results, tensors[:5], strict=True)]
@@ -378,14 +380,14 @@ def _computed(m: Meeting, options: _Options, rows: Rows, keys: Keys, saved: Save
 
 def _canonical(m: Meeting, layout: str, tensors: Sequence[Any]) -> tuple[Rows, Keys]:
     """A rank's tensors as [batch, tokens, heads, dim], views of what came."""
-    p, rank = m.whole.problem, m.call.rank
+    p, rank = m.full.problem, m.call.rank
     given: dict[str, Any] = dict(zip(_TENSORS, (None if t is None else t.detach() for t in tensors), strict=True))
     rows: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_q) for n in _ROWS}
     keys: dict[str, Any] = {n: _rows_of(given[n], layout, p.heads_kv) for n in _KEYS}
     matrices: dict[str, Any] = {
         n: None if given[n] is None else given[n][(None,) * (4 - given[n].dim())] for n in _MATRICES
     }
-    return Rows(m.rows.pieces(rank), **rows, **matrices), Keys(m.keys.pieces(rank), **keys)
+    return Rows(m.rows.chunks(rank), **rows, **matrices), Keys(m.keys.chunks(rank), **keys)
 
 
 def _rows_of(t: Any, layout: str, count: int) -> Any:
@@ -417,11 +419,11 @@ def _placement_rows(t: Tensor, layout: str) -> Tensor:
     return t.flatten(-2) if head is None else t
 
 
-def _placement(part: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _placement(partial: Partial, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     """Results as fusion_attention.attention returns them."""
-    stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (part.max, part.sum))
+    stats = (t[0] if LAYOUTS[layout][0] is None else t.transpose(1, 2) for t in (partial.max, partial.sum))
     max_, sum_ = stats
-    return _placement_rows(part.out, layout), max_, sum_
+    return _placement_rows(partial.out, layout), max_, sum_
 
 
 def _as_given(gradient: Tensor | None, layout: str, like: Tensor | None) -> Tensor | None:

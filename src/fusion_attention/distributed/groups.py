@@ -50,15 +50,15 @@ class Pending:
     the connection, for all calls that come.
     """
 
-    def __init__(self, call: Call, step: str, works: list[Any], kept: list[Tensor]) -> None:
-        self._call, self._step, self._works, self._kept = call, step, works, kept
+    def __init__(self, call: Call, step: str, works: list[Any], buffers: list[Tensor]) -> None:
+        self._call, self._step, self._works, self._buffers = call, step, works, buffers
 
     def wait(self) -> None:
         """Returns when all has been sent and received."""
-        with self._call.told(self._step):
+        with self._call.reporting(self._step):
             for work in self._works:
                 work.wait()
-        self._works, self._kept = [], []
+        self._works, self._buffers = [], []
 
     def __enter__(self) -> Pending:
         return self
@@ -111,7 +111,7 @@ class Group:
     def call(
         self,
         function: str,
-        said: Mapping[str, Any],
+        settings: Mapping[str, Any],
         device: torch.device,
         fault: str = "",
         varies: object = None,
@@ -121,7 +121,7 @@ class Group:
 
         Args:
             function: as the user called it.
-            said: what must be the same on every rank: lengths, dtypes, options. The first call that says it compares.
+            settings: what must be the same on every rank: lengths, dtypes, options. The first call with them compares.
             device: where its tensors lie.
             fault: what is wrong with this rank's part of it; at the first call of a signature every rank then raises.
             varies: what is the same on every rank, and another thing at every call: ranks with others wait in vain.
@@ -130,9 +130,9 @@ class Group:
         Raises:
             GroupError: on every rank, where ranks say different things or one has a fault.
         """
-        words = tuple((name, str(value)) for name, value in said.items())
+        words = tuple((name, str(value)) for name, value in settings.items())
         call_cache = self._agreed.get(words)
-        call = Call(self, function, str(said.get("schedule", "")), device, call_cache or {})
+        call = Call(self, function, str(settings.get("schedule", "")), device, call_cache or {})
         call.begin(repr((words, varies, next(self.calls))))
         if self.world > 1:
             call.sends(device)
@@ -153,7 +153,7 @@ class Group:
         data, and where it can be seen who says nothing."""
         if self.axes:
             rows, columns = self.axes
-            return [text for part in rows.compare("\n".join(columns.compare(text))) for text in part.split("\n")]
+            return [text for line in rows.compare("\n".join(columns.compare(text))) for text in line.split("\n")]
         store, number = _get_process_group_store(self._data), next(self._compared)
         keys = [f"fusion_attention/{number}/{rank}" for rank in range(self.world)]
         store.set(keys[self.rank], text)
@@ -169,18 +169,18 @@ class Group:
     def backend(self, device: torch.device) -> str:
         """The back end of torch.distributed that serves a device; empty: none does."""
         try:
-            said = dist.get_backend_config(self._data)
+            config = dist.get_backend_config(self._data)
         except (*_FAILURES, TypeError) as error:  # torch no longer knows a group that a caller kept
             raise _destroyed() from error
-        served = dict(part.split(":") for part in said.split(",") if ":" in part)
-        return served.get(device.type, "" if served else said)
+        served = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+        return served.get(device.type, "" if served else config)
 
     def post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int) -> list[Any]:
         """Posts bytes to and from ranks of this group."""
         operations = [
             dist.P2POp(what, tensor, self.ranks[rank], self._data, tag)
-            for what, part in ((dist.irecv, receives), (dist.isend, sends))
-            for rank, tensor in part
+            for what, pairs in ((dist.irecv, receives), (dist.isend, sends))
+            for rank, tensor in pairs
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
@@ -227,8 +227,8 @@ class Call:
         return call
 
     @contextmanager
-    def told(self, step: str) -> Iterator[None]:
-        """What torch.distributed raises within, as a GroupError."""
+    def reporting(self, step: str) -> Iterator[None]:
+        """Errors of torch.distributed within become GroupErrors."""
         try:
             yield
         except GroupError:
@@ -247,13 +247,13 @@ class Call:
 
     def agree(self, words: tuple[tuple[str, str], ...], fault: str, advice: str = "") -> None:
         """Compares what the ranks say of a call; raises on every rank where they differ or one has a fault."""
-        said = json.dumps((self.function, words, fault))
-        with self.told(_COMPARING):
-            texts = self.group.compare(said) if self.world > 1 else [said]
+        message = json.dumps((self.function, words, fault))
+        with self.reporting(_COMPARING):
+            texts = self.group.compare(message) if self.world > 1 else [message]
         heard = [json.loads(text) for text in texts]
-        for rank, (function, said, _) in enumerate(heard):
-            if [function, said] != heard[0][:2]:
-                first, other = _differing(("function", heard[0][0]), heard[0][1], ("function", function), said)
+        for rank, (function, message, _) in enumerate(heard):
+            if [function, message] != heard[0][:2]:
+                first, other = _differing(("function", heard[0][0]), heard[0][1], ("function", function), message)
                 raise self.error(
                     _COMPARING,
                     f"rank 0 calls with {first}, rank {rank} with {other}",
@@ -268,8 +268,8 @@ class Call:
         wants all ranks at its first exchange has them."""
         lines = [self.along(axis) for axis in range(len(self.group.axes))] or [self]
         for line in lines:
-            own = torch.tensor([line.rank], device=self.device)
-            heard = torch.cat(line.all_gather("trying the group out", own, [1] * line.world)).tolist()
+            local = torch.tensor([line.rank], device=self.device)
+            heard = torch.cat(line.all_gather("trying the group out", local, [1] * line.world)).tolist()
             if heard != list(range(line.world)):
                 raise self.error("trying the group out", f"ranks {heard} answered", "make the group anew")
 
@@ -283,7 +283,7 @@ class Call:
         tag = zlib.crc32(b"%d" % next(self._steps), self._key) & 0x7FFFFFFF
         out = [(rank, _bytes(t.detach().contiguous())) for rank, t in sends if t.numel()]
         into = [(rank, _bytes(t)) for rank, t in receives if t.numel()]
-        with self.told(step):
+        with self.reporting(step):
             works = self.group.post(out, into, tag)
         return Pending(self, step, works, [t for _, t in (*out, *into)])
 
@@ -302,9 +302,12 @@ class Call:
         self, step: str, passing: Sequence[tuple[Sequence[Tensor], Sequence[Sequence[int]]]]
     ) -> list[list[Tensor]]:
         """to_each() of several tensors in one step."""
-        own, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
+        this_rank, others = self.rank, [rank for rank in range(self.world) if rank != self.rank]
         results = [
-            [sends[own] if rank == own else empty(sends[own], tuple(shape)) for rank, shape in enumerate(shapes)]
+            [
+                sends[this_rank] if rank == this_rank else empty(sends[this_rank], tuple(shape))
+                for rank, shape in enumerate(shapes)
+            ]
             for sends, shapes in passing
         ]
         out = [(rank, sends[rank]) for sends, _ in passing for rank in others]
@@ -359,8 +362,8 @@ def group_of(group: AnyGroup) -> Group:
             f"fusion_attention: distributed: expected a ProcessGroup, a DeviceMesh or None, got {type(named).__name__} "
             "(make one with torch.distributed.new_group() or init_device_mesh())"
         )
-    made = _GROUPS[named] = Group(named, dist.get_process_group_ranks(named))
-    return made
+    new_group = _GROUPS[named] = Group(named, dist.get_process_group_ranks(named))
+    return new_group
 
 
 # What is known of a group lives as long as the group: torch hands the same object to every call. Meshes are known by
@@ -372,11 +375,11 @@ _MESHES: dict[int, tuple[weakref.ref[DeviceMesh], Group]] = {}
 
 def _of_mesh(mesh: DeviceMesh) -> Group:
     place = id(mesh)
-    known = _MESHES.get(place)
-    if known is None or known[0]() is not mesh:
-        known = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), _crossed(mesh)
-        _MESHES[place] = known
-    return known[1]
+    entry = _MESHES.get(place)
+    if entry is None or entry[0]() is not mesh:
+        entry = weakref.ref(mesh, lambda _: _MESHES.pop(place, None)), _crossed(mesh)
+        _MESHES[place] = entry
+    return entry[1]
 
 
 def _crossed(mesh: DeviceMesh) -> Group:
@@ -421,8 +424,8 @@ def _summed(parts: Sequence[Tensor]) -> Tensor:
     """In float32, or float64; rounded once."""
     first = parts[0]
     total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
+    for shard in parts[1:]:
+        total += shard
     return total.to(first.dtype)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fusion_attention.distributed.sharded_call import Cut, Segment
+from fusion_attention.distributed.sharded_call import Segment, ShardedCall
 
 Tensor = torch.Tensor
 # Rows whose lists are looked through together.
@@ -17,19 +17,21 @@ _ROWS = 1024
 def found_bad(indices: Tensor, segments: Sequence[Segment], kv_len: np.ndarray, block: int) -> str:
     """The first entry of flat rows that is neither -1 nor a block of its sequence, and where it stands; or nothing."""
     for b, first, count, at in segments:
-        own, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
-        if not own.numel():
+        entries, blocks = indices[at : at + count], -(-int(kv_len[b]) // block)
+        if not entries.numel():
             continue
-        low, high = (int(edge) for edge in own.aminmax())
+        low, high = (int(edge) for edge in entries.aminmax())
         if low < -1 or high >= blocks:
-            row, head, slot = ((own < -1) | (own >= blocks)).nonzero()[0].tolist()
-            where = f"batch {b}, row {first + row}, " + (f"head {head}, " if own.shape[1] > 1 else "") + f"slot {slot}"
-            return f"{int(own[row, head, slot])} at {where}, outside [-1, {blocks})"
+            row, head, slot = ((entries < -1) | (entries >= blocks)).nonzero()[0].tolist()
+            where = (
+                f"batch {b}, row {first + row}, " + (f"head {head}, " if entries.shape[1] > 1 else "") + f"slot {slot}"
+            )
+            return f"{int(entries[row, head, slot])} at {where}, outside [-1, {blocks})"
     return ""
 
 
 def owned(
-    cut: Cut,
+    sharded: ShardedCall,
     segments: Sequence[Segment],
     indices: Tensor | None,
     block: int,
@@ -40,7 +42,7 @@ def owned(
     """All rows' lists with the entries alone of blocks that touch some segments of keys, in their order.
 
     Args:
-        cut: the call. indices: flat lists of all rows.
+        sharded: the call. indices: flat lists of all rows.
         beside: as indices, a number per entry.
         own_count: entries count from their segment's first key; then a sequence has one segment, and block is 1.
 
@@ -48,24 +50,24 @@ def owned(
         (lists, numbers): -1 and 0 behind the last; numbers are empty without `beside`.
     """
     assert indices is not None
-    e, count = cut.whole.extents, indices.shape[-1]
+    e, count = sharded.full.extents, indices.shape[-1]
     lists = torch.full_like(indices, -1)
     numbers = indices.new_zeros(0) if beside is None else torch.zeros_like(beside)
     slot = torch.arange(count, device=indices.device)
-    for b, start in enumerate(cut.q.starts.tolist()):
+    for b, start in enumerate(sharded.q.starts.tolist()):
         blocks, before = np.zeros(-(-int(e.kv_len[b]) // block) + 1, bool), 0
         for one in segments:
             if one.sequence == b:
                 blocks[one.first // block : (one.first + one.tokens - 1) // block + 1] = True
                 before = one.first if own_count else 0
-        own = torch.from_numpy(blocks).to(indices.device)
+        is_owned = torch.from_numpy(blocks).to(indices.device)
         for first in range(0, int(e.q_len[b]), _ROWS):
             row = np.arange(first, min(first + _ROWS, int(e.q_len[b])))
             _, end = e.row_interval(b, row)
             read = torch.from_numpy(-(-np.maximum(end, 0) // block)).to(indices.device)[:, None, None]
             at = slice(start + int(row[0]), start + int(row[-1]) + 1)
             entries = indices[at].long()
-            there = (entries >= 0).cumprod(-1).bool() & (slot < read) & own[entries.clamp(min=0)]
+            there = (entries >= 0).cumprod(-1).bool() & (slot < read) & is_owned[entries.clamp(min=0)]
             # What is not kept goes to a place behind the list.
             place = (there.cumsum(-1) - 1).masked_fill(~there, count)
             lists[at] = _moved(entries - before, place, -1).to(indices.dtype)

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from fusion_attention.distributed import chunk_pairs
-from fusion_attention.distributed.chunk_pairs import Gradients, Keys, Pairs, Pieces, Rows, Saved, Whole
+from fusion_attention.distributed.chunk_pairs import Chunks, FullCall, Gradients, Keys, Pairs, Rows, Saved
 from fusion_attention.distributed.groups import Call, Pending
-from fusion_attention.distributed.layout import Layout, Piece, joined
+from fusion_attention.distributed.layout import Chunk, Layout, joined
 from fusion_attention.ir.merge import Partial, join_sink, merge
 from fusion_attention.memory import empty
 
@@ -27,10 +27,10 @@ Results = tuple[Gradients, Tensor | None]  # and what the sink gets of this rank
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """How the tokens of rows, or of keys, lie on the ranks of a line.
+    """The layout of the tokens of rows, or of keys, on the ranks of a line.
 
     Args:
-        placement: the pieces of each rank, along the axis of tokens.
+        placement: the chunks of each rank, along the axis of tokens.
         lengths: tokens of each sequence that count.
         packed: sequences lie one behind another; else each item of a batch is one, and all are cut alike.
     """
@@ -39,14 +39,14 @@ class Side:
     lengths: np.ndarray
     packed: bool
 
-    def pieces(self, rank: int) -> Pieces:
-        """The pieces of a rank, as they lie in its tensors."""
-        return _pieces(self.placement.ranks[rank], self.lengths, self.packed)
+    def chunks(self, rank: int) -> Chunks:
+        """The chunks of a rank, as they lie in its tensors."""
+        return _chunks(self.placement.ranks[rank], self.lengths, self.packed)
 
-    def all(self) -> Pieces:
-        """All sequences, each in one piece, as they lie in gathered tensors."""
-        full = tuple(Piece(b, 0, n) for b, n in enumerate(self.placement.lengths))
-        return _pieces(full, self.lengths, self.packed, empty=True)
+    def all(self) -> Chunks:
+        """All sequences, each in one chunk, as they lie in gathered tensors."""
+        full = tuple(Chunk(b, 0, n) for b, n in enumerate(self.placement.lengths))
+        return _chunks(full, self.lengths, self.packed, empty=True)
 
     def joined(self, columns: int) -> Side:
         """The same where neighbouring ranks, so many of them, are one."""
@@ -55,31 +55,31 @@ class Side:
         return replace(self, placement=Layout(self.placement.lengths, tuple(parts)))
 
 
-def _pieces(held: tuple[Piece, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Pieces:
-    b, first, end = np.array(held, np.int64).reshape(-1, 3).T
+def _chunks(chunks: tuple[Chunk, ...], lengths: np.ndarray, packed: bool, empty: bool = False) -> Chunks:
+    b, first, end = np.array(chunks, np.int64).reshape(-1, 3).T
     start = np.cumsum(end - first) - (end - first)
     if packed:
-        return Pieces(b, first, end - first, np.zeros_like(b), start)
+        return Chunks(b, first, end - first, np.zeros_like(b), start)
     item = np.repeat(np.arange(len(lengths)), len(first))
     first, end, start = (np.tile(a, len(lengths)) for a in (first, end, start))
     count = np.minimum(end, lengths[item]) - first
     some = (count > 0) | empty
-    return Pieces(item[some], first[some], count[some], item[some], start[some])
+    return Chunks(item[some], first[some], count[some], item[some], start[some])
 
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """What every schedule needs to know.
+    """The inputs of every schedule.
 
     Args:
-        whole: the whole call.
+        full: the unsharded call.
         call: among whom.
         rows, keys: how they lie on its ranks.
         deterministic: of gathered keys: their gradients have the bits of one process.
         dbias: the bias wants a gradient.
     """
 
-    whole: Whole
+    full: FullCall
     call: Call
     rows: Side
     keys: Side
@@ -87,11 +87,11 @@ class Meeting:
     deterministic: bool = False
     dbias: bool = False
 
-    def pairs(self, name: Any, rows: Pieces, keys: Pieces, *, partial: bool = False) -> Pairs:
-        """The pairs of two sets of pieces, which all calls of a signature share under a name."""
+    def pairs(self, name: Any, rows: Chunks, keys: Chunks, *, partial: bool = False) -> Pairs:
+        """The pairs of two sets of chunks, which all calls of a signature share under a name."""
         result: Pairs | None = self.call.call_cache.get(name)
         if result is None:
-            result = self.call.call_cache[name] = chunk_pairs.pairs(self.whole, rows, keys, partial=partial)
+            result = self.call.call_cache[name] = chunk_pairs.pairs(self.full, rows, keys, partial=partial)
         return result
 
 
@@ -101,39 +101,39 @@ class Meeting:
 def gathered_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     """Every rank gathers all keys: its rows meet theirs in ascending order, as in one process."""
     everything = _gather_keys(m, keys)
-    met = m.pairs("gathered", rows.pieces, everything.pieces)
-    return chunk_pairs.forward(m.whole, rows, everything, met, m.backend)
+    met = m.pairs("gathered", rows.chunks, everything.chunks)
+    return chunk_pairs.forward(m.full, rows, everything, met, m.backend)
 
 
 def gathered_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """Gradients of keys are summed in the order of ranks; or computed by who has the keys, from all rows."""
     everything = _gather_keys(m, keys)
-    met = m.pairs("gathered", rows.pieces, everything.pieces)
-    g = chunk_pairs.backward(m.whole, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
+    met = m.pairs("gathered", rows.chunks, everything.chunks)
+    g = chunk_pairs.backward(m.full, rows, saved, everything, met, m.backend, partial=True, dbias=m.dbias)
     names = ("dk", "dv", "dk_rope")
     if not m.deterministic:
         result = _scatter(m, "summing gradients of keys", [getattr(g, name) for name in names])
         return replace(g, **dict(zip(names, result, strict=True))), _sink(m, rows, saved)
     g = replace(g, dk=None, dv=None, dk_rope=None)
-    own = _owned(m, *_gather_rows(m, rows, saved), keys)
-    return replace(g, dk=own.dk, dv=own.dv, dk_rope=own.dk_rope), _sink(m, rows, saved)
+    owned = _owned(m, *_gather_rows(m, rows, saved), keys)
+    return replace(g, dk=owned.dk, dv=owned.dv, dk_rope=owned.dk_rope), _sink(m, rows, saved)
 
 
 def _owned(m: Meeting, rows: Rows, saved: Saved, keys: Keys) -> Gradients:
-    """The gradients of this rank's keys from all rows, rounded where one process rounds: one piece of each sequence at
+    """The gradients of this rank's keys from all rows, rounded where one process rounds: one chunk of each sequence at
     a time, so that none is a partial one."""
-    p, total = keys.pieces, None
+    p, total = keys.chunks, None
     turn = np.arange(len(p)) - np.searchsorted(p.seq, p.seq)
     for n in range(int(turn.max(initial=0)) + 1):
         some = turn == n
-        part = Pieces(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
-        met = m.pairs(("owned", n), rows.pieces, part)
+        chunks = Chunks(p.seq[some], p.first[some], p.count[some], p.batch[some], p.start[some])
+        met = m.pairs(("owned", n), rows.chunks, chunks)
         # A bias that heads share has its gradient summed beside, in other roundings of the rest: asked for here too.
-        g = chunk_pairs.backward(m.whole, rows, saved, replace(keys, pieces=part), met, m.backend, dbias=m.dbias)
+        g = chunk_pairs.backward(m.full, rows, saved, replace(keys, chunks=chunks), met, m.backend, dbias=m.dbias)
         if total is None:
             total = g
             continue
-        for b, start, end in zip(part.batch, part.start, part.start + part.count, strict=True):
+        for b, start, end in zip(chunks.batch, chunks.start, chunks.start + chunks.count, strict=True):
             for ours, theirs in ((total.dk, g.dk), (total.dv, g.dv), (total.dk_rope, g.dk_rope)):
                 if ours is not None and theirs is not None:
                     ours[b, start:end] = theirs[b, start:end]
@@ -173,10 +173,10 @@ def _placed(placement: Layout, shares: Sequence[Tensor]) -> Tensor:
     like = shares[0]
     full = empty(like, (like.shape[0], sum(placement.sizes), *like.shape[2:]))
     starts = np.cumsum((0, *placement.lengths)).tolist()
-    for held, share in zip(placement.ranks, shares, strict=True):
+    for chunks, shard in zip(placement.ranks, shares, strict=True):
         at = 0
-        for b, first, end in held:
-            full[:, starts[b] + first : starts[b] + end] = share[:, at : (at := at + end - first)]
+        for b, first, end in chunks:
+            full[:, starts[b] + first : starts[b] + end] = shard[:, at : (at := at + end - first)]
     return full
 
 
@@ -185,12 +185,12 @@ def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Te
     placement, call = m.keys.placement, m.call
     starts = np.cumsum((0, *placement.lengths)).tolist()
 
-    def share(t: Tensor, rank: int) -> Tensor:
+    def shard_of(t: Tensor, rank: int) -> Tensor:
         parts = [t[:, starts[b] + first : starts[b] + end] for b, first, end in placement.ranks[rank]]
         return torch.cat(parts, 1) if parts else t[:, :0].contiguous()
 
     given = [t for t in tensors if t is not None]
-    sends = [[share(t, rank) for rank in range(call.world)] for t in given]
+    sends = [[shard_of(t, rank) for rank in range(call.world)] for t in given]
     passing = [(parts, [parts[call.rank].shape] * call.world) for parts in sends]
     result = iter(_added(parts) for parts in call.all_to_each(step, passing))
     return [None if t is None else next(result) for t in tensors]
@@ -198,14 +198,14 @@ def _scatter(m: Meeting, step: str, tensors: Sequence[Tensor | None]) -> list[Te
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    for shard in parts[1:]:
+        total = total + shard
     return total
 
 
 def _sink(m: Meeting, rows: Rows, saved: Saved) -> Tensor | None:
-    """What the sink gets of this rank's rows."""
-    return None if m.whole.sink is None else chunk_pairs.sink_gradient(m.whole, rows, saved, m.backend)
+    """The sink's gradient from this rank's rows."""
+    return None if m.full.sink is None else chunk_pairs.sink_gradient(m.full, rows, saved, m.backend)
 
 
 # -------------------------------------------------------------------------------------------------- keys that go round
@@ -216,8 +216,8 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
     in this order. While it computes, the next keys arrive."""
     call = m.call
     if call.world == 1:
-        keys = replace(keys, pieces=m.keys.all())
-        return chunk_pairs.forward(m.whole, rows, keys, m.pairs("own", rows.pieces, keys.pieces), m.backend)
+        keys = replace(keys, chunks=m.keys.all())
+        return chunk_pairs.forward(m.full, rows, keys, m.pairs("local", rows.chunks, keys.chunks), m.backend)
     block, result = _block(keys), None
     for step in range(call.world):
         source = (call.rank - step) % call.world
@@ -225,18 +225,18 @@ def ring_forward(m: Meeting, rows: Rows, keys: Keys) -> Partial:
         met = _met(m, rows, source)
         with pending:
             if result is None or len(met):
-                part = chunk_pairs.forward(
-                    m.whole, rows, Keys(m.keys.pieces(source), *block), met, m.backend, partial=True
+                partial = chunk_pairs.forward(
+                    m.full, rows, Keys(m.keys.chunks(source), *block), met, m.backend, partial=True
                 )
                 if result is None:
-                    result = part
+                    result = partial
                 else:
-                    merge(result, part)
+                    merge(result, partial)
         block = coming
     assert result is not None
-    if m.whole.sink is not None:
-        for b, start, count in zip(rows.pieces.batch, rows.pieces.start, rows.pieces.count, strict=True):
-            join_sink(Partial(*(t[b, start : start + count] for t in result)), m.whole.sink)
+    if m.full.sink is not None:
+        for b, start, count in zip(rows.chunks.batch, rows.chunks.start, rows.chunks.count, strict=True):
+            join_sink(Partial(*(t[b, start : start + count] for t in result)), m.full.sink)
     return result._replace(out=result.out.to(rows.q.dtype))
 
 
@@ -247,9 +247,9 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
     """
     call = m.call
     if call.world == 1:
-        keys = replace(keys, pieces=m.keys.all())
-        met = m.pairs("own", rows.pieces, keys.pieces)
-        g = chunk_pairs.backward(m.whole, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
+        keys = replace(keys, chunks=m.keys.all())
+        met = m.pairs("local", rows.chunks, keys.chunks)
+        g = chunk_pairs.backward(m.full, rows, saved, keys, met, m.backend, partial=True, dbias=m.dbias)
         return g, _sink(m, rows, saved)
     block, total = _block(keys), None
     mine: list[Tensor] = []
@@ -258,21 +258,21 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
         source = (call.rank - step) % call.world
         coming, pending = _next_block(m, step, block)
         carried, behind = _pass_on(m, f"step {step}: gradients of the keys of rank {source}", added, block, step > 1)
-        met, of_block = _met(m, rows, source), Keys(m.keys.pieces(source), *block)
+        met, of_block = _met(m, rows, source), Keys(m.keys.chunks(source), *block)
         with pending, behind:
-            g = chunk_pairs.backward(m.whole, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
+            g = chunk_pairs.backward(m.full, rows, saved, of_block, met, m.backend, partial=True, dbias=m.dbias)
             del of_block  # No more than this block and the next are in memory.
             if total is None:
                 total = g
             else:
                 _add(total, g)
-        own = [t for t in (g.dk, g.dv, g.dk_rope) if t is not None]
-        for ours, theirs in zip(own, carried, strict=bool(carried)):
+        gradients = [t for t in (g.dk, g.dv, g.dk_rope) if t is not None]
+        for ours, theirs in zip(gradients, carried, strict=bool(carried)):
             torch.add(theirs, ours, out=ours)
         if step == 0:
-            mine = own
+            mine = gradients
         else:
-            added = own
+            added = gradients
         block = coming
     home, behind = _pass_on(m, "gradients of keys come home", added, _block(keys), True)
     assert total is not None
@@ -283,7 +283,7 @@ def ring_backward(m: Meeting, rows: Rows, keys: Keys, saved: Saved) -> Results:
 
 def _met(m: Meeting, rows: Rows, source: int) -> Pairs:
     """The pairs of this rank's rows with the keys of another."""
-    return m.pairs(("ring", source), rows.pieces, m.keys.pieces(source), partial=True)
+    return m.pairs(("ring", source), rows.chunks, m.keys.chunks(source), partial=True)
 
 
 def _block(keys: Keys) -> list[Tensor]:

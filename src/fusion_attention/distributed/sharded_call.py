@@ -19,7 +19,7 @@ from fusion_attention.contract import ContractError, Op, bind
 from fusion_attention.distributed.groups import AnyGroup, Call, group_of
 from fusion_attention.distributed.layout import Layout, layout_of
 from fusion_attention.distributed.sharding import _gathered as gathered
-from fusion_attention.distributed.sharding import _share as share
+from fusion_attention.distributed.sharding import _shard_of as shard_of
 from fusion_attention.distributed.sharding import _summed_shares as summed_shares
 from fusion_attention.distributed.sharding import shape_of
 from fusion_attention.ir.call import Lowered
@@ -58,40 +58,40 @@ class Segment(NamedTuple):
 
 
 class Side:
-    """How the tokens of queries, or of keys, lie: on ranks, and in the whole.
+    """The layout of the tokens of queries, or of keys: on ranks, and in the unsharded call.
 
     Attributes:
         lengths: tokens of every sequence that count; starts: where it begins in the whole.
         segments: of this rank, in their order, without tokens that no sequence counts.
-        tokens: of this rank; whole: of all.
+        tokens: of this rank; full_tokens: of all.
     """
 
     def __init__(self, placement: Layout, lengths: np.ndarray, padded: bool, rank: int) -> None:
         self.placement, self.lengths, self.padded, self.rank = placement, lengths, padded, rank
         batch = len(lengths) if padded else 1
-        self.tokens, self.whole = batch * placement.sizes[rank], batch * sum(placement.lengths)
+        self.tokens, self.full_tokens = batch * placement.sizes[rank], batch * sum(placement.lengths)
         starts = np.arange(batch) * sum(placement.lengths) if padded else np.cumsum((0, *placement.lengths))[:-1]
         self.starts = starts.astype(np.int64)
         self.segments: list[Segment] = []
         for b in range(batch):
             at = b * placement.sizes[rank]
-            for piece in placement.ranks[rank]:
-                sequence = b if padded else piece.sequence
-                count = min(piece.end, int(lengths[sequence])) - piece.first
+            for chunk in placement.ranks[rank]:
+                sequence = b if padded else chunk.sequence
+                count = min(chunk.end, int(lengths[sequence])) - chunk.first
                 if count > 0:
-                    self.segments.append(Segment(sequence, piece.first, count, at))
-                at += piece.end - piece.first
+                    self.segments.append(Segment(sequence, chunk.first, count, at))
+                at += chunk.end - chunk.first
 
     @functools.cached_property
     def rounds(self) -> list[list[Segment]]:
         """The segments, so that no two of a round are of one sequence: who writes what they meet writes it alone."""
         results: list[list[Segment]] = []
         met = [0] * len(self.lengths)
-        for own in self.segments:
-            if met[own.sequence] == len(results):
+        for segment in self.segments:
+            if met[segment.sequence] == len(results):
                 results.append([])
-            results[met[own.sequence]].append(own)
-            met[own.sequence] += 1
+            results[met[segment.sequence]].append(segment)
+            met[segment.sequence] += 1
         return results or [[]]
 
     def flat(self, tensor: Tensor) -> Tensor:
@@ -108,40 +108,40 @@ class Side:
         """Flat tokens of all ranks, from those of this one."""
         return self.flat(gathered(self.lying(tensor), call, self.placement, int(self.padded)))
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local(self, full: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks."""
-        return self.flat(share(self.lying(whole), self.placement, self.rank, int(self.padded)))
+        return self.flat(shard_of(self.lying(full), self.placement, self.rank, int(self.padded)))
 
-    def summed(self, call: Call, whole: Tensor) -> Tensor:
+    def summed(self, call: Call, full: Tensor) -> Tensor:
         """This rank's of flat tokens of all ranks, summed over ranks in their order."""
         parts = (
-            share(self.lying(whole), self.placement, rank, int(self.padded))
+            shard_of(self.lying(full), self.placement, rank, int(self.padded))
             for rank in range(len(self.placement.ranks))
         )
-        return self.flat(summed_shares(call, [part.contiguous() for part in parts]))
+        return self.flat(summed_shares(call, [shard.contiguous() for shard in parts]))
 
 
-class Cut:
+class ShardedCall:
     """One call of all ranks, and this rank's share of it.
 
     Attributes:
-        whole: the lowered call of all ranks together, on tensors without memory.
+        full: the lowered call of all ranks together, on tensors without memory.
         call: what passes between the ranks.
         q, kv: the two sides.
         backend: that computes.
     """
 
-    def __init__(self, whole: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
-        self.whole, self.call, self.q, self.kv, self.backend = whole, call, q, kv, backend
+    def __init__(self, full: Any, call: Call, q: Side, kv: Side, backend: str) -> None:
+        self.full, self.call, self.q, self.kv, self.backend = full, call, q, kv, backend
 
     def extents(self, segments: Sequence[Segment]) -> Placed:
         """Lengths and bands of rows of this rank, against all keys of their sequences."""
-        e: Extents = self.whole.extents
+        e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         # A segment's row 0 is its sequence's row `first`.
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] + first, edge[b]) for edge in (e.lo, e.hi))
-        places = {"q_start": at, "kv_start": self.kv.starts[b]}
-        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **places)
+        starts = {"q_start": at, "kv_start": self.kv.starts[b]}
+        return Placed(count, e.kv_len[b], lo, hi, e.prefix[b], e.shift[b] - first, **starts)
 
     def rows(self, tensors: Given, segments: Sequence[Segment]) -> Any:
         """The call over some of this rank's rows.
@@ -157,29 +157,29 @@ class Cut:
         Args:
             tensors: flat rows of all ranks, and flat keys of this one. segments: one of a sequence at most.
         """
-        e: Extents = self.whole.extents
+        e: Extents = self.full.extents
         b, first, count, at = np.array(segments, np.int64).reshape(-1, 4).T
         lo, hi = (np.where(np.abs(edge[b]) < INFINITE, edge[b] - first, edge[b]) for edge in (e.lo, e.hi))
-        places = {"q_start": self.q.starts[b], "kv_start": at}
+        starts = {"q_start": self.q.starts[b], "kv_start": at}
         prefix = np.maximum(e.prefix[b] - first, 0)
-        return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **places))
+        return self._on(tensors, Placed(e.q_len[b], count, lo, hi, prefix, e.shift[b] + first, **starts))
 
     def everything(self, tensors: Given) -> Any:
         """The call over all rows; tensors: all of them, flat."""
-        e: Extents = self.whole.extents
+        e: Extents = self.full.extents
         edges = {name: getattr(e, name) for name in EXTENT_ROWS}
         return self._on(tensors, Placed(**edges, q_start=self.q.starts, kv_start=self.kv.starts))
 
     def _on(self, tensors: Given, extents: Placed) -> Any:
         changes: dict[str, Any] = {"layout": PACKED, "extents": extents, "tensors": tensors}
-        if hasattr(self.whole, "layout_kv"):
+        if hasattr(self.full, "layout_kv"):
             changes["layout_kv"] = PACKED
-        return replace(self.whole, **changes)
+        return replace(self.full, **changes)
 
-    def run(self, call: Lowered, wide: Sequence[str] = ()) -> dict[str, Tensor]:
-        """The results of a lowered call; `wide` ones in float32 at least."""
+    def run(self, call: Lowered, float32_results: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The results of a lowered call; those named in `float32_results` in float32 at least."""
         results = call.results()
-        for name in results.keys() & set(wide):
+        for name in results.keys() & set(float32_results):
             t = results[name]
             results[name] = empty(t, t.shape, torch.promote_types(t.dtype, torch.float32))
         compute(call, results, self.backend)
@@ -191,7 +191,9 @@ class Cut:
         widths = [t[0].numel() if len(t) else t.shape[1:].numel() for t in given.values()]
         packed = self.kv.gathered(self.call, torch.cat([t.flatten(1) for t in given.values()], 1))
         split = packed.split(widths, 1)
-        results = {name: part.unflatten(1, t.shape[1:]) for (name, t), part in zip(given.items(), split, strict=True)}
+        results = {
+            name: tensor.unflatten(1, t.shape[1:]) for (name, t), tensor in zip(given.items(), split, strict=True)
+        }
         return {name: results.get(name) for name in names}
 
     def all_rows(self, tensors: Given) -> dict[str, Tensor | None]:
@@ -206,38 +208,38 @@ class Sums:
         rows: which of the gradients are rows'. dtype: of keys.
     """
 
-    def __init__(self, cut: Cut, rows: Sequence[str], dtype: torch.dtype) -> None:
-        self.cut, self._names, self._dtype = cut, rows, dtype
+    def __init__(self, sharded: ShardedCall, rows: Sequence[str], dtype: torch.dtype) -> None:
+        self.sharded, self._names, self._dtype = sharded, rows, dtype
         self.rows: dict[str, Tensor] = {}
         self._keys: dict[str, Tensor] = {}
 
-    def add(self, segments: Sequence[Segment], found: Mapping[str, Tensor]) -> None:
+    def add(self, segments: Sequence[Segment], results: Mapping[str, Tensor]) -> None:
         """The gradients of one round."""
-        for name, tensor in found.items():
+        for name, tensor in results.items():
             if name not in self._names:
                 self._keys[name] = self._keys[name].add_(tensor) if name in self._keys else tensor
             elif name not in self.rows:
                 self.rows[name] = tensor
             else:
                 for one in segments:
-                    own = slice(one.at, one.at + one.tokens)
-                    self.rows[name][own] = tensor[own]
+                    tokens = slice(one.at, one.at + one.tokens)
+                    self.rows[name][tokens] = tensor[tokens]
 
     def scaled(self, factor: Tensor) -> Sums:
         """The same sums times a factor."""
-        made = Sums(self.cut, self._names, self._dtype)
-        made.rows = {name: t * factor for name, t in self.rows.items()}
-        made._keys = {name: t * factor for name, t in self._keys.items()}
-        return made
+        result = Sums(self.sharded, self._names, self._dtype)
+        result.rows = {name: t * factor for name, t in self.rows.items()}
+        result._keys = {name: t * factor for name, t in self._keys.items()}
+        return result
 
     def keys(self) -> dict[str, Tensor]:
         """Of this rank's keys, summed over ranks; they pass together."""
         widths = [t.shape[1:].numel() for t in self._keys.values()]
         packed = torch.cat([t.flatten(1) for t in self._keys.values()], 1)
-        split = self.cut.kv.summed(self.cut.call, packed).split(widths, 1)
+        split = self.sharded.kv.summed(self.sharded.call, packed).split(widths, 1)
         return {
-            name: part.unflatten(1, t.shape[1:]).to(self._dtype)
-            for (name, t), part in zip(self._keys.items(), split, strict=True)
+            name: tensor.unflatten(1, t.shape[1:]).to(self._dtype)
+            for (name, t), tensor in zip(self._keys.items(), split, strict=True)
         }
 
 
@@ -255,15 +257,15 @@ def cut_of(
     schedule: str,
     tokens: Tokens,
     backend: str,
-    said: Mapping[str, Any],
-) -> Cut:
+    settings: Mapping[str, Any],
+) -> ShardedCall:
     """A call of all ranks.
 
     Args:
         function: as errors call it. op: its record; args: this rank's arguments, by the record's names.
         rows, keys: the names of tensors along query rows and along keys; the first of each is always there.
         tokens: S, or (S1, S2), of whole padded sequences; None: as many on every rank as here.
-        said: what else must be the same on every rank.
+        settings: what else must be the same on every rank.
 
     Raises:
         ContractError: the call of all ranks is wrong.
@@ -275,7 +277,7 @@ def cut_of(
     full, sides, fault, broken = None, [], "", None
     try:
         assert op.lower is not None
-        full = op.lower(bind(op, _whole(args, dict(zip((rows, keys), counts, strict=True)))))
+        full = op.lower(bind(op, _full_args(args, dict(zip((rows, keys), counts, strict=True)))))
     except ContractError as error:
         fault, broken = str(error), error
     for name, count, lengths in ((rows[0], counts[0], "q_len"), (keys[0], counts[1], "kv_len")):
@@ -290,13 +292,18 @@ def cut_of(
                 f"{op.by_name[name].shown} has {have} tokens, not the {want} that its layout gives it: shard() the "
                 "whole with the same schedule and lengths, and say tokens= where ranks have not all as many"
             )
-    words = _words(args, (*rows, *keys)) | {"schedule": schedule, "tokens": counts, "backend": chosen(backend), **said}
+    words = _words(args, (*rows, *keys)) | {
+        "schedule": schedule,
+        "tokens": counts,
+        "backend": chosen(backend),
+        **settings,
+    }
     try:
         call = ranks.call(function, words, args[rows[0]].device, fault)
     finally:
         if broken is not None:
             raise broken
-    return Cut(full, call, sides[0], sides[1], backend)
+    return ShardedCall(full, call, sides[0], sides[1], backend)
 
 
 def _counts(args: Mapping[str, Any], names: Sequence[str], tokens: Tokens, ranks: int) -> list[int]:
@@ -342,7 +349,7 @@ def _axis(name: str, layout: str) -> int:
     return 0 if layout == PACKED else 2 if name == "lse" else 1
 
 
-def _whole(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
+def _full_args(args: Mapping[str, Any], counts: Mapping[Sequence[str], int]) -> dict[str, Any]:
     """The arguments of the whole call, whose tensors have no memory."""
     results = dict(args)
     for names, count in counts.items():

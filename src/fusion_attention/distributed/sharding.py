@@ -122,14 +122,14 @@ def _fits(function: str, x: Tensor, dim: int, tokens: int, why: str) -> None:
         )
 
 
-def _share(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
-    return x.index_select(dim, torch.from_numpy(placement.whole(rank)).to(x.device))
+def _shard_of(x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
+    return x.index_select(dim, torch.from_numpy(placement.token_indices(rank)).to(x.device))
 
 
 def _call(function: str, x: Tensor, ranks: Group, schedule: str, placement: Layout, dim: int) -> Call:
     rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    said = {"schedule": schedule, "lengths": placement.lengths, "dim": dim, "rest": rest, "dtype": x.dtype}
-    return ranks.call(function, said, x.device)
+    settings = {"schedule": schedule, "lengths": placement.lengths, "dim": dim, "rest": rest, "dtype": x.dtype}
+    return ranks.call(function, settings, x.device)
 
 
 def _gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
@@ -146,36 +146,38 @@ def _gathered(x: Tensor, call: Call, placement: Layout, dim: int) -> Tensor:
     else:
         parts = call.all_gather("gathering tokens", rows, placement.sizes)
     full = empty(x, (sum(placement.sizes), *rows.shape[1:]))
-    places = torch.cat([torch.from_numpy(placement.whole(rank)) for rank in range(len(placement.ranks))]).to(x.device)
-    full[places] = torch.cat(parts)
+    indices = torch.cat([torch.from_numpy(placement.token_indices(rank)) for rank in range(len(placement.ranks))]).to(
+        x.device
+    )
+    full[indices] = torch.cat(parts)
     return full.movedim(0, dim).contiguous()
 
 
 class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: Layout, rank: int, dim: int) -> Tensor:
-        ctx.said = placement, rank, dim
-        return _share(x, placement, rank, dim)
+        ctx.settings = placement, rank, dim
+        return _shard_of(x, placement, rank, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        placement, rank, dim = ctx.said
+        placement, rank, dim = ctx.settings
         full = upstream.new_zeros([*upstream.shape[:dim], sum(placement.lengths), *upstream.shape[dim + 1 :]])
-        places = torch.from_numpy(placement.whole(rank)).to(upstream.device)
-        return full.index_copy_(dim, places, upstream), None, None, None
+        indices = torch.from_numpy(placement.token_indices(rank)).to(upstream.device)
+        return full.index_copy_(dim, indices, upstream), None, None, None
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Group, schedule: str, placement: Layout, dim: int) -> Tensor:
-        ctx.said = ranks, schedule, placement, dim
+        ctx.settings = ranks, schedule, placement, dim
         return _gathered(x, _call("unshard", x, ranks, schedule, placement, dim), placement, dim)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        ranks, schedule, placement, dim = ctx.said
+        ranks, schedule, placement, dim = ctx.settings
         call = _call("unshard, backward", upstream, ranks, schedule, placement, dim)
-        parts = [_share(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
+        parts = [_shard_of(upstream, placement, rank, dim).contiguous() for rank in range(ranks.world)]
         return _summed_shares(call, parts), None, None, None, None
 
 
@@ -192,8 +194,8 @@ def _summed_shares(call: Call, parts: list[Tensor]) -> Tensor:
     ]
     summed = _sum_to_each(call.along(1), across)
     mine = [parts[row * columns + call.rank % columns] for row in range(len(parts) // columns)]
-    split = summed.split([part.numel() for part in mine])
-    return _sum_to_each(call.along(0), [s.view(part.shape) for s, part in zip(split, mine, strict=True)])
+    split = summed.split([chunk.numel() for chunk in mine])
+    return _sum_to_each(call.along(0), [s.view(chunk.shape) for s, chunk in zip(split, mine, strict=True)])
 
 
 def _sum_to_each(call: Call, parts: list[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.distributed.groups import AnyGroup, group_of
 from fusion_attention.distributed.lists import found_bad, owned
-from fusion_attention.distributed.sharded_call import Cut, Sums, Tokens, cut_of
+from fusion_attention.distributed.sharded_call import ShardedCall, Sums, Tokens, cut_of
 from fusion_attention.distributed.topk import Merged
 from fusion_attention.ops.indexer import call as indexer
 from fusion_attention.ops.indexer import fa_record as indexer_record
@@ -96,15 +96,17 @@ def lightning_indexer(
     if group_of(group).world == 1:
         result = dispatch.results(indexer_record.RECORD, args, backend)
         return result["sparse_indices_out"], result["sparse_values_out"]
-    cut = cut_of(
+    sharded = cut_of(
         "lightning_indexer", indexer_record.RECORD, args, _INDEX_Q, _INDEX_KV, group=group, schedule=schedule,
         tokens=tokens, backend=backend,
-        said={"merge_topk": merge_topk, **_said(args, deterministic, indexer.DIFFERENTIABLE)},
+        settings={"merge_topk": merge_topk, **_settings(args, deterministic, indexer.DIFFERENTIABLE)},
     )  # fmt: skip
-    flat = _flat(cut, args, _INDEX_Q, _INDEX_KV)
+    flat = _flat(sharded, args, _INDEX_Q, _INDEX_KV)
     tensors = (flat[name] for name in indexer.DIFFERENTIABLE)
-    indices, values = Merged.apply(cut, *tensors) if merge_topk else _Indexer.apply(cut, deterministic, *tensors)
-    return cut.q.lying(indices), cut.q.lying(values)
+    indices, values = (
+        Merged.apply(sharded, *tensors) if merge_topk else _Indexer.apply(sharded, deterministic, *tensors)
+    )
+    return sharded.q.lying(indices), sharded.q.lying(values)
 
 
 def sparse_attention(
@@ -162,19 +164,19 @@ def sparse_attention(
         result = dispatch.results(sparse_record.RECORD, args, backend, complete=return_lse)
         out = result["attention_out"]
         return (out, _lse(result["softmax_max"], result["softmax_sum"], layout)) if return_lse else out
-    cut = cut_of(
+    sharded = cut_of(
         "sparse_attention", sparse_record.RECORD, args, _Q, _KV, group=group, schedule=schedule, tokens=tokens,
-        backend=backend, said=_said(args, deterministic, sparse.DIFFERENTIABLE),
+        backend=backend, settings=_settings(args, deterministic, sparse.DIFFERENTIABLE),
     )  # fmt: skip
-    flat = _flat(cut, args, _Q, _KV)
-    _check_lists("sparse_attention", cut, flat, block)
+    flat = _flat(sharded, args, _Q, _KV)
+    _check_lists("sparse_attention", sharded, flat, block)
     flat["sinks"] = wide(sink, q)
     names = (*sparse.DIFFERENTIABLE, "sparse_indices")
-    out, max_, sum_ = _Attention.apply(cut, deterministic, *(flat[name] for name in names))
-    out = cut.q.lying(out)
+    out, max_, sum_ = _Attention.apply(sharded, deterministic, *(flat[name] for name in names))
+    out = sharded.q.lying(out)
     if not return_lse:
         return out
-    lse = cut.q.lying(_lse(max_, sum_, "TND"))
+    lse = sharded.q.lying(_lse(max_, sum_, "TND"))
     return out, lse if layout == "TND" else lse.transpose(1, 2)
 
 
@@ -232,16 +234,16 @@ def indexer_loss(
     dispatch.autocast(args, ("query", "key", "query_index", "key_index", "query_rope", "key_rope"))
     if group_of(group).world == 1:
         return dispatch.results(loss_record.RECORD, args, backend)["loss"].reshape(())
-    cut = cut_of(
+    sharded = cut_of(
         "indexer_loss", loss_record.RECORD, args, _LOSS_Q, _LOSS_KV, group=group, schedule=schedule, tokens=tokens,
-        backend=backend, said=_said(args, deterministic, loss.DIFFERENTIABLE),
+        backend=backend, settings=_settings(args, deterministic, loss.DIFFERENTIABLE),
     )  # fmt: skip
     heads_last = args if layout == "TND" else {**args, "lse": lse.transpose(1, 2)}
-    flat = _flat(cut, heads_last, _LOSS_Q, _LOSS_KV)
-    _check_lists("indexer_loss", cut, flat, 1)
+    flat = _flat(sharded, heads_last, _LOSS_Q, _LOSS_KV)
+    _check_lists("indexer_loss", sharded, flat, 1)
     flat["sinks"] = wide(sink, q)
     constant = {name: None if t is None else t.detach() for name, t in flat.items() if name not in loss.DIFFERENTIABLE}
-    return _Loss.apply(cut, deterministic, constant, *(flat[name] for name in loss.DIFFERENTIABLE)).reshape(())
+    return _Loss.apply(sharded, deterministic, constant, *(flat[name] for name in loss.DIFFERENTIABLE)).reshape(())
 
 
 # ------------------------------------------------------------------------------------------------------ what they share
@@ -256,23 +258,25 @@ def _eager(function: str, args: Mapping[str, Any]) -> None:
         )
 
 
-def _said(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
-    """What ranks compare beside the call: whether a backward will come, and which."""
+def _settings(args: Mapping[str, Any], deterministic: bool, trained: Sequence[str]) -> dict[str, Any]:
+    """The settings that ranks compare beside the call: a coming backward, and its form."""
     grads = [name for name in trained if isinstance(args[name], Tensor) and args[name].requires_grad]
     return {"deterministic": deterministic, "trained": grads if torch.is_grad_enabled() else []}
 
 
-def _flat(cut: Cut, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]) -> dict[str, Tensor | None]:
+def _flat(
+    sharded: ShardedCall, args: Mapping[str, Any], rows: Sequence[str], keys: Sequence[str]
+) -> dict[str, Tensor | None]:
     results: dict[str, Tensor | None] = {}
-    for side, names in ((cut.q, rows), (cut.kv, keys)):
+    for side, names in ((sharded.q, rows), (sharded.kv, keys)):
         results |= {name: None if args.get(name) is None else side.flat(args[name]) for name in names}
     return results
 
 
-def _check_lists(function: str, cut: Cut, flat: Mapping[str, Tensor | None], block: int) -> None:
+def _check_lists(function: str, sharded: ShardedCall, flat: Mapping[str, Tensor | None], block: int) -> None:
     """Raises where an entry of this rank's lists is no block: kernels read where it says."""
     indices = flat["sparse_indices"]
-    if indices is not None and (got := found_bad(indices, cut.q.segments, cut.whole.extents.kv_len, block)):
+    if indices is not None and (got := found_bad(indices, sharded.q.segments, sharded.full.extents.kv_len, block)):
         text, advice = "-1 or the number of a block of the row's own sequence", "positions count in whole sequences"
         raise ContractError([Failure(f"distributed.{function}", "indices", text, got, advice)])
 
@@ -283,10 +287,10 @@ def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)
 
 
-def _returned(ctx: Any, made: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
+def _returned(ctx: Any, gradients: dict[str, Tensor], names: Sequence[str], before: int) -> tuple[Tensor | None, ...]:
     """Gradients in the order of a Function's arguments, those that are wanted."""
     wanted = ctx.needs_input_grad[before:]
-    result = (made.get(name) if need else None for name, need in zip(names, wanted, strict=True))
+    result = (gradients.get(name) if need else None for name, need in zip(names, wanted, strict=True))
     return (*(None,) * before, *result)
 
 
@@ -297,25 +301,25 @@ class _Indexer(torch.autograd.Function):
     """Indices and values of flat rows; the gradient of values."""
 
     @staticmethod
-    def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = _of_indexer(tensors)
-        result = cut.run(cut.rows(given | cut.keys(given, _INDEX_KV), cut.q.segments))
+        result = sharded.run(sharded.rows(given | sharded.keys(given, _INDEX_KV), sharded.q.segments))
         indices, values = (result[name] for name in indexer.RESULTS)
-        ctx.said = cut, deterministic
+        ctx.settings = sharded, deterministic
         ctx.save_for_backward(indices, *tensors)
         ctx.mark_non_differentiable(indices)
         return indices, values
 
     @staticmethod
     def backward(ctx: Any, _: Any, upstream: Tensor) -> Any:
-        cut, deterministic = ctx.said
+        sharded, deterministic = ctx.settings
         indices, *tensors = ctx.saved_tensors
 
-        def found() -> tuple[Tensor | None, ...]:
-            made = _indexer_gradients(cut, deterministic, _of_indexer(tensors), indices, upstream)
-            return _returned(ctx, made, indexer.DIFFERENTIABLE, 2)
+        def gradients() -> tuple[Tensor | None, ...]:
+            by_name = _indexer_gradients(sharded, deterministic, _of_indexer(tensors), indices, upstream)
+            return _returned(ctx, by_name, indexer.DIFFERENTIABLE, 2)
 
-        return once(found, (upstream, *tensors))
+        return once(gradients, (upstream, *tensors))
 
 
 def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
@@ -323,18 +327,20 @@ def _of_indexer(tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
 
 
 def _indexer_gradients(
-    cut: Cut, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
+    sharded: ShardedCall, deterministic: bool, given: dict[str, Tensor | None], indices: Tensor, dvalues: Tensor
 ) -> dict[str, Tensor]:
-    full, sums = given | cut.keys(given, _INDEX_KV), Sums(cut, ("dquery", "dweights"), dvalues.dtype)
-    for own in cut.q.rounds:
-        sums.add(own, cut.run(indexer.IndexerBackward(cut.rows(full, own), dvalues, indices), ("dkey",)))
+    full, sums = given | sharded.keys(given, _INDEX_KV), Sums(sharded, ("dquery", "dweights"), dvalues.dtype)
+    for segments in sharded.q.rounds:
+        sums.add(
+            segments, sharded.run(indexer.IndexerBackward(sharded.rows(full, segments), dvalues, indices), ("dkey",))
+        )
     results = {name: sums.rows[f"d{name}"] for name in _INDEX_Q}
     if not deterministic:
         return results | {"key": sums.keys()["dkey"]}
-    rows = cut.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
-    lists, grads = owned(cut, cut.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
-    made = cut.run(indexer.IndexerBackward(cut.everything(full | rows), grads, lists))
-    return results | {"key": cut.kv.own(made["dkey"])}
+    rows = sharded.all_rows({name: given[name] for name in _INDEX_Q} | {"indices": indices, "dvalues": dvalues})
+    lists, grads = owned(sharded, sharded.kv.segments, rows.pop("indices"), 1, rows.pop("dvalues"))
+    gradients = sharded.run(indexer.IndexerBackward(sharded.everything(full | rows), grads, lists))
+    return results | {"key": sharded.kv.local(gradients["dkey"])}
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -344,27 +350,27 @@ class _Attention(torch.autograd.Function):
     """out and statistics of flat rows; the gradients of out."""
 
     @staticmethod
-    def forward(ctx: Any, cut: Cut, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, sharded: ShardedCall, deterministic: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         given = _of_attention(tensors)
-        result = cut.run(cut.rows(given | cut.keys(given, _KV), cut.q.segments).complete())
+        result = sharded.run(sharded.rows(given | sharded.keys(given, _KV), sharded.q.segments).complete())
         results = tuple(result[name] for name in sparse.RESULTS)
-        ctx.said = cut, deterministic
+        ctx.settings = sharded, deterministic
         ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *statistics: Tensor | None) -> Any:
-        cut, deterministic = ctx.said
+        sharded, deterministic = ctx.settings
         constants(statistics)
         saved, tensors = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         dout = torch.zeros_like(saved[0]) if upstream is None else upstream
 
-        def found() -> tuple[Tensor | None, ...]:
-            made = _attention_gradients(cut, deterministic, _of_attention(tensors), dout, saved)
-            return _returned(ctx, made, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
+        def gradients() -> tuple[Tensor | None, ...]:
+            by_name = _attention_gradients(sharded, deterministic, _of_attention(tensors), dout, saved)
+            return _returned(ctx, by_name, (*sparse.DIFFERENTIABLE, "sparse_indices"), 2)
 
-        return once(found, (dout, *tensors))
+        return once(gradients, (dout, *tensors))
 
 
 def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
@@ -373,34 +379,40 @@ def _of_attention(tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def _attention_gradients(
-    cut: Cut, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
+    sharded: ShardedCall, deterministic: bool, given: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    full, sums = given | cut.keys(given, _KV), Sums(cut, ("dquery", "dquery_rope"), dout.dtype)
+    full, sums = given | sharded.keys(given, _KV), Sums(sharded, ("dquery", "dquery_rope"), dout.dtype)
     dsinks: Tensor | None = None
-    for own in cut.q.rounds:
-        result = cut.run(sparse.SparseBackward(cut.rows(full, own), dout, *saved), ("dkey", "dvalue", "dkey_rope"))
+    for segments in sharded.q.rounds:
+        result = sharded.run(
+            sparse.SparseBackward(sharded.rows(full, segments), dout, *saved), ("dkey", "dvalue", "dkey_rope")
+        )
         more = result.pop("dsinks", None)
         dsinks = more if dsinks is None or more is None else dsinks + more
-        sums.add(own, result)
-    made = sums.rows | (_from_all_rows(cut, given, full, dout, saved) if deterministic else sums.keys())
+        sums.add(segments, result)
+    gradients = sums.rows | (_from_all_rows(sharded, given, full, dout, saved) if deterministic else sums.keys())
     if dsinks is not None:
-        made["dsinks"] = dsinks
-    return {name: made[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in made}
+        gradients["dsinks"] = dsinks
+    return {name: gradients[f"d{name}"] for name in sparse.DIFFERENTIABLE if f"d{name}" in gradients}
 
 
 def _from_all_rows(
-    cut: Cut, given: Mapping[str, Tensor | None], whole: dict[str, Tensor | None], dout: Tensor, saved: Sequence[Tensor]
+    sharded: ShardedCall,
+    given: Mapping[str, Tensor | None],
+    full: dict[str, Tensor | None],
+    dout: Tensor,
+    saved: Sequence[Tensor],
 ) -> dict[str, Tensor]:
     """Gradients of this rank's keys from all rows, in the order of one process."""
     out, max_, sum_ = saved
     # Statistics [N2, T1, G] pass with rows first.
     beside = {"dout": dout, "out": out, "max": max_.transpose(0, 1), "sum": sum_.transpose(0, 1)}
-    rows = cut.all_rows({name: given[name] for name in _Q} | beside)
+    rows = sharded.all_rows({name: given[name] for name in _Q} | beside)
     dout, out, max_, sum_ = (rows.pop(name) for name in beside)  # type: ignore[assignment]
-    lists, _ = owned(cut, cut.kv.segments, rows["sparse_indices"], cut.whole.problem.select_block)
-    call = cut.everything(whole | rows | {"sparse_indices": lists})
-    result = cut.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
-    return {name: cut.kv.own(result[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in result}
+    lists, _ = owned(sharded, sharded.kv.segments, rows["sparse_indices"], sharded.full.problem.select_block)
+    call = sharded.everything(full | rows | {"sparse_indices": lists})
+    result = sharded.run(sparse.SparseBackward(call, dout, out, max_.transpose(0, 1), sum_.transpose(0, 1)))
+    return {name: sharded.kv.local(result[name]) for name in ("dkey", "dvalue", "dkey_rope") if name in result}
 
 
 # ----------------------------------------------------------------------------------------------------------------- loss
@@ -411,35 +423,35 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cut: Cut, deterministic: bool, constant: dict[str, Tensor | None], *tensors: Tensor
+        ctx: Any, sharded: ShardedCall, deterministic: bool, constant: dict[str, Tensor | None], *tensors: Tensor
     ) -> Tensor:
         given = {**dict.fromkeys(loss.INPUTS), **constant, **dict(zip(loss.DIFFERENTIABLE, tensors, strict=True))}
-        full = given | cut.keys(given, _LOSS_KV)
-        ctx.cut, ctx.sums, ctx.made = cut, None, None
+        full = given | sharded.keys(given, _LOSS_KV)
+        ctx.sharded, ctx.sums, ctx.gradients = sharded, None, None
         if deterministic:
-            rows = cut.all_rows({name: given[name] for name in _LOSS_Q})
-            result = cut.run(cut.everything(full | rows))
-            sides = {"dquery_index": cut.q, "dweights": cut.q, "dkey_index": cut.kv}
-            ctx.made = {name: side.own(result[name]) for name, side in sides.items()}
+            rows = sharded.all_rows({name: given[name] for name in _LOSS_Q})
+            result = sharded.run(sharded.everything(full | rows))
+            sides = {"dquery_index": sharded.q, "dweights": sharded.q, "dkey_index": sharded.kv}
+            ctx.gradients = {name: side.local(result[name]) for name, side in sides.items()}
             return result["loss"]
-        ctx.sums = Sums(cut, ("dquery_index", "dweights"), tensors[1].dtype)
+        ctx.sums = Sums(sharded, ("dquery_index", "dweights"), tensors[1].dtype)
         total = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)
-        for own in cut.q.rounds:
-            result = cut.run(cut.rows(full, own), ("dkey_index",))
+        for segments in sharded.q.rounds:
+            result = sharded.run(sharded.rows(full, segments), ("dkey_index",))
             total += result.pop("loss")
-            ctx.sums.add(own, result)
-        return cut.call.sum_to_all("summing the loss", total)
+            ctx.sums.add(segments, result)
+        return sharded.call.sum_to_all("summing the loss", total)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
         factor = upstream.reshape(())
 
-        def found() -> tuple[Tensor | None, ...]:
-            if ctx.made is not None:
-                made = {name: t * factor for name, t in ctx.made.items()}
+        def gradients() -> tuple[Tensor | None, ...]:
+            if ctx.gradients is not None:
+                scaled_gradients = {name: t * factor for name, t in ctx.gradients.items()}
             else:
                 scaled = ctx.sums.scaled(factor)
-                made = scaled.rows | scaled.keys()
-            return _returned(ctx, {name[1:]: t for name, t in made.items()}, loss.DIFFERENTIABLE, 3)
+                scaled_gradients = scaled.rows | scaled.keys()
+            return _returned(ctx, {name[1:]: t for name, t in scaled_gradients.items()}, loss.DIFFERENTIABLE, 3)
 
-        return once(found, (upstream,))
+        return once(gradients, (upstream,))

@@ -55,28 +55,30 @@ class Heads:
     @classmethod
     def divided(cls, m: Meeting, line: Call, rest: Call) -> Heads:
         """Those of a meeting on the neighbouring ranks of a line; the rest of the ranks compute."""
-        p, ranks = m.whole.problem, line.world
+        p, ranks = m.full.problem, line.world
         n, group = p.heads_q // ranks, p.group
         of_q = [(rank * n, rank * n + n) for rank in range(ranks)]
         of_kv = [(first // group, (end - 1) // group + 1) for first, end in of_q]
         (first, end), (first_kv, end_kv) = of_q[line.rank], of_kv[line.rank]
         at = m.call.rank // ranks * ranks
         rows, keys = (side.placement.sizes[at : at + ranks] for side in (m.rows, m.keys))
-        slopes, sink = m.whole.slopes, m.whole.sink
+        slopes, sink = m.full.slopes, m.full.sink
         full = replace(
-            m.whole,
+            m.full,
             problem=replace(p, heads_q=n, heads_kv=end_kv - first_kv),
             first_head=first,
             slopes=None if slopes is None else slopes[:, first:end].contiguous(),
             sink=None if sink is None else sink[first:end].contiguous(),
         )
-        inner = replace(m, whole=full, call=rest, rows=m.rows.joined(ranks), keys=m.keys.joined(ranks))
+        inner = replace(m, full=full, call=rest, rows=m.rows.joined(ranks), keys=m.keys.joined(ranks))
         return cls(line, of_q, of_kv, rows, keys, inner)
 
     def forward(self, rows: Rows, keys: Keys, compute: Forward) -> Partial:
         """Results for this rank's tokens and all heads."""
-        part = compute(self.inner, *self._given(rows, keys))
-        out, max_, sum_ = self._back("handing results back", [part.out, part.max[..., None], part.sum[..., None]])
+        partial = compute(self.inner, *self._given(rows, keys))
+        out, max_, sum_ = self._back(
+            "handing results back", [partial.out, partial.max[..., None], partial.sum[..., None]]
+        )
         return Partial(out, max_[..., 0].contiguous(), sum_[..., 0].contiguous())
 
     def backward(self, rows: Rows, keys: Keys, saved: Saved, compute: Backward) -> Results:
@@ -105,7 +107,7 @@ class Heads:
         k, v, k_rope = self._taken("handing keys round", [keys.k, keys.v, keys.k_rope], self.of_kv, self.keys)
         bias, blocked = (self._matrix(t, rows.q.shape[1]) for t in (rows.bias, rows.blocked))
         rank = self.inner.call.rank
-        in_rows, in_keys = self.inner.rows.pieces(rank), self.inner.keys.pieces(rank)
+        in_rows, in_keys = self.inner.rows.chunks(rank), self.inner.keys.chunks(rank)
         return Rows(in_rows, q, q_rope, bias, blocked), Keys(in_keys, k, v, k_rope)
 
     def _matrix(self, t: Tensor | None, rows: int) -> Tensor | None:
@@ -122,12 +124,12 @@ class Heads:
     def _heads_of(self, matrix: Tensor) -> Ranges:
         return self.of_q if matrix.shape[1] > 1 else [(0, 1)] * len(self.of_q)
 
-    def _matrix_back(self, own: Tensor, like: Tensor, rows: int) -> Tensor:
+    def _matrix_back(self, matrix: Tensor, like: Tensor, rows: int) -> Tensor:
         """_matrix() of a gradient, the other way."""
         if like.shape[-2] == 1 != rows:
-            return own if like.shape[1] == 1 else self._among_all(own, 1)
+            return matrix if like.shape[1] == 1 else self._among_all(matrix, 1)
         heads = self._heads_of(like)
-        (parts,) = self._returned("handing gradients back", [own.movedim(2, 1)], heads, self.rows)
+        (parts,) = self._returned("handing gradients back", [matrix.movedim(2, 1)], heads, self.rows)
         result: Tensor = torch.cat(parts, 2) if like.shape[1] > 1 else sum(parts[1:], parts[0])
         return result.movedim(1, 2)
 
@@ -158,17 +160,17 @@ class Heads:
                 results.append(None)
                 continue
             heads: dict[tuple[int, int], Tensor] = {}
-            for place, part in zip(self.of_kv, parts, strict=True):
-                heads[place] = heads[place] + part if place in heads else part
+            for place, gradient in zip(self.of_kv, parts, strict=True):
+                heads[place] = heads[place] + gradient if place in heads else gradient
             results.append(torch.cat(list(heads.values()), 2))
         return results
 
     def _returned(self, step: str, tensors: Some, heads: Ranges, sizes: Sequence[int]) -> list[Any]:
-        own = sizes[self.call.rank]
+        tokens = sizes[self.call.rank]
         passing = [
             (
-                [part.contiguous() for part in t.split(list(sizes), 1)],
-                [(t.shape[0], own, b - a, t.shape[-1]) for a, b in heads],
+                [shard.contiguous() for shard in t.split(list(sizes), 1)],
+                [(t.shape[0], tokens, b - a, t.shape[-1]) for a, b in heads],
             )
             for t in tensors
             if t is not None
@@ -176,8 +178,8 @@ class Heads:
         result = iter(self.call.all_to_each(step, passing))
         return [None if t is None else next(result) for t in tensors]
 
-    def _among_all(self, own: Tensor, axis: int) -> Tensor:
-        """What this rank has for its heads, and zeros for all others."""
+    def _among_all(self, tensor: Tensor, axis: int) -> Tensor:
+        """This rank's values for its heads, and zeros for all others."""
         first, end = self.of_q[self.call.rank]
-        pad = (0, 0) * (own.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
-        return torch.nn.functional.pad(own, pad)
+        pad = (0, 0) * (tensor.dim() - 1 - axis) + (first, self.of_q[-1][1] - end)
+        return torch.nn.functional.pad(tensor, pad)

@@ -27,14 +27,14 @@ MOST_ONES, MOST_CELLS = 48, 4096
 
 def call(s: Setting, api: str) -> dict[str, str] | None:
     """{"before", "call"} of a setting at an interface; None where no operator of that interface says the same."""
-    known = as_mode(s)
+    canonical = as_mode(s)
     if api == "own":
-        return _own(s) if known is None or own_says(known) else None
-    if known is None:
+        return _native_call(s) if canonical is None or own_says(canonical) else None
+    if canonical is None:
         return None
     if api == "training":
-        return _training(known)
-    return _inference(known) if api == "inference" else _two_phase(known)
+        return _training(canonical)
+    return _inference(canonical) if api == "inference" else _two_phase(canonical)
 
 
 def _shape(s: Setting, side: str) -> str:
@@ -106,8 +106,8 @@ def tree_lines(s: Setting) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- interfaces
 
 
-def _own(s: Setting) -> dict[str, str]:
-    known = as_mode(s)
+def _native_call(s: Setting) -> dict[str, str]:
+    canonical = as_mode(s)
     p = picture(s, "own")
     lines = ["import torch", "import fusion_attention as fa", ""]
     lines.append(f"q = torch.randn({_shape(s, 'q')})")
@@ -117,13 +117,13 @@ def _own(s: Setting) -> dict[str, str]:
         words.append('layout="TND"')
         words.append(f"q_len={_list(s.q_len)}")
         words.append(f"kv_len={_list(s.kv_len)}")
-    if s.mode == BAND or known is None:
+    if s.mode == BAND or canonical is None:
         words.append(f"band=fa.{own_band(s)!r}")
-    elif known.mode in (7, 8) and known.mask != "none":
+    elif canonical.mode in (7, 8) and canonical.mask != "none":
         words.append(f"sparse_mode={s.mode}")
         if s.next < UNLIMITED:
             words.append(f"next_tokens={s.next}")
-    elif known.mask != "none":
+    elif canonical.mask != "none":
         band = _own_band(s)
         if band != Band.full():
             words.append(f"band=fa.{band!r}")

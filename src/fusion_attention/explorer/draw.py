@@ -15,7 +15,7 @@ from fusion_attention.explorer.words import NAMES
 from fusion_attention.ir.mask import UNLIMITED
 
 # Kinds of cells: outside every sequence; hidden by the band; removed by the mask; seen; seen as part of the prefix.
-OUTSIDE, HIDDEN, REMOVED, SEEN, PREFIX = range(5)
+OUTSIDE, HIDDEN, REMOVED, VISIBLE, PREFIX = range(5)
 # Of light and dark pages alike: the SVG brings both.
 LIGHT = ("#00000000", "#eceef4", "#f2b8b0", "#4f46e5", "#0d9488")
 DARK = ("#00000000", "#262a38", "#7c3a3f", "#818cf8", "#2dd4bf")
@@ -30,27 +30,27 @@ def item_cells(s: Setting, p: dict[str, Any], b: int) -> np.ndarray:
     """[q_len, kv_len] kinds of one sequence's cells."""
     rows, keys = p["q_len"][b], p["kv_len"][b]
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
-    seen = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
-    cells = np.where(seen, SEEN, HIDDEN).astype(np.uint8)
-    cells[seen & (key < p["prefix"][b])] = PREFIX
-    cells[seen & _mask_removes(s, p["mask"], rows, keys)] = REMOVED
+    visible = (key >= row + p["lo"][b]) & (key < np.maximum(row + p["hi"][b], p["prefix"][b]))
+    cells = np.where(visible, VISIBLE, HIDDEN).astype(np.uint8)
+    cells[visible & (key < p["prefix"][b])] = PREFIX
+    cells[visible & _mask_removes(s, p["mask"], rows, keys)] = REMOVED
     return cells
 
 
 def _mask_removes(s: Setting, kind: str, rows: int, keys: int) -> np.ndarray:
     """[rows, keys] bool: what a mask removes of one sequence."""
-    found = np.zeros((rows, keys), bool)
+    removed = np.zeros((rows, keys), bool)
     if kind == "":
-        return found
+        return removed
     history = max(keys - rows, 0) if kind == "tree" else 0
     skipped = max(rows - keys, 0) if kind == "tree" else 0  # of a tree with fewer keys than rows, which is refused
-    part = found[:, history:]
+    from_history = removed[:, history:]
     if s.mask == "triangle":
-        part[:] = np.triu(np.ones((rows, part.shape[1] + skipped), bool), 1)[:, skipped:]
+        from_history[:] = np.triu(np.ones((rows, from_history.shape[1] + skipped), bool), 1)[:, skipped:]
     elif s.own is not None:
-        own = np.asarray(s.own, bool)[:rows, skipped:][:, : part.shape[1]]
-        part[: own.shape[0], : own.shape[1]] = own
-    return found
+        matrix = np.asarray(s.own, bool)[:rows, skipped:][:, : from_history.shape[1]]
+        from_history[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return removed
 
 
 def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
@@ -73,32 +73,37 @@ def cells_of(s: Setting, api: str = "training") -> np.ndarray | None:
 
 
 def is_seen(cells: np.ndarray) -> np.ndarray:
-    """Whether each cell is seen."""
-    return cells >= SEEN
+    """True for cells that rows see."""
+    return cells >= VISIBLE
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 
-FULL_BLOCKS, ASCII = {OUTSIDE: "  ", HIDDEN: "··", REMOVED: "××", SEEN: "██", PREFIX: "▓▓"}, (" ", ".", "x", "#", "+")
+FULL_BLOCKS, ASCII = (
+    {OUTSIDE: "  ", HIDDEN: "··", REMOVED: "××", VISIBLE: "██", PREFIX: "▓▓"},
+    (" ", ".", "x", "#", "+"),
+)
 SHADES, ASCII_SHADES = " ░▒▓█", " .:+#"
 
 
-def text(cells: np.ndarray, width: int, plain: bool = False) -> list[str]:
+def text(cells: np.ndarray, width: int, ascii_only: bool = False) -> list[str]:
     """Lines of characters, none longer than `width`: two of them for a cell, one, or one for a tile of many cells.
 
-    plain: of ASCII alone.
+    ascii_only: of ASCII alone.
     """
     rows, keys = cells.shape
     if keys * 2 <= width and rows <= 64:
-        words = {kind: sign * 2 for kind, sign in enumerate(ASCII)} if plain else FULL_BLOCKS
+        words = {kind: sign * 2 for kind, sign in enumerate(ASCII)} if ascii_only else FULL_BLOCKS
         return ["".join(words[int(kind)] for kind in row) for row in cells]
     across = -(-keys // max(width, 1))
     down = 1 if rows <= 64 else max(-(-rows // 64), 2 * across)  # A character is twice as high as wide.
     lines = []
-    shades = ASCII_SHADES if plain else SHADES
+    shades = ASCII_SHADES if ascii_only else SHADES
     for i in range(0, rows, down):
         tiles = [is_seen(cells[i : i + down, j : j + across]).mean() for j in range(0, keys, across)]
-        lines.append("".join(shades[0 if share == 0 else 1 + min(3, int(share * 4 - 1e-9))] for share in tiles))
+        lines.append(
+            "".join(shades[0 if fraction == 0 else 1 + min(3, int(fraction * 4 - 1e-9))] for fraction in tiles)
+        )
     return lines
 
 
@@ -142,7 +147,7 @@ def svg(cells: np.ndarray, title: str, size: int = 320, axes: bool = True) -> st
         f'<svg xmlns="http://www.w3.org/2000/svg" {sizes} role="img" aria-label={quoteattr(title)}>',
         f"<title>{escape(title)}</title>",
         _style(),
-        *(f'<path class="fa-k{kind}" d="{"".join(found)}"/>' for kind, found in sorted(paths.items())),
+        *(f'<path class="fa-k{kind}" d="{"".join(segments)}"/>' for kind, segments in sorted(paths.items())),
     ]
     if axes:
         parts += [
@@ -199,14 +204,14 @@ def example(mode: int) -> Setting:
         lengths = ((3, 4), (3, 6)) if mode == 7 else ((4, 3), (6, 3))
         return Setting(mode, *lengths, packed=True, next=-1 if mode == 7 else 0)
     pre, next_ = {0: (2, 1), 4: (2, 1), BAND: (3, 0)}.get(mode, (UNLIMITED, UNLIMITED))
-    mask, own, q_len = "zeros", None, 6
+    mask, matrix, q_len = "zeros", None, 6
     if mode in (1, 9):
         mask, q_len = "own", 5
-        own = _TREE if mode == 9 else _SCATTERED
+        matrix = _TREE if mode == 9 else _SCATTERED
     if mode == 5:
-        mask, own = "own", _HOLES
+        mask, matrix = "own", _HOLES
     prefix = (4,) if mode in (5, 6) else ()
-    return Setting(mode, (q_len,), (8,), pre=pre, next=next_, prefix=prefix, mask=mask, own=own)
+    return Setting(mode, (q_len,), (8,), pre=pre, next=next_, prefix=prefix, mask=mask, own=matrix)
 
 
 # Drafted tokens 0 to 4: 1 and 2 follow 0, 3 follows 1, 4 follows 2. A 1 hides a token that is no ancestor.
@@ -217,11 +222,11 @@ _HOLES = tuple(tuple(int((i, j) in ((0, 1), (1, 4), (3, 2), (4, 5), (5, 0))) for
 
 def gallery(modes: Sequence[int] = MODES[:-1], size: int = 160) -> dict[str, str]:
     """An SVG of every sparse mode by file name ("mode_3.svg"), for pages that show them beside each other."""
-    found = {}
+    pictures = {}
     for mode in modes:
         s = example(mode)
         cells = cells_of(s, "inference" if mode == 9 else "own" if mode == BAND else "training")
         assert cells is not None
         name = "band" if mode == BAND else f"mode_{mode}"
-        found[f"{name}.svg"] = svg(cells, f"sparse_mode {mode}: {NAMES[str(mode)]}", size, axes=False)
-    return found
+        pictures[f"{name}.svg"] = svg(cells, f"sparse_mode {mode}: {NAMES[str(mode)]}", size, axes=False)
+    return pictures

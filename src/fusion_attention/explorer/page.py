@@ -1,7 +1,7 @@
 """The explorer: one HTML file with everything in it, made of the library's own rules, and a server of that one page.
 
 The page decides nothing: which keys are seen, what the records refuse and how calls are written are functions of
-`seen`, `remarks`, `words` and `calls`, translated (translate.py) when the page is made.
+`visible`, `violations`, `words` and `calls`, translated (translate.py) when the page is made.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def rules() -> str:
     for name in TABLES:
         program.name(getattr(words, name), name)
     tables = {api: [_table(program, api, packed) for packed in (False, True)] for api in violations.OPERATORS}
-    asked = ",\n".join(f"  {api}: [\n{two[0]},\n{two[1]}\n  ]" for api, two in tables.items())
+    tables_text = ",\n".join(f"  {api}: [\n{two[0]},\n{two[1]}\n  ]" for api, two in tables.items())
     examples = json.dumps({str(mode): asdict(example(mode)) for mode in visible.MODES})
     return "\n".join(
         [
             _read("runtime.js"),
             program.text,
-            f"const ASKED = {{\n{asked}\n}};",
+            f"const ASKED = {{\n{tables_text}\n}};",
             f"const EXAMPLES = {examples};",
             _read("facade.js"),
         ]
@@ -61,8 +61,8 @@ def _table(program: Program, api: str, packed: bool) -> str:
 
     lines = []
     for rule in violations.table(api, packed, compiled):
-        plain = {name: value for name, value in rule.items() if name not in ("when", "check")}
-        lines.append(f"{{ ...{json.dumps(plain)}, when: {rule['when'] or 'null'}, check: {rule['check']} }}")
+        fields = {name: value for name, value in rule.items() if name not in ("when", "check")}
+        lines.append(f"{{ ...{json.dumps(fields)}, when: {rule['when'] or 'null'}, check: {rule['check']} }}")
     spelled = json.dumps(violations.spelled(record))
     return f'{{ operator: "{operator}", spelled: {spelled}, rules: [\n' + ",\n".join(lines) + "\n] }"
 
@@ -72,9 +72,9 @@ def page() -> str:
     """The whole page: no other file, no network."""
     parts = {"style": _read("page.css"), "rules": rules(), "script": _read("matrix.js") + _read("page.js")}
     text = _read("page.html")
-    for name, part in parts.items():
-        assert "</script" not in part
-        text = text.replace(f"/* {name} */", part)
+    for name, text_of_part in parts.items():
+        assert "</script" not in text_of_part
+        text = text.replace(f"/* {name} */", text_of_part)
     return text
 
 
@@ -90,10 +90,10 @@ class _Page(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page at /, nothing else: no path of this machine is ever read."""
-        found = self.path.split("?")[0] in ("/", "/index.html")
-        data = page().encode() if found else b"not here\n"
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Type", "text/html; charset=utf-8" if found else "text/plain")
+        is_served = self.path.split("?")[0] in ("/", "/index.html")
+        data = page().encode() if is_served else b"not here\n"
+        self.send_response(200 if is_served else 404)
+        self.send_header("Content-Type", "text/html; charset=utf-8" if is_served else "text/plain")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

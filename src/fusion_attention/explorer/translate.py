@@ -62,7 +62,7 @@ class Program:
     def __init__(self, native: Mapping[Callable[..., Any], str] | None = None) -> None:
         self.native = dict(native or {})
         self.names: dict[int, str] = {}
-        self.kept: list[Any] = []  # An id names an object only while it lives.
+        self.retained: list[Any] = []  # An id names an object only while it lives.
         self.parts: list[str] = []
 
     @property
@@ -75,12 +75,12 @@ class Program:
         if callable(thing) and thing in self.native:
             return self.native[thing]
         if id(thing) not in self.names:
-            plain = wanted or thing.__name__
-            name = plain + "$" if plain in RESERVED else plain
+            wanted_name = wanted or thing.__name__
+            name = wanted_name + "$" if wanted_name in RESERVED else wanted_name
             while name in self.names.values():
                 name += "_"
             self.names[id(thing)] = name
-            self.kept.append(thing)
+            self.retained.append(thing)
             if inspect.isclass(thing):
                 self.parts.append(self._class(thing, name))
             elif inspect.isfunction(thing):
@@ -102,9 +102,9 @@ class Program:
     def _body(self, node: ast.FunctionDef, within: Mapping[str, Any], kind: type | None = None) -> str:
         skip, body = int(kind is not None), _Body(self, within, kind=kind)
         parameters = body.parameters(node.args, skip)
-        own = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
-        body.local |= own | assigned(node)
-        local = sorted(body.local - own)
+        argument_names = {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
+        body.local |= argument_names | assigned(node)
+        local = sorted(body.local - argument_names)
         lines = [f"const {safe(node.args.args[0].arg)} = this;"] * skip
         lines += [f"let {', '.join(map(safe, local))};"] * bool(local)
         lines += [text for statement in node.body if (text := body.statement(statement))]
@@ -147,19 +147,22 @@ class _Body:
         """A parameter list; defaults are expressions."""
         if arguments.vararg or arguments.kwarg:
             raise Untranslatable("parameters that take any number of arguments")
-        plain = arguments.args
-        defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + [*arguments.defaults]
-        pairs = [*zip(plain, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+        positional = arguments.args
+        defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults)) + [*arguments.defaults]
+        pairs = [
+            *zip(positional, defaults, strict=True),
+            *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+        ]
         return ", ".join(safe(a.arg) + (f" = {self.of(d)}" if d else "") for a, d in pairs[skip:])
 
     # ------------------------------------------------------------------------------------------------- statements
 
     def statement(self, node: ast.stmt) -> str:
         """One statement; "" for a docstring."""
-        made = getattr(self, f"_s_{type(node).__name__}", None)
-        if made is None:
+        translate = getattr(self, f"_s_{type(node).__name__}", None)
+        if translate is None:
             raise self.unknown(node)
-        return str(made(node))
+        return str(translate(node))
 
     def block(self, nodes: list[ast.stmt]) -> str:
         """Statements in braces."""
@@ -232,10 +235,10 @@ class _Body:
 
     def of(self, node: ast.expr) -> str:
         """One expression."""
-        made = getattr(self, f"_{type(node).__name__}", None)
-        if made is None:
+        translate = getattr(self, f"_{type(node).__name__}", None)
+        if translate is None:
             raise self.unknown(node)
-        return str(made(node))
+        return str(translate(node))
 
     def truth(self, node: ast.expr) -> str:
         """What an `if` asks."""
@@ -248,10 +251,10 @@ class _Body:
         if node.id in self.local:
             return safe(node.id)
         if node.id in self.within:
-            found = self.within[node.id]
-            if isinstance(found, ModuleType):
-                return found.__name__.split(".")[0].replace("numpy", "np")
-            return self.program.name(found, node.id)
+            value = self.within[node.id]
+            if isinstance(value, ModuleType):
+                return value.__name__.split(".")[0].replace("numpy", "np")
+            return self.program.name(value, node.id)
         if self.parameter:
             return f"py.at({self.parameter}, {json.dumps(node.id)})"
         return f"py.{node.id}"
@@ -304,10 +307,12 @@ class _Body:
 
     def _Compare(self, node: ast.Compare) -> str:
         sides = [self.of(side) for side in (node.left, *node.comparators)]
-        found = [
+        comparisons = [
             COMPARED[type(op)].format(a, b) for op, a, b in zip(node.ops, sides[:-1], sides[1:], strict=True)
         ]  # Sides are pure: one that stands twice is computed twice.
-        return found[0] if len(found) == 1 else f"({' && '.join(f'py.truth({text})' for text in found)})"
+        return (
+            comparisons[0] if len(comparisons) == 1 else f"({' && '.join(f'py.truth({text})' for text in comparisons)})"
+        )
 
     def _JoinedStr(self, node: ast.JoinedStr) -> str:
         parts = []
@@ -346,15 +351,15 @@ class _Body:
             return f"py.call({self.of(node.func.value)}, {json.dumps(node.func.attr)}, [{', '.join(given)}])"
         called = node.func.id if isinstance(node.func, ast.Name) else ""
         name = f"py.{called}" if called and self._is_builtin(called) else self.of(node.func)
-        known = self.kind if called == "cls" else None if called in self.local else self.within.get(called)
-        if known is not None:
-            found = inspect.signature(known).parameters
-            slots = arguments + ["undefined"] * (len(found) - len(arguments)) * bool(node.keywords)
+        target = self.kind if called == "cls" else None if called in self.local else self.within.get(called)
+        if target is not None:
+            parameters = inspect.signature(target).parameters
+            slots = arguments + ["undefined"] * (len(parameters) - len(arguments)) * bool(node.keywords)
             for word in node.keywords:
-                if word.arg is None or word.arg not in found:
+                if word.arg is None or word.arg not in parameters:
                     raise self.unknown(node)
-                slots[list(found).index(word.arg)] = self.of(word.value)
-            return f"{'new ' * inspect.isclass(known)}{name}({', '.join(slots)})"
+                slots[list(parameters).index(word.arg)] = self.of(word.value)
+            return f"{'new ' * inspect.isclass(target)}{name}({', '.join(slots)})"
         return f"{name}({', '.join(self._loose(arguments, node.keywords))})"
 
     def _loose(self, arguments: list[str], keywords: list[ast.keyword]) -> list[str]:
@@ -391,19 +396,19 @@ def constant(value: Any) -> str:
 
 def assigned(node: ast.FunctionDef) -> set[str]:
     """The names that a function binds; those of comprehensions are their own."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def visit(tree: ast.AST) -> None:
         if isinstance(tree, ast.ListComp | ast.GeneratorExp | ast.Lambda):
             return
         if isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store):
-            found.add(tree.id)
+            names.add(tree.id)
         for child in ast.iter_child_nodes(tree):
             visit(child)
 
     for statement in node.body:
         visit(statement)
-    return found
+    return names
 
 
 def _source(thing: Any) -> ast.stmt:

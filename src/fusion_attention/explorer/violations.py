@@ -31,7 +31,7 @@ _ANY = Setting(0, (1,), (1,))
 
 
 @functools.cache
-def asked(operator: str, api: str) -> tuple[Rule, ...]:
+def rules_of(operator: str, api: str) -> tuple[Rule, ...]:
     """The rules of an operator that a setting answers; an attribute's domain is one of them."""
     record, names = RECORDS[operator], set(names_of(_ANY, api))
     domains = [
@@ -44,10 +44,10 @@ def asked(operator: str, api: str) -> tuple[Rule, ...]:
 
 def _reads(rule: Rule) -> set[str]:
     """Every name in a rule's expressions; those with axis words read tensors."""
-    found = set()
+    names = set()
     for text in filter(None, (rule.check, rule.when)):
-        found |= set(parse(text).names) | set(re.findall(r"\b([a-z_0-9]+)\(", re.sub(r"\.\w+\(", "", text)))
-    return found
+        names |= set(parse(text).names) | set(re.findall(r"\b([a-z_0-9]+)\(", re.sub(r"\.\w+\(", "", text)))
+    return names
 
 
 def names_of(s: Setting, api: str) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def table(api: str, packed: bool, compiled: Callable[[str, Op], Any] | None = No
             "shown": list(parse(rule.check).names),
             "blamed": rule.param,
         }
-        for rule in asked(operator, api)
+        for rule in rules_of(operator, api)
     ]
 
 
@@ -91,10 +91,10 @@ def remarks(
     rules: Sequence[Mapping[str, Any]], n: dict[str, Any], layout: str, other_names: dict[str, str]
 ) -> list[dict[str, Any]]:
     """The rules that a call breaks, as errors word them; one outside a domain is refused before the rest is asked."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for rule in rules:
-        if len(found) > 0 and found[0]["stage"] == "domains" and rule["stage"] != "domains":
-            return found
+        if len(results) > 0 and results[0]["stage"] == "domains" and rule["stage"] != "domains":
+            return results
         if len(rule["only"]) > 0 and layout not in rule["only"]:
             continue
         if rule["when"] is not None and not rule["when"](n):
@@ -103,7 +103,7 @@ def remarks(
         if not isinstance(outcome, str) and outcome:
             continue
         got = outcome if isinstance(outcome, str) else what_came(rule, n)
-        found.append(
+        results.append(
             {
                 "level": rule["level"],
                 "code": rule["code"],
@@ -114,7 +114,7 @@ def remarks(
                 "advice": rule["advice"],
             }
         )
-    return found
+    return results
 
 
 def what_came(rule: Mapping[str, Any], n: dict[str, Any]) -> str:
@@ -139,9 +139,9 @@ def respell(text: str, other_names: dict[str, str]) -> str:
     return text
 
 
-def verdict(found: Sequence[Mapping[str, Any]]) -> str:
+def verdict(findings: Sequence[Mapping[str, Any]]) -> str:
     """What becomes of a call: "ok", "note" (runs, and says something), "chip" (refused there alone), "refused"."""
-    levels = [remark["level"] for remark in found]
+    levels = [remark["level"] for remark in findings]
     if "meaning" in levels:
         return "refused"
     if "limit" in levels or "doubt" in levels:
@@ -151,9 +151,9 @@ def verdict(found: Sequence[Mapping[str, Any]]) -> str:
 
 def remarks_on(s: Setting, api: str) -> list[dict[str, Any]]:
     """The remarks on a setting at an interface, by the records."""
-    known = as_mode(s)
-    if api == "own" or known is None:
+    canonical = as_mode(s)
+    if api == "own" or canonical is None:
         return []
     layout = "TND" if s.packed else "BSND"
     record = RECORDS[OPERATORS[api][s.packed]]
-    return remarks(table(api, s.packed), names_of(known, api), layout, spelled(record))
+    return remarks(table(api, s.packed), names_of(canonical, api), layout, spelled(record))

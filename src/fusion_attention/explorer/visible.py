@@ -160,23 +160,23 @@ def picture(s: Setting, api: str) -> dict[str, Any] | None:
     """
     q_len, kv_len = np.array(s.q_len), np.array(s.kv_len)
     if api == "own" and s.mode == BAND:
-        return _found(q_len, kv_len, own_band(s).resolve(q_len, kv_len), "")
-    known = as_mode(s)
-    if known is None or (api == "own" and not own_says(known)):
+        return _picture_of(q_len, kv_len, own_band(s).resolve(q_len, kv_len), "")
+    canonical = as_mode(s)
+    if canonical is None or (api == "own" and not own_says(canonical)):
         return None
     if api == "inference":
-        n = inference_names(known)
+        n = inference_names(canonical)
         edges, kind = fused_band(n).resolve(q_len, kv_len), n["mask_kind"]
-    elif api == "own" and known.mode == 9:
+    elif api == "own" and canonical.mode == 9:
         edges, kind = Band.full().resolve(q_len, kv_len), "tree"
     else:
-        e = dense_extents(training_names(known))
-        edges, kind = (e.lo, e.hi, e.prefix), "full" if known.mode in (0, 1, 5) else ""
-    acts = kind in ("full", "tree") and known.mask in ("triangle", "own")
-    return _found(q_len, kv_len, edges, kind if acts else "")
+        e = dense_extents(training_names(canonical))
+        edges, kind = (e.lo, e.hi, e.prefix), "full" if canonical.mode in (0, 1, 5) else ""
+    acts = kind in ("full", "tree") and canonical.mask in ("triangle", "own")
+    return _picture_of(q_len, kv_len, edges, kind if acts else "")
 
 
-def _found(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, ...], kind: str) -> dict[str, Any]:
+def _picture_of(q_len: np.ndarray, kv_len: np.ndarray, edges: tuple[np.ndarray, ...], kind: str) -> dict[str, Any]:
     lo, hi, prefix = edges
     return {
         "q_len": q_len.tolist(),

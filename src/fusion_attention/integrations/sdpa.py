@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 _TORCHS = torch._C._nn.scaled_dot_product_attention
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _ELEMENTS = 768  # that a head may have
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = Band.causal("start")
@@ -171,8 +171,8 @@ def _transformed() -> bool:
 
 
 def _computed(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the three are what this library computes."""
-    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+    """True if this library computes the three."""
+    if type(query) not in _TENSOR_TYPES or type(key) not in _TENSOR_TYPES or type(value) not in _TENSOR_TYPES:
         return False
     device, dtype = query.device, query.dtype
     return (
@@ -201,10 +201,10 @@ def _batched(
     q, k, v = (t[(None,) * (axes - t.dim())] for t in (query, key, value))
     heads, heads_k, heads_v = q.shape[-3], k.shape[-3], v.shape[-3]
     if not grouped:
-        known = {heads, heads_k, heads_v} - {1}
-        if len(known) > 1:
+        counts = {heads, heads_k, heads_v} - {1}
+        if len(counts) > 1:
             return None
-        heads = max(known, default=1)
+        heads = max(counts, default=1)
         shared = 1 if heads_k == heads_v == 1 else heads
     elif heads_k != heads_v or not heads_k or heads % heads_k:
         return None
@@ -218,21 +218,21 @@ def _batched(
         return None
     batch = math.prod(lead)
 
-    def whole(t: Tensor, n: int) -> Tensor:
+    def expanded(t: Tensor, n: int) -> Tensor:
         if t.dim() == 4 and t.shape[0] == batch and t.shape[1] == n:
             return t
         return t.expand(*lead, n, *t.shape[-2:]).reshape(batch, n, *t.shape[-2:])
 
-    return whole(q, heads), whole(k, shared), whole(v, shared), lead
+    return expanded(q, heads), expanded(k, shared), expanded(v, shared), lead
 
 
 def _fits(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a mask is one that this library adds or obeys, and broadcasts to the scores."""
+    """True if this library adds or obeys a mask, and it broadcasts to the scores."""
     return (
-        type(mask) in _PLAIN
+        type(mask) in _TENSOR_TYPES
         and mask.dtype in (torch.bool, q.dtype)
         and 2 <= mask.dim() <= len(shape)
-        and all(own in (1, full) for own, full in zip(reversed(mask.shape), reversed(shape), strict=False))
+        and all(size in (1, full) for size, full in zip(reversed(mask.shape), reversed(shape), strict=False))
     )
 
 

@@ -152,10 +152,10 @@ def mask(
                 keys = _keys(attention_mask, batch_size, kv_length, kv_offset, int(end), others.get("device", "cpu"))
                 # Full attention, perhaps to another sequence: a module that is causal may be handed it.
                 full = keys is not None and not causal and local_size is None
-                return _made(keys[:, None, None] if keys is not None and full else keys)
+                return _as_blocked(keys[:, None, None] if keys is not None and full else keys)
         elif causal and attention_mask is None and q_length == kv_length and _packs(mask_function, local_size, others):
-            return _made(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
-    made: Tensor | None = masking_utils.sdpa_mask(
+            return _as_blocked(_packed_ids(mask_function, batch_size, q_length, others.get("device", "cpu")))
+    result: Tensor | None = masking_utils.sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -169,10 +169,10 @@ def mask(
         allow_is_bidirectional_skip=code.names and bool(allow_is_bidirectional_skip),
         **others,
     )
-    return _made(made)
+    return _as_blocked(result)
 
 
-def _made(mask: Tensor | None) -> Tensor | None:
+def _as_blocked(mask: Tensor | None) -> Tensor | None:
     """A mask of our own, which no other code writes: it may be kept without a version."""
     if mask is not None and not torch.compiler.is_compiling() and mask.is_inference():
         mask._fusion_attention = {}  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ class _Padding(NamedTuple):
 
 def _padding(keys: Tensor) -> _Padding:
     """Of a bool [B, T]; read from the device once for all layers."""
-    return _kept(keys, "padding", _read_padding)
+    return _cached(keys, "padding", _read_padding)
 
 
 def _read_padding(keys: Tensor) -> _Padding:
@@ -237,17 +237,17 @@ def _read_padding(keys: Tensor) -> _Padding:
     return _Padding("none" if all(e == length for e in end) else "left", first, end)
 
 
-def _kept(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """What read(tensor) says, kept on the tensor until it changes: a forward hands one mask to all its layers."""
-    kept = tensor.__dict__.get("_fusion_attention")
-    if tensor.is_inference() and kept is None:
+def _cached(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
+    """The result of read(tensor), cached on the tensor until it changes: a forward hands one mask to all its layers."""
+    entries = tensor.__dict__.get("_fusion_attention")
+    if tensor.is_inference() and entries is None:
         return read(tensor)  # which has no version; only mask() writes it
-    kept = {} if kept is None else kept
+    entries = {} if entries is None else entries
     version = 0 if tensor.is_inference() else tensor._version
-    if name not in kept or kept[name][0] != version:
-        kept[name] = version, read(tensor)
-        tensor._fusion_attention = kept  # type: ignore[attr-defined]
-    return kept[name][1]
+    if name not in entries or entries[name][0] != version:
+        entries[name] = version, read(tensor)
+        tensor._fusion_attention = entries  # type: ignore[attr-defined]
+    return entries[name][1]
 
 
 def _hidden(tensor: Tensor) -> bool:
@@ -256,8 +256,8 @@ def _hidden(tensor: Tensor) -> bool:
 
 
 def _read(tensor: Tensor, name: str, read: Callable[[Tensor], Any]) -> Any:
-    """_kept(), but in a trace, which keeps what it computed by itself."""
-    return read(tensor) if _hidden(tensor) else _kept(tensor, name, read)
+    """_cached(), but in a trace, which keeps what it computed by itself."""
+    return read(tensor) if _hidden(tensor) else _cached(tensor, name, read)
 
 
 def _lengths(ids: Tensor) -> Any:
@@ -409,7 +409,7 @@ def _padded(
         lengths = [n for f, e in zip(first, end, strict=True) for n in (f, e - f, length - e) if n]
         return _packed(q, k, v, lengths, lengths, words)
     if kind != "none":
-        words["blocked"] = _kept(keys, "blocked", torch.logical_not)[:, None, None]
+        words["blocked"] = _cached(keys, "blocked", torch.logical_not)[:, None, None]
     return attention(q, k, v, **words)
 
 
@@ -422,24 +422,24 @@ def _explicit(given: Tensor, q: Tensor, words: dict[str, Any]) -> None:
         words["blocked"] = ~given
     elif given.dtype == torch.bool:
         if given.shape[1] == 1 and (given.shape[2] == 1 or given.stride(2) == 0):
-            kind, _, end = _kept(given, "padding", lambda t: _read_padding(t[:, 0, 0]))
+            kind, _, end = _cached(given, "padding", lambda t: _read_padding(t[:, 0, 0]))
             if kind in ("none", "left"):
                 if kind == "left":
                     words["kv_len"] = end
                 return
-        words["blocked"] = _kept(given, "blocked", torch.logical_not)
+        words["blocked"] = _cached(given, "blocked", torch.logical_not)
     else:
         raise TypeError(f"attention_mask: expected bool or floating elements in [B, N, S, T], got {given.dtype}")
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, given: Tensor, indices: Tensor, words: dict[str, Any]) -> Tensor:
     """Attention over the keys that an indexer chose [B, S, K], of those that the mask [B, 1, S, T] leaves."""
-    seen = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
+    visible = given[:, 0] if given.dtype == torch.bool else given[:, 0] > torch.finfo(given.dtype).min
     indices = indices.long()
     if not words.keys() <= {"scale", "sink"}:
-        chosen = torch.zeros_like(seen).scatter(-1, indices, True)
-        return attention(q, k, v, blocked=~(chosen & seen)[:, None], **words)
+        chosen = torch.zeros_like(visible).scatter(-1, indices, True)
+        return attention(q, k, v, blocked=~(chosen & visible)[:, None], **words)
     # A list ends at its first negative entry.
-    indices = indices.masked_fill(~seen.gather(-1, indices), -1).sort(-1, descending=True).values
+    indices = indices.masked_fill(~visible.gather(-1, indices), -1).sort(-1, descending=True).values
     lists = indices[:, :, None].expand(-1, -1, k.shape[2], -1)
     return sparse_attention(q, k, v, lists, causal=False, **words)

@@ -121,8 +121,8 @@ class Present:
         """bool [B, tokens]."""
         there = torch.ones(batch, tokens, dtype=torch.bool, device=device)
         if self._real is not None:
-            known = self._real[:, :tokens]
-            there[:, : known.shape[1]] = known
+            real = self._real[:, :tokens]
+            there[:, : real.shape[1]] = real
         return there
 
     def add(self, before: int, new: Tensor) -> None:
@@ -161,9 +161,9 @@ class PagedLayer(CacheLayerMixin):
         """A pool for the tokens of the first rows and a page more for each sequence; the sequences, empty."""
         batch, heads, tokens, dim = key_states.shape
         if self.pool is None:
-            kept = min(tokens, self.sliding_window) if self.is_sliding else tokens
+            retained = min(tokens, self.sliding_window) if self.is_sliding else tokens
             self.pool = PagedKVCache(
-                heads, dim, max(batch, 1) * (kept // self.page_size + 2), dim_v=value_states.shape[-1],
+                heads, dim, max(batch, 1) * (retained // self.page_size + 2), dim_v=value_states.shape[-1],
                 page_size=self.page_size, dtype=key_states.dtype, stored=self.stored, device=key_states.device,
             )  # fmt: skip
         self.sequences = [self.pool.allocate() for _ in range(batch)]
@@ -213,8 +213,10 @@ class PagedLayer(CacheLayerMixin):
         answered: Tensor | tuple[Tensor, Tensor]
         apart = self.is_sliding and self.present.gaps  # a window counts padding, which is not stored
         if agrees and there is None and not apart and words.keys() <= _DECODED and q.shape[1] == k.shape[2]:
-            seen = Band.full() if band is None else band
-            answered = decode_attention(q.to(k.dtype), self._pages, sequences=self.sequences, band=seen, **words)
+            visible_band = Band.full() if band is None else band
+            answered = decode_attention(
+                q.to(k.dtype), self._pages, sequences=self.sequences, band=visible_band, **words
+            )
         else:
             answered = self.rows()
         self._slide()
@@ -244,9 +246,9 @@ class PagedLayer(CacheLayerMixin):
 
     def _store(self, sequences: Sequence[int], k: Tensor, v: Tensor, slide: bool) -> None:
         """New tokens [sequences, tokens, heads, dim], in a pool that grows."""
-        pages, kept = self._pages, self.sliding_window - 1
-        if slide and self._slides and k.shape[1] > kept:
-            k, v = (t[:, t.shape[1] - kept :] for t in (k, v))
+        pages, retained = self._pages, self.sliding_window - 1
+        if slide and self._slides and k.shape[1] > retained:
+            k, v = (t[:, t.shape[1] - retained :] for t in (k, v))
             for sequence in sequences:
                 pages.crop(sequence, *pages.lengths([sequence]))
         with contextlib.suppress(CacheFullError):
@@ -270,12 +272,12 @@ class PagedLayer(CacheLayerMixin):
         parts = [pages.rows(sequence) for sequence in self.sequences]
         like = parts[0][0] if parts else torch.empty(0, dtype=pages.dtype)
         there = self.present.upto(self._tokens, batch, like.device)
-        made = [like.new_zeros(batch, pages.heads, self._tokens, dim) for dim in (pages.dim, pages.dim_v)]
-        for b, part in enumerate(parts):
+        results = [like.new_zeros(batch, pages.heads, self._tokens, dim) for dim in (pages.dim, pages.dim_v)]
+        for b, tensors in enumerate(parts):
             where = there[b].nonzero()[:, 0]
-            for full, mine in zip(made, part, strict=True):
+            for full, mine in zip(results, tensors, strict=True):
                 full[b, :, where[len(where) - len(mine) :]] = mine.transpose(0, 1)
-        return made[0], made[1]
+        return results[0], results[1]
 
     @property
     def keys(self) -> Tensor | None:
@@ -326,8 +328,8 @@ class PagedLayer(CacheLayerMixin):
         there = self.present.upto(self._tokens, len(self.sequences), torch.device("cpu"))
         counts = there[:, self._tokens - removed :].sum(1).tolist()
         lengths = self._pages.lengths(self.sequences)
-        for held, total, count in zip(lengths, self._totals, counts, strict=True):
-            if held - count < min(self.sliding_window - 1, total - count):
+        for cached, total, count in zip(lengths, self._totals, counts, strict=True):
+            if cached - count < min(self.sliding_window - 1, total - count):
                 raise RuntimeError(
                     "PagedCache: crop: a window has left behind tokens that would be seen again "
                     "(activate_past_recording() before the tokens that may be taken back)"
@@ -374,9 +376,9 @@ class StoredRows(Tensor):
     def __new__(cls, layer: PagedLayer, side: int, like: Tensor) -> StoredRows:
         """side: 0 for keys, 1 for values; like: new rows."""
         shape = (*like.shape[:2], layer.get_seq_length(), like.shape[3])
-        made: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        made.layer, made._side = layer, side
-        return made
+        wrapper: StoredRows = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        wrapper.layer, wrapper._side = layer, side
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -384,7 +386,7 @@ class StoredRows(Tensor):
     ) -> Any:
         """The operation, of the rows."""
 
-        def plain(given: Any) -> Any:
+        def materialised(given: Any) -> Any:
             return given.layer.rows()[given._side] if isinstance(given, StoredRows) else given
 
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return func(*tree_map(materialised, args), **tree_map(materialised, kwargs or {}))

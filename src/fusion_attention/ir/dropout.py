@@ -62,10 +62,10 @@ def keep_from_philox(
     """
     stream = torch.arange(first_stream, first_stream + heads)[:, None, None]
     row = torch.arange(rows.start, rows.stop)[None, :, None]
-    return _kept(seed, offset, keep_prob, stream, row, keys)
+    return _keep_mask(seed, offset, keep_prob, stream, row, keys)
 
 
-def _kept(
+def _keep_mask(
     seed: int, offset: int, keep_prob: float, stream: torch.Tensor, row: torch.Tensor, keys: slice
 ) -> torch.Tensor:
     """[.., keys] bool for streams and rows [.., 1], which broadcast."""
@@ -76,8 +76,8 @@ def _kept(
     # The words start as broadcast axes; the fourth round has mixed each of them into the full shape.
     words = torch.stack(philox(counter, (seed & _MASK32, (seed >> 32) & _MASK32)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    kept = (halves < threshold(keep_prob)).flatten(-3)
-    return kept[..., keys.start - first * KEYS_PER_DRAW : keys.stop - first * KEYS_PER_DRAW]
+    keep = (halves < threshold(keep_prob)).flatten(-3)
+    return keep[..., keys.start - first * KEYS_PER_DRAW : keys.stop - first * KEYS_PER_DRAW]
 
 
 def drawn_bits(
@@ -97,8 +97,8 @@ def drawn_bits(
     step = max(8, (1 << 20) // keys // 8 * 8)
     for first in range(0, count, step):
         place = torch.arange(first, min(first + step, count), device=device)[:, None]
-        kept = _kept(seed, offset, keep_prob, place // rows, place % rows, slice(0, keys)).flatten()
-        bits = torch.nn.functional.pad(kept.to(torch.uint8), (0, -kept.numel() % 8)).unflatten(0, (-1, 8))
+        keep = _keep_mask(seed, offset, keep_prob, place // rows, place % rows, slice(0, keys)).flatten()
+        bits = torch.nn.functional.pad(keep.to(torch.uint8), (0, -keep.numel() % 8)).unflatten(0, (-1, 8))
         results.append((bits * weights).sum(-1, dtype=torch.uint8))
     return torch.cat(results)
 

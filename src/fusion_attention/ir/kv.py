@@ -49,9 +49,9 @@ class PagedView:
 
         table[b, t // page_size] * stride_page + h * stride_head + t % page_size * stride_token
 
-    elements from the pool's first one. Its elements are neighbours, or lie in pieces: element d of the row is
+    elements from the pool's first one. Its elements are neighbours, or lie in fragments: element d of the row is
 
-        d // piece * stride_piece + d % piece
+        d // fragment * stride_fragment + d % fragment
 
     elements behind the first. Table entries beyond a sequence's length, pages that no entry names and slots
     behind a sequence's last token are never read: anything may lie there.
@@ -62,8 +62,8 @@ class PagedView:
         page_size: tokens of a page.
         stride_page, stride_token, stride_head: elements.
         dim: elements of a row.
-        piece: neighbouring elements of a row that lies in pieces; 0: all of them.
-        stride_piece: elements from one piece to the next; 0 without pieces.
+        fragment: neighbouring elements of a row that lies in fragments; 0: all of them.
+        stride_fragment: elements from one fragment to the next; 0 without fragments.
     """
 
     pool: torch.Tensor
@@ -73,8 +73,8 @@ class PagedView:
     stride_token: int
     stride_head: int
     dim: int
-    piece: int = 0
-    stride_piece: int = 0
+    fragment: int = 0
+    stride_fragment: int = 0
 
     def over(self, tensor: torch.Tensor) -> PagedView:
         """The same rows of another pool."""
@@ -85,10 +85,10 @@ class PagedView:
         size = self.page_size
         pages = self.table[b, : -(-length // size)].long()
         count = int(pages.max()) + 1 if len(pages) else 0
-        piece = self.piece or self.dim
-        strides = self.stride_page, self.stride_head, self.stride_token, self.stride_piece, 1
+        fragment = self.fragment or self.dim
+        strides = self.stride_page, self.stride_head, self.stride_token, self.stride_fragment, 1
         full = self.pool.as_strided(
-            (count, heads, size, -(-self.dim // piece), piece), strides, self.pool.storage_offset()
+            (count, heads, size, -(-self.dim // fragment), fragment), strides, self.pool.storage_offset()
         )
         rows = full[pages].flatten(-2)[..., : self.dim]
         return rows.transpose(0, 1).reshape(heads, len(pages) * size, self.dim)[:, :length]

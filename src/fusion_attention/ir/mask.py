@@ -60,9 +60,9 @@ class Band:
 
     def __post_init__(self) -> None:
         for name in ("lo", "hi"):
-            object.__setattr__(self, name, _whole(getattr(self, name)))
+            object.__setattr__(self, name, _as_int(getattr(self, name)))
         with contextlib.suppress(TypeError):
-            object.__setattr__(self, "prefix", tuple(map(_whole, self.prefix)))
+            object.__setattr__(self, "prefix", tuple(map(_as_int, self.prefix)))
         if self.align not in ("start", "end"):
             raise ValueError(f'Band: align: expected "start" or "end", got {self.align!r}')
         if self.prefix and self.lo > -INFINITE:
@@ -103,9 +103,9 @@ class Band:
 
     def __repr__(self) -> str:
         """As it is made."""
-        plain = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
+        text = f"Band(lo={self.lo!r}, hi={self.hi!r}, align={self.align!r}, prefix={self.prefix!r})"
         if any(type(n) is not int for n in (self.lo, self.hi, *self.prefix)):
-            return plain  # what is no whole number a call names
+            return text  # a call names numbers that are not integers
         left = UNLIMITED if self.lo == -INFINITE else -self.lo
         right = UNLIMITED if self.hi == INFINITE else self.hi - 1
         align = () if self.align == "end" else (self.align,)
@@ -113,7 +113,7 @@ class Band:
         for name, arguments in forms.items():
             if getattr(Band, name)(*arguments) == self:
                 return f"Band.{name}({', '.join(map(repr, arguments))})"
-        return plain
+        return text
 
     def visible(self, q_len: int, kv_len: int) -> torch.Tensor:
         """The band of one sequence as a boolean matrix [q_len, kv_len], True where a row sees a key."""
@@ -121,7 +121,7 @@ class Band:
         return interval_matrix(q_len, kv_len, *(int(e[0]) for e in edges))
 
 
-def _whole(number: Any) -> Any:
+def _as_int(number: Any) -> Any:
     """A whole number as an int, whatever it comes as: equal bands are alike. What is none a call names."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if int(number) == number:
@@ -154,5 +154,5 @@ def blocked_by_tiles(
         place = torch.arange(8, dtype=torch.uint8, device=bits.device)
         full = torch.cat(((bits[..., None] >> place & 1).flatten(-2).bool(), full))
     # Counted from the end, the numbers of the two whole tiles are where they lie.
-    known = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(full) - 2), ALL_BLOCKED)
-    return full[known].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]
+    clipped = numbers.where((numbers >= NONE_BLOCKED) & (numbers < len(full) - 2), ALL_BLOCKED)
+    return full[clipped].transpose(2, 3).flatten(3).flatten(1, 2)[:, :rows, :keys]

@@ -31,7 +31,7 @@ class Partial(NamedTuple):
 def merge(into: Partial, more: Partial) -> None:
     """Makes `into` the attention to the keys of both."""
     top = torch.maximum(into.max, more.max)  # NaN where either is
-    ours, theirs = (_weight(part, top) for part in (into, more))
+    ours, theirs = (_weight(partial, top) for partial in (into, more))
     total = ours + theirs
     divisor = total.where(total != 0, 1.0)
     # Select before multiply: what weighs nothing, a mean beside a row with keys, may not be finite.
@@ -54,7 +54,7 @@ def empty_partial(like: torch.Tensor, shape: tuple[int, ...], dim: int) -> Parti
     return Partial(like.new_zeros((*shape, dim), dtype=torch.float32), stats - math.inf, stats)
 
 
-def _weight(part: Partial, top: torch.Tensor) -> torch.Tensor:
+def _weight(partial: Partial, top: torch.Tensor) -> torch.Tensor:
     # Equal maxima first: the difference of two infinities is no number.
-    weight = part.sum * torch.where(part.max == top, 0.0, part.max - top).exp()
-    return weight.where((part.sum == 0) | (part.max == -math.inf), weight.clamp(min=_LEAST))
+    weight = partial.sum * torch.where(partial.max == top, 0.0, partial.max - top).exp()
+    return weight.where((partial.sum == 0) | (partial.max == -math.inf), weight.clamp(min=_LEAST))

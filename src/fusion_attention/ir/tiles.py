@@ -34,7 +34,7 @@ class Tiles:
         return len(self.seq)
 
 
-def _cut(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tiles_of(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(seq, first, end) of pieces of at most `size` from each sequence's start."""
     count = -(-lengths // size)
     seq = np.repeat(np.arange(len(lengths)), count)
@@ -60,7 +60,7 @@ def _cut_parts(extents: Extents, first_row: np.ndarray, size: int) -> tuple[np.n
     """(seq, first, end) of pieces between multiples of `size` of the whole sequence; the first may begin before row 0,
     where the whole one's piece does."""
     ahead = first_row % size
-    seq, first, end = _cut(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
+    seq, first, end = _tiles_of(np.where(extents.q_len > 0, extents.q_len + ahead, 0), size)
     return seq, first - ahead[seq], end - ahead[seq]
 
 
@@ -70,7 +70,7 @@ def by_query(extents: Extents, size: int) -> Tiles:
     Parts are cut where their whole sequence is, and begin with the keys that the whole tile begins with.
     """
     if extents.part is None:
-        seq, row0, row1 = _cut(extents.q_len, size)
+        seq, row0, row1 = _tiles_of(extents.q_len, size)
     else:
         seq, row0, row1 = _cut_parts(extents, extents.part.first_row, size)
     lo, hi, prefix, kv_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.kv_len))
@@ -85,7 +85,7 @@ def by_query(extents: Extents, size: int) -> Tiles:
 
 def by_key(extents: Extents, size: int) -> Tiles:
     """Tiles of `size` keys, every key listed (a tile that no row sees has begin = end: its gradient is zero)."""
-    seq, key0, key1 = _cut(extents.kv_len, size)
+    seq, key0, key1 = _tiles_of(extents.kv_len, size)
     lo, hi, prefix, q_len = (a[seq] for a in (extents.lo, extents.hi, extents.prefix, extents.q_len))
     last = key1 - 1
     # Row i sees key j when i <= j - lo, and j < prefix or i > j - hi.

@@ -46,18 +46,18 @@ class Recorded:
     notes: tuple[str, ...] = ()
     saved: Mapping[str, Tensor] = field(default_factory=dict)
     upstream: Mapping[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
+    cached: dict[str, Any] = field(default_factory=dict)
 
     def bound(self) -> Any:
         """The call, checked once."""
-        if "bound" not in self.kept:
+        if "bound" not in self.cached:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", ContractWarning)
-                    self.kept["bound"] = bind(self.op, self.args, strict=False, check_content=False)
+                    self.cached["bound"] = bind(self.op, self.args, strict=False, check_content=False)
             except ContractError as error:
                 raise JudgeError(f"not a call of {self.op.name}: {'; '.join(str(error).splitlines())}") from None
-        return self.kept["bound"]
+        return self.cached["bound"]
 
     def lowered(self) -> Any:
         """The call in the intermediate representation, with every result."""
@@ -80,16 +80,18 @@ class Recorded:
         Raises:
             JudgeError: one has another shape or kind than the call's, or another name than the operator's.
         """
-        known = lowered.results()
-        unknown = sorted(self.outputs.keys() - known.keys() - {p.name for p in self.op.tensors(output=True)})
+        call_results = lowered.results()
+        unknown = sorted(self.outputs.keys() - call_results.keys() - {p.name for p in self.op.tensors(output=True)})
         unknown = [name for name in unknown if name not in returned(self.op)]
         if unknown:
-            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(known)})")
-        results = {n: t for n, t in self.outputs.items() if n in known and (t.numel() or known[n].numel())}
+            raise JudgeError(f"{self.op.name} has no output {', '.join(unknown)} (it has {', '.join(call_results)})")
+        results = {
+            n: t for n, t in self.outputs.items() if n in call_results and (t.numel() or call_results[n].numel())
+        }
         if not results:
-            raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(known)})")
+            raise JudgeError(f"{self.op.name}: no output to judge (it has {', '.join(call_results)})")
         for name, t in results.items():
-            want = known[name]
+            want = call_results[name]
             if t.shape != want.shape or _kind(t) != _kind(want):
                 expected, got = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (want, t))
                 got = got if t.numel() else f"nothing ({got})"
@@ -134,10 +136,12 @@ class Recorded:
         return {name: t for name, t in results.items() if name in names}
 
 
-def from_recording(found: Recording, source: str = "") -> Recorded:
-    """What a capture holds."""
-    outputs = {n: t.cpu().contiguous() for n, t in found.outputs.items()}
-    return Recorded(found.op, found.args, outputs, found.seed, source, (), found.saved, found.upstream)
+def from_recording(recording: Recording, source: str = "") -> Recorded:
+    """The call of a capture."""
+    outputs = {n: t.cpu().contiguous() for n, t in recording.outputs.items()}
+    return Recorded(
+        recording.op, recording.args, outputs, recording.seed, source, (), recording.saved, recording.upstream
+    )
 
 
 def recorded(

@@ -24,7 +24,7 @@ _IMPOSSIBLE = (RuntimeError, IndexError, ValueError, ContractError)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Match:
     """A mistake, the way of making it, and what it gave."""
 
     mistake: Mistake
@@ -43,7 +43,7 @@ def diagnosed(case: Case, base: Result, seed: int = 0) -> tuple[tuple[Explanatio
     generator = torch.Generator().manual_seed(seed)
     pieces = drawn(base.maps, case.outputs, case.setting, generator)
     sample = measured(case.setting, case.outputs, pieces, grade=PROGRAM)
-    tried = [Found(m, way, result) for m, way, result in _tried(case, pieces, sample)]
+    tried = [Match(m, way, result) for m, way, result in _tried(case, pieces, sample)]
     failing = tuple(name for name in base.failing if name in sample.tallies)
     full = [f for f in tried if f.result.passes and _left(f.result, sample, failing) <= LEFT]
     confirmed = _confirmed(case, full, failing)
@@ -72,11 +72,11 @@ def _tried(case: Case, pieces: Sequence[Unit], sample: Result) -> list[tuple[Mis
     return results
 
 
-def _left(found: Result, sample: Result, names: Sequence[str]) -> float:
+def _left(candidate: Result, sample: Result, names: Sequence[str]) -> float:
     """The largest share of an output's error that a mistake leaves."""
     shares = [0.0]
     for name in names:
-        before, after = sample.tallies[name], found.tallies[name]
+        before, after = sample.tallies[name], candidate.tallies[name]
         if after.strange:
             return 1.0
         if not before.strange and before.rms:
@@ -84,12 +84,12 @@ def _left(found: Result, sample: Result, names: Sequence[str]) -> float:
     return max(shares)
 
 
-def _confirmed(case: Case, found: list[Found], failing: tuple[str, ...]) -> tuple[Explanation, ...]:
+def _confirmed(case: Case, matches: list[Match], failing: tuple[str, ...]) -> tuple[Explanation, ...]:
     """Those that hold on the whole call; what explains it equally stays beside the best."""
     e = case.setting.extents
     left = _CONFIRMED if case.setting.problem.heads_q * int(e.q_len @ e.kv_len) < _LARGE else 1
     named: dict[str, Explanation] = {}
-    for f in sorted(found, key=lambda f: f.result.z):
+    for f in sorted(matches, key=lambda f: f.result.z):
         name = f.mistake.name
         if name in named:
             continue
@@ -103,22 +103,22 @@ def _confirmed(case: Case, found: list[Found], failing: tuple[str, ...]) -> tupl
         except _IMPOSSIBLE:
             continue
         if result.passes:
-            named[name] = Found(f.mistake, f.way, result).explained(failing, confirmed=True)
+            named[name] = Match(f.mistake, f.way, result).explained(failing, confirmed=True)
     return tuple(named.values()) if any(m.confirmed for m in named.values()) else ()
 
 
-def _unlike(found: list[Explanation]) -> list[Explanation]:
+def _unlike(explanations: list[Explanation]) -> list[Explanation]:
     """One way of each mistake, the best."""
-    kept: dict[str, Explanation] = {}
-    for e in sorted(found, key=lambda e: e.error):
-        kept.setdefault(e.name, e)
-    return list(kept.values())
+    by_name: dict[str, Explanation] = {}
+    for e in sorted(explanations, key=lambda e: e.error):
+        by_name.setdefault(e.name, e)
+    return list(by_name.values())
 
 
 def _lesser(
-    case: Case, tried: list[Found], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
+    case: Case, tried: list[Match], pieces: Sequence[Unit], sample: Result, failing: tuple[str, ...]
 ) -> tuple[Explanation, ...]:
-    """What explains the outputs but for noise; else what explains some of them."""
+    """The explanations of the outputs but for noise; else those of some outputs."""
     noisy = []
     for f in tried:
         if _left(f.result, sample, failing) <= LEFT:
@@ -127,12 +127,12 @@ def _lesser(
                 noisy.append(f.explained(failing, noisy=True))
     if noisy:
         return tuple(_unlike(noisy))
-    part: list[tuple[int, Explanation]] = []
+    partial: list[tuple[int, Explanation]] = []
     for f in tried:
         if not {*f.result.failing} <= {*failing}:
             continue  # What is right it would make wrong.
         right = tuple(n for n in failing if f.result.tallies[n].passes and _left(f.result, sample, [n]) <= LEFT)
         if right:
-            part.append((len(right), f.explained(right)))
-    most = max((count for count, _ in part), default=0)
-    return tuple(_unlike([e for count, e in part if count == most]))
+            partial.append((len(right), f.explained(right)))
+    most = max((count for count, _ in partial), default=0)
+    return tuple(_unlike([e for count, e in partial if count == most]))

@@ -54,14 +54,14 @@ def limit(freedom: int, looks: int, draws: int = 0) -> float:
     The quantile of chi-square (freedom) / freedom that is exceeded with probability FALSE_ALARMS / looks. A size that
     was estimated from draws has an error of its own: one number's z is then distributed as Student's t.
     """
-    share = FALSE_ALARMS / max(looks, 1)
+    chance = FALSE_ALARMS / max(looks, 1)
     low, high = 0.0, 1e4
     for _ in range(60):
         middle = (low + high) / 2
         tail = torch.special.gammaincc(
             *(torch.tensor(x, dtype=torch.float64) for x in (freedom / 2, freedom * middle / 2))
         )
-        low, high = (middle, high) if float(tail) > share else (low, middle)
+        low, high = (middle, high) if float(tail) > chance else (low, middle)
     result = math.sqrt(high)
     if draws:
         one = limit(1, looks)
@@ -133,23 +133,23 @@ class Errors:
         self.cells = [torch.zeros(heads, n, groups, dtype=torch.float32) for n in lengths]  # means over 16 columns
         self.peaks = [torch.zeros(heads, n, dtype=torch.float32) for n in lengths]  # the largest of a row
 
-    def add(self, b: int, heads: slice, rows: slice, found: Tensor) -> None:
+    def add(self, b: int, heads: slice, rows: slice, errors: Tensor) -> None:
         """Ratios [heads, rows, columns] of some rows."""
-        if not found.numel():
+        if not errors.numel():
             return
-        found = found.clamp(max=1e30)
+        errors = errors.clamp(max=1e30)
         full = self.columns // COLUMNS * COLUMNS
-        parts = [found[..., :full].unflatten(-1, (-1, COLUMNS)).mean(-1)] if full else []
-        parts += [found[..., full:].mean(-1, keepdim=True)] if full < self.columns else []
+        parts = [errors[..., :full].unflatten(-1, (-1, COLUMNS)).mean(-1)] if full else []
+        parts += [errors[..., full:].mean(-1, keepdim=True)] if full < self.columns else []
         self.cells[b][heads, rows] = torch.cat(parts, -1).float()
-        self.peaks[b][heads, rows] = found.amax(-1).float()
+        self.peaks[b][heads, rows] = errors.amax(-1).float()
 
-    def append(self, found: Tensor) -> None:
+    def append(self, errors: Tensor) -> None:
         """Ratios [heads, rows, columns] of further rows, as a sequence of their own."""
-        shape = found.shape[:2]
+        shape = errors.shape[:2]
         self.cells.append(torch.zeros(*shape, len(self.widths), dtype=torch.float32))
         self.peaks.append(torch.zeros(shape, dtype=torch.float32))
-        self.add(len(self.cells) - 1, slice(None), slice(None), found)
+        self.add(len(self.cells) - 1, slice(None), slice(None), errors)
 
     @property
     def count(self) -> int:
@@ -159,8 +159,8 @@ class Errors:
     @property
     def of_rows(self) -> list[Tensor]:
         """[heads, rows] float64 per sequence: the mean ratio of each row."""
-        share = self.widths / self.columns
-        return [c.double() @ share for c in self.cells]
+        weights = self.widths / self.columns
+        return [c.double() @ weights for c in self.cells]
 
     @property
     def z(self) -> float:
@@ -230,7 +230,7 @@ def _tiles(rows: Tensor) -> Tensor:
     return result if full == length else torch.cat((result, rows[..., -TILE:].mean(-1, keepdim=True)), -1)
 
 
-def _look(kind: str, found: Tensor, limit: float, step: int) -> Look:
-    at = int(found.argmax())
-    head, row = divmod(at, found.shape[-1])
-    return Look(kind, math.sqrt(float(found.reshape(-1)[at])), limit, (head, row * step))
+def _look(kind: str, values: Tensor, limit: float, step: int) -> Look:
+    at = int(values.argmax())
+    head, row = divmod(at, values.shape[-1])
+    return Look(kind, math.sqrt(float(values.reshape(-1)[at])), limit, (head, row * step))

@@ -36,7 +36,7 @@ class Map:
         return [off > 1 for off in self.off]
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """Of all rows of all heads that are wrong."""
         count = sum(off.numel() for off in self.off)
         return sum(int(w.sum()) for w in self.wrong) / count if count else 0.0
@@ -71,7 +71,7 @@ class Map:
 
 
 def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | None = None) -> list[str]:
-    """What rows that are wrong look like: zeros, NaN, infinities, or copies of other rows.
+    """The appearance of wrong rows: zeros, NaN, infinities, or copies of other rows.
 
     Args:
         word: for a row. rows: of a sequence, [heads, rows, elements]; None: copies are no matter.
@@ -80,7 +80,7 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
     total = sum(int(w.sum()) for w in wrong)
     if not total or not tally.marks:
         return []
-    said = []
+    sentences = []
     for mark, one, many in _LOOKS:
         count = sum(int((getattr(m, mark) & w).sum()) for m, w in zip(tally.marks, wrong, strict=True))
         if count:
@@ -89,13 +89,13 @@ def looks_like(tally: Tally, word: str = "row", rows: Callable[[int], Tensor] | 
                 if total == 1
                 else f"{f'{count} of' if count < total else 'all'} {total} wrong {word}s"
             )
-            said.append(f"{who} {one if count == 1 else many}")
+            sentences.append(f"{who} {one if count == 1 else many}")
     for b, (bad, marks) in enumerate(zip(wrong, tally.marks, strict=True)):
         result = _copied(rows(b), bad, marks.golden) if rows is not None and bad.any() else None
         if result is not None:
             head, row, other, of = result
-            return [*said, f"{word} {row} of head {head}, sequence {b}, is a copy of {word} {of} of head {other}"]
-    return said
+            return [*sentences, f"{word} {row} of head {head}, sequence {b}, is a copy of {word} {of} of head {other}"]
+    return sentences
 
 
 _LOOKS = (("zero", "is zero", "are zero"), ("nan", "holds NaN", "hold NaN"),

@@ -49,56 +49,56 @@ def measured(
     pieces: Iterable[Unit],
     *,
     grade: Grade = KERNEL,
-    whole: bool = False,
-    plain: bool = False,
+    complete: bool = False,
+    with_baseline: bool = False,
     beside: Mapping[str, Sequence[Output]] = MappingProxyType({}),
 ) -> Result:
-    """How near the captured outputs are to the setting's.
+    """The distance of the captured outputs from the setting's.
 
     Args:
-        grade: of the programs whose errors are expected. whole: the pieces are all of the call, and maps are wanted.
-        plain: measure a plain program too. beside: other results, by who computed them.
+        grade: of the programs whose errors are expected. complete: the pieces are all of the call, and maps are wanted.
+        with_baseline: measure a baseline program too. beside: other results, by who computed them.
     """
 
-    def fresh(found: Sequence[Output]) -> dict[str, Tally]:
-        return {o.name: _tally(setting, o, whole=whole) for o in found if whole or o.view is not None}
+    def fresh(results: Sequence[Output]) -> dict[str, Tally]:
+        return {o.name: _tally(setting, o, complete=complete) for o in results if complete or o.view is not None}
 
-    tallies, others = fresh(outputs), {who: fresh(found) for who, found in beside.items()}
+    tallies, others = fresh(outputs), {who: fresh(results) for who, results in beside.items()}
     for unit in pieces:
-        wanted = computed(setting, unit, list(outputs), grade, plain=plain, exact=whole)
+        wanted = computed(setting, unit, list(outputs), grade, with_baseline=with_baseline, exact=complete)
         heads = of_heads(setting, unit)
-        place = (unit.b, heads, unit.rows) if whole else None
-        for kept, found in ((tallies, outputs), *((others[who], found) for who, found in beside.items())):
-            for o in found:
+        place = (unit.b, heads, unit.rows) if complete else None
+        for tallies_of, results in ((tallies, outputs), *((others[who], results) for who, results in beside.items())):
+            for o in results:
                 if o.name in wanted and o.by_keys == unit.by_keys and o.view is not None:
-                    kept[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
-    if whole:
+                    tallies_of[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
+    if complete:
         for o in outputs:
             if o.view is None:
                 total = totals(setting, o, grade)
-                for kept, these in ((tallies, outputs), *((others[who], them) for who, them in beside.items())):
+                for tallies_of, these in ((tallies, outputs), *((others[who], them) for who, them in beside.items())):
                     for other in these:
                         if other.name == o.name:
-                            kept[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
-    maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if whole and o.view}
+                            tallies_of[o.name].add((0, slice(0, 1), slice(None)), *_of_total(other, total))
+    maps = {o.name: Map(tallies[o.name], "keys" if o.by_keys else "rows") for o in outputs if complete and o.view}
     return Result(tallies, maps, others)
 
 
-def _tally(setting: Setting, o: Output, *, whole: bool) -> Tally:
+def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
     p, e = setting.problem, setting.extents
     terms = int(e.kv_len.max(initial=1))
     if o.view is None:
         columns = o.tensor.shape[-1] if o.tensor.dim() > 1 else 1
         return Tally(o.tensor.dtype, Errors([o.tensor.numel() // max(columns, 1)], 1, columns), terms)
     lengths, heads = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
-    return Tally(o.tensor.dtype, Errors([int(n) for n in lengths] if whole else [], heads, o.view.dim), terms)
+    return Tally(o.tensor.dtype, Errors([int(n) for n in lengths] if complete else [], heads, o.view.dim), terms)
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
     """An output without rows as [1, rows, columns]."""
     shape = (1, -1, o.tensor.shape[-1] if o.tensor.dim() > 1 else 1)
     value, variance = (t.reshape(shape) for t in (wanted.value, wanted.variance))
-    return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.plain is None else value)
+    return o.tensor.reshape(shape), Wanted(value, variance, None if wanted.baseline is None else value)
 
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
@@ -109,26 +109,26 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
             continue
         wrong = maps[o.name].wrong
         for want, count in ((True, 6), (False, 3)):
-            places = [
+            cells = [
                 (b, int(h), int(r)) for b, w in enumerate(wrong) for h, r in _some(w == want, count * 3, generator)
             ]
-            order = torch.randperm(len(places), generator=generator).tolist()
-            chosen = [places[0], places[-1], *(places[i] for i in order[: count - 2])] if places else []
-            results |= {_piece(setting, o, place) for place in chosen}
+            order = torch.randperm(len(cells), generator=generator).tolist()
+            chosen = [cells[0], cells[-1], *(cells[i] for i in order[: count - 2])] if cells else []
+            results |= {_unit_of(setting, o, place) for place in chosen}
     return [Unit(b, slice(h, z), slice(first, end), by) for b, h, z, first, end, by in sorted(results)]
 
 
-def _some(places: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
+def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
     """The first and last true places, and some between."""
-    flat = places.flatten().nonzero().flatten()
+    flat = marks.flatten().nonzero().flatten()
     if not len(flat):
         return []
     picked = flat[torch.randint(len(flat), (count,), generator=generator)]
     both = torch.cat((flat[:1], flat[-1:], picked)).unique()
-    return [[int(n) // places.shape[1], int(n) % places.shape[1]] for n in both]
+    return [[int(n) // marks.shape[1], int(n) % marks.shape[1]] for n in both]
 
 
-def _piece(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool]:
+def _unit_of(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool]:
     b, head, row = place
     group, e = setting.group, setting.extents
     length = int((e.kv_len if o.by_keys else e.q_len)[b])

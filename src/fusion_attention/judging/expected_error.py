@@ -108,24 +108,24 @@ def summed(value: Tensor, n: int, dtype: torch.dtype, grade: Grade) -> Tensor:
     return (grade.sums(dtype) * n / 3 + grade.step(dtype)) * value.nan_to_num(0.0, 0.0, 0.0).square()
 
 
-def _squares(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    return tensor.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
+def _squares(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
+    return tensor.to(error_dtype).nan_to_num(0.0, 0.0, 0.0).square()
 
 
-def _norm(tensor: Tensor, wide: torch.dtype) -> Tensor:
+def _norm(tensor: Tensor, error_dtype: torch.dtype) -> Tensor:
     """[heads, rows, 1]: sums of squares of rows."""
-    return _squares(tensor, wide).sum(-1, keepdim=True)
+    return _squares(tensor, error_dtype).sum(-1, keepdim=True)
 
 
-def products_of_squares(one: Tensor, other: Tensor, wide: torch.dtype) -> Tensor:
+def products_of_squares(one: Tensor, other: Tensor, error_dtype: torch.dtype) -> Tensor:
     """[heads, rows, keys]: sum_d one^2 other^2; of many long vectors, as if they had random directions."""
     dim = one.shape[-1]
-    if wide == torch.float64 or dim < _SHORT:
-        return _squares(one, wide) @ _squares(other, wide).mT
-    return _norm(one, wide) * _norm(other, wide).mT / dim
+    if error_dtype == torch.float64 or dim < _SHORT:
+        return _squares(one, error_dtype) @ _squares(other, error_dtype).mT
+    return _norm(one, error_dtype) * _norm(other, error_dtype).mT / dim
 
 
-def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool = False) -> Tensor | float:
+def scores(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype, *, exact: bool = False) -> Tensor | float:
     """e of every pair: variance of its score, and of the exponential of what is left of it beneath the maximum.
 
     kernel    a * (n * (x^2 / 3 + Q) + 3 x^2 + 2 s^2 + 2 max^2 + (s - max)^2 + 8)      n = dim, x = scale * q . k
@@ -138,11 +138,11 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
     a, r = grade.sums(dtype), grade.step(dtype)
     stores = _remade(p)
     n = 0 if p.has_weight_scale else p.dim_qk + p.dim_rope  # sums of products of int8 are integers that float32 holds
-    by = torch.as_tensor(x.scores_by, dtype=wide)
-    q, k = (_norm(t, wide) for t in (x.q, x.k))
+    by = torch.as_tensor(x.scores_by, dtype=error_dtype)
+    q, k = (_norm(t, error_dtype) for t in (x.q, x.k))
     if x.q_rope is not None and x.k_rope is not None:
-        q, k = q + _norm(x.q_rope, wide), k + _norm(x.k_rope, wide)
-    top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0)
+        q, k = q + _norm(x.q_rope, error_dtype), k + _norm(x.k_rope, error_dtype)
+    top = s.top.to(error_dtype).masked_fill(~s.top.isfinite(), 0)
     bound = (by.square() * q).amax() * k.amax() / max(n, 1) if k.numel() and q.numel() else torch.zeros(())
     added = x.bias is not None or bool(x.softcap)
     if not (exact or added or p.has_weight_scale):
@@ -150,26 +150,26 @@ def scores(x: Block, s: Softmax, grade: Grade, wide: torch.dtype, *, exact: bool
         largest = float(a * (n * (most / 3 + bound) + 11 * most + 8) + r * (bound + 9 * most + 4) + stores * bound)
         if largest < 0.02 * grade.weight(dtype):
             return largest
-    shown = s.shown.to(wide)
+    shown = s.shown.to(error_dtype)
     shown = shown.masked_fill(~shown.isfinite(), 0)
-    own = shown if s.product is None else s.product.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    product = shown if s.product is None else s.product.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
     left = (shown - top).square_()
-    own, shown = own.square(), shown.square()
-    result = (a * n / 3 + 3 * a + 3 * r) * own + (2 * a + 2 * r) * shown + (a + r) * left
-    squares = products_of_squares(x.q, x.k, wide)
+    product, shown = product.square(), shown.square()
+    result = (a * n / 3 + 3 * a + 3 * r) * product + (2 * a + 2 * r) * shown + (a + r) * left
+    squares = products_of_squares(x.q, x.k, error_dtype)
     if x.q_rope is not None and x.k_rope is not None:
-        squares = squares + products_of_squares(x.q_rope, x.k_rope, wide)
+        squares = squares + products_of_squares(x.q_rope, x.k_rope, error_dtype)
     result += (a * n + r + stores) * by.square() * squares
     return result + (2 * a * top.square() + 8 * a + 4 * r)
 
 
-def _terms(x: Block, s: Softmax, wide: torch.dtype) -> Tensor:
+def _terms(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
     """[heads, rows, 1]: n of sums over keys; equal terms have equal roundings, so how many there are counts squared."""
-    live = s.live.to(wide)
-    return (live if x.times is None else live * x.times.to(wide).square()).sum(-1, keepdim=True)
+    live = s.live.to(error_dtype)
+    return (live if x.times is None else live * x.times.to(error_dtype).square()).sum(-1, keepdim=True)
 
 
-def _wide(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
+def _error_dtype(pairs: int, x: Block, *more: Tensor) -> torch.dtype:
     """In what many pairs' variances are computed: float32, if squares of products of its operands fit in."""
     if pairs <= _FEW:
         return torch.float64
@@ -187,10 +187,10 @@ def faint(pairs: Tensor) -> bool:
     return bool(((most > 0) & (most < 2.0**-28)).any())
 
 
-def _of_weights(x: Block, s: Softmax, grade: Grade, wide: torch.dtype) -> Tensor | float:
+def _of_weights(x: Block, s: Softmax, grade: Grade, error_dtype: torch.dtype) -> Tensor | float:
     """e, and 1 more where the weight is so small that it may be 0."""
-    e, tiny = scores(x, s, grade, wide), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
-    return e + tiny.to(wide) if bool(tiny.any()) else e
+    e, tiny = scores(x, s, grade, error_dtype), (s.weights < LEAST_WEIGHT) & (s.weights > 0)
+    return e + tiny.to(error_dtype) if bool(tiny.any()) else e
 
 
 def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool = True) -> dict[str, Tensor]:
@@ -207,22 +207,22 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
     max   e, at the maximum;  sum   sum^2 (sum_j P^2 e + e at the maximum + a n / 3)
     """
     dtype, p = x.problem.torch_dtype, x.problem
-    wide = _wide(s.weights.numel(), x)
+    error_dtype = _error_dtype(s.weights.numel(), x)
     a, w = grade.sums(dtype), grade.weight(dtype)
     divisor = s.total.where(s.total != 0, 1.0)
     live = s.live if x.keep is None else s.live & x.keep
-    soft = (s.weights / divisor).to(wide).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
-    n = _terms(x, s, wide)
-    e = _of_weights(x, s, grade, wide)
-    values = x.v.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    soft = (s.weights / divisor).to(error_dtype).masked_fill_(~s.live, 0).nan_to_num_(0.0, 0.0, 0.0).square_()
+    n = _terms(x, s, error_dtype)
+    e = _of_weights(x, s, grade, error_dtype)
+    values = x.v.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
     w = w + _remade(p)
-    kept = soft if x.keep is None else soft.masked_fill(~live, 0)
+    live_weights = soft if x.keep is None else soft.masked_fill(~live, 0)
     factor = 1.0 if x.keep is None else x.keep_factor
-    each = kept * (e + (w + a * n))
-    mean = out.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    each = live_weights * (e + (w + a * n))
+    mean = out.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
     if x.weight_scale is not None:
-        soft = _shares(s, wide)
-        flips = _flips(x.weight_scale, s, e, grade.step(dtype), wide) + kept * a * n
+        soft = _shares(s, error_dtype)
+        flips = _flips(x.weight_scale, s, e, grade.step(dtype), error_dtype) + live_weights * a * n
         variance = flips @ values.square() + mean.square() * (soft * e).sum(-1, keepdim=True)
     elif isinstance(e, float):
         variance = factor**2 * (each @ values.square())
@@ -232,20 +232,26 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
         values, off = values - centre, mean - factor * centre
         variance = factor**2 * (each @ values.square()) - 2 * factor * off * (each @ values)
         variance = (variance + off.square() * each.sum(-1, keepdim=True)).clamp(min=0)
-        variance = variance + (w + a * n) * mean.square() * kept.sum(-1, keepdim=True)
+        variance = variance + (w + a * n) * mean.square() * live_weights.sum(-1, keepdim=True)
         if x.keep is not None:
-            variance = variance + mean.square() * ((soft - kept) * e).sum(-1, keepdim=True)
+            variance = variance + mean.square() * ((soft - live_weights) * e).sum(-1, keepdim=True)
         values = values + centre
     variance = variance + a * n / 2 * mean.square()
     if p.kv_dtype and x.weight_scale is None:
         size = values.abs().amax(-1, keepdim=True) if p.dequant_v == "token" else torch.ones_like(values[..., :1])
-        largest = (kept * size.square().mT).amax(-1, keepdim=True) if kept.shape[-1] else kept.sum(-1, keepdim=True)
+        largest = (
+            (live_weights * size.square().mT).amax(-1, keepdim=True)
+            if live_weights.shape[-1]
+            else live_weights.sum(-1, keepdim=True)
+        )
         shares = (values / size.where(size > 0, 1.0)).square()
-        variance = variance + factor**2 * _DIGITS * largest * (live.to(wide) @ shares)
+        variance = variance + factor**2 * _DIGITS * largest * (live.to(error_dtype) @ shares)
     if quantum(dtype) > 1e-30 and (w or grade.low) and x.weight_scale is None:  # weights of float16 that are subnormal
-        least = quantum(dtype) * torch.maximum(divisor.to(wide) ** -2, torch.tensor(1.0 if grade.low else 0.0))
-        variance = variance + least * x.keep_factor**2 * (live.to(wide) @ values.square())
-    full = divisor.to(wide).clamp(max=1.0) if grade.low else divisor.to(wide)  # divided before or after it is summed
+        least = quantum(dtype) * torch.maximum(divisor.to(error_dtype) ** -2, torch.tensor(1.0 if grade.low else 0.0))
+        variance = variance + least * x.keep_factor**2 * (live.to(error_dtype) @ values.square())
+    full = (
+        divisor.to(error_dtype).clamp(max=1.0) if grade.low else divisor.to(error_dtype)
+    )  # divided before or after it is summed
     variance = variance + underflow(n) * (x.keep_factor / full).square()
     results = {"out": variance.double()}
     if x.out_scale is not None:
@@ -258,41 +264,43 @@ def forward(x: Block, s: Softmax, out: Tensor, grade: Grade, *, statistics: bool
 
 
 def _statistics(x: Block, s: Softmax, squares: Tensor, grade: Grade) -> dict[str, Tensor]:
-    wide, a = squares.dtype, grade.sums(x.problem.torch_dtype)
-    e = torch.as_tensor(scores(x, s, grade, wide, exact=True), dtype=wide).expand_as(s.shown)
-    n = _terms(x, s, wide)
+    error_dtype, a = squares.dtype, grade.sums(x.problem.torch_dtype)
+    e = torch.as_tensor(scores(x, s, grade, error_dtype, exact=True), dtype=error_dtype).expand_as(s.shown)
+    n = _terms(x, s, error_dtype)
     relative = (squares * e).sum(-1, keepdim=True)
     some = s.shown.shape[-1] > 0
     peak = e.gather(-1, s.shown.argmax(-1, keepdim=True)) if some else torch.zeros_like(relative)
-    top = s.top.to(wide).masked_fill(~s.top.isfinite(), 0).square()
+    top = s.top.to(error_dtype).masked_fill(~s.top.isfinite(), 0).square()
     return {
         "max": (peak + a * top).double(),
-        "sum": (s.total.to(wide).square() * (relative + peak + a * n / 3)).double(),
-        "lse": (relative + a * _of_logarithm(x, s, wide)).double(),
+        "sum": (s.total.to(error_dtype).square() * (relative + peak + a * n / 3)).double(),
+        "lse": (relative + a * _of_logarithm(x, s, error_dtype)).double(),
     }
 
 
-def _of_logarithm(x: Block, s: Softmax, wide: torch.dtype) -> Tensor:
+def _of_logarithm(x: Block, s: Softmax, error_dtype: torch.dtype) -> Tensor:
     """n / 9 + 2 + lse^2 + max^2, [heads, rows, 1]: in a, what max + log(sum) loses besides its weights' errors."""
-    top, lse = ((t.to(wide).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
-    return _terms(x, s, wide) / 9 + 2 + lse + top
+    top, lse = ((t.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)).square() for t in (s.top, s.top + s.total.log()))
+    return _terms(x, s, error_dtype) / 9 + 2 + lse + top
 
 
-def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, wide: torch.dtype) -> Tensor:
+def _flips(c: Tensor, s: Softmax, e: Tensor | float, step: float, error_dtype: torch.dtype) -> Tensor:
     """Of weights round(c exp(s - max)): those so near the middle of two integers that an error leads to the other one.
 
     That of the maximum, exp(0), has no error.
     """
-    own = c.to(wide) * (s.shown - s.top).exp().to(wide)
-    least = 7 * own.abs() * torch.as_tensor(e + 2 * step, dtype=wide).sqrt()  # 7: as far as one of a million goes
-    near = ((own - own.floor() - 0.5).abs() < least) & s.softmax & (s.shown != s.top)
-    return near / s.total.where(s.total != 0, 1.0).to(wide).square()
+    scaled = c.to(error_dtype) * (s.shown - s.top).exp().to(error_dtype)
+    least = (
+        7 * scaled.abs() * torch.as_tensor(e + 2 * step, dtype=error_dtype).sqrt()
+    )  # 7: as far as one of a million goes
+    near = ((scaled - scaled.floor() - 0.5).abs() < least) & s.softmax & (s.shown != s.top)
+    return near / s.total.where(s.total != 0, 1.0).to(error_dtype).square()
 
 
-def _shares(s: Softmax, wide: torch.dtype) -> Tensor:
+def _shares(s: Softmax, error_dtype: torch.dtype) -> Tensor:
     """P^2, of weights that are no integers yet."""
     soft = (s.shown - s.top).exp() / s.total.where(s.total != 0, 1.0)
-    return soft.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
+    return soft.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0).square()
 
 
 def _remade(p: Problem) -> float:
@@ -317,10 +325,10 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     if g is None:
         from_weights = w * squares
     else:
-        wide = _wide(g.dscores.numel(), x, x.saved[0])
-        share = (g.softmax.weights.to(wide) * g.upstream.to(wide)).nan_to_num(0.0, 0.0, 0.0).square()
-        each = _of_weights(x, g.softmax, grade, wide) + (w + a * x.kv_len)
-        from_weights = (share * each).sum(-1, keepdim=True).double()
+        error_dtype = _error_dtype(g.dscores.numel(), x, x.saved[0])
+        terms = (g.softmax.weights.to(error_dtype) * g.upstream.to(error_dtype)).nan_to_num(0.0, 0.0, 0.0).square()
+        each = _of_weights(x, g.softmax, grade, error_dtype) + (w + a * x.kv_len)
+        from_weights = (terms * each).sum(-1, keepdim=True).double()
     n = dout.shape[-1]
     of_out = rounding(dtype) + r + a * x.kv_len / 2
     of_sum: Any = underflow(max(x.kv_len, 1))  # out's, before it was divided
@@ -333,36 +341,36 @@ def delta(x: Block, g: Scored | None, grade: Grade) -> Tensor:
     return of_out * squares + from_weights + a * n * (total / 3 + squares) + r * total + subnormal
 
 
-def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, wide: torch.dtype) -> tuple[Tensor, ...]:
+def _of_scores(x: Block, g: Scored, e: Tensor | float, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, ...]:
     """(variance of dS but for delta's and the divisor's, dS, P beneath the cap's slope), [heads, rows, keys]; (that of
     the divisor, relative), [heads, rows, 1]."""
     dtype, s = x.problem.torch_dtype, g.softmax
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    dscores = g.dscores.to(wide).nan_to_num(0.0, 0.0, 0.0)
+    dscores = g.dscores.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
     factor, dim = x.keep_factor if x.keep is not None else 1.0, x.v.shape[-1]
-    products = (a * dim / 3 + a + 2 * r) * g.upstream.to(wide).nan_to_num(0.0, 0.0, 0.0).square()
-    products += a * dim * factor**2 * products_of_squares(x.saved[0], x.v, wide)
-    slope: Any = s.slope.to(wide) if isinstance(s.slope, Tensor) else s.slope
+    products = (a * dim / 3 + a + 2 * r) * g.upstream.to(error_dtype).nan_to_num(0.0, 0.0, 0.0).square()
+    products += a * dim * factor**2 * products_of_squares(x.saved[0], x.v, error_dtype)
+    slope: Any = s.slope.to(error_dtype) if isinstance(s.slope, Tensor) else s.slope
     products += underflow(dim) * factor**2
-    soft = s.weights.to(wide).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
+    soft = s.weights.to(error_dtype).masked_fill(~s.softmax, 0).nan_to_num(0.0, 0.0, 0.0)
     # Of the saved divisor, and of the one that a program finds itself.
-    divisor = 2 * ((soft.square() * e).sum(-1, keepdim=True) + a * _of_logarithm(x, s, wide))
+    divisor = 2 * ((soft.square() * e).sum(-1, keepdim=True) + a * _of_logarithm(x, s, error_dtype))
     soft, sloped = soft * slope, dscores * slope
     each = sloped.square() * (e + (w + 2 * r)) + soft.square() * products
     if isinstance(slope, Tensor):
         each += 4 * (a + r) * dscores.square()
     if grade.low and quantum(dtype) > 1e-30:  # probabilities of float16 that are subnormal
-        left = (g.upstream - g.delta).to(wide).nan_to_num(0.0, 0.0, 0.0) * slope
+        left = (g.upstream - g.delta).to(error_dtype).nan_to_num(0.0, 0.0, 0.0) * slope
         each += quantum(dtype) * left.square().masked_fill(~s.softmax, 0)
     return each, sloped, soft, divisor
 
 
 def scored(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> Tensor:
     """[heads, rows, keys]: variance of the gradient of scores, where a bias was added to them."""
-    wide = torch.float64
-    e = _of_weights(x, g.softmax, grade, wide)
+    error_dtype = torch.float64
+    e = _of_weights(x, g.softmax, grade, error_dtype)
     before = replace(g, softmax=replace(g.softmax, slope=1.0))
-    each, dscores, soft, divisor = _of_scores(x, before, e, grade, wide)
+    each, dscores, soft, divisor = _of_scores(x, before, e, grade, error_dtype)
     n = grade.sums(x.problem.torch_dtype) * max(x.kv_len, 1)
     return each + dscores.square() * (divisor + n) + soft.square() * of_delta
 
@@ -381,39 +389,45 @@ def gradients(x: Block, g: Scored, of_delta: Tensor, grade: Grade) -> dict[str, 
     lists dk and dv have w once more: what a row adds to a key may be stored in the dtype before all of it is added up.
     """
     dtype, s = x.problem.torch_dtype, g.softmax
-    wide = torch.float64 if faint(s.weights.masked_fill(~s.softmax, 0)) else _wide(g.dscores.numel(), x, x.saved[0])
+    error_dtype = (
+        torch.float64 if faint(s.weights.masked_fill(~s.softmax, 0)) else _error_dtype(g.dscores.numel(), x, x.saved[0])
+    )
     a, r, w = grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    e = _of_weights(x, s, grade, wide)
-    each, dscores, soft, divisor = _of_scores(x, g, e, grade, wide)
+    e = _of_weights(x, s, grade, error_dtype)
+    each, dscores, soft, divisor = _of_scores(x, g, e, grade, error_dtype)
     factor = x.keep_factor if x.keep is not None else 1.0
-    scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=wide)
+    scale = torch.as_tensor(x.scores_by if x.gradient_scale is None else x.gradient_scale, dtype=error_dtype)
     of_row, of_key = (a * max(n, 1) for n in (x.kv_len, x.q_len * x.problem.group))
     of_key += w if x.times is not None else 0.0
     squared = dscores.square()
-    by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(wide))
+    by_rows = scale.square() * (each + squared * (divisor + of_key) + soft.square() * of_delta.to(error_dtype))
     each = each + squared * of_row
-    kept = g.kept.to(wide).nan_to_num(0.0, 0.0, 0.0).square() * (e + divisor + (w + r + of_key))
+    weight_errors = g.dropped_weights.to(error_dtype).nan_to_num(0.0, 0.0, 0.0).square() * (
+        e + divisor + (w + r + of_key)
+    )
     least = quantum(dtype)
-    dout = _squares(x.saved[0], wide)
-    results = {"dv": kept.mT @ dout + least * factor**2 * (s.live.to(wide).mT @ dout)}
-    results["dv"] += underflow(s.live.to(wide).sum(-2)[..., None]) * factor**2
-    pairs = s.softmax.to(wide).sum(-1, keepdim=True), s.softmax.to(wide).sum(-2)[..., None]
+    dout = _squares(x.saved[0], error_dtype)
+    results = {"dv": weight_errors.mT @ dout + least * factor**2 * (s.live.to(error_dtype).mT @ dout)}
+    results["dv"] += underflow(s.live.to(error_dtype).sum(-2)[..., None]) * factor**2
+    pairs = s.softmax.to(error_dtype).sum(-1, keepdim=True), s.softmax.to(error_dtype).sum(-2)[..., None]
     of_dq, of_dk = (underflow(n) * scale.square().amax() for n in pairs)
     for name, k, q in (("", x.k, x.q), ("_rope", x.k_rope, x.q_rope)):
         if q is None or k is None:
             continue
-        wild = k.to(wide).nan_to_num(0.0, 0.0, 0.0)
-        shared = (soft @ wild).square() * of_delta.to(wide) + (dscores @ wild).square() * divisor
-        dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(wide) @ wild.square()))
+        wild = k.to(error_dtype).nan_to_num(0.0, 0.0, 0.0)
+        shared = (soft @ wild).square() * of_delta.to(error_dtype) + (dscores @ wild).square() * divisor
+        dq = scale.square() * (each @ wild.square() + shared + least * (s.softmax.to(error_dtype) @ wild.square()))
         results[f"dq{name}"] = dq + of_dq
-        squares = _squares(q, wide)
-        dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(wide)).mT @ squares)
+        squares = _squares(q, error_dtype)
+        dk = by_rows.mT @ squares + least * ((scale.square() * s.softmax.to(error_dtype)).mT @ squares)
         results[f"dk{name}"] = dk + of_dk
     if x.sink is not None:
-        share = at_sink(x, s)
+        sink_weight = at_sink(x, s)
         top = s.top.masked_fill(~s.top.isfinite(), 0)
-        own = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
-        results["dsink"] = (share.square() * (of_delta + g.delta.square() * own) + quantum(torch.float32)).sum((1, 2))
+        of_sink = (2 * a + 2 * r) * (top.square() + x.sink[:, None, None].square()) + 8 * a + 4 * r + divisor
+        results["dsink"] = (
+            sink_weight.square() * (of_delta + g.delta.square() * of_sink) + quantum(torch.float32)
+        ).sum((1, 2))
     return {name: value.double().nan_to_num(0.0, posinf=torch.inf) for name, value in results.items()}
 
 

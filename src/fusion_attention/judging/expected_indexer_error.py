@@ -65,17 +65,21 @@ def _fits(s: Scored) -> bool:
 def uncertain(s: Scored, dtype: torch.dtype, grade: Grade, dscores: Tensor | None = None) -> Uncertain:
     """Of a block's products and scores; dscores: the scores' gradient, where what follows has it."""
     few = s.dots.numel() <= _FEW or not _fits(s) or (dscores is not None and faint(_clean(dscores)))
-    wide = torch.float64 if few else torch.float32
+    error_dtype = torch.float64 if few else torch.float32
     a, r, n, heads = grade.sums(dtype), grade.step(dtype), s.q.shape[-1], len(s.q)
-    own = _clean(s.dots.to(wide)).square()
-    products = (a * n + r) * products_of_squares(s.q, s.k[None], wide)
-    products = products.add_(own, alpha=a * n / 3 + a + 2 * r)
-    unsure = (own < _OPEN**2 * products) & (own > 0) if s.relu else torch.zeros_like(own, dtype=torch.bool)
+    squared_dots = _clean(s.dots.to(error_dtype)).square()
+    products = (a * n + r) * products_of_squares(s.q, s.k[None], error_dtype)
+    products = products.add_(squared_dots, alpha=a * n / 3 + a + 2 * r)
+    unsure = (
+        (squared_dots < _OPEN**2 * products) & (squared_dots > 0)
+        if s.relu
+        else torch.zeros_like(squared_dots, dtype=torch.bool)
+    )
     live = (s.dots > 0) | unsure if s.relu else torch.ones_like(unsure)
-    weights = _clean(s.weights.to(wide)).square()
-    terms = (weights * own).masked_fill_(~live, 0).sum(0)
+    weights = _clean(s.weights.to(error_dtype)).square()
+    terms = (weights * squared_dots).masked_fill_(~live, 0).sum(0)
     total = (weights * products).masked_fill_(~live, 0).sum(0) + (a + r + a * heads) * terms
-    scores = s.factor**2 * total + (a * heads / 3 + r) * _clean(s.scores.to(wide)).square()
+    scores = s.factor**2 * total + (a * heads / 3 + r) * _clean(s.scores.to(error_dtype)).square()
     return Uncertain(products, scores, unsure, live)
 
 
@@ -86,19 +90,19 @@ def statistics(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wanted]
     sum   sum^2 (sum_j y^2 (var(I) + x) + (1 - 2 y_max) var(I at the maximum) + a n / 3 + r)
     x     of the exponential: a (2 (I - max)^2 + 8) + r ((I - max)^2 + 4)
     """
-    s, seen, dtype = x.scored(b, rows, torch.float64), x.seen(b, rows), x.problem.torch_dtype
-    top, total = softmax(s.scores, seen.double())
+    s, visible, dtype = x.scored(b, rows, torch.float64), x.visible(b, rows), x.problem.torch_dtype
+    top, total = softmax(s.scores, visible.double())
     u, a, r = uncertain(s, dtype, grade), grade.sums(dtype), grade.step(dtype)
-    if not seen.shape[-1]:
+    if not visible.shape[-1]:
         return {n: Wanted(t[None], torch.zeros_like(t[None])) for n, t in (("max", top), ("sum", total))}
     left = _clean(s.scores - top).square()
-    y = _clean((s.scores - top).exp() / total).masked_fill(~seen, 0)
-    peak = s.scores.masked_fill(~seen, -torch.inf).argmax(-1, keepdim=True)
-    at, share = u.scores.double().gather(-1, peak), y.gather(-1, peak)
+    y = _clean((s.scores - top).exp() / total).masked_fill(~visible, 0)
+    peak = s.scores.masked_fill(~visible, -torch.inf).argmax(-1, keepdim=True)
+    at, weight = u.scores.double().gather(-1, peak), y.gather(-1, peak)
     e = u.scores + (2 * a + r) * left + 8 * a + 4 * r
-    relative = (y.square() * e).sum(-1, keepdim=True) + (1 - 2 * share) * at
-    relative = relative.clamp(min=0) + a * seen.sum(-1, keepdim=True) / 3 + r
-    live = seen.any(-1, keepdim=True)
+    relative = (y.square() * e).sum(-1, keepdim=True) + (1 - 2 * weight) * at
+    relative = relative.clamp(min=0) + a * visible.sum(-1, keepdim=True) / 3 + r
+    live = visible.any(-1, keepdim=True)
     variances = at.masked_fill(~live, 0), total.square() * relative
     return {n: Wanted(v[None], t[None]) for n, v, t in zip(("max", "sum"), (top, total), variances, strict=True)}
 
@@ -142,19 +146,19 @@ def spread(c: Compared, u: Uncertain, dtype: torch.dtype, grade: Grade) -> Sprea
     y_row   (a + r) (2 + log(sum)^2), of its own sum besides a n / 3
     of_p    target()
     """
-    a, r, wide = grade.sums(dtype), grade.step(dtype), u.scores.dtype
-    left = _clean((c.scored.scores - c.top).to(wide)).square()
+    a, r, error_dtype = grade.sums(dtype), grade.step(dtype), u.scores.dtype
+    left = _clean((c.scored.scores - c.top).to(error_dtype)).square()
     of_y = u.scores + (2 * a + r) * left + 8 * a + 4 * r
-    y_row = (a + r) * (2 + _clean(c.total.to(wide).log()).square())
-    if c.own:
-        y_row = y_row + a * c.times.square().sum(-1, keepdim=True).to(wide) / 3
-    of_p, p_row = target(c.attended, dtype, grade, wide)
+    y_row = (a + r) * (2 + _clean(c.total.to(error_dtype).log()).square())
+    if c.own_statistics:
+        y_row = y_row + a * c.times.square().sum(-1, keepdim=True).to(error_dtype) / 3
+    of_p, p_row = target(c.attended, dtype, grade, error_dtype)
     p_row = p_row.masked_fill(~(c.times > 0).any(-1, keepdim=True), 0)  # a sink may take all of a row without keys
-    p = _clean(c.p.to(wide))
-    return Spread(of_y, y_row, of_p, p_row, p, _clean((c.times * c.y).to(wide)) if c.own else None)
+    p = _clean(c.p.to(error_dtype))
+    return Spread(of_y, y_row, of_p, p_row, p, _clean((c.times * c.y).to(error_dtype)) if c.own_statistics else None)
 
 
-def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def target(x: Attended, dtype: torch.dtype, grade: Grade, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(variance of p [rows, keys], the same relative to p that all keys of a row share [rows, 1]).
 
     e     a (n (s^2 / 3 + Q) + 5 s^2 + 2 max^2 + (s - lse)^2 + 8) + r (Q + 5 s^2 + (s - lse)^2 + 4)
@@ -163,22 +167,22 @@ def target(x: Attended, dtype: torch.dtype, grade: Grade, wide: torch.dtype) -> 
           of sinks besides sum_h P_sink^2 e_sink / N^2 + a H (1 / 3 + H / (6 N^2))
     """
     a, r, heads = grade.sums(dtype), grade.step(dtype), len(x.scores)
-    own, lse = _clean(x.scores.to(wide)), _clean(x.lse.to(wide))
-    shares, divisor = _clean((x.shares / x.divisor).to(wide)), x.divisor.to(wide).nan_to_num(1.0)
-    e = (a * x.dim + r) * _clean(x.squares.to(wide)) + (a + r) * (own - lse).square()
-    e += (a * x.dim / 3 + 5 * a + 5 * r) * own.square() + 2 * a * lse.square() + 8 * a + 4 * r
+    scores, lse = _clean(x.scores.to(error_dtype)), _clean(x.lse.to(error_dtype))
+    shares, divisor = _clean((x.shares / x.divisor).to(error_dtype)), x.divisor.to(error_dtype).nan_to_num(1.0)
+    e = (a * x.dim + r) * _clean(x.squares.to(error_dtype)) + (a + r) * (scores - lse).square()
+    e += (a * x.dim / 3 + 5 * a + 5 * r) * scores.square() + 2 * a * lse.square() + 8 * a + 4 * r
     squares = shares.square()
     of_p = (squares * (e + a * heads)).sum(0)
-    of_p = of_p + (a * heads / 3 + 3 * a + 2 * r) * _clean(x.target.to(wide)).square()
+    of_p = of_p + (a * heads / 3 + 3 * a + 2 * r) * _clean(x.target.to(error_dtype)).square()
     row = 2 * (a + r) + (a + r) * (1 + lse.square()).mean(0) / heads
     if x.at_sinks is not None:
-        at = _clean(x.at_sinks.to(wide))
+        at = _clean(x.at_sinks.to(error_dtype))
         e = (2 * a + r) * (at.clamp(min=1e-30).log().square() + 2 * lse.square()) + 8 * a + 4 * r
         row = row + (at.square() * e).sum(0) / divisor.square() + a * heads * (1 / 3 + heads / (6 * divisor.square()))
     return of_p, row
 
 
-def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
+def of_loss(c: Compared, spreads: Spread, terms: int, dtype: torch.dtype, grade: Grade) -> Tensor:
     """[1]: of what rows add to the loss, f (log p - log y) over their keys, but for what its own size adds.
 
     row    Spread.of_sums() of its slopes, f - y sum f in I and log p - log y + 1 in p
@@ -186,13 +190,15 @@ def of_loss(c: Compared, found: Spread, terms: int, dtype: torch.dtype, grade: G
            + a n (t^2 / 3 + sum_j t_j^2)        a row's sum t of its n keys
     all    a rows sum of t^2                    their sum over `terms` rows
     """
-    a, r, wide = grade.sums(dtype), grade.step(dtype), found.of_y.dtype
-    by_y, by_p, losses = (_clean(t.to(wide)) for t in (c.loss_by_y, c.loss_by_p, c.losses))
-    log_p, log_y = (t.to(wide) for t in c.logs)
+    a, r, error_dtype = grade.sums(dtype), grade.step(dtype), spreads.of_y.dtype
+    by_y, by_p, losses = (_clean(t.to(error_dtype)) for t in (c.loss_by_y, c.loss_by_p, c.losses))
+    log_p, log_y = (t.to(error_dtype) for t in c.logs)
     apart = 2 * (log_p - log_y).square()
     logs = a * (log_y.square() + 2 * log_p.square() + apart + 2) + r * (log_y.square() + log_p.square() + apart)
-    n, total = c.times.square().sum(-1).to(wide), losses.sum(-1).square()
-    variance = found.of_sums(by_y, by_p) + (_clean(c.p.to(wide)) * c.times.to(wide)).square().mul(logs).sum(-1)
+    n, total = c.times.square().sum(-1).to(error_dtype), losses.sum(-1).square()
+    variance = spreads.of_sums(by_y, by_p) + (_clean(c.p.to(error_dtype)) * c.times.to(error_dtype)).square().mul(
+        logs
+    ).sum(-1)
     variance = variance + a * n * (total / 3 + losses.square().sum(-1)) + (a * terms + r) * total
     return variance.double().sum().reshape(1)
 
@@ -212,33 +218,33 @@ def of_gradients(
     dk        sum_ij var(dI) (sum_h w_h q)^2 + what roundings of dS add, times q^2
     dweights  sum_j var(dI) max(0, S)^2 + dI^2 var(S) + (dI max(0, S))^2 (a n + 2 a + 2 r)
     """
-    wide, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
-    seen, often = times > 0, times.to(wide).square()
+    error_dtype, a, r, w = u.scores.dtype, grade.sums(dtype), grade.step(dtype), grade.weight(dtype)
+    visible, often = times > 0, times.to(error_dtype).square()
     keys = often.sum(-1, keepdim=True)
-    own = _clean(dscores.to(wide)).masked_fill(~seen, 0)
-    added = own.square() if squares is None else _clean(squares.to(wide)).masked_fill(~seen, 0)
-    squares = torch.maximum(own.square(), added)  # equal entries have equal roundings
-    live = u.live & ~u.open & seen
-    weights = _clean(s.weights.to(wide))
+    clean = _clean(dscores.to(error_dtype)).masked_fill(~visible, 0)
+    added = clean.square() if squares is None else _clean(squares.to(error_dtype)).masked_fill(~visible, 0)
+    squares = torch.maximum(clean.square(), added)  # equal entries have equal roundings
+    live = u.live & ~u.open & visible
+    weights = _clean(s.weights.to(error_dtype))
     rounds = weights.square() * squares * (w + 2 * a) + (quantum(dtype) if w else 0.0)
     rounds = rounds.masked_fill_(~live, 0)
-    rounds += (weights.square() * own.square() / 4).masked_fill_(~(u.open & seen), 0)
+    rounds += (weights.square() * clean.square() / 4).masked_fill_(~(u.open & visible), 0)
     terms = (weights.square() * added).masked_fill_(~live, 0) * a
-    k, q = _clean(s.k.to(wide)), _clean(s.q.to(wide))
+    k, q = _clean(s.k.to(error_dtype)), _clean(s.q.to(error_dtype))
     dq, dk = (rounds + keys * terms) @ k.square(), (rounds + len(s.q) * rows * often * terms).mT @ q.square()
-    kept = _clean(s.kept.to(wide))
-    each = (squares * u.products).masked_fill_(~(u.live & seen), 0)
-    each += (squares * kept.square()) * (a * keys + 2 * a + 2 * r)
+    activations = _clean(s.activations.to(error_dtype))
+    each = (squares * u.products).masked_fill_(~(u.live & visible), 0)
+    each += (squares * activations.square()) * (a * keys + 2 * a + 2 * r)
     dweights, dk = each.sum(-1), dk.sum(0)
     if slopes is not None:
-        result, by_y, by_p = slopes[0], *(_clean(t.to(wide)) for t in slopes[1:])
+        result, by_y, by_p = slopes[0], *(_clean(t.to(error_dtype)) for t in slopes[1:])
         pairs = result.of_pairs(by_y, by_p)
-        dweights = dweights + result.of_sums(by_y * kept, by_p * kept)
+        dweights = dweights + result.of_sums(by_y * activations, by_p * activations)
         if _little(pairs, squares, w):
             each = (weights.square() * pairs).masked_fill_(~live, 0)
             dq, dk = dq + each @ k.square(), dk + (each.mT @ q.square()).sum(0)
         else:
-            dq = dq + weights.square() * _of_rows(result, by_y, by_p, live.to(wide), k)
+            dq = dq + weights.square() * _of_rows(result, by_y, by_p, live.to(error_dtype), k)
             dk = dk + _of_keys(pairs, live * weights, q)
     return {"dq": dq.double(), "dk": dk.double()[None], "dweights": dweights.double().T[None]}
 
@@ -291,8 +297,8 @@ def wanted(
         dtypes: in which results are stored, by kind, where that is not the call's.
     """
     if x.op_kind == "indexer_topk":
-        s, seen = x.scored(b, rows, torch.float64), x.seen(b, rows)
-        scores, values, indices = chosen(x, s, seen)
+        s, visible = x.scored(b, rows, torch.float64), x.visible(b, rows)
+        scores, values, indices = chosen(x, s, visible)
         variance = uncertain(s, x.problem.torch_dtype, grade).scores.double()
         of_values = at_keys(variance, indices)[None]
         results = {"values": Wanted(values[None], of_values), "indices": Wanted(indices[None], of_values)}
@@ -327,16 +333,16 @@ def _with_gradients(x: Index, b: int, rows: slice, grade: Grade) -> dict[str, Wa
 
 
 def completed(
-    x: Index, b: int, kind: str, found: Wanted, grade: Grade, stored: torch.dtype | None = None
+    x: Index, b: int, kind: str, total: Wanted, grade: Grade, stored: torch.dtype | None = None
 ) -> Wanted:  # fmt: skip
     """A whole result of sequence b (of a loss: of all), with what a sum's own size and storing it add."""
-    variance, e, dtype = found.variance, x.extents, x.problem.torch_dtype
+    variance, e, dtype = total.variance, x.extents, x.problem.torch_dtype
     terms = {"dq": e.kv_len[b], "dweights": e.kv_len[b], "dk": e.q_len[b] * x.heads, "loss": e.q_len.sum()}.get(kind, 0)
     if terms:
-        variance = variance + summed(found.value, int(terms), dtype, grade)
+        variance = variance + summed(total.value, int(terms), dtype, grade)
     stored = stored or x.stored(kind)
-    plain = None if found.plain is None else found.plain.to(stored)
-    return Wanted(found.value, grade.stored(found.value, variance, stored), plain)
+    baseline = None if total.baseline is None else total.baseline.to(stored)
+    return Wanted(total.value, grade.stored(total.value, variance, stored), baseline)
 
 
 def at_keys(variance: Tensor, indices: Tensor) -> Tensor:

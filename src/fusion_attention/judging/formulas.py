@@ -24,15 +24,15 @@ class Precision:
     """In what is computed.
 
     Attributes:
-        wide: of products and sums. low: what weights and results are rounded to; None: not at all.
+        dtype: of products and sums. low: what weights and results are rounded to; None: not at all.
     """
 
-    wide: torch.dtype = torch.float64
+    dtype: torch.dtype = torch.float64
     low: torch.dtype | None = None
 
     def narrow(self, weights: Tensor) -> Tensor:
         """Weights as the second product takes them."""
-        return weights.to(self.low).to(self.wide) if self.low == torch.bfloat16 else weights
+        return weights.to(self.low).to(self.dtype) if self.low == torch.bfloat16 else weights
 
     def stored(self, values: Tensor) -> Tensor:
         """A result as it is returned."""
@@ -42,7 +42,7 @@ class Precision:
 GOLDEN = Precision()
 
 
-def plain(dtype: torch.dtype) -> Precision:
+def baseline(dtype: torch.dtype) -> Precision:
     """A straightforward program for results of a dtype."""
     return Precision(torch.float64 if dtype == torch.float64 else torch.float32, dtype)
 
@@ -75,10 +75,10 @@ def narrowed(block: Block, precision: Precision) -> Block:
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(precision.wide)
+            return value.to(precision.dtype)
         return tuple(map(cast, value)) if isinstance(value, tuple) else value
 
-    if precision.wide == torch.float64:
+    if precision.dtype == torch.float64:
         return block
     names = ("q", "k", "v", "q_rope", "k_rope", "scores_by", "bias", "times", "sink", "weight_scale", "out_scale")
     return replace(block, saved=cast(block.saved), **{name: cast(getattr(block, name)) for name in names})
@@ -95,11 +95,11 @@ def scores_of(x: Block) -> tuple[Tensor, Tensor | None, Tensor | float]:
     if x.bias is not None and x.bias_capped:
         result = result + x.bias
     if x.softcap:
-        part = (result / x.softcap).tanh()
-        result, slope = x.softcap * part, 1 - part * part
+        tanh = (result / x.softcap).tanh()
+        result, slope = x.softcap * tanh, 1 - tanh * tanh
     if x.bias is not None and not x.bias_capped:
         result = result + x.bias
-    return result.masked_fill(~x.seen, -_INF), product, slope
+    return result.masked_fill(~x.visible, -_INF), product, slope
 
 
 def softmax(x: Block) -> Softmax:
@@ -190,31 +190,31 @@ class Scored:
     dx: Tensor
     upstream: Tensor
     delta: Tensor
-    kept: Tensor
+    dropped_weights: Tensor
 
 
 def scored(x: Block, p: Precision = GOLDEN) -> Scored:
     """dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
     dout, out = x.saved[:2]
-    kept = s.weights if x.keep is None else s.weights * x.keep * x.keep_factor
+    dropped_weights = s.weights if x.keep is None else s.weights * x.keep * x.keep_factor
     upstream = dout @ x.v.mT
     if x.keep is not None:
         upstream = upstream * x.keep * x.keep_factor
     delta = (dout * out).sum(-1, keepdim=True)
     delta = delta if x.dlse is None else delta - x.dlse
     dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
-    return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, kept)
+    return Scored(s, dscores, p.narrow(dscores * s.slope), upstream, delta, dropped_weights)
 
 
 def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[str, Tensor]:
-    """What the block adds to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
+    """The block's addends to the gradients: dq [heads, rows, ..], and dk, dv [heads, keys, ..], by query head; not
     rounded where sums go on."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
     dout = x.saved[0]
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
-    results = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.kept).mT @ dout}
+    results = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.dropped_weights).mT @ dout}
     if x.q_rope is not None and x.k_rope is not None:
         results |= {"dq_rope": scale * (g.dx @ x.k_rope), "dk_rope": (scale * g.dx).mT @ x.q_rope}
     if x.sink is not None:

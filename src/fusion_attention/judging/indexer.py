@@ -49,13 +49,13 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
         raise JudgeError(f"{call.op.name}: no output to judge")
     theirs: dict[str, Any] = {who: call.computed(who, captured) for who in BACKENDS} if backends else {}
     others = {who: t for who, t in theirs.items() if not isinstance(t, str)}
-    plain = standard == "cann-double"
-    base = measured(x, lowered, captured, plain=plain, beside=others)
+    with_baseline = standard == "cann-double"
+    base = measured(x, lowered, captured, with_baseline=with_baseline, beside=others)
     grades = dict.fromkeys(base.tallies, KERNEL)
     result = base
     if not base.passes:
         failing = {n: captured[n] for n in base.failing}
-        again = measured(x, lowered, failing, PROGRAM, plain=plain)
+        again = measured(x, lowered, failing, PROGRAM, with_baseline=with_baseline)
         grades |= dict.fromkeys(again.tallies, PROGRAM)
         result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
     mistakes: tuple[Explanation, ...] = ()
@@ -86,12 +86,12 @@ def judged(call: Recorded, lowered: Any, *, search: bool, backends: bool, standa
 
 
 def _looks(x: Index, kind: str, tally: Tally, views: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an output looks like."""
+    """The appearance of an output's errors."""
     if kind in ("loss", "max", "sum"):
         return looks_like(tally, "number")
     if kind == "indices":  # judgeable() marks them by NaN
-        said = looks_like(tally, "list")
-        return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in said if "NaN" in s]
+        sentences = looks_like(tally, "list")
+        return [s.replace("holds NaN", _LISTS[0]).replace("hold NaN", _LISTS[1]) for s in sentences if "NaN" in s]
     heads, lengths = x.heads if kind == "dq" else 1, x.extents.kv_len if kind == "dk" else x.extents.q_len
     word = "key" if kind == "dk" else "row"
     return looks_like(tally, word, lambda b: views[kind].sequence(b, heads, int(lengths[b])))
@@ -115,7 +115,7 @@ def setting_of(lowered: Any) -> Index:
     operands, *grads = filled.operands
     op_kind, problem, extents = lowered.op_kind, lowered.problem, lowered.extents
     if op_kind == "indexer_loss":
-        return Index(op_kind, problem, extents, operands.index, operands, own=filled.first is not None)
+        return Index(op_kind, problem, extents, operands.index, operands, own_statistics=filled.first is not None)
     return Index(op_kind, problem, extents, operands, grads=grads[0] if grads else None)
 
 
@@ -123,8 +123,8 @@ def setting_of(lowered: Any) -> Index:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """What golden has of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
+class Block:
+    """Golden's values of an output: rows of sequence b, or (of a total) all of it; and what its scores are."""
 
     kind: str
     b: int
@@ -134,8 +134,13 @@ class Piece:
 
 
 def pieces(
-    x: Index, kinds: Sequence[str], grade: Grade, dtypes: dict[str, torch.dtype] | None = None, *, plain: bool = False
-) -> Iterator[Piece]:
+    x: Index,
+    kinds: Sequence[str],
+    grade: Grade,
+    dtypes: dict[str, torch.dtype] | None = None,
+    *,
+    with_baseline: bool = False,
+) -> Iterator[Block]:
     """Every output of a call, piece by piece: [heads, rows, elements] of a sequence; the loss at the end, [1, 1, 1]."""
     e, dtypes = x.extents, dtypes or {}
     losses: list[Wanted] = []
@@ -147,43 +152,43 @@ def pieces(
         for first in range(0, q_len, step):
             rows = slice(first, min(first + step, q_len))
             result = wanted(x, b, rows, grade, dtypes)
-            if plain:
+            if with_baseline:
                 result = _with_plain(x, b, rows, result)
             for kind in kinds:
                 if kind in TOTALS:
                     (losses if kind == "loss" else keys).append(result[kind])
                 else:
-                    yield Piece(kind, b, rows, result[kind], result.get("scores"))
+                    yield Block(kind, b, rows, result[kind], result.get("scores"))
         if keys:
-            yield Piece("dk", b, slice(0, kv_len), completed(x, b, "dk", _sum(keys), grade, dtypes.get("dk")))
+            yield Block("dk", b, slice(0, kv_len), completed(x, b, "dk", _sum(keys), grade, dtypes.get("dk")))
     if losses:
         total = completed(x, 0, "loss", _sum(losses), grade, dtypes.get("loss"))
-        shaped = (t if t is None else t.reshape(1, 1, 1) for t in (total.value, total.variance, total.plain))
-        yield Piece("loss", 0, slice(0, 1), Wanted(*shaped))  # type: ignore[arg-type]
+        shaped = (t if t is None else t.reshape(1, 1, 1) for t in (total.value, total.variance, total.baseline))
+        yield Block("loss", 0, slice(0, 1), Wanted(*shaped))  # type: ignore[arg-type]
 
 
 def _sum(parts: Sequence[Wanted]) -> Wanted:
-    plain = None if parts[0].plain is None else sum(p.plain for p in parts)  # type: ignore[misc]
-    return Wanted(sum(p.value for p in parts), sum(p.variance for p in parts), plain)  # type: ignore[arg-type]
+    baseline = None if parts[0].baseline is None else sum(p.baseline for p in parts)  # type: ignore[misc]
+    return Wanted(sum(p.value for p in parts), sum(p.variance for p in parts), baseline)  # type: ignore[arg-type]
 
 
-def _with_plain(x: Index, b: int, rows: slice, found: Mapping[str, Wanted]) -> dict[str, Wanted]:
+def _with_plain(x: Index, b: int, rows: slice, expected: Mapping[str, Wanted]) -> dict[str, Wanted]:
     """The same with what a plain program gives, in float32."""
     narrow, dtype = torch.float32, x.problem.torch_dtype
     if x.op_kind == "indexer_topk":
-        _, values, indices = chosen(x, x.scored(b, rows, narrow), x.seen(b, rows))
-        plain = {"values": values[None], "indices": indices[None]}
+        _, values, indices = chosen(x, x.scored(b, rows, narrow), x.visible(b, rows))
+        baseline = {"values": values[None], "indices": indices[None]}
     elif x.op_kind == "indexer_lse":
-        found_ = softmax(x.scored(b, rows, narrow).scores, x.seen(b, rows).to(narrow))
-        plain = {"max": found_[0][None], "sum": found_[1][None]}
+        max_and_sum = softmax(x.scored(b, rows, narrow).scores, x.visible(b, rows).to(narrow))
+        baseline = {"max": max_and_sum[0][None], "sum": max_and_sum[1][None]}
     elif x.op_kind == "indexer_loss":
         c = compared(x, b, rows, narrow, dtype)
-        plain = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}
+        baseline = gradients(c.scored, c.dscores, c.times > 0) | {"loss": c.losses.sum().reshape(1)}
     else:
         dscores, _, times = given(x, b, rows, narrow)
-        plain = gradients(x.scored(b, rows, narrow), dscores, times > 0)
-    rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in plain.items()}
-    return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in found.items()}
+        baseline = gradients(x.scored(b, rows, narrow), dscores, times > 0)
+    rounded = {n: t if n in (*TOTALS, "indices") else t.to(x.stored(n)) for n, t in baseline.items()}
+    return {n: Wanted(w.value, w.variance, rounded.get(n)) for n, w in expected.items()}
 
 
 def measured(
@@ -192,26 +197,26 @@ def measured(
     captured: Mapping[str, Tensor],
     grade: Grade = KERNEL,
     *,
-    plain: bool = False,
+    with_baseline: bool = False,
     beside: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> Result:
-    """How near captured outputs, and other results beside them, are to golden's."""
+    """The distance of captured outputs, and of other results beside them, from golden's."""
     kinds = {KINDS[n]: n for n in captured}
     dtypes = {k: _dtype(x, k, captured[n]) for k, n in kinds.items()}
     given_: dict[str, Mapping[str, Tensor]] = {"": captured, **beside}
     tallies = {who: {n: _tally(x, k, t[n]) for k, n in kinds.items()} for who, t in given_.items()}
     views = {who: views_of(lowered, t) for who, t in given_.items()}
-    for piece in pieces(x, [*kinds], grade, dtypes, plain=plain):
-        name = kinds[piece.kind]
+    for block in pieces(x, [*kinds], grade, dtypes, with_baseline=with_baseline):
+        name = kinds[block.kind]
         for who, t in given_.items():
-            if piece.kind == "loss":
-                ours, result = t[name].reshape(1, 1, 1), piece.wanted
+            if block.kind == "loss":
+                ours, result = t[name].reshape(1, 1, 1), block.wanted
             else:
-                ours, result = judgeable(x, views[who][piece.kind], piece)
-            tallies[who][name].add((piece.b, slice(0, ours.shape[0]), piece.rows), ours, result)
-    own = tallies.pop("")
-    maps = {n: Map(own[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
-    return Result(own, maps, tallies)
+                ours, result = judgeable(x, views[who][block.kind], block)
+            tallies[who][name].add((block.b, slice(0, ours.shape[0]), block.rows), ours, result)
+    errors = tallies.pop("")
+    maps = {n: Map(errors[n], "keys" if k == "dk" else "rows") for k, n in kinds.items() if k != "loss"}
+    return Result(errors, maps, tallies)
 
 
 def _dtype(x: Index, kind: str, tensor: Tensor) -> torch.dtype:
@@ -240,21 +245,21 @@ def views_of(lowered: Any, captured: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"dq": grads[0].dq, "dk": grads[0].dk, "dweights": grads[0].dweights}
 
 
-def judgeable(x: Index, view: Any, piece: Piece) -> tuple[Tensor, Wanted]:
+def judgeable(x: Index, view: Any, block: Block) -> tuple[Tensor, Wanted]:
     """(ours, wanted) of a piece; of a list of keys, what they score beside what golden's do."""
-    heads, lengths = x.heads if piece.kind == "dq" else 1, x.extents.kv_len if piece.kind == "dk" else x.extents.q_len
-    ours: Tensor = view.sequence(piece.b, heads, int(lengths[piece.b]))[:, piece.rows]
-    if piece.scores is None or piece.kind != "indices":
-        return ours, piece.wanted
-    scores, variance, result = piece.scores.value[0], piece.scores.variance[0], piece.wanted
-    value, plain = _listed(scores, result.value[0])[None], None
-    if result.plain is not None:
-        plain = _listed(scores, result.plain[0])[None]
+    heads, lengths = x.heads if block.kind == "dq" else 1, x.extents.kv_len if block.kind == "dk" else x.extents.q_len
+    ours: Tensor = view.sequence(block.b, heads, int(lengths[block.b]))[:, block.rows]
+    if block.scores is None or block.kind != "indices":
+        return ours, block.wanted
+    scores, variance, result = block.scores.value[0], block.scores.variance[0], block.wanted
+    value, baseline = _listed(scores, result.value[0])[None], None
+    if result.baseline is not None:
+        baseline = _listed(scores, result.baseline[0])[None]
     mine = _listed(scores, ours[0])
     wrong = _misplaced(scores, mine, ours[0].long(), x)
     # What is no right entry whatever is listed there: not a number where golden has one, and the other way round.
     mine = torch.where(wrong, torch.where(value[0].isnan(), torch.inf, torch.nan), mine)
-    return mine[None], Wanted(value, result.variance + at_keys(variance, ours[0])[None], plain)
+    return mine[None], Wanted(value, result.variance + at_keys(variance, ours[0])[None], baseline)
 
 
 def _listed(scores: Tensor, indices: Tensor) -> Tensor:
@@ -294,10 +299,10 @@ def _explained(x: Index, lowered: Any, captured: Mapping[str, Tensor], base: Res
                 for n in failing
                 if base.tallies[n].rms and not base.tallies[n].strange
             ]
-            if result.passes and all(share <= _LEFT for share in left):
+            if result.passes and all(fraction <= _LEFT for fraction in left):
                 error = max(result.tallies[n].z for n in failing)
                 results.append(Explanation(m.name, detail, m.means, m.fix, tuple(failing), error, True))
-    kept: dict[str, Explanation] = {}
+    by_name: dict[str, Explanation] = {}
     for e in sorted(results, key=lambda e: e.error):
-        kept.setdefault(e.name, e)
-    return tuple(kept.values())
+        by_name.setdefault(e.name, e)
+    return tuple(by_name.values())

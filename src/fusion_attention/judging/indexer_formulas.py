@@ -28,11 +28,11 @@ class Index:
 
     Attributes:
         index: its IndexerOperands; of_loss: the IndexerLossOperands around them, or None; grads: of a backward.
-        own: the statistics were found by the call itself; else they are as given as q is.
+        own_statistics: the statistics were found by the call itself; else they are as given as q is.
         relu, weighted: of its scores. factor: on them. largest: are chosen, not the smallest.
         last_first: of equal scores the later key comes first. by_key: the list is in the order of keys.
         direction: "p|y" of the loss; "y|p" is the other one. loss_alone: its gradients have the right one.
-        share: of the loss and its gradients by the number of rows: "sum" or "mean". sign: of dI.
+        reduction: of the loss and its gradients by the number of rows: "sum" or "mean". sign: of dI.
         per_head: the target is divided by the number of heads. scaled: the attention's scores are.
     """
 
@@ -42,7 +42,7 @@ class Index:
     index: Any
     of_loss: Any = None
     grads: Any = None
-    own: bool = False
+    own_statistics: bool = False
     relu: bool = True
     weighted: bool = True
     factor: float = 1.0
@@ -51,7 +51,7 @@ class Index:
     by_key: bool = False
     direction: str = "p|y"
     loss_alone: bool = False
-    share: str = "sum"
+    reduction: str = "sum"
     sign: float = 1.0
     per_head: bool = True
     scaled: bool = True
@@ -66,7 +66,7 @@ class Index:
         """The indexer's."""
         return int(getattr(self.problem, "heads", 0) or self.problem.heads_index)
 
-    def seen(self, b: int, rows: slice) -> Tensor:
+    def visible(self, b: int, rows: slice) -> Tensor:
         """[rows, kv_len] bool: what the band shows."""
         first, end = self.extents.row_interval(b, np.arange(rows.start, rows.stop))
         key = torch.arange(int(self.extents.kv_len[b]))
@@ -80,16 +80,18 @@ class Index:
             return torch.float64 if p.dtype == "float64" and kind != "loss" else torch.float32
         return getattr(torch, names.get(kind, p.dtype))
 
-    def scored(self, b: int, rows: slice, wide: torch.dtype) -> Scored:
+    def scored(self, b: int, rows: slice, dtype: torch.dtype) -> Scored:
         """Products and scores of some rows with all keys."""
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
-        q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(wide)
-        k = self.index.k.sequence(b, 1, kv_len)[0].to(wide)
-        weights = self.index.weights.sequence(b, 1, q_len)[0, rows].T.unsqueeze(-1).to(wide)
+        q = self.index.q.sequence(b, self.heads, q_len)[:, rows].to(dtype)
+        k = self.index.k.sequence(b, 1, kv_len)[0].to(dtype)
+        weights = self.index.weights.sequence(b, 1, q_len)[0, rows].T.unsqueeze(-1).to(dtype)
         weights = weights if self.weighted else torch.ones_like(weights)
         dots = q @ k.mT
-        kept = dots.clamp(min=0) if self.relu else dots
-        return Scored(q, k, weights, dots, kept, (weights * kept).sum(0) * self.factor, self.factor, self.relu)
+        activations = dots.clamp(min=0) if self.relu else dots
+        return Scored(
+            q, k, weights, dots, activations, (weights * activations).sum(0) * self.factor, self.factor, self.relu
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,15 +103,15 @@ class Scored:
     k: Tensor
     weights: Tensor
     dots: Tensor
-    kept: Tensor
+    activations: Tensor
     scores: Tensor
     factor: float
     relu: bool
 
 
-def chosen(x: Index, s: Scored, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chosen(x: Index, s: Scored, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [rows, kv_len], -inf where a key is not seen; values and indices [rows, top_k] of the chosen keys)."""
-    scores = s.scores.masked_fill(~seen, -math.inf)
+    scores = s.scores.masked_fill(~visible, -math.inf)
     ranked = scores if x.largest else (-scores).masked_fill(scores == -math.inf, -math.inf)
     if x.last_first:
         order = ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
@@ -120,8 +122,8 @@ def chosen(x: Index, s: Scored, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     result = min(count, scores.shape[-1])
     order = order[:, :result]
     if x.by_key:
-        held = scores.gather(-1, order) == -math.inf
-        order = order.masked_fill(held, scores.shape[-1]).sort(-1).values.clamp(max=scores.shape[-1] - 1)
+        is_hidden = scores.gather(-1, order) == -math.inf
+        order = order.masked_fill(is_hidden, scores.shape[-1]).sort(-1).values.clamp(max=scores.shape[-1] - 1)
     values = scores.new_full((len(scores), count), -math.inf)
     indices = torch.full((len(scores), count), -1)
     values[:, :result] = scores.gather(-1, order)
@@ -167,7 +169,7 @@ class Compared:
     times: Tensor
     top: Tensor
     total: Tensor
-    own: bool
+    own_statistics: bool
     y: Tensor
     p: Tensor
     logs: tuple[Tensor, Tensor]
@@ -179,41 +181,41 @@ class Compared:
     loss_by_p: Tensor
 
 
-def compared(x: Index, b: int, rows: slice, wide: torch.dtype, low: torch.dtype | None = None) -> Compared:
-    """What rows of a sequence make of the two distributions; low: dI is rounded to bfloat16, if it is that."""
-    p, s, a = x.problem, x.scored(b, rows, wide), _attended(x, b, rows, wide)
-    times = x.seen(b, rows).to(wide)
+def compared(x: Index, b: int, rows: slice, dtype: torch.dtype, low: torch.dtype | None = None) -> Compared:
+    """The two distributions over rows of a sequence, compared; low: dI is rounded to bfloat16, if it is that."""
+    p, s, a = x.problem, x.scored(b, rows, dtype), _attended(x, b, rows, dtype)
+    times = x.visible(b, rows).to(dtype)
     if p.select_count:
         entries, read = _entries(x, b, rows)
-        times = times * selected_times(entries, read, times.shape[-1], 1)[0].to(wide)
-    seen, own = times > 0, bool(p.select_count) or x.index.stats is None
-    if own:
+        times = times * selected_times(entries, read, times.shape[-1], 1)[0].to(dtype)
+    visible, own_statistics = times > 0, bool(p.select_count) or x.index.stats is None
+    if own_statistics:
         top, total = softmax(s.scores, times)
     else:
         views = x.index.stats.max, x.index.stats.sum
-        top, total = (v.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(wide) for v in views)
-    y = ((s.scores - top).exp() / total).masked_fill(~seen, 0)
-    target = a.target.masked_fill(~seen, 0)
+        top, total = (v.sequence(b, 1, int(x.extents.q_len[b]))[0, rows].to(dtype) for v in views)
+    y = ((s.scores - top).exp() / total).masked_fill(~visible, 0)
+    target = a.target.masked_fill(~visible, 0)
     log_p, log_y = target.clamp(min=_LEAST).log(), y.clamp(min=_LEAST).log()
     factor = target.clamp(min=_LEAST) if p.select_count else target
-    share = 1.0 / max(int(x.extents.q_len.sum()), 1) if x.share == "mean" else 1.0
-    times = (times * share).masked_fill(~seen, 0)
+    divisor_share = 1.0 / max(int(x.extents.q_len.sum()), 1) if x.reduction == "mean" else 1.0
+    times = (times * divisor_share).masked_fill(~visible, 0)
     high_p, high_y = target >= _LEAST, y >= _LEAST
     losses, of_y = times * factor * (log_p - log_y), -times * factor * high_y
     of_p = times * ((log_p - log_y) * (high_p if p.select_count else 1.0) + high_p)
     dscores, by_y, by_p = times * (y - target), times * y, -times
     if x.direction == "y|p":
-        away, part = times * y * (log_y - log_p), -times * y / target.clamp(min=_LEAST) * high_p
-        losses, of_y, of_p = away, away + times * y * high_y, part
+        away, of_target = times * y * (log_y - log_p), -times * y / target.clamp(min=_LEAST) * high_p
+        losses, of_y, of_p = away, away + times * y * high_y, of_target
         if not x.loss_alone:
-            dscores = times * y * (log_y - log_p - away.sum(-1, keepdim=True) / share)
-            by_y, by_p = dscores + times * y, part
+            dscores = times * y * (log_y - log_p - away.sum(-1, keepdim=True) / divisor_share)
+            by_y, by_p = dscores + times * y, of_target
     dscores = dscores * x.sign
-    dscores = dscores.to(low).to(wide) if low == torch.bfloat16 else dscores
+    dscores = dscores.to(low).to(dtype) if low == torch.bfloat16 else dscores
     results = (losses, dscores, by_y, by_p, of_y, of_p)
-    results = tuple(t.masked_fill(~seen, 0) for t in results)  # type: ignore[assignment]
-    own = own or x.own
-    return Compared(s, a, times / share, top, total, own, y, target, (log_p, log_y), *results)
+    results = tuple(t.masked_fill(~visible, 0) for t in results)  # type: ignore[assignment]
+    own_statistics = own_statistics or x.own_statistics
+    return Compared(s, a, times / divisor_share, top, total, own_statistics, y, target, (log_p, log_y), *results)
 
 
 def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
@@ -224,27 +226,27 @@ def _entries(x: Index, b: int, rows: slice) -> tuple[Tensor, Tensor]:
     return entries, within & (entries >= 0).cumprod(-1).bool()
 
 
-def given(x: Index, b: int, rows: slice, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def given(x: Index, b: int, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(dI, the squares behind it, how often a key was chosen), [rows, keys]: gradients of values, added up by lists."""
     entries, read = _entries(x, b, rows)
     _, end = x.extents.row_interval(b, np.arange(rows.start, rows.stop))
     kv_len = int(x.extents.kv_len[b])
     read = read & (entries < torch.from_numpy(end)[:, None]) & (entries < kv_len)
-    dvalues = x.grads.dvalues.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].to(wide)
+    dvalues = x.grads.dvalues.sequence(b, 1, int(x.extents.q_len[b]))[:, rows].to(dtype)
     dscores, squares, times = (
-        added_up(t, entries, read, kv_len)[0] for t in (dvalues, dvalues.square(), read.to(wide))
+        added_up(t, entries, read, kv_len)[0] for t in (dvalues, dvalues.square(), read.to(dtype))
     )
     return dscores, squares, times
 
 
-def gradients(s: Scored, dscores: Tensor, seen: Tensor) -> dict[str, Tensor]:
-    """What rows add to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
+def gradients(s: Scored, dscores: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    """The rows' addends to the gradients: dq [heads, rows, dim], dk [1, keys, dim], dweights [1, rows, heads].
 
     dw_h = sum_j dI_j max(0, S_hj),  dS = dI w [S > 0],  dq = dS k,  dk = sum_h dS^T q
     """
-    live = seen & (s.dots > 0) if s.relu else seen.expand_as(s.dots)
+    live = visible & (s.dots > 0) if s.relu else visible.expand_as(s.dots)
     ddots = (dscores * s.weights).masked_fill(~live, 0)
-    dweights = (dscores * s.kept).masked_fill(~seen, 0).sum(-1)
+    dweights = (dscores * s.activations).masked_fill(~visible, 0).sum(-1)
     if s.k.isfinite().all() and s.q.isfinite().all():
         dq, dk = ddots @ s.k, ddots.mT @ s.q
     else:
@@ -253,26 +255,26 @@ def gradients(s: Scored, dscores: Tensor, seen: Tensor) -> dict[str, Tensor]:
     return {"dq": dq, "dk": dk.sum(0, keepdim=True), "dweights": dweights.T[None]}
 
 
-def _attended(x: Index, b: int, rows: slice, wide: torch.dtype) -> Attended:
+def _attended(x: Index, b: int, rows: slice, dtype: torch.dtype) -> Attended:
     p, o, e = x.problem, x.of_loss, x.extents
     q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
 
     def query(view: Any) -> Tensor:
-        result: Tensor = view.sequence(b, p.heads_q, q_len)[:, rows].to(wide)
+        result: Tensor = view.sequence(b, p.heads_q, q_len)[:, rows].to(dtype)
         return result
 
     def key(view: Any) -> Tensor:
-        result: Tensor = view.sequence(b, p.heads_kv, kv_len).to(wide).repeat_interleave(p.heads_q // p.heads_kv, 0)
+        result: Tensor = view.sequence(b, p.heads_kv, kv_len).to(dtype).repeat_interleave(p.heads_q // p.heads_kv, 0)
         return result
 
     pairs = [(query(o.q), key(o.k))] + ([(query(o.q_rope), key(o.k_rope))] if p.dim_rope else [])
     scale = p.scale if x.scaled else 1.0
     scores = scale * torch.stack([q @ k.mT for q, k in pairs]).sum(0)
-    squares = scale**2 * torch.stack([products_of_squares(q, k, wide) for q, k in pairs]).sum(0)
+    squares = scale**2 * torch.stack([products_of_squares(q, k, dtype) for q, k in pairs]).sum(0)
     top, total = query(o.stats.max), query(o.stats.sum)
     shares, divisor, at_sinks = (scores - top).exp() / total, torch.full_like(top[0], float(p.heads_q)), None
     if p.has_sink:
-        at_sinks = (o.sink.to(wide)[:, None, None] - top).exp() / total
+        at_sinks = (o.sink.to(dtype)[:, None, None] - top).exp() / total
         divisor = divisor - at_sinks.sum(0)
     divisor = divisor if x.per_head else torch.ones_like(divisor)
     lse, dim = top + total.log(), sum(q.shape[-1] for q, _ in pairs)

@@ -85,7 +85,7 @@ def _direction(x: Index) -> Tries:
 
 def _mean(x: Index) -> Tries:
     if _loss(x):
-        yield "", x.changed(share="mean")
+        yield "", x.changed(reduction="mean")
 
 
 def _sign(x: Index) -> Tries:

@@ -90,13 +90,17 @@ def judged(call: Recorded, *, search: bool, backends: bool = True, standard: str
     setting, outputs = setting_of(lowered, captured)
     unjudged = call.unjudged({o.name for o in outputs})
     theirs, reasons = _beside(call, lowered, captured) if backends else ({}, {})
-    plain = standard == "cann-double"
-    base = measured(setting, outputs, units(setting, outputs), whole=True, plain=plain, beside=theirs)
+    with_baseline = standard == "cann-double"
+    base = measured(
+        setting, outputs, units(setting, outputs), complete=True, with_baseline=with_baseline, beside=theirs
+    )
     grades = dict.fromkeys(base.tallies, KERNEL)
     result = base
     if not base.passes:
         failing = [o for o in outputs if o.name in base.failing]
-        again = measured(setting, failing, units(setting, failing), grade=PROGRAM, whole=True, plain=plain)
+        again = measured(
+            setting, failing, units(setting, failing), grade=PROGRAM, complete=True, with_baseline=with_baseline
+        )
         grades |= dict.fromkeys(again.tallies, PROGRAM)
         result = Result(base.tallies | again.tallies, base.maps | again.maps, base.beside)
     opinions = {}

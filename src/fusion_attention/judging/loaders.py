@@ -171,10 +171,10 @@ def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
     results = _results(op)
     inputs: dict[str, Any] = {}
     outputs: dict[str, Tensor] = {}
-    known = {p.shown for p in op.params} | {p.name for p in op.params}
+    parameters = {p.shown for p in op.params} | {p.name for p in op.params}
     wanted = dict(how.names)
     for name in wanted:
-        if name.removeprefix(_OUTPUT) not in known and not name.startswith(_OUTPUT):
+        if name.removeprefix(_OUTPUT) not in parameters and not name.startswith(_OUTPUT):
             raise JudgeError(f"{path}: {op.name} has no parameter {name} (results begin with {_OUTPUT!r})")
     for target, source in wanted.items():
         if source not in tensors:
@@ -187,16 +187,16 @@ def _named(path: Path, tensors: dict[str, Tensor], how: Reading) -> Recorded:
     for name, tensor in tensors.items():
         if name in wanted.values():
             continue
-        plain = name.removeprefix(_OUTPUT)
-        if name.startswith(_OUTPUT) or (plain in results and plain not in known):
-            outputs.setdefault(plain, tensor)
+        result_name = name.removeprefix(_OUTPUT)
+        if name.startswith(_OUTPUT) or (result_name in results and result_name not in parameters):
+            outputs.setdefault(result_name, tensor)
         elif name in results and name not in inputs:
             outputs.setdefault(name, tensor)
-        elif name in known:
+        elif name in parameters:
             inputs.setdefault(name, tensor)
         else:
             raise JudgeError(f"{path}: {name!r} is no parameter and no result of {op.name}: map it (--map NAME={name})")
-    return _made(op, {**inputs, **how.values}, outputs, how, path.name)
+    return _recorded(op, {**inputs, **how.values}, outputs, how, path.name)
 
 
 def _record(operator: str) -> Op:
@@ -226,10 +226,10 @@ def _dumped(call: DumpedCall, how: Reading) -> Recorded:
     results = _results(op)
     outputs = {n: loaded(v) for n, v in zip(results, call.outputs, strict=False) if isinstance(v, Path)}
     outputs = {n: t for n, t in outputs.items() if t.numel()}  # torch_npu's results that were not requested are empty
-    return _made(op, {**inputs, **how.values}, outputs, how, call.name)
+    return _recorded(op, {**inputs, **how.values}, outputs, how, call.name)
 
 
-def _made(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str) -> Recorded:
+def _recorded(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Reading, source: str) -> Recorded:
     """A call whose values may have been stored wider than they were."""
     words = {name: getattr(p, "dtypes", "") for p in op.params for name in (p.shown, p.name)}
     free = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and words.get(n) != "float32"}
@@ -239,8 +239,10 @@ def _made(op: Op, inputs: dict[str, Any], outputs: dict[str, Tensor], how: Readi
         inputs = {**inputs, **{n: _narrowed(v, how.dtype) for n, v in free.items()}}
         outputs = {n: _narrowed(t, how.dtype) for n, t in outputs.items()}
     result = recorded(op.name, inputs, outputs, seed=how.seed, source=source)
-    wide = [t for t in free.values() if t.dtype == torch.float32]
-    low = next((d for d in _LOW if wide and all(_narrowed(t, d).dtype != torch.float32 for t in wide)), "")
+    float32_inputs = [t for t in free.values() if t.dtype == torch.float32]
+    low = next(
+        (d for d in _LOW if float32_inputs and all(_narrowed(t, d).dtype != torch.float32 for t in float32_inputs)), ""
+    )
     if low and not how.dtype:
         note = f"every float32 value of the inputs is a {low} number: was it a call in {low}? Then say --dtype {low}"
         return replace(result, notes=(note,))

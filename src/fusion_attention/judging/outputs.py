@@ -146,24 +146,24 @@ class Wanted:
 
     value: Tensor
     variance: Tensor
-    plain: Tensor | None = None
+    baseline: Tensor | None = None
 
 
 def computed(
-    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, plain: bool = False,
+    setting: Setting, unit: Unit, outputs: list[Output], grade: Grade = KERNEL, *, with_baseline: bool = False,
     exact: bool = True,
 ) -> dict[str, Wanted]:  # fmt: skip
-    """What the outputs of a unit should be, by name.
+    """The expected outputs of a unit, by name.
 
     Args:
-        grade: of the programs whose errors are expected. plain: a plain program's results too. exact: of gradients of
-            keys, what the saved output lost is taken from all keys of the rows that they meet.
+        grade: of the programs whose errors are expected. with_baseline: a baseline program's results too. exact: of
+            gradients of keys, the error of the saved output is taken from all keys of the rows that they meet.
     """
     result = _values(setting, unit, outputs, grade, exact=exact)
-    if not plain:
+    if not with_baseline:
         return result
-    measure = _values(setting, unit, outputs, None, precision=formulas.plain(setting.problem.torch_dtype))
-    return {name: replace(wanted, plain=measure[name].value) for name, wanted in result.items()}
+    measure = _values(setting, unit, outputs, None, precision=formulas.baseline(setting.problem.torch_dtype))
+    return {name: replace(wanted, baseline=measure[name].value) for name, wanted in result.items()}
 
 
 def _values(
@@ -212,7 +212,7 @@ def _as_returned(o: Output, raw: dict[str, Tensor], block: Any, p: Precision, *,
         lowest = torch.finfo(torch.float32).min
         result = (top + total.log()).masked_fill(top == -math.inf, lowest).masked_fill(total == 0, math.inf)
         if block.sink is not None:
-            result = result.masked_fill(~block.seen.any(-1, keepdim=True), math.inf)
+            result = result.masked_fill(~block.visible.any(-1, keepdim=True), math.inf)
     elif o.form == "training":
         result = top.clamp_min(-FLT_MAX) if o.kind == "max" else total.masked_fill((top == -math.inf) & (total == 0),
                                                                                  FLT_MAX)  # fmt: skip
@@ -293,27 +293,27 @@ def totals(setting: Setting, o: Output, grade: Grade) -> Wanted:
         by = p.scale if p.bias_scaled else 1.0
         results = by * scored.dscores, by * by * expected_error.scored(block, scored, of_delta, grade)
         assert grads.dbias is not None
-        for total, part in zip((value, variance), results, strict=True):
-            _add_to_bias(setting, replace(grads.dbias, keep=total), unit, block.keys, part)
+        for total, addend in zip((value, variance), results, strict=True):
+            _add_to_bias(setting, replace(grads.dbias, keep=total), unit, block.keys, addend)
         terms = max(terms, value.numel() and int(e.q_len @ e.kv_len) * p.heads_q // value.numel())
     variance = variance + expected_error.summed(value, terms, p.torch_dtype, grade)
     return Wanted(value, grade.stored(value, variance, _dtype(o, p)))
 
 
-def _placed(total: Tensor, heads: slice, part: Tensor) -> Tensor:
+def _placed(total: Tensor, heads: slice, addend: Tensor) -> Tensor:
     total = total.clone()
-    total[heads] += part
+    total[heads] += addend
     return total
 
 
-def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, part: Tensor) -> None:
+def _add_to_bias(setting: Setting, view: Any, unit: Unit, keys: slice, addend: Tensor) -> None:
     """Adds [heads, rows, keys] where a bias was read."""
     view = replace(view, address=view.address + unit.heads.start * view.stride_head)
     if setting.problem.bias == "table":
         lengths = int(setting.extents.q_len[unit.b]), int(setting.extents.kv_len[unit.b])
-        bias.add_table_gradient(view, unit.b, lengths, part, unit.rows, keys)
+        bias.add_table_gradient(view, unit.b, lengths, addend, unit.rows, keys)
     else:
-        bias.add_matrix_gradient(view, unit.b, part, unit.rows, keys)
+        bias.add_matrix_gradient(view, unit.b, addend, unit.rows, keys)
 
 
 def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade: Grade, *, exact: bool) -> Tensor:
@@ -322,18 +322,18 @@ def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade:
     if at not in setting.deltas:
         empty = torch.full((unit.heads.stop - unit.heads.start, int(setting.extents.q_len[unit.b]), 1), math.nan)
         setting.deltas[at] = empty.double()
-    kept = setting.deltas[at]
-    if bool(kept[:, rows].isnan().any()):
+    delta = setting.deltas[at]
+    if bool(delta[:, rows].isnan().any()):
         step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * int(setting.extents.kv_len[unit.b]), 1))
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
             if not exact:
                 block = setting.block(unit.b, unit.heads, here, slice(0, 0))
-                kept[:, here] = expected_error.delta(block, None, grade)
+                delta[:, here] = expected_error.delta(block, None, grade)
             else:
                 block = setting.block(unit.b, unit.heads, here)
-                kept[:, here] = expected_error.delta(block, formulas.scored(block), grade)
-    return kept[:, rows]
+                delta[:, here] = expected_error.delta(block, formulas.scored(block), grade)
+    return delta[:, rows]
 
 
 def _by_key_head(value: Tensor, group: int, how: str) -> Tensor:

@@ -112,21 +112,21 @@ def replay(path: str | Path, *, backend: str = "auto", device: str | torch.devic
     return Replay(op.name, args, recorded, recomputed, differences, result)
 
 
-def _compute(found: Recording, backend: str) -> dict[str, torch.Tensor]:
+def _compute(recording: Recording, backend: str) -> dict[str, torch.Tensor]:
     """Every output of a call, by name."""
-    op, args, seed = found.op, found.args, found.seed
+    op, args, seed = recording.op, recording.args, recording.seed
     assert op.lower is not None
     bound = bind(op, args, strict=False, check_content=False)  # It ran: it is not for this process to refuse.
     drawn = {"seed": seed, "offset": int(args.get("offset") or 0)} if "keep_prob" in op.by_name else {}
     call = op.lower(bound, **drawn)
     if op.trains:
         call = call.complete()  # A call that trains gives more than it asks for.
-    if found.upstream:
-        backward = backward_of(call, found.saved, found.upstream)
+    if recording.upstream:
+        backward = backward_of(call, recording.saved, recording.upstream)
         if backward is None and not hasattr(call, "gradients"):
             raise CaptureError(f"{op.name}: a backward that cannot be computed from what was recorded")
         if backward is None:
-            return _gradients(call, found, backend)
+            return _gradients(call, recording, backend)
         call = backward
     return _run(call, backend)
 
@@ -137,13 +137,13 @@ def _run(call: Lowered, backend: str) -> dict[str, torch.Tensor]:
     return results
 
 
-def _gradients(call: Any, found: Recording, backend: str) -> dict[str, torch.Tensor]:
+def _gradients(call: Any, recording: Recording, backend: str) -> dict[str, torch.Tensor]:
     """Of a call that says its own derivative."""
     try:
-        given = call.gradients(found.saved, found.upstream, lambda further: _run(further, backend))
+        given = call.gradients(recording.saved, recording.upstream, lambda further: _run(further, backend))
     except KeyError as error:
-        raise CaptureError(f"{found.op.name}: the backward's file lacks {error}") from None
-    return {gradient_name(found.op, name): t for name, t in given.items()}
+        raise CaptureError(f"{recording.op.name}: the backward's file lacks {error}") from None
+    return {gradient_name(recording.op, name): t for name, t in given.items()}
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:

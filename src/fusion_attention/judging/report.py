@@ -23,52 +23,54 @@ from fusion_attention.judging.verdict import NOISY, RIGHT, Judgement, Opinion, t
 _STYLE = {RIGHT: "bold green", NOISY: "bold yellow"}
 
 
-def table(found: Judgement) -> RenderableType:
+def table(judgement: Judgement) -> RenderableType:
     """A call: its outputs, then its back ends and what explains it."""
-    title = Text.assemble((f"{found.source or found.operator}  ", "bold"), (found.verdict, _style(found.verdict)))
+    title = Text.assemble(
+        (f"{judgement.source or judgement.operator}  ", "bold"), (judgement.verdict, _style(judgement.verdict))
+    )
     grid = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     grid.add_column("output", no_wrap=True)
-    grid.add_column(found.standard)
+    grid.add_column(judgement.standard)
     for name in ("RMS", "largest", "of expected", "worst tile"):
         grid.add_column(name, justify="right", no_wrap=True)
     grid.add_column("where", ratio=1)
-    for o in found.outputs.values():
+    for o in judgement.outputs.values():
         word = Text("right", "green") if o.passes else Text("wrong", "bold red")
         numbers = (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.z), times(o.z_tile))
-        grid.add_row(o.name, word, *numbers, _said(o))
-    for name, why in found.unjudged.items():
+        grid.add_row(o.name, word, *numbers, _figures(o))
+    for name, why in judgement.unjudged.items():
         grid.add_row(name, Text("not judged", "dim"), "", "", "", "", why)
-    return Group(grid, *(Text(line) for line in _below(found)), Text(""))
+    return Group(grid, *(Text(line) for line in _below(judgement)), Text(""))
 
 
-def _said(o: Opinion) -> str:
-    """Where an output is wrong, and by what; of one that is right, how exact it is."""
+def _figures(o: Opinion) -> str:
+    """The place and the error of a wrong output; the precision of a right one."""
     if o.passes:
         return o.grade if o.judged.standard == "error-bound" else ""
     return "; ".join((*o.where, o.judged.reason))
 
 
-def _below(found: Judgement) -> list[str]:
-    lines = _reasons(found) if found.searched and not found.passes else []
-    for name, said in found.backends.items():
-        if isinstance(said, str):
-            lines.append(f"  {name} here: {said}")
+def _below(judgement: Judgement) -> list[str]:
+    lines = _reasons(judgement) if judgement.searched and not judgement.passes else []
+    for name, opinion in judgement.backends.items():
+        if isinstance(opinion, str):
+            lines.append(f"  {name} here: {opinion}")
         else:
-            lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in said.items()) + " of expected")
-    return lines + [f"  note: {note}" for note in found.notes]
+            lines.append(f"  {name} here: " + ", ".join(f"{n} {times(t)}" for n, t in opinion.items()) + " of expected")
+    return lines + [f"  note: {note}" for note in judgement.notes]
 
 
-def _reasons(found: Judgement) -> list[str]:
-    if found.verdict == NOISY:
+def _reasons(judgement: Judgement) -> list[str]:
+    if judgement.verdict == NOISY:
         return ["  noisy: as exact as a program that sums in 16 bits; no mistake of meaning"]
-    if not found.mistakes:
+    if not judgement.mistakes:
         return ["  no known mistake explains it"]
     lines = []
-    for rank, m in enumerate(found.mistakes):
+    for rank, m in enumerate(judgement.mistakes):
         word = "explained by" if not rank else "or equally by"
-        part = "" if set(m.outputs) == set(found.failing()) else f" [{', '.join(m.outputs)} alone]"
+        outputs_named = "" if set(m.outputs) == set(judgement.failing()) else f" [{', '.join(m.outputs)} alone]"
         left = "but for noise" if m.noisy else f"leaves {times(m.error)} of what is expected"
-        lines += [f"  {word} {m}", f"    {left}{part}; {m.fix}"]
+        lines += [f"  {word} {m}", f"    {left}{outputs_named}; {m.fix}"]
     return lines
 
 
@@ -99,27 +101,28 @@ figcaption {{ font-size: 85%; }} section {{ margin-bottom: 3rem; }}
 """
 
 
-def page(found: Sequence[Judgement]) -> str:
+def page(judgements: Sequence[Judgement]) -> str:
     """All calls as one self-contained file: no script, nothing fetched."""
-    right = sum(j.passes for j in found)
-    summary = f"{right} of {len(found)} calls are right."
-    return _PAGE.format(summary=summary, sections="\n".join(map(_section, found)))
+    right = sum(j.passes for j in judgements)
+    summary = f"{right} of {len(judgements)} calls are right."
+    return _PAGE.format(summary=summary, sections="\n".join(map(_section, judgements)))
 
 
-def _section(found: Judgement) -> str:
+def _section(judgement: Judgement) -> str:
     rows = [
         f"<tr><td>{_e(o.name)}</td><td class='{_word(o.passes)}'>{_word(o.passes)}</td>"
         + "".join(f"<td>{_e(v)}</td>" for v in (f"{o.rms:.2g}", f"{o.largest:.2g}", times(o.z), times(o.z_tile)))
-        + f"<td>{_e(_said(o))}{_worst(o.worst)}</td></tr>"
-        for o in found.outputs.values()
+        + f"<td>{_e(_figures(o))}{_worst(o.worst)}</td></tr>"
+        for o in judgement.outputs.values()
     ]
-    names = ("output", found.standard, "RMS", "largest", "of expected", "worst tile", "where")
+    names = ("output", judgement.standard, "RMS", "largest", "of expected", "worst tile", "where")
     head = "".join(f"<th>{_e(h)}</th>" for h in names)
-    reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(found))
-    pictures = "".join(_picture(o, b) for o in found.outputs.values() if o.map is not None for b in _shown(o))
+    reasons = "".join(f"<p>{_e(line.strip())}</p>" for line in _below(judgement))
+    pictures = "".join(_picture(o, b) for o in judgement.outputs.values() if o.map is not None for b in _shown(o))
     return (
-        f"<section><h2>{_e(found.source or found.operator)}: <span class='{found.verdict}'>{found.verdict}</span></h2>"
-        f"<p>{_e(found.operator)}</p><div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
+        f"<section><h2>{_e(judgement.source or judgement.operator)}: "
+        f"<span class='{judgement.verdict}'>{judgement.verdict}</span></h2>"
+        f"<p>{_e(judgement.operator)}</p><div class='scroll'><table><tr>{head}</tr>{''.join(rows)}</table></div>"
         f"{reasons}{pictures}</section>"
     )
 

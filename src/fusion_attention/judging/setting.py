@@ -20,7 +20,7 @@ from fusion_attention.ir.mask import blocked_by_tiles
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 
 Tensor = torch.Tensor
-WIDE = torch.float64
+WORKING_DTYPE = torch.float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Block:
     Attributes:
         heads, rows, keys: what they are of the sequence b.
         scores_by: the factor on q . k, a number or [heads, rows, 1].
-        seen: bool [heads or 1, rows, keys]; times: how often each key is weighed, or None.
+        visible: bool [heads or 1, rows, keys]; times: how often each key is weighed, or None.
         in_band: [rows] bool; kv_len, q_len: keys and query rows of the sequence.
         keep: bool, or None; keep_factor: on kept probabilities.
         normalised: the divisor; False: sums what dropout leaves.
@@ -51,7 +51,7 @@ class Block:
     scores_by: Any
     softcap: float
     bias: Tensor | None
-    seen: Tensor
+    visible: Tensor
     in_band: Tensor
     times: Tensor | None = None
     keep: Tensor | None = None
@@ -103,13 +103,13 @@ class Setting:
     drop_msb: bool = False
     returns: tuple[Callable[..., Tensor], ...] = ()
     of_group: str = "sum"
-    kept: dict[Any, Any] = field(default_factory=dict)
+    cached: dict[Any, Any] = field(default_factory=dict)
     deltas: dict[Any, Tensor] = field(default_factory=dict)  # variances of delta, of rows that were met
 
     def changed(self, edit: Edit | None = None, **fields: Any) -> Setting:
         """This setting with other fields, and a further edit of its blocks."""
         edits = self.edits if edit is None else (*self.edits, edit)
-        return replace(self, edits=edits, kept={}, deltas={}, **fields)
+        return replace(self, edits=edits, cached={}, deltas={}, **fields)
 
     def of_problem(self, **fields: Any) -> Setting:
         """This setting with another problem."""
@@ -138,8 +138,8 @@ class Setting:
         keys = _keys(p, first, end, kv_len) if keys is None else keys
         position = torch.arange(keys.start, keys.stop)
         low, high = (torch.from_numpy(edge)[:, None] for edge in (first, end))
-        seen = ((position >= low) & (position < high))[None]
-        seen = self._unblocked(seen, b, heads, rows, keys)
+        visible = ((position >= low) & (position < high))[None]
+        visible = self._unblocked(visible, b, heads, rows, keys)
         times = self._times(b, heads, rows, keys)
         kv = self._kv_heads()[heads]
         by: Any = p.scale
@@ -161,13 +161,15 @@ class Setting:
             scores_by=by,
             softcap=p.softcap,
             bias=self._bias(b, heads, rows, keys),
-            seen=seen if times is None else seen & (times > 0),
+            visible=visible if times is None else visible & (times > 0),
             in_band=torch.from_numpy(end > first),
             times=times,
             keep=self._keep(b, heads, rows, keys),
             keep_factor=1.0 / max(p.keep_prob, 1e-100) if p.dropout != "none" else 1.0,
-            sink=o.sink[heads].to(WIDE) if p.has_sink and o.sink is not None else None,
-            weight_scale=o.weight_scale.to(WIDE) if p.has_weight_scale and o.weight_scale is not None else None,
+            sink=o.sink[heads].to(WORKING_DTYPE) if p.has_sink and o.sink is not None else None,
+            weight_scale=o.weight_scale.to(WORKING_DTYPE)
+            if p.has_weight_scale and o.weight_scale is not None
+            else None,
             out_scale=self._out_scale(heads),
             saved=self._saved(b, heads, rows),
             dlse=self._query(self.grads.dlse, b, heads, rows) if self.grads and self.grads.dlse else None,
@@ -194,12 +196,12 @@ class Setting:
         stored = self._stored(b, name)
         one = np.unique(kv)
         picked = stored[one, keys] if len(one) == 1 else stored[torch.from_numpy(kv), keys]
-        result = picked.to(WIDE)
+        result = picked.to(WORKING_DTYPE)
         dequant = {"k": self.operands.dequant_k, "v": self.operands.dequant_v}.get(name)
         if dequant is None:
             return result
         which = one if len(one) == 1 else kv
-        scale, offset = (self._scales(part, b, which, keys) for part in (dequant.scale, dequant.offset))
+        scale, offset = (self._scales(values, b, which, keys) for values in (dequant.scale, dequant.offset))
         if self.offset_outside and offset is not None:
             return result * scale + offset
         return (result if offset is None else result + offset) * scale
@@ -208,12 +210,12 @@ class Setting:
         if view is None:
             return None
         rows = view.sequence(b, self.problem.heads_kv, int(self.extents.kv_len[b]))
-        return rows[torch.from_numpy(np.asarray(heads)), keys].to(WIDE)
+        return rows[torch.from_numpy(np.asarray(heads)), keys].to(WORKING_DTYPE)
 
     def _stored(self, b: int, name: str) -> Tensor:
         """[heads_kv, kv_len, dim] as it lies, common keys first; pages are gathered once for a sequence."""
-        if (b, name) in self.kept:
-            result: Tensor = self.kept[b, name]
+        if (b, name) in self.cached:
+            result: Tensor = self.cached[b, name]
             return result
         p, o, length = self.problem, self.operands, int(self.extents.kv_len[b])
         shared = min(p.common_keys, length)
@@ -221,9 +223,9 @@ class Setting:
         common = {"k": o.k_common, "v": o.v_common}.get(name)
         if common is not None and shared:
             rows = torch.cat((self._unpacked(common, 0, shared, name), rows), 1)
-        for key in [key for key in self.kept if key[0] != b]:
-            del self.kept[key]
-        self.kept[b, name] = rows
+        for key in [key for key in self.cached if key[0] != b]:
+            del self.cached[key]
+        self.cached[b, name] = rows
         return rows
 
     def _unpacked(self, view: RowView | PagedView, b: int, length: int, name: str) -> Tensor:
@@ -235,18 +237,18 @@ class Setting:
         both = torch.stack(halves[::-1] if self.high_first else halves, -1).flatten(-2)[..., : view.dim]
         return (both ^ 8) - 8
 
-    def _unblocked(self, seen: Tensor, b: int, heads: slice, rows: slice, keys: slice) -> Tensor:
+    def _unblocked(self, visible: Tensor, b: int, heads: slice, rows: slice, keys: slice) -> Tensor:
         p, o = self.problem, self.operands
         q_len, kv_len = int(self.extents.q_len[b]), int(self.extents.kv_len[b])
         if p.has_blocked and o.blocked is not None:
             start = o.blocked.first_of(b)
             matrix = o.blocked.sequence(b, p.heads_q, q_len, kv_len)[heads, rows]
             free = matrix[..., max(keys.start - start, 0) : max(keys.stop - start, 0)] == 0
-            seen = seen & torch.nn.functional.pad(free, (seen.shape[-1] - free.shape[-1], 0), value=True)
+            visible = visible & torch.nn.functional.pad(free, (visible.shape[-1] - free.shape[-1], 0), value=True)
         if p.has_blocked_tiles and o.blocked_tiles is not None:
             removed = blocked_by_tiles(o.blocked_tiles, o.blocked_bits, b, p.heads_q, q_len, kv_len)
-            seen = seen & ~removed[heads, rows, keys]
-        return seen
+            visible = visible & ~removed[heads, rows, keys]
+        return visible
 
     def _times(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
         p, e = self.problem, self.extents
@@ -265,15 +267,15 @@ class Setting:
             return None
         if p.bias in ("slopes", "slopes_sqrt"):
             assert o.slopes is not None
-            slopes, root = o.slopes[b, heads].to(WIDE), p.bias == "slopes_sqrt"
+            slopes, root = o.slopes[b, heads].to(WORKING_DTYPE), p.bias == "slopes_sqrt"
             result = bias.from_slopes(slopes, int(e.shift[b]), rows, keys, root)
             return p.scale * result if p.bias_scaled else result
         assert o.bias is not None
         if p.bias == "table":
             lengths = int(e.q_len[b]), int(e.kv_len[b])
-            result = bias.from_table(o.bias, b, p.heads_q, lengths, rows, keys)[heads].to(WIDE)
+            result = bias.from_table(o.bias, b, p.heads_q, lengths, rows, keys)[heads].to(WORKING_DTYPE)
         else:
-            result = o.bias.sequence(b, p.heads_q, rows.stop, keys.stop)[heads, rows, keys].to(WIDE)
+            result = o.bias.sequence(b, p.heads_q, rows.stop, keys.stop)[heads, rows, keys].to(WORKING_DTYPE)
         return p.scale * result if p.bias_scaled else result
 
     def _keep(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
@@ -287,9 +289,9 @@ class Setting:
         assert o.drop_bits is not None
         view = o.drop_bits
         if self.drop_msb:
-            places = torch.arange(8, dtype=torch.uint8)
-            bits = ((view.keep.reshape(-1)[:, None] >> places) & 1).flip(-1)
-            view = replace(view, keep=(bits << places).sum(-1, dtype=torch.uint8))
+            bit = torch.arange(8, dtype=torch.uint8)
+            bits = ((view.keep.reshape(-1)[:, None] >> bit) & 1).flip(-1)
+            view = replace(view, keep=(bits << bit).sum(-1, dtype=torch.uint8))
         here = replace(view, address=view.address + heads.start * view.stride_head)
         return keep_from_bits(here, b, count, rows, keys)
 
@@ -297,21 +299,21 @@ class Setting:
         o = self.operands
         if self.problem.out_quant == "none" or o.out_scale is None:
             return None
-        offset = None if o.out_offset is None else o.out_offset[heads].to(WIDE)[:, None]
-        return o.out_scale[heads].to(WIDE)[:, None], offset
+        offset = None if o.out_offset is None else o.out_offset[heads].to(WORKING_DTYPE)[:, None]
+        return o.out_scale[heads].to(WORKING_DTYPE)[:, None], offset
 
 
 def selected_times(entries: Tensor, read: Tensor, kv_len: int, block: int) -> Tensor:
     """[heads, rows, kv_len]: how often each key is listed, of lists [heads, rows, entries]."""
-    places = -(-kv_len // block)
-    counted = read & (entries < places)
-    total = torch.zeros(*entries.shape[:-1], places + 1, dtype=WIDE)
-    total.scatter_add_(-1, entries.where(counted, places), counted.to(WIDE))
-    return total[..., :places].repeat_interleave(block, -1)[..., :kv_len]
+    blocks = -(-kv_len // block)
+    counted = read & (entries < blocks)
+    total = torch.zeros(*entries.shape[:-1], blocks + 1, dtype=WORKING_DTYPE)
+    total.scatter_add_(-1, entries.where(counted, blocks), counted.to(WORKING_DTYPE))
+    return total[..., :blocks].repeat_interleave(block, -1)[..., :kv_len]
 
 
 def _rows(view: RowView, b: int, heads_all: int, length: int, heads: slice, rows: slice) -> Tensor:
-    return view.sequence(b, heads_all, length)[heads, rows].to(WIDE)
+    return view.sequence(b, heads_all, length)[heads, rows].to(WORKING_DTYPE)
 
 
 def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:

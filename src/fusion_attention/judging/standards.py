@@ -62,7 +62,7 @@ class Tally:
     count: int = 0
     strange: int = 0
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of errors: sum, sum of squares, largest
-    plain: list[float] = field(
+    baseline: list[float] = field(
         default_factory=lambda: [0.0, 0.0]
     )  # a plain program's: sum of squares; golden's largest
     size: float = 0.0  # sum of golden's squares
@@ -94,7 +94,7 @@ class Tally:
             mine, golden, least = (float(t[head, row, element]) for t in (ours, value, size))
             self.peak, self.worst = largest, (b, head + first, row + start, element, mine, golden, least)
         self.strange += int(result.isinf().sum()) if math.isinf(largest) else 0
-        self._magnitudes(ours.double(), value, wanted.plain)
+        self._magnitudes(ours.double(), value, wanted.baseline)
 
     def _mark(self, b: int, heads: slice, rows: slice, mine: Tensor, value: Tensor) -> None:
         if not self.marks:
@@ -106,10 +106,10 @@ class Tally:
             (mine == 0).all(-1) & (value != 0).any(-1),
             value.nan_to_num(0.0, 0.0, 0.0) @ far,
         )
-        for kept, new in zip(self.marks[b], results, strict=True):
-            kept[heads, rows] = new
+        for mark, new in zip(self.marks[b], results, strict=True):
+            mark[heads, rows] = new
 
-    def _magnitudes(self, mine: Tensor, value: Tensor, plain: Tensor | None) -> None:
+    def _magnitudes(self, mine: Tensor, value: Tensor, baseline: Tensor | None) -> None:
         """Absolute errors, and what CANN's standards count."""
         odd = ~(value.isfinite() & mine.isfinite()) | (value.abs() >= FLT_MAX)
         error = (mine - value).abs_()
@@ -122,17 +122,17 @@ class Tally:
         self.size += float(size.square().sum())
         larger = torch.maximum(size, mine.abs().nan_to_num(nan=0.0, posinf=0.0))
         self.beyond += int((error > (0.005 * larger).clamp(min=2.5e-5)).sum())
-        if plain is None:
+        if baseline is None:
             return
         self.measured = True
-        allowed = (plain.double() - value).abs().nan_to_num(nan=0.0, posinf=0.0).masked_fill(odd, 0)
-        self.plain = [self.plain[0] + float(allowed.square().sum()), max(self.plain[1], float(size.amax()))]
+        allowed = (baseline.double() - value).abs().nan_to_num(nan=0.0, posinf=0.0).masked_fill(odd, 0)
+        self.baseline = [self.baseline[0] + float(allowed.square().sum()), max(self.baseline[1], float(size.amax()))]
         floor, tiny = (2.0**-20, 2.0**-30) if self.dtype == torch.float32 else (2.0**-10, 2.0**-16)
         normal = size >= floor
         for at, result in ((0, error), (2, allowed)):
-            part = (result / size.clamp(min=floor)).where(normal, 0)
-            self.relative[at] += float(part.sum())
-            self.relative[at + 1] = max(self.relative[at + 1], float(part.amax()))
+            relative = (result / size.clamp(min=floor)).where(normal, 0)
+            self.relative[at] += float(relative.sum())
+            self.relative[at + 1] = max(self.relative[at + 1], float(relative.amax()))
         for at, result in ((0, error), (1, allowed)):
             self.small[at] += int(((result > tiny) & ~normal).sum())
 
@@ -175,8 +175,8 @@ class Tally:
 
     def cann_share(self) -> Judged:
         """CANN's operator tests: at most 0.5 % of elements differ by more than 0.5 % (or 2.5e-5)."""
-        share = (self.beyond + self.strange) / max(self.count, 1)
-        broken = [f"{share:.2%} of elements beyond 0.5 %"] if share > 0.005 else []
+        fraction = (self.beyond + self.strange) / max(self.count, 1)
+        broken = [f"{fraction:.2%} of elements beyond 0.5 %"] if fraction > 0.005 else []
         return self._published("cann-0.5%", broken)
 
     def cann_double(self) -> Judged:
@@ -185,7 +185,7 @@ class Tally:
         ratios = (
             ("largest relative error", self.relative[1], self.relative[3], 10),
             ("mean relative error", self.relative[0] / n, self.relative[2] / n, 2),
-            ("RMS error", self.rms, math.sqrt(self.plain[0] / n), 2),
+            ("RMS error", self.rms, math.sqrt(self.baseline[0] / n), 2),
             ("errors of small values", self.small[0], max(self.small[1], 1), 2),
         )
         # What both lose to float32 itself is no difference between them.
@@ -193,7 +193,7 @@ class Tally:
         broken = [
             f"{what} {result:.3g} > {times} x {base:.3g}"
             for what, result, base, times in ratios
-            if not result <= times * max(base, floor * (self.plain[1] if what == "RMS error" else 1))
+            if not result <= times * max(base, floor * (self.baseline[1] if what == "RMS error" else 1))
         ]
         return self._published("cann-double", broken)
 

@@ -152,10 +152,10 @@ class Judgement:
             why = " or ".join(map(str, self.mistakes)) or "no known mistake explains it"
             why = "rounding: as exact as sums in 16 bits" if self.verdict == NOISY else why
         by = "" if self.standard == "error-bound" else f" by {self.standard}"
-        said = f" ({', '.join(bad)})" if bad else f": {self.grade}" if not by and self.outputs else ""
+        suffix = f" ({', '.join(bad)})" if bad else f": {self.grade}" if not by and self.outputs else ""
         return [
             head,
-            f"verdict  {self.verdict}{by}{said}",
+            f"verdict  {self.verdict}{by}{suffix}",
             f"error    {each} (RMS, in expected sizes){left}",
             f"where    {where}",
             f"why      {why}",

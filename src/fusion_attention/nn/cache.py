@@ -80,10 +80,10 @@ class Cache:
         """Raises where rows do not continue the stored ones."""
         if x.shape[0] != self.batch:
             raise ValueError(f"{name}: x: expected {self.batch} sequences, as its cache has, got {show(x)}")
-        for part, t in new.items():
+        for operand, t in new.items():
             if t.shape[:2] != x.shape[:2]:
                 raise ValueError(
-                    f"{name}: {part}: expected rows of {list(x.shape[:2])} tokens, as x has, got {show(t)}"
+                    f"{name}: {operand}: expected rows of {list(x.shape[:2])} tokens, as x has, got {show(t)}"
                 )
         if not self._rows:
             return
@@ -96,11 +96,11 @@ class Cache:
                 f"{name}: cache: expected one with {', '.join(new)}, got {', '.join(self._rows)} "
                 "(it was filled in another stage: fill a new one)"
             )
-        for part, t in new.items():
-            old = self._rows[part]
+        for operand, t in new.items():
+            old = self._rows[operand]
             if (t.shape[2:], t.dtype, t.device) != (old.shape[2:], old.dtype, old.device):
                 raise ValueError(
-                    f"{name}: {part}: expected rows of {list(old.shape[2:])} in {old.dtype} on {old.device}, as its "
+                    f"{name}: {operand}: expected rows of {list(old.shape[2:])} in {old.dtype} on {old.device}, as its "
                     f"cache has, got {list(t.shape[2:])} in {t.dtype} on {t.device}"
                 )
 
@@ -111,10 +111,10 @@ def step(
 ) -> Iterator[Step]:
     """A layer's call: its rows [B, S, ...] stand behind the stored ones, and stay if the call succeeds."""
     name = type(layer).__name__
-    given: dict[str, Any] = {"q": q, **{part: t for part, t in rows.items() if t is not None}}
+    given: dict[str, Any] = {"q": q, **{operand: t for operand, t in rows.items() if t is not None}}
     dispatch.autocast(given, tuple(given))
     _check_call(name, cache, ranks, x, list(given.values()))
-    new = {part: t for part, t in given.items() if part != "q"}
+    new = {operand: t for operand, t in given.items() if operand != "q"}
     cache._check_rows(name, layer, x, new)
     added = _added(name, x, lengths)
     total = cache._lengths + added
@@ -126,19 +126,20 @@ def step(
         )
     with torch.inference_mode(False):  # memory made in inference mode could not be written outside it
         stored = cache._rows or {
-            part: zeros((cache.batch, cache.max_length, *t.shape[2:]), t.dtype, t.device) for part, t in new.items()
+            operand: zeros((cache.batch, cache.max_length, *t.shape[2:]), t.dtype, t.device)
+            for operand, t in new.items()
         }
     sequence, token = (torch.arange(x.shape[1], device="cpu") < added[:, None]).nonzero().to(x.device).unbind(1)
     place = cache._lengths.to(x.device)[sequence] + token
-    for part, t in new.items():
-        stored[part][sequence, place] = t[sequence, token]
+    for operand, t in new.items():
+        stored[operand][sequence, place] = t[sequence, token]
     longest = max(1, int(total.max()))
-    told = {"q_len": None if lengths is None else added.tolist(), "kv_len": total.tolist()}
-    yield Step(given["q"], {part: t[:, :longest] for part, t in stored.items()}, told)
+    call_lengths = {"q_len": None if lengths is None else added.tolist(), "kv_len": total.tolist()}
+    yield Step(given["q"], {operand: t[:, :longest] for operand, t in stored.items()}, call_lengths)
     cache._rows, cache._lengths, cache._layer = stored, total, weakref.ref(layer)
 
 
-def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, made: list[Tensor]) -> None:
+def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, tensors: list[Tensor]) -> None:
     """Raises where a call has no cache, or is one that a layer can do without a cache alone."""
     if not isinstance(cache, Cache):
         raise ValueError(f"{name}: cache: expected a fusion_attention.nn.Cache, got {show(cache)}")
@@ -148,7 +149,7 @@ def _check_call(name: str, cache: Any, ranks: Ranks | None, x: Tensor, made: lis
         raise ValueError(
             f"{name}: x: expected padded [B, S, dim] beside a cache, got {show(x)} (pad on the right, with lengths=)"
         )
-    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in made)):
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in tensors)):
         raise ValueError(
             f"{name}: cache: expected torch.no_grad() around the call, got rows that require gradients (a cache "
             "keeps none; train over whole sequences)"
@@ -161,8 +162,8 @@ def _added(name: str, x: Tensor, lengths: Lengths) -> Tensor:
     if lengths is None:
         return torch.full((batch,), tokens, device="cpu")
     added = torch.as_tensor(lengths, device="cpu")
-    whole = not (added.is_floating_point() or added.is_complex() or added.dtype == torch.bool)
-    if not whole or added.shape != (batch,) or not ((added >= 0) & (added <= tokens)).all():
+    is_integer = not (added.is_floating_point() or added.is_complex() or added.dtype == torch.bool)
+    if not is_integer or added.shape != (batch,) or not ((added >= 0) & (added <= tokens)).all():
         raise ValueError(f"{name}: lengths: expected {batch} integers from 0 to {tokens}, got {show(lengths)}")
     return added.long()
 

@@ -125,9 +125,9 @@ class LightningIndexer(nn.Module):
     @untraced
     def _append(self, cache: Cache, x: Tensor, index: Index, lengths: Lengths, choose: bool) -> Index:
         """The index over all tokens of a cache, those of x appended."""
-        with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, told):
+        with step(cache, self, self.ranks, x, index.q, lengths, index_k=index.k) as (_, stored, call_lengths):
             index = index._replace(k=stored["index_k"])
-            return self._choose(index, **told) if choose else index
+            return self._choose(index, **call_lengths) if choose else index
 
     if TYPE_CHECKING:
 

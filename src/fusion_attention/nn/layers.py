@@ -147,12 +147,12 @@ class SparseAttention(nn.Module):
         if q_rope is not None and k_rope is not None:  # stored side by side: decode_attention() has no rope parts
             q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
         rows = {"k": k, "v": v, "index_k": None if index is None else index.k}
-        with step(cache, self, self.indexer.ranks, x, q, lengths, **rows) as (q, stored, told):
+        with step(cache, self, self.indexer.ranks, x, q, lengths, **rows) as (q, stored, call_lengths):
             k, v = stored["k"], stored.get("v")
-            common: dict[str, Any] = {**told, "scale": scale, "dim_v": dim if v is None else 0}
+            common: dict[str, Any] = {**call_lengths, "scale": scale, "dim_v": dim if v is None else 0}
             if index is None:
                 return decode_attention(q, k if v is None else (k, v), **common)
-            lists = self.indexer._choose(index._replace(k=stored["index_k"]), **told).indices
+            lists = self.indexer._choose(index._replace(k=stored["index_k"]), **call_lengths).indices
             assert lists is not None
             return sparse_attention(q, k, v, lists.expand(*q.shape[:-2], k.shape[-2], -1), **common)
 

@@ -23,7 +23,7 @@ class Ranks:
         return self  # A copy of a layer works among the same ranks: a process group has no copy.
 
 
-class _Whole:
+class _OneRank:
     """The functions of one process."""
 
     attention = staticmethod(attention)
@@ -33,9 +33,9 @@ class _Whole:
 
 
 def functions(ranks: Ranks | None) -> Any:
-    """Where attention and the indexer's functions are: of one process, or of several ranks."""
+    """The module of attention and the indexer's functions: for one process, or for several ranks."""
     if ranks is None:
-        return _Whole
+        return _OneRank
 
     from fusion_attention import distributed
 

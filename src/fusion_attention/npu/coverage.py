@@ -118,7 +118,7 @@ def _tree(text: bytes) -> ast.AST:
 
 
 def present(name: str, modules: dict[str, ModuleType]) -> bool:
-    """Whether a name of the table is here.
+    """True if a name of the table is here.
 
     Args:
         name: as Use has it.
@@ -138,8 +138,8 @@ def present(name: str, modules: dict[str, ModuleType]) -> bool:
             return False
         owner, rest = modules[".".join(parts[:at])], parts[at:]
     absent = object()
-    for part in rest:
-        owner = getattr(owner, part, absent)
+    for name_part in rest:
+        owner = getattr(owner, name_part, absent)
     return owner is not absent
 
 
@@ -160,14 +160,14 @@ def _sources(path: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
 
 
-def _add(reading: Reading, found: Reading) -> None:
+def _add(reading: Reading, other: Reading) -> None:
     reading.files += 1
-    reading.device_tests += found.device_tests
-    for name, use in found.uses.items():
-        known = reading.uses.setdefault(name, Use(name))
-        known.calls += use.calls
-        known.others += use.others
-        known.files |= use.files
+    reading.device_tests += other.device_tests
+    for name, use in other.uses.items():
+        use_of_name = reading.uses.setdefault(name, Use(name))
+        use_of_name.calls += use.calls
+        use_of_name.others += use.others
+        use_of_name.files |= use.files
 
 
 class _File:
@@ -212,10 +212,10 @@ class _File:
         begins = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
         self.reading.device_tests += begins and any(map(_is_device, node.args))
         asks = isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr") and len(node.args) > 1
-        if asks and isinstance(said := node.args[1], ast.Constant) and isinstance(said.value, str):
+        if asks and isinstance(literal := node.args[1], ast.Constant) and isinstance(literal.value, str):
             owner = self._name(node.args[0], set())
-            if owner and said.value.isidentifier():
-                self.reading._note(f"{owner}.{said.value}", self.file, called=False)
+            if owner and literal.value.isidentifier():
+                self.reading._note(f"{owner}.{literal.value}", self.file, called=False)
 
     def _chain(self, node: ast.AST, inner: set[int], *, called: bool) -> None:
         if id(node) in inner or (isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):

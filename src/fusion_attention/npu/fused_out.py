@@ -82,10 +82,10 @@ def _out_of(function: Interface, op: Op) -> Interface:
     def out(*positional: Any, workspace: torch.Tensor | None = None, out: Sequence[torch.Tensor], **named: Any) -> Any:
         attention, lse = _pair(op, out)
         args = numbered(read(*positional, **named))
-        asked = bool(args["softmax_lse_flag"])
-        result = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if asked else None})
+        wants_lse = bool(args["softmax_lse_flag"])
+        result = dispatch.results(op, {**args, "attention_out": attention, "softmax_lse": lse if wants_lse else None})
         attention.copy_(result["attention_out"])
-        if asked:
+        if wants_lse:
             lse.copy_(result["softmax_lse"])
         return attention, lse
 
@@ -106,11 +106,11 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
             with torch.no_grad():
                 result: Any = function(*given, **named)
                 pairs = [(n, o, t) for n, o, t in zip(results, out, result, strict=True) if t.numel()]
-                for name, buffer, made in pairs:
-                    if (buffer.shape, buffer.dtype) != (made.shape, made.dtype):
-                        raise ContractError([op.failure(name, f"out as the result, {show(made)}", show(buffer))])
-                for _, buffer, made in pairs:
-                    buffer.copy_(made)
+                for name, buffer, value in pairs:
+                    if (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                        raise ContractError([op.failure(name, f"out as the result, {show(value)}", show(buffer))])
+                for _, buffer, value in pairs:
+                    buffer.copy_(value)
             return tuple(out)
 
         result = cast("WithOut[P, R_co]", function)
@@ -123,11 +123,11 @@ def with_copies(op: Op, *results: str) -> Callable[[Callable[P, R_co]], WithOut[
 
 def _dressed(out: Interface, function: Interface, op: Op, results: Sequence[str], rest: str) -> Interface:
     """An `.out` with the signature and the text that its function's make of it."""
-    own = (
+    buffers = (
         inspect.Parameter("workspace", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.Tensor | None),
         inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[Sequence[torch.Tensor], "a!"]),
     )
-    parameters = [*inspect.signature(function).parameters.values(), *own]
+    parameters = [*inspect.signature(function).parameters.values(), *buffers]
     returns = GenericAlias(tuple, (Written,) * len(results))
     signature = inspect.Signature(parameters, return_annotation=returns)
     out.__signature__ = signature  # type: ignore[attr-defined]

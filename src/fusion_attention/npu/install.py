@@ -19,7 +19,7 @@ from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
 from fusion_attention.npu.subprocesses import done
 from fusion_attention.npu.surface import device_module, torchair
-from fusion_attention.npu.surface.modules import NAME, beside, functions, made
+from fusion_attention.npu.surface.modules import NAME, beside, build_modules, functions
 from fusion_attention.npu.surface.transfer import Finder
 from fusion_attention.npu.windows import watch
 from fusion_attention.patches import Changes, another, together
@@ -32,14 +32,14 @@ class _Way(NamedTuple):
     """What "npu" means: a device of its own, or another name of the one that computes."""
 
     base: torch.device
-    own: bool
+    registers_device: bool
 
 
 def _changed(way: _Way, changes: Changes) -> None:
-    kind = backend.NAME if way.own else way.base.type
+    kind = backend.NAME if way.registers_device else way.base.type
 
     def place(device: Any) -> torch.device:
-        if not way.own:
+        if not way.registers_device:
             return another_name.place(way.base, device)
         return torch.device(kind, device_module.number(device))
 
@@ -56,7 +56,7 @@ def _changed(way: _Way, changes: Changes) -> None:
         if not isinstance(stream, device_module.Stream):
             torch._C.TensorBase.record_stream(self, stream)
 
-    modules = made(way.base, kind)
+    modules = build_modules(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
     changes.lend(beside(functions()))
     torchair.enter(changes)
@@ -72,7 +72,7 @@ def _changed(way: _Way, changes: Changes) -> None:
     changes.set(torch.Tensor, "record_stream", record_stream)
     changes.set(torch.nn.Module, "npu", module_npu)
     register(changes, way.base, kind)
-    if way.own:
+    if way.registers_device:
         backend.enter(changes, modules[f"{NAME}.npu"])
     else:
         another_name.enter(way.base, changes)
@@ -114,11 +114,11 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
     global _installed  # noqa: PLW0603  (there is one torch to change)
     wanted = _wanted(device)
     with _LOCK:
-        asked = PROCESS.strict if strict is None else strict
+        is_strict = PROCESS.strict if strict is None else strict
         if _installed is not None and _installed[0] == wanted:
-            if not wanted.own:
+            if not wanted.registers_device:
                 another_name.DEVICES.enter()
-            PROCESS.strict = asked
+            PROCESS.strict = is_strict
             return
         uninstall()
         done()
@@ -128,7 +128,7 @@ def install(device: str | torch.device = "cpu", *, strict: bool | None = None) -
             )
         way = _loaded(wanted)
         _installed = wanted, together(partial(_changed, way))
-        PROCESS.strict = asked
+        PROCESS.strict = is_strict
 
 
 def _wanted(device: str | torch.device) -> _Way:
@@ -141,7 +141,7 @@ def _wanted(device: str | torch.device) -> _Way:
 
 def _loaded(wanted: _Way) -> _Way:
     """The way that there is: without a compiler, another name is what remains."""
-    if not wanted.own:
+    if not wanted.registers_device:
         return wanted
     try:
         backend.load(wanted.base.type)
@@ -151,7 +151,7 @@ def _loaded(wanted: _Way) -> _Way:
             ContractWarning,
             stacklevel=3,
         )
-        return wanted._replace(own=False)
+        return wanted._replace(registers_device=False)
     return wanted
 
 

@@ -25,7 +25,7 @@ _KINDS = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 # Types of tensors, lists of them and integers: needed, optional.
 _TENSOR, _LIST = (torch.Tensor, torch.Tensor | None), (Sequence[torch.Tensor], Sequence[torch.Tensor] | None)
 _INTEGERS = Sequence[int] | np.ndarray | torch.Tensor, Sequence[int] | np.ndarray | torch.Tensor | None
-_SAID = re.compile(r"'(\w+)' not in missing")
+_WITHOUT = re.compile(r"'(\w+)' not in missing")
 
 
 def from_record(op: Op, host: int | None = 0) -> Callable[[Callable[[Args], R]], Callable[..., R]]:
@@ -57,19 +57,19 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
     signature = signature_of(op, returns)
     parameters = signature.parameters.values()
     names = {p.shown: p.name for p in op.params}
-    own = {p.name: names[p.name] for p in parameters}
+    parameter_of = {p.name: names[p.name] for p in parameters}
     shown = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    first = [own[name] for name in shown]
+    first = [parameter_of[name] for name in shown]
     # Of some attributes rules ask whether the call says them.
     asking = (rule.check for rule in op.asked if " missing" in rule.check)
-    said = {name for check in asking for name in _SAID.findall(check)}
-    defaults = {own[p.name]: None if own[p.name] in said else p.default for p in parameters}
-    spelled = [pair for pair in own.items() if pair[0] != pair[1]]
+    optional = {name for check in asking for name in _WITHOUT.findall(check)}
+    defaults = {parameter_of[p.name]: None if parameter_of[p.name] in optional else p.default for p in parameters}
+    spelled = [pair for pair in parameter_of.items() if pair[0] != pair[1]]
     # By the number of positional arguments: keywords that come twice or by the record's name, and those needed.
     refused = [{*shown[:count], *(name for _, name in spelled)} for count in range(len(shown) + 1)]
     necessary = {p.name for p in parameters if p.default is _EMPTY}
     needed = [necessary.difference(shown[:count]) for count in range(len(shown) + 1)]
-    total, most, enough = len(own), len(shown), len(necessary)
+    total, most, enough = len(parameter_of), len(shown), len(necessary)
 
     def call(*given: Any, **named: Any) -> R:
         count = len(given)

@@ -43,13 +43,13 @@ def npu_ring_attention_update(
             _partial(out, _by_token(max_, order), _by_token(sum_, order), heads)
             for out, max_, sum_ in zip(outs, stats[::2], stats[1::2], strict=True)
         )
-        kept = [_by_token(t, order) for t in stats[:2]]
+        stats_by_token = [_by_token(t, order) for t in stats[:2]]
         merge(prev, cur)
-        seen = prev.sum != 0  # NaN too
+        has_keys = prev.sum != 0  # NaN too
         mean = prev.max == -torch.inf
         results = (
-            torch.where(seen, torch.where(mean, _LOWEST, prev.max), kept[0]),
-            torch.where(seen, prev.sum, kept[1]),
+            torch.where(has_keys, torch.where(mean, _LOWEST, prev.max), stats_by_token[0]),
+            torch.where(has_keys, prev.sum, stats_by_token[1]),
         )
         max_, sum_ = (_in_lanes(t, stats[0], order) for t in results)
         return prev.out.reshape(prev_attn_out.shape).to(prev_attn_out.dtype), max_, sum_
@@ -62,9 +62,9 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
     with torch.no_grad():
         out = local_out[0]
         result = empty_partial(out, tuple(out.shape[:1]), out.shape[1])
-        for peak, part in zip(lse, local_out, strict=True):
+        for peak, partial_out in zip(lse, local_out, strict=True):
             top = torch.where(peak == torch.inf, -torch.inf, peak)
-            merge(result, Partial(part.float(), top, (top != -torch.inf).float()))
+            merge(result, Partial(partial_out.float(), top, (top != -torch.inf).float()))
         return result.out.to(out.dtype), result.max + result.sum.log() if given["update_type"] == 1 else None
 
 
@@ -73,12 +73,12 @@ def npu_attention_update(args: Args) -> tuple[Tensor, Tensor | None]:
 
 def _head_major(ends: Sequence[int], heads: int) -> Tensor:
     """[tokens * heads]: where the statistics of (token, head) lie that are head by head in each sequence."""
-    places, start = [], 0
+    positions, start = [], 0
     for end in ends:
         token, head = torch.arange(end - start)[:, None], torch.arange(heads)
-        places.append((start * heads + head * (end - start) + token).flatten())
+        positions.append((start * heads + head * (end - start) + token).flatten())
         start = end
-    return torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(positions) if positions else torch.zeros(0, dtype=torch.int64)
 
 
 def _by_token(lanes: Tensor, order: Tensor | None) -> Tensor:

@@ -70,8 +70,8 @@ def _changed(interface: Interface, types: Mapping[str, Any]) -> Interface:
         return interface(*args, **kwargs)
 
     signature = inspect.signature(interface)
-    kept = [p for p in signature.parameters.values() if types.get(p.name, p) is not None]
-    parameters = [p.replace(annotation=types.get(p.name, p.annotation)) for p in kept]
+    retained = [p for p in signature.parameters.values() if types.get(p.name, p) is not None]
+    parameters = [p.replace(annotation=types.get(p.name, p.annotation)) for p in retained]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
@@ -90,7 +90,7 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
-    run = _whole(interface) if "int" in schema.rpartition("->")[2] else interface
+    run = _with_int_result(interface) if "int" in schema.rpartition("->")[2] else interface
     run = _apart(interface) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
     register(schema, run, fake, autograd, library, keys=("CPU", "CUDA", "PrivateUse1"))
@@ -109,7 +109,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _whole(interface: Interface) -> Interface:
+def _with_int_result(interface: Interface) -> Interface:
     """A function that returns integers, which an operator cannot return as tensors."""
 
     @functools.wraps(interface)
@@ -168,14 +168,14 @@ def _hints(function: Interface, signature: inspect.Signature) -> dict[str, Any]:
 
 def _parameter(name: str, default: Any, annotation: Any) -> str:
     if default is inspect.Parameter.empty:
-        said = ""
+        default_text = ""
     elif isinstance(default, str):
-        said = f'="{default}"'
+        default_text = f'="{default}"'
     elif isinstance(default, tuple):
-        said = f"={list(default)}"
+        default_text = f"={list(default)}"
     else:
-        said = f"={default}"
-    return f"{_type(annotation)} {name}{said}"
+        default_text = f"={default}"
+    return f"{_type(annotation)} {name}{default_text}"
 
 
 def _type(annotation: Any) -> str:
@@ -185,8 +185,8 @@ def _type(annotation: Any) -> str:
     first = next(t for t in members if t is not NoneType)
     alias = size = ""
     if typing.get_origin(first) is typing.Annotated:
-        first, said = typing.get_args(first)
-        alias, size = ("", str(said)) if isinstance(said, int) else (f"({said})", "")
+        first, size_of_list = typing.get_args(first)
+        alias, size = ("", str(size_of_list)) if isinstance(size_of_list, int) else (f"({size_of_list})", "")
     if typing.get_origin(first) is not None:
         (element,) = set(typing.get_args(first)) - {...}
         result = (f"int[{size}]" if size else "SymInt[]") if element is int else f"{_TYPES[element]}{alias}[]"

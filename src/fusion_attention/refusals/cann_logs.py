@@ -90,7 +90,7 @@ class Log:
         return CODES.get(self.code, ("", ""))[0]
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """The code with its name, as far as there are any."""
         return (f"{self.code} ({self.name})" if self.name else str(self.code)) if self.code else "no code"
 
@@ -120,15 +120,15 @@ def read_log(text: str) -> Log:
             f"the log has {len(text)} characters: cut out what belongs to the failed call, {LONGEST} at most"
         )
     codes = _CODE.findall(text) or _BARE.findall(text)
-    said = [name.removesuffix("GetWorkspaceSize") for name in _ACLNN.findall(text)]
+    operators = [name.removesuffix("GetWorkspaceSize") for name in _ACLNN.findall(text)]
     functions = [name for result in _FUNCTION.findall(text) if (name := _record_of(result))]
-    if not codes and not said and not functions:
+    if not codes and not operators and not functions:
         raise LogError("the text has neither one of CANN's codes (161002, 561002, ...) nor the name of an operator")
-    known = [name for name in said if name in RECORDS]
+    recorded = [name for name in operators if name in RECORDS]
     return Log(
         code=int(codes[0]) if codes else 0,
-        operator=known[0] if known else "",
-        said=(known or said or [""])[0],
+        operator=recorded[0] if recorded else "",
+        said=(recorded or operators or [""])[0],
         function=functions[0] if functions else "",
         reasons=_reasons(text),
     )

@@ -146,8 +146,8 @@ def explain(text: str, *, log: str = "") -> Explanation:
     """
     if not log and is_log(text):
         return explain_log(read_log(text))
-    said = read_log(log) if log else None
-    return explain_call(parse_call(text), said)
+    log_read = read_log(log) if log else None
+    return explain_call(parse_call(text), log_read)
 
 
 def explain_call(call: Written, log: Log | None = None) -> Explanation:
@@ -178,10 +178,10 @@ def explain_log(log: Log) -> Explanation:
     name = log.function or log.operator
     if not name:
         what = f"{log.said} has no record here: " if log.said else "the text names no operator: "
-        return Explanation("", "", f"{what}{log.told}: {log.meaning}", log=log)
+        return Explanation("", "", f"{what}{log.described}: {log.meaning}", log=log)
     op = RECORDS[name]
     results = tuple(_likely(op, log))
-    verdict = f"{log.operator or log.said or name} failed with {log.told}: {log.meaning}"
+    verdict = f"{log.operator or log.said or name} failed with {log.described}: {log.meaning}"
     return Explanation(name, op.summary, verdict, results, log=log)
 
 
@@ -203,8 +203,8 @@ def _arguments(op: Op, call: Written) -> tuple[dict[str, Any], list[Finding]]:
     beside = {word: given.pop(word) for word in extra if word in given}
     try:
         parameters = inspect.signature(function)
-        known = [word for word in beside if word in parameters.parameters]
-        bound = parameters.bind_partial(*positional, **given, **{word: beside[word] for word in known})
+        from_log = [word for word in beside if word in parameters.parameters]
+        bound = parameters.bind_partial(*positional, **given, **{word: beside[word] for word in from_log})
     except TypeError as error:
         return {}, [_wrong_words(op, function, given, str(error))]
     if foreign := bound.arguments.pop("foreign", None):
@@ -245,10 +245,10 @@ def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) ->
     elif strange:
         import difflib
 
-        meant, said = _FOREIGN.get(strange[0], ("", ""))
+        meant, advice = _FOREIGN.get(strange[0], ("", ""))
         near = difflib.get_close_matches(strange[0], [n for n in parameters if n not in _BESIDE], 1, 0.6)
         fix = f"did you mean {near[0]}=?" if near else f"`fusion-attention ops {op.name}` lists its parameters"
-        fix = f"another library's word; here: {said}" if meant in parameters else fix
+        fix = f"another library's word; here: {advice}" if meant in parameters else fix
     return Finding("everywhere", "", f"{op.name}() {error}", fix=fix, code=0)
 
 
@@ -332,7 +332,7 @@ def _note(op: Op, text: str) -> Finding:
     match = re.fullmatch(r"[^:]*: (\w+)(?: \((\w+)\))?: expected (.*?)(?:, got (.*?))?(?: \((.*)\))?", text, re.S)
     if match is None:
         return Finding("warning", "", text.removeprefix(f"{op.name}: "))
-    param, cann, expected, got, fix = (part or "" for part in match.groups())
+    param, cann, expected, got, fix = (group or "" for group in match.groups())
     return Finding("warning", param, expected, got, fix, cann=cann)
 
 
@@ -362,11 +362,11 @@ def _likely(op: Op, log: Log) -> list[Finding]:
     return [Finding("likely", param, expected, "", fix, code, cann) for param, cann, expected, fix, code in result]
 
 
-def _beside_log(log: Log, found: list[Finding]) -> str:
-    """Whether what was found explains the code of a log."""
-    if not found:
+def _beside_log(log: Log, findings: list[Finding]) -> str:
+    """A clause that compares the code of a log with the findings."""
+    if not findings:
         return f"; but the log says {log.code}: the call that failed was another one, or CANN knows a rule more"
-    same = [f for f in found if f.code in (log.code, SAME.get(log.code))]
+    same = [f for f in findings if f.code in (log.code, SAME.get(log.code))]
     return (
         f"; this is what {log.code} says" if same else f"; the log's code is {log.code}, for which CANN has other rules"
     )
@@ -400,5 +400,5 @@ def _shape_of(tensor: torch.Tensor) -> str:
 
 def _unread(op: Op, args: Mapping[str, Any]) -> list[str]:
     """Parameters whose numbers some rule reads, and which were not there."""
-    asked = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
-    return [op.by_name[name].shown for name in dict.fromkeys(asked) if args.get(name) is not None]
+    content_params = [rule.param for rule in op.asked if rule.reads or rule.level == "content"]
+    return [op.by_name[name].shown for name in dict.fromkeys(content_params) if args.get(name) is not None]

@@ -30,7 +30,7 @@ def fixes(op: Op, args: Args, is_legal: Callable[[Args], bool], most: int = 3) -
         most: that are looked for.
     """
     for kind in (_without_zero, _cumulative, _mask, _layout, _heads, _dtype, _absent):
-        legal = (said for said, changes in kind(op, args) if is_legal({**args, **changes}))
+        legal = (text for text, changes in kind(op, args) if is_legal({**args, **changes}))
         if result := list(islice(legal, most)):
             return result  # What people seldom get wrong is not offered beside what they often do.
     return []
@@ -50,18 +50,18 @@ def _of_all(op: Op, args: Args, change: Callable[[list[int]], list[int]]) -> Ite
     """A change of every list of lengths at once, and of each alone."""
     lists = [(p, numbers) for p, numbers in _arrays(op, args) if change(numbers) != numbers]
     for several in ([lists] if len(lists) > 1 else []) + [[one] for one in lists]:
-        said = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
-        yield said, {p.name: change(numbers) for p, numbers in several}
+        text = ", ".join(f"{p.shown}={_short(change(numbers))}" for p, numbers in several)
+        yield text, {p.name: change(numbers) for p, numbers in several}
 
 
 def _cumulative(op: Op, args: Args) -> Iterator[Fix]:
-    for said, changes in _of_all(op, args, lambda numbers: list(accumulate(numbers))):
-        yield f"cumulative ends in place of lengths: {said}", changes
+    for text, changes in _of_all(op, args, lambda numbers: list(accumulate(numbers))):
+        yield f"cumulative ends in place of lengths: {text}", changes
 
 
 def _without_zero(op: Op, args: Args) -> Iterator[Fix]:
-    for said, changes in _of_all(op, args, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers):
-        yield f"without the leading 0 of cu_seqlens: {said}", changes
+    for text, changes in _of_all(op, args, lambda numbers: numbers[1:] if numbers[0] == 0 else numbers):
+        yield f"without the leading 0 of cu_seqlens: {text}", changes
 
 
 def _mask(op: Op, args: Args) -> Iterator[Fix]:
@@ -74,11 +74,11 @@ def _mask(op: Op, args: Args) -> Iterator[Fix]:
             yield f"{p.shown} as bool, true where a key is hidden", {"atten_mask": mask.to(torch.bool)}
         rows = _rows(op, args)
         if mask.dim() == 4 and mask.shape[2] == 1 and rows:
-            wide = mask.expand(*mask.shape[:2], rows, mask.shape[3])
-            yield f"{p.shown}=mask.expand(-1, -1, {rows}, -1)", {"atten_mask": wide}
+            expanded = mask.expand(*mask.shape[:2], rows, mask.shape[3])
+            yield f"{p.shown}=mask.expand(-1, -1, {rows}, -1)", {"atten_mask": expanded}
         if mask.dim() == 2 and rows and mask.shape[0] != rows:
-            wide = mask[:, None, None].expand(mask.shape[0], 1, rows, mask.shape[1])
-            yield f"{p.shown}=mask[:, None, None].expand(-1, 1, {rows}, -1)", {"atten_mask": wide}
+            expanded = mask[:, None, None].expand(mask.shape[0], 1, rows, mask.shape[1])
+            yield f"{p.shown}=mask[:, None, None].expand(-1, 1, {rows}, -1)", {"atten_mask": expanded}
         if args.get("sparse_mode") not in (None, 0, 1):
             yield "sparse_mode=1 for a mask of your own, or sparse_mode=0", {"sparse_mode": 1}
     yield f"{p.shown}={TRIANGLE}", {"atten_mask": triangle}

@@ -42,7 +42,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"\bquery\b", ("query",)),
 )
 # CANN's texts that stand for one rule of ours: the text, the parameter that its rule blames, and words of the rule.
-_KNOWN: tuple[tuple[str, str, str], ...] = (
+_PATTERNS: tuple[tuple[str, str, str], ...] = (
     (r"queryt.*must be equal to the last element", "|".join(_ROWS), r"take up all|end with query"),
     (r"bigger or equal to batch size", "|".join(_ROWS + _KEYS), r"a length per item"),
     (r"unsupported atten_?mask shape|mask.*shape", r"atten_mask", r"\[.*\]|fits\("),
@@ -73,11 +73,13 @@ def likely(op: Op, log: Log) -> Iterator[tuple[str, str, str, str, int]]:
 
 def _rules(op: Op, log: Log) -> list[Rule]:
     code, text = SAME.get(log.code, log.code), " ; ".join(log.reasons).lower()
-    asked = [rule for rule in op.asked if rule.level in ("meaning", "limit", "doubt")]
-    known = [rule for rule in asked if _is_known(rule, text)]
-    scores = {rule.id: _score(op, rule, text, code) for rule in known or asked}
+    rules_asked = [rule for rule in op.asked if rule.level in ("meaning", "limit", "doubt")]
+    named_rules = [rule for rule in rules_asked if _is_known(rule, text)]
+    scores = {rule.id: _score(op, rule, text, code) for rule in named_rules or rules_asked}
     best = max(scores.values(), default=0)
-    ranked = sorted((rule for rule in asked if rule in known or scores.get(rule.id)), key=lambda r: -scores[r.id])
+    ranked = sorted(
+        (rule for rule in rules_asked if rule in named_rules or scores.get(rule.id)), key=lambda r: -scores[r.id]
+    )
     return [rule for rule in ranked if 2 * scores[rule.id] >= best][:MOST]
 
 
@@ -85,7 +87,7 @@ def _is_known(rule: Rule, text: str) -> bool:
     notes = f"{rule.expected} {rule.check} {rule.advice}"
     return any(
         re.search(pattern, text) and re.fullmatch(param, rule.param) and re.search(words, notes)
-        for pattern, param, words in _KNOWN
+        for pattern, param, words in _PATTERNS
     )
 
 

@@ -43,7 +43,7 @@ _TURNS = (
 )
 # Of a tensor whose numbers were written: what makes it no larger.
 _SMALL = ("contiguous", "clone", "detach", "view", "reshape", "unsqueeze", "squeeze", "flatten", "diff", "cumsum")
-_PLACES = ("npu", "cuda", "cpu")
+_DEVICES = ("npu", "cuda", "cpu")
 _BANDS = ("causal", "window", "full")
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -114,7 +114,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
-        self.found: Written | None = None
+        self.written: Written | None = None
 
     def read(self, tree: ast.Module) -> Written:
         last: str | None = None
@@ -140,9 +140,9 @@ class _Reader:
                 self._assign(statement)
             elif call is None:
                 raise WrittenError(f"expected a call, got {_shown(statement)}: npu_fusion_attention(q={_FORM}, ...)")
-        if self.found is None:
+        if self.written is None:
             raise WrittenError(_no_operator(last))
-        return self.found
+        return self.written
 
     def _operator(self, call: ast.Call) -> bool:
         """Reads a call of one of our operators; False where it is something else."""
@@ -170,7 +170,7 @@ class _Reader:
             named |= given
         if not all(isinstance(word, str) for word in named):
             raise WrittenError("the names of arguments are strings")
-        self.found = Written(name, tuple(positional), named)
+        self.written = Written(name, tuple(positional), named)
         return True
 
     def _assign(self, statement: ast.Assign) -> None:
@@ -267,7 +267,7 @@ class _Reader:
 
     def _index(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Tuple):
-            return tuple(self._index(part) for part in node.elts)
+            return tuple(self._index(item) for item in node.elts)
         if isinstance(node, ast.Slice):
             ends = (node.lower, node.upper, node.step)
             return slice(*(None if end is None else self.value(end) for end in ends))
@@ -290,7 +290,7 @@ class _Reader:
         dotted = _dotted(node.func)
         root, _, name = dotted.rpartition(".")
         if root in ("torch", "np", "numpy"):
-            return _made(name, args, words, node)
+            return _creation(name, args, words, node)
         if root.split(".")[-1] == "Band" and name in _BANDS:
             return getattr(Band, name)(*args, **words)
         if name == "Band":
@@ -301,7 +301,7 @@ class _Reader:
             dotted in ("float", "int", "list", "tuple", "range", "abs", "min", "max", "sum")
             and dotted not in self.names
         ):
-            return _plain(dotted, args, node)
+            return _call_of_builtin(dotted, args, node)
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value)
             if isinstance(owner, torch.Tensor):
@@ -321,8 +321,8 @@ def _tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(sizes, dtype=dtype, device="meta")
 
 
-def _made(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """What torch, or numpy, makes."""
+def _creation(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
+    """The result of a creating function of torch, or of numpy."""
     dtype = words.pop("dtype", None)
     if isinstance(dtype, str) or (dtype is not None and not isinstance(dtype, torch.dtype)):
         raise WrittenError(f"{_shown(node)}: dtype: expected one of torch's, got {dtype!r}")
@@ -351,13 +351,13 @@ def _made(name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> 
 
 
 def _turned(tensor: torch.Tensor, name: str, args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
-    """What a method of a tensor gives."""
+    """The result of a method of a tensor."""
     if name in _CASTS:
         return tensor.to(_DTYPES[name])
     if name in ("to", "type"):
         wanted = [value for value in (*args, *words.values()) if isinstance(value, torch.dtype)]
         return tensor.to(wanted[0]) if wanted else tensor
-    if name in _PLACES:
+    if name in _DEVICES:
         return tensor
     if name == "requires_grad_":
         return tensor.detach().requires_grad_(*args)
@@ -381,13 +381,13 @@ def _count(values: Any, left: int) -> int:
     return left
 
 
-def _plain(name: str, args: list[Any], node: ast.Call) -> Any:
+def _call_of_builtin(name: str, args: list[Any], node: ast.Call) -> Any:
     if name == "range":
         if not all(type(n) is int and abs(n) <= LONGEST for n in args):
             raise WrittenError(f"{_shown(node)}: a range of at most {LONGEST} integers")
         return list(range(*args))
-    known: dict[str, Any] = {"float": float, "int": int, "list": list, "tuple": tuple, "abs": abs}
-    return (known | {"min": min, "max": max, "sum": sum})[name](*args)
+    builtins_read: dict[str, Any] = {"float": float, "int": int, "list": list, "tuple": tuple, "abs": abs}
+    return (builtins_read | {"min": min, "max": max, "sum": sum})[name](*args)
 
 
 # ------------------------------------------------------------------------------------------------------------- text

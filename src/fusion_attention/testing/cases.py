@@ -106,8 +106,8 @@ class Case(Named):
     def npu(self) -> bool:
         """torch_npu's functions can express it."""
         ragged = len({*self.q_len}) > 1 or len({*self.kv_len}) > 1 or self.q_rest > 0 or self.kv_rest > 0
-        own = self.mask == "tiles" or self.softcap != 0
-        return not own and (self.packed or not ragged)
+        ours_only = self.mask == "tiles" or self.softcap != 0
+        return not ours_only and (self.packed or not ragged)
 
     def lengths(self, side: str) -> tuple[int, ...]:
         """q_len or kv_len, by side "q" or "kv"."""
@@ -275,8 +275,8 @@ def drop_shape(case: Case, b: int) -> tuple[int, int, int]:
 def _drop_mask(case: Case, generator: torch.Generator) -> Tensor:
     """Random bits, least significant first, with spare ones behind the last that is read."""
     count = sum(math.prod(drop_shape(case, b)) for b in range(len(case.q_len)))
-    kept = torch.rand(count + 13, generator=generator) < case.keep_prob
-    return hostile(torch.from_numpy(np.packbits(kept.numpy(), bitorder="little")))
+    keep = torch.rand(count + 13, generator=generator) < case.keep_prob
+    return hostile(torch.from_numpy(np.packbits(keep.numpy(), bitorder="little")))
 
 
 # ----------------------------------------------------------------------------------------------------- what rows see

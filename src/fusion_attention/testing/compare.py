@@ -49,12 +49,12 @@ def compare(name: str, ours: Tensor, expected: Expected) -> None:
             )
 
 
-def _arranged(found: Tensor) -> Iterator[Tensor]:
+def _arranged(tensor: Tensor) -> Iterator[Tensor]:
     """Rows one after the other as they lie, and with their first axes the other way round: tiles along either."""
-    found = found.reshape(-1, 1) if found.dim() < 2 else found
-    yield found
-    if found.dim() > 2 and min(found.shape[:-1]) < found.shape[:-1].numel():
-        yield found.permute(*reversed(range(found.dim() - 1)), found.dim() - 1)
+    tensor = tensor.reshape(-1, 1) if tensor.dim() < 2 else tensor
+    yield tensor
+    if tensor.dim() > 2 and min(tensor.shape[:-1]) < tensor.shape[:-1].numel():
+        yield tensor.permute(*reversed(range(tensor.dim() - 1)), tensor.dim() - 1)
 
 
 def check(name: str, ours: Mapping[str, Tensor], expected: Mapping[str, Expected]) -> None:

@@ -157,12 +157,12 @@ def query_of(case: DecodeCase, by_head: Tensor) -> Tensor:
 def arguments(case: DecodeCase) -> Args:
     """The call by canonical name."""
     n, table = logical(case), pages_of(case)
-    known = None if table is None else table.masked_fill(table == 1 << 30, 0)
+    valid_table = None if table is None else table.masked_fill(table == 1 << 30, 0)
     flat = case.layout == "BSH" and case.integers == "channel"
     args: Args = {
         "query": query_of(case, n["q"]),
-        "key": place(case, n["k"], known),
-        "value": place(case, n["v"], known),
+        "key": place(case, n["k"], valid_table),
+        "value": place(case, n["v"], valid_table),
         "actual_seq_lengths": list(case.kv_len),
         "num_heads": case.heads_q,
         "num_key_value_heads": case.heads_kv,

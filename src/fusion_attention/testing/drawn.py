@@ -82,25 +82,25 @@ def expected_of(
     stored = {name: t.dtype for name, t in _leaves(ours)}
     results: dict[torch.dtype, dict[str, Expected]] = {}
     result: Structure = ours
-    for own in stored.values():
-        if (dtype or own) not in results:
-            result = drawn(program, dtype or own, draws, seed)
-            results[dtype or own] = dict(_leaves(result))
+    for stored_dtype in stored.values():
+        if (dtype or stored_dtype) not in results:
+            result = drawn(program, dtype or stored_dtype, draws, seed)
+            results[dtype or stored_dtype] = dict(_leaves(result))
     wanted = {}
-    for name, own in stored.items():
-        one = results[dtype or own][name]
-        unit, least = torch.finfo(own).eps / 2, quantum(own)
+    for name, stored_dtype in stored.items():
+        one = results[dtype or stored_dtype][name]
+        unit, least = torch.finfo(stored_dtype).eps / 2, quantum(stored_dtype)
         size = one.size.square() + (unit * one.value).square() / 3 + least**2 / 12
         wanted[name] = Expected(one.value, size.sqrt().masked_fill(~one.value.isfinite(), 0), one.draws)
-    assert all(found_.keys() == stored.keys() for found_ in results.values()), f"{[*stored]}"
+    assert all(drawn_result.keys() == stored.keys() for drawn_result in results.values()), f"{[*stored]}"
     return _rebuilt(ours, wanted)
 
 
 def compare_with(name: str, ours: Structure, program: Callable[[], Structure], **how: Any) -> None:
     """compare() of every result with what a program in float64 makes of it; how: the options of expected_of()."""
     wanted = dict(_leaves(expected_of(program, ours, **how)))
-    for part, t in _leaves(ours):
-        compare(f"{name}{part}", t.detach(), wanted[part])
+    for path, t in _leaves(ours):
+        compare(f"{name}{path}", t.detach(), wanted[path])
 
 
 class _Attend(torch.autograd.Function):
@@ -139,13 +139,13 @@ def attend(scores: Tensor, v: Tensor, again: Callable[[], Tensor]) -> Tensor:
 
 
 def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What a structure holds, by name; nothing where it holds None."""
+    """The leaves of a structure, by name; None has no leaf."""
     if isinstance(x, dict):
-        for key, part in x.items():
-            yield from _leaves(part, f"{name}: {key}")
+        for key, item in x.items():
+            yield from _leaves(item, f"{name}: {key}")
     elif isinstance(x, tuple | list):
-        for i, part in enumerate(x):
-            yield from _leaves(part, f"{name}[{i}]")
+        for i, item in enumerate(x):
+            yield from _leaves(item, f"{name}[{i}]")
     elif x is not None:
         yield name, x
 
@@ -153,7 +153,7 @@ def _leaves(x: Structure, name: str = "") -> Iterator[tuple[str, Any]]:
 def _rebuilt(x: Structure, leaves: dict[str, Any], name: str = "") -> Structure:
     """A structure with other leaves."""
     if isinstance(x, dict):
-        return {key: _rebuilt(part, leaves, f"{name}: {key}") for key, part in x.items()}
+        return {key: _rebuilt(item, leaves, f"{name}: {key}") for key, item in x.items()}
     if isinstance(x, tuple | list):
-        return type(x)([_rebuilt(part, leaves, f"{name}[{i}]") for i, part in enumerate(x)])
+        return type(x)([_rebuilt(item, leaves, f"{name}[{i}]") for i, item in enumerate(x)])
     return None if x is None else leaves[name]

@@ -81,14 +81,16 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     Returns:
         By the names and in the shapes of call.results(). Rows of no sequence are exactly 0, their lse infinity.
     """
-    known: dict[str, Tensor] = call.results()
-    lanes = {name for name in known if isinstance(call, DenseForward) and call.lanes and name.startswith("softmax_")}
-    shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in known.items()}
+    call_results: dict[str, Tensor] = call.results()
+    lanes = {
+        name for name in call_results if isinstance(call, DenseForward) and call.lanes and name.startswith("softmax_")
+    }
+    shapes = {name: (*t.shape[:-1], 1) if name in lanes else t.shape for name, t in call_results.items()}
     # Every number is its own place in memory, so whatever view shows a row of an output shows where it lies.
-    places = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
-    setting, outputs = setting_of(call, {name: t.expand(known[name].shape) for name, t in places.items()})
-    outputs = [replace(o, tensor=known[o.name]) for o in outputs]
-    results = {o.name: torch.zeros(places[o.name].numel(), dtype=torch.float64) for o in outputs}
+    indices = {name: torch.arange(n).double().view(shape) for name, shape in shapes.items() if (n := math.prod(shape))}
+    setting, outputs = setting_of(call, {name: t.expand(call_results[name].shape) for name, t in indices.items()})
+    outputs = [replace(o, tensor=call_results[o.name]) for o in outputs]
+    results = {o.name: torch.zeros(indices[o.name].numel(), dtype=torch.float64) for o in outputs}
     values = {o.name: torch.full_like(results[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
         here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
@@ -106,10 +108,12 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     if golden is not None:
         given = {o.name: golden[o.name].double() for o in outputs if o.tensor.is_floating_point()}
         values |= {name: (t[..., :1] if name in lanes else t).reshape(-1) for name, t in given.items()}
-    value, size = ({n: t.view(shapes[n]).expand(known[n].shape) for n, t in kind.items()} for kind in (values, results))
+    value, size = (
+        {n: t.view(shapes[n]).expand(call_results[n].shape) for n, t in kind.items()} for kind in (values, results)
+    )
     judged = {o.name: Expected(value[o.name], size[o.name]) for o in outputs}
-    empty = {name: Expected(t.double(), t.double()) for name, t in known.items() if not t.numel()}
-    return {name: (judged | empty)[name] for name in known if name in judged or name in empty}
+    empty = {name: Expected(t.double(), t.double()) for name, t in call_results.items() if not t.numel()}
+    return {name: (judged | empty)[name] for name in call_results if name in judged or name in empty}
 
 
 def dense(call: DenseCall, results: Mapping[str, Tensor], dy: Tensor | None = None) -> dict[str, Expected]:

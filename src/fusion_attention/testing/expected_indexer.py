@@ -39,7 +39,7 @@ def check_index(call: Any, results: Mapping[str, Results]) -> None:
 
 
 def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({})) -> dict[str, Expected]:
-    """What a call should give beside the keys that it chooses: golden's results, and the sizes of errors.
+    """The expected results of a call beside the keys that it chooses: golden's, and the sizes of errors.
 
     Args:
         call: as check_index() takes it. chosen: results whose keys are judged meanwhile, by what they score.
@@ -49,16 +49,16 @@ def expected_index(call: Any, chosen: Mapping[str, Results] = MappingProxyType({
     sizes = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in golden.items()}
     views, kinds = views_of(call, sizes), [KINDS[name] for name in golden]
     lists = {who: views_of(call, result) for who, result in chosen.items()}
-    for piece in pieces(x, kinds, KERNEL):
-        if piece.kind == "indices":
+    for block in pieces(x, kinds, KERNEL):
+        if block.kind == "indices":
             for who, shown in lists.items():
-                scores, wanted = judgeable(x, shown[piece.kind], piece)
+                scores, wanted = judgeable(x, shown[block.kind], block)
                 expected = Expected(wanted.value, wanted.variance.sqrt())
-                compare(f"{who}: scores of the keys chosen by sequence {piece.b}", scores, expected)
-        elif piece.kind == "loss":  # golden rounds it to float32
-            golden["loss"], sizes["loss"] = piece.wanted.value.reshape(1), piece.wanted.variance.sqrt().reshape(1)
+                compare(f"{who}: scores of the keys chosen by sequence {block.b}", scores, expected)
+        elif block.kind == "loss":  # golden rounds it to float32
+            golden["loss"], sizes["loss"] = block.wanted.value.reshape(1), block.wanted.variance.sqrt().reshape(1)
         else:
-            judgeable(x, views[piece.kind], piece)[0].copy_(piece.wanted.variance.sqrt())
+            judgeable(x, views[block.kind], block)[0].copy_(block.wanted.variance.sqrt())
     return {name: Expected(t, sizes[name]) for name, t in golden.items() if KINDS[name] != "indices"}
 
 

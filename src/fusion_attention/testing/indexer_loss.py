@@ -77,16 +77,16 @@ def arguments(case: LossCase) -> dict[str, Any]:
 
 
 def statistics(
-    case: LossCase, args: Mapping[str, Any], wide: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
+    case: LossCase, args: Mapping[str, Any], dtype: torch.dtype = torch.float64, kept: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """What attention and indexer would have saved, computed in one dtype and kept in another."""
+    """The saved statistics of attention and indexer, computed in one dtype and stored in another."""
     make = Maker(case)
     stats = {name: make.empty("q", case.heads_q, dtype=kept) for name in ("max", "sum")}
     index = {name: make.empty("q", 1, dtype=kept) for name in ("max", "sum")}
     for b, rows in enumerate(case.q_len):
         for row in range(rows):
             tokens = tokens_of(case, args, b, row)
-            results = (_scores(case, args, b, row, tokens, wide), _index(case, args, b, row, tokens, wide)[0][None])
+            results = (_scores(case, args, b, row, tokens, dtype), _index(case, args, b, row, tokens, dtype)[0][None])
             sinks = args["sinks"] if case.sink else None
             for store, scores, sink in zip((stats, index), results, (sinks, None), strict=True):
                 for name, value in zip(("max", "sum"), _statistics(scores, sink), strict=True):
@@ -102,23 +102,23 @@ def tokens_of(case: LossCase, args: Mapping[str, Any], b: int, row: int) -> list
     return selected(case, part(case, args["sparse_indices"], "q", b)[row, 0].tolist(), b, row)
 
 
-def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype) -> Tensor:
+def _scores(case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype) -> Tensor:
     """[heads_q, tokens]: the attention's scaled scores."""
-    total = torch.zeros(case.heads_q, len(tokens), dtype=wide)
+    total = torch.zeros(case.heads_q, len(tokens), dtype=dtype)
     for q, k in (("query", "key"), ("query_rope", "key_rope")):
         if args[q] is not None:
-            keys = keys_of(case, args, k, b)[tokens].to(wide)  # [tokens, heads_kv, dim]
+            keys = keys_of(case, args, k, b)[tokens].to(dtype)  # [tokens, heads_kv, dim]
             keys = keys.repeat_interleave(case.heads_q // case.heads_kv, 1)
-            total += torch.einsum("hd,khd->hk", part(case, args[q], "q", b)[row].to(wide), keys)
+            total += torch.einsum("hd,khd->hk", part(case, args[q], "q", b)[row].to(dtype), keys)
     return case.scale * total
 
 
 def _index(
-    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype = torch.float64
+    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(scores [tokens], dots [heads, tokens], q, k, weights) of the indexer."""
-    q, w = (part(case, args[name], "q", b)[row].to(wide) for name in ("query_index", "weights"))
-    k = keys_of(case, args, "key_index", b)[tokens, 0].to(wide)
+    q, w = (part(case, args[name], "q", b)[row].to(dtype) for name in ("query_index", "weights"))
+    k = keys_of(case, args, "key_index", b)[tokens, 0].to(dtype)
     dots = q @ k.mT
     return (w[:, None] * dots.relu()).sum(0), dots, q, k, w
 
@@ -171,12 +171,12 @@ def golden(case: LossCase, args: Mapping[str, Any]) -> Results:
 
 def plain(case: LossCase, args: Mapping[str, Any]) -> Results:
     """The formulas row by row, in float64: a witness of golden; the loss is rounded to float32."""
-    wide = torch.float64
-    results = {f"d{name}": torch.zeros(args[name].shape, dtype=wide) for name in DIFFERENTIABLE}
-    results["loss"] = torch.zeros(1, dtype=wide)
+    dtype = torch.float64
+    results = {f"d{name}": torch.zeros(args[name].shape, dtype=dtype) for name in DIFFERENTIABLE}
+    results["loss"] = torch.zeros(1, dtype=dtype)
     for b, row, tokens in each_row(case, args):
-        p, y = distributions(case, args, b, row, tokens, wide)
-        _, dots, q, k, w = _index(case, args, b, row, tokens, wide)
+        p, y = distributions(case, args, b, row, tokens, dtype)
+        _, dots, q, k, w = _index(case, args, b, row, tokens, dtype)
         clamped = p.clamp(min=LEAST)
         results["loss"] += ((clamped if case.count else p) * (clamped.log() - y.clamp(min=LEAST).log())).sum()
         ds = (y - p) * w[:, None] * (dots > 0)
@@ -195,7 +195,7 @@ def each_row(case: LossCase, args: Mapping[str, Any]) -> Iterator[tuple[int, int
 
 
 def distributions(
-    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], wide: torch.dtype
+    case: LossCase, args: Mapping[str, Any], b: int, row: int, tokens: list[int], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(p, y) of a row."""
 
@@ -206,13 +206,13 @@ def distributions(
     top, total = statistic("softmax_max"), statistic("softmax_sum")
     if by_python(case):
         top, total = top + total.log(), torch.ones_like(total)
-    top, total = top.to(wide), total.to(wide)
+    top, total = top.to(dtype), total.to(dtype)
     heads: Any = case.heads_q
     if case.sink:
-        heads = heads - ((args["sinks"][:, None].to(wide) - top).exp() / total).sum()
-    p = ((_scores(case, args, b, row, tokens, wide) - top).exp() / total).sum(0) / heads
-    scores = _index(case, args, b, row, tokens, wide)[0]
+        heads = heads - ((args["sinks"][:, None].to(dtype) - top).exp() / total).sum()
+    p = ((_scores(case, args, b, row, tokens, dtype) - top).exp() / total).sum(0) / heads
+    scores = _index(case, args, b, row, tokens, dtype)[0]
     if case.count or by_python(case):
         return p, scores.softmax(-1)
-    top, total = (statistic(name)[0, 0].to(wide) for name in ("softmax_max_index", "softmax_sum_index"))
+    top, total = (statistic(name)[0, 0].to(dtype) for name in ("softmax_max_index", "softmax_sum_index"))
     return p, (scores - top).exp() / total

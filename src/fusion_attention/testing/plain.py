@@ -29,19 +29,19 @@ FLT_MAX = float(np.finfo(np.float32).max)
 def _pse_places(case: Case, pse: Tensor, b: int) -> Tensor:
     """[heads_q, rows, keys]: which element of pse, counted row-major, each score of sequence b reads."""
     heads, rows, keys = case.heads_q, case.q_len[b], case.kv_len[b]
-    places = torch.arange(pse.numel())
+    indices = torch.arange(pse.numel())
     if case.pse.endswith("blocks"):
         shapes = [(heads, m if case.pse == "blocks" else 1, n) for m, n in zip(case.q_len, case.kv_len, strict=True)]
         first = sum(math.prod(shape) for shape in shapes[:b])
-        block = places[first : first + math.prod(shapes[b])].view(shapes[b])
+        block = indices[first : first + math.prod(shapes[b])].view(shapes[b])
         return block.expand(heads, rows, keys)
-    places = places.view(pse.shape)[b if pse.shape[0] > 1 else 0]
+    indices = indices.view(pse.shape)[b if pse.shape[0] > 1 else 0]
     if case.pse.endswith("table"):
         i, j = torch.arange(rows)[:, None], torch.arange(keys)
         stored = torch.where(i >= rows - 1024, i - (rows - 1024), i % 1024)
         column = pse.shape[3] - keys + j + (rows - 1024 + stored) - i
-        return places[:, stored, column.clamp(max=pse.shape[3] - 1)]  # what is clamped is never visible
-    return places[:, :rows].expand(heads, rows, -1)[..., :keys]
+        return indices[:, stored, column.clamp(max=pse.shape[3] - 1)]  # what is clamped is never visible
+    return indices[:, :rows].expand(heads, rows, -1)[..., :keys]
 
 
 def _bias(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
@@ -64,11 +64,11 @@ def _capped(case: Case, scores: Tensor) -> tuple[Tensor, Tensor | float]:
     """Scores beneath the cap, and their slope by what they were."""
     if not case.softcap:
         return scores, 1.0
-    part = (scores / case.softcap).tanh()
-    return case.softcap * part, 1 - part**2
+    tanh = (scores / case.softcap).tanh()
+    return case.softcap * tanh, 1 - tanh**2
 
 
-def _kept(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
+def _keep_mask(case: Case, args: Mapping[str, Any], b: int) -> Tensor | float:
     """1 where dropout keeps a probability of sequence b, 0 where it drops."""
     rows, keys = case.q_len[b], case.kv_len[b]
     if case.dropout == "none":
@@ -140,30 +140,30 @@ def _plain_sequence(case: Case, args: Mapping[str, Any], b: int, results: Result
     q, k, v, dy = rows("query"), keys("key"), keys("value"), rows("dy")
     if case.dim_rope:
         q, k = torch.cat((q, rows("query_rope")), -1), torch.cat((k, keys("key_rope")), -1)
-    kept = _kept(case, args, b)
+    keep = _keep_mask(case, args, b)
     scores, slope = _capped(case, scale * (q @ k.mT))
     weights, top, total, alive = _softmax(case, args, b, scores + _bias(case, args, b))
     divisor = total.masked_fill(total == 0, 1)
-    out = (weights * kept) @ v / case.keep_prob / divisor
+    out = (weights * keep) @ v / case.keep_prob / divisor
     part(case, results["out"], "q", case.heads_q, b).copy_(out)
     for name, value in (("max", top), ("sum", total)):
         stats_part(case, results[name], b).copy_(value)
 
     p = weights / divisor
     delta = (dy * out).sum(-1, keepdim=True)
-    ds = (p * ((dy @ v.mT) * kept / case.keep_prob - delta)).masked_fill(~alive, 0)
+    ds = (p * ((dy @ v.mT) * keep / case.keep_prob - delta)).masked_fill(~alive, 0)
     dx = ds * slope
     dq, dk = scale * (dx @ k), scale * (dx.mT @ q)
     for name, tail, side in (("dq", slice(0, case.dim_qk), "q"), ("dq_rope", slice(case.dim_qk, None), "q")):
         if name in results:
             part(case, results[name], side, case.heads_q, b).copy_(dq[..., tail])
     store_keys("dk", dk[..., : case.dim_qk])
-    store_keys("dv", (p * kept).mT @ dy / case.keep_prob)
+    store_keys("dv", (p * keep).mT @ dy / case.keep_prob)
     if case.dim_rope:
         store_keys("dk_rope", dk[..., case.dim_qk :])
     if "dpse" in results:
-        places = _pse_places(case, args["pse"], b)
+        indices = _pse_places(case, args["pse"], b)
         added = ds * scale if case.pse_type == 1 else ds
-        results["dpse"].view(-1).index_add_(0, places.reshape(-1), added.reshape(-1))
+        results["dpse"].view(-1).index_add_(0, indices.reshape(-1), added.reshape(-1))
     if case.sink and case.kv_len[b]:
         results["dsink"] -= (delta * (args["sink"].double()[:, None, None] - top).exp() / total).sum((1, 2))

@@ -108,8 +108,8 @@ def attention_backward(
     """The gradients of a lowered call in the order of GRADIENTS; of what is not there, or a bias without dbias, without
     elements."""
     bias = call.extras[BIAS] if dbias else None
-    made = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]
-    return tuple(made[name] if name in made else call.q.new_empty(0) for name in GRADIENTS)
+    gradients = eager.run(DenseBackward(call, (dout, out, *stats), bias, dlse, lanes=False), backend)  # type: ignore[arg-type]
+    return tuple(gradients[name] if name in gradients else call.q.new_empty(0) for name in GRADIENTS)
 
 
 def golden(case: Case, args: Mapping[str, Any]) -> Results:
@@ -117,5 +117,5 @@ def golden(case: Case, args: Mapping[str, Any]) -> Results:
     call = lowered(case, args)
     problem = replace(call.problem, dtype="float64")
     extras = tuple(t.double() if t is not None and t.is_floating_point() else t for t in call.extras)
-    wide = replace(call, problem=problem, q=call.q.double(), k=call.k.double(), v=call.v.double(), extras=extras)
-    return run(wide, args["dy"].double(), "golden")
+    call64 = replace(call, problem=problem, q=call.q.double(), k=call.k.double(), v=call.v.double(), extras=extras)
+    return run(call64, args["dy"].double(), "golden")

@@ -222,16 +222,16 @@ class Roundings(TorchDispatchMode):
         if func.is_view or base in _EXACT or not _floats((args, kwargs)):
             return func(*args, **kwargs)
         if not func._schema.is_mutable:
-            return self._found(func, base, args, kwargs)
+            return self._result(func, base, args, kwargs)
         function = getattr(torch.ops.aten, base)
         if "out" in kwargs:
             kwargs = dict(kwargs)
             target = kwargs.pop("out")
         else:
             target, args = args[0], (args[0].clone(), *args[1:])
-        return target.copy_(self._found(function, base, args, kwargs))
+        return target.copy_(self._result(function, base, args, kwargs))
 
-    def _found(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
+    def _result(self, func: Any, base: str, args: Any, kwargs: Any) -> Any:
         """The result of an operation, with its errors."""
         if base in _ROUNDED:
             result = func(*args, **kwargs)
@@ -268,15 +268,15 @@ class Roundings(TorchDispatchMode):
         start = int(torch.randint(len(self.noise) - count + 1, (), generator=self.generator))
         return size.mul_(self.noise[start : start + count].view(size.shape))
 
-    def _rounded(self, found: Any, exact: Any = None) -> Any:
+    def _rounded(self, result: Any, exact: Any = None) -> Any:
         """Rounded once, but where the result is exact, or the dtype holds it as it is."""
-        if not isinstance(found, Tensor) or found.dtype not in (torch.float64, torch.complex128):
-            return found
-        size = found.abs().mul_(self.info.eps / 2)
-        if found.is_complex():  # of parts that are each a sum of two products, together as large as the whole
-            return found + torch.complex(self._error(size.clone()), self._error(size))
-        error = self._error(size.add_(quantum(self.dtype) / 2)).masked_fill_(self._held(found), 0)
-        return found + (error if exact is None else error.masked_fill_(exact, 0))
+        if not isinstance(result, Tensor) or result.dtype not in (torch.float64, torch.complex128):
+            return result
+        size = result.abs().mul_(self.info.eps / 2)
+        if result.is_complex():  # of parts that are each a sum of two products, together as large as the whole
+            return result + torch.complex(self._error(size.clone()), self._error(size))
+        error = self._error(size.add_(quantum(self.dtype) / 2)).masked_fill_(self._is_exact(result), 0)
+        return result + (error if exact is None else error.masked_fill_(exact, 0))
 
     def _added(self, total: Any, squares: Any, terms: Any, products: bool) -> Any:
         """Added up term by term, in any order, and rounded once.
@@ -288,18 +288,18 @@ class Roundings(TorchDispatchMode):
         size = total.square().div_(3).add_(squares).mul_(terms).add_(squares, alpha=float(products))
         error = self._error(size.sqrt_().mul_(torch.finfo(self.inner).eps / 2))
         # One term among zeros, or whole numbers of one sign; where terms cancel, a total that is held was not found so.
-        exact = self._held(total) & (total.square() >= squares * (1 - 1e-12))
+        exact = self._is_exact(total) & (total.square() >= squares * (1 - 1e-12))
         if not products:
             exact |= torch.as_tensor(terms <= 1)
         return self._rounded(total + error.masked_fill_(exact, 0), exact)
 
-    def _held(self, found: Tensor) -> Tensor:
-        """Where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all of them.
+    def _is_exact(self, values: Tensor) -> Tensor:
+        """True where the dtype holds a result as it is (of float64: where float32 does), and where it is beyond all.
 
         float64's least number, with which models fill their masks, is -inf with an error.
         """
-        held = found.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
-        return (held == found) | held.isinf()
+        rounded = values.to(torch.float32 if self.dtype == torch.float64 else self.dtype)
+        return (rounded == values) | rounded.isinf()
 
 
 def _variance(x: Tensor, dims: list[int], correction: float = 1, **_: Any) -> Tensor:
@@ -332,18 +332,18 @@ def _is_factor(name: str) -> bool:
     return name in ("alpha", "beta")
 
 
-def _terms(func: Any, base: str, args: Any, kwargs: Any, found: Any) -> Any:
-    """How many numbers each sum adds."""
+def _terms(func: Any, base: str, args: Any, kwargs: Any, result: Any) -> Any:
+    """The number of terms of each sum."""
     if base in ("mm", "bmm"):
         return args[1].shape[-2]
     if base == "sum":
-        return args[0].numel() // max(found.numel(), 1)
+        return args[0].numel() // max(result.numel(), 1)
     return func(*_mapped(args, torch.ones_like), **{n: x for n, x in kwargs.items() if not _is_factor(n)})
 
 
-def _exact(base: str, found: Any, args: Any) -> Any:
-    """Where an operation has nothing to round: a factor is a power of two, or a term is 0."""
-    if not isinstance(found, Tensor) or found.is_complex() or base not in ("add", "sub", "mul", "div"):
+def _exact(base: str, result: Any, args: Any) -> Any:
+    """True where an operation has nothing to round: a factor is a power of two, or a term is 0."""
+    if not isinstance(result, Tensor) or result.is_complex() or base not in ("add", "sub", "mul", "div"):
         return None
     exact = torch.zeros((), dtype=torch.bool)
     for i, x in enumerate(args[:2]):

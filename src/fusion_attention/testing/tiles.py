@@ -15,10 +15,10 @@ def cut_tiles(blocked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         padded = F.pad(blocked.bool(), beyond, value=value)
         return padded.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128)).transpose(-2, -3)  # [..., R, C, 128, 128]
 
-    cut = tiles(False)
-    every, some = tiles(True).flatten(-2).all(-1), cut.flatten(-2).any(-1)
+    tiles_cut = tiles(False)
+    every, some = tiles(True).flatten(-2).all(-1), tiles_cut.flatten(-2).any(-1)
     partly = some & ~every
     numbers = torch.full(partly.shape, -2, dtype=torch.int32).masked_fill(every, -1)
     numbers[partly] = torch.arange(int(partly.sum()), dtype=torch.int32)
-    bits = cut[partly].unflatten(-1, (16, 8)).byte() << torch.arange(8, dtype=torch.uint8)
+    bits = tiles_cut[partly].unflatten(-1, (16, 8)).byte() << torch.arange(8, dtype=torch.uint8)
     return numbers, bits.sum(-1, dtype=torch.uint8)

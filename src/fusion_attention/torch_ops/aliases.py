@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 COUNTS = frozenset({torch.int32, torch.int64})  # lengths and seeds may lie in host memory
 
 
@@ -86,10 +86,10 @@ def crossing(function: Callable[P, R], host: int = 0, names: Mapping[str, str] |
         generator = dropout.generator.set(_ways.draw)
         try:
             with crossing.autocast():
-                made = function(*given, **named)
+                results = function(*given, **named)
         finally:
             dropout.generator.reset(generator)
-        result: R = crossing.out(made[:-host]) + made[-host:] if host else crossing.out(made)  # type: ignore[index]
+        result: R = crossing.out(results[:-host]) + results[-host:] if host else crossing.out(results)  # type: ignore[index]
         return result
 
     return call
@@ -133,7 +133,7 @@ class _Crossing:
     def into(self, value: Any) -> Any:
         """The value with aliases in the place of tensors."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _TENSOR_TYPES:
             return self._alias(value)
         if kind is list or kind is tuple:
             return kind([self.into(one) for one in value])
@@ -149,8 +149,8 @@ class _Crossing:
             if tensor.dim() and tensor.dtype not in COUNTS:
                 self.strange = device
             return tensor
-        for known, alias in zip(self.tensors, self.aliases, strict=True):
-            if known is tensor:
+        for crossed, alias in zip(self.tensors, self.aliases, strict=True):
+            if crossed is tensor:
                 return alias
         if self.tensors and self.tensors[0].device != device:
             self.strange = device

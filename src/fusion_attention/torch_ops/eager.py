@@ -87,12 +87,12 @@ def _prepare(bound: Bound, call: Any, backend: str) -> None:
     if backend not in prepared:
         prepared[backend] = None
     elif cache.preparable:
-        made = prepared[backend] = prepare(bound, call, backend)
-        cache.preparable = made is not None
-        if made is not None and bound.op.trains:
+        fast_path = prepared[backend] = prepare(bound, call, backend)
+        cache.preparable = fast_path is not None
+        if fast_path is not None and bound.op.trains:
             full = call.complete()
             if all(t is bound.args.get(name) for name, t in full.inputs.items()):
-                made.bare = full.on(dict.fromkeys(full.inputs)), tuple(full.inputs)
+                fast_path.bare = full.on(dict.fromkeys(full.inputs)), tuple(full.inputs)
 
 
 class _Run(torch.autograd.Function):
@@ -132,10 +132,10 @@ class _Run(torch.autograd.Function):
         intact(f"{ctx.op.name}, backward", names, (*given.values(), *saved))
         results, inputs = dict(zip(ctx.results, saved[:count], strict=True)), saved[count:]
         call = ctx.bare.on(dict(zip(ctx.inputs, inputs, strict=True)))
-        asked = frozenset(name for name, need in zip(ctx.inputs, wanted, strict=True) if need)
+        trained_inputs = frozenset(name for name, need in zip(ctx.inputs, wanted, strict=True) if need)
 
-        def found() -> list[torch.Tensor | None]:
-            grads = call.gradients(results, given, lambda further: run(further, ctx.backend), asked)
-            return [grads.get(name) if name in asked else None for name in ctx.inputs]
+        def gradients() -> list[torch.Tensor | None]:
+            grads = call.gradients(results, given, lambda further: run(further, ctx.backend), trained_inputs)
+            return [grads.get(name) if name in trained_inputs else None for name in ctx.inputs]
 
-        return None, None, None, None, None, *once(found, (*given.values(), *inputs))
+        return None, None, None, None, None, *once(gradients, (*given.values(), *inputs))

@@ -88,9 +88,9 @@ def refuse(function: Callable[..., Any], words: Iterable[str]) -> NoReturn:
 
 
 def _line(function: Callable[..., Any], word: str) -> str:
-    said = _WORDS.get(word)
-    if said is None:
+    hint = _WORDS.get(word)
+    if hint is None:
         near = difflib.get_close_matches(word, inspect.signature(function).parameters, 1)
-        said = f"did you mean {near[0]}=?" if near else "help(fusion_attention.attention) lists its parameters"
-        return f"{function.__name__}: {word}: no parameter of this function ({said})"
-    return f"{function.__name__}: {word}: another library's word; here: {said}"
+        hint = f"did you mean {near[0]}=?" if near else "help(fusion_attention.attention) lists its parameters"
+        return f"{function.__name__}: {word}: no parameter of this function ({hint})"
+    return f"{function.__name__}: {word}: another library's word; here: {hint}"

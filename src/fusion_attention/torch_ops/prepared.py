@@ -30,7 +30,7 @@ class Prepared:
             None where an input is made of an argument.
     """
 
-    __slots__ = ("_begins", "_core", "_exact", "_made", "_names", "_plan", "_templates", "_views", "bare")
+    __slots__ = ("_begins", "_call_names", "_core", "_exact", "_names", "_plan", "_templates", "_views", "bare")
 
     def __init__(
         self, call: Repeatable, backend: str, views: Any, sources: Mapping[str, tuple[str, Source, Source]]
@@ -40,7 +40,7 @@ class Prepared:
         memory = call.memory()
         self._templates = [template(t, t.shape, t.dtype) for t in memory.values()]
         self._plan = p = plan(call.problem, call.extents, call.device, backend, call.op_kind)
-        self._views, self._names, self._made = views, (*sources, *memory), (call.names, call.further)
+        self._views, self._names, self._call_names = views, (*sources, *memory), (call.names, call.further)
         begins, self._exact = zip(*(source[1:] for source in sources.values()), strict=True)
         direct = [argument for argument, begin, _ in sources.values() if isinstance(begin, itemgetter)]
         # The usual sources look a name up: all of them are one look-up.
@@ -49,7 +49,7 @@ class Prepared:
 
     def results(self, args: Mapping[str, Any], complete: bool) -> dict[str, Tensor]:
         """The results of a call with these arguments, by name; complete: with statistics, wanted or not."""
-        names, further = self._made
+        names, further = self._call_names
         if further is not None:
             return further.make(*self.run(args, stats=complete or further.stats))
         return dict(zip(names if complete else names[:1], self.run(args, stats=complete), strict=False))
@@ -127,7 +127,7 @@ def _source(
     shape, strides, dtype, offset = operand.shape, operand.stride(), operand.dtype, operand.storage_offset()
     base: Source = itemgetter(argument)
     if widened or not isinstance(given[argument], torch.Tensor):
-        base = lambda args: _wide(_first(args[argument])) if widened else _first(args[argument])  # noqa: E731
+        base = lambda args: _widened(_first(args[argument])) if widened else _first(args[argument])  # noqa: E731
 
     def viewed(args: Mapping[str, Any]) -> Tensor:
         tensor = base(args)
@@ -138,10 +138,10 @@ def _source(
     same = (shape, strides, dtype, offset) == (like.shape, like.stride(), like.dtype, 0)
     exact: Source = base if same else viewed
     if name in _PACKED and not (dtype == torch.float32 and operand.is_contiguous()):
-        return argument, lambda args: _wide(exact(args)), exact
+        return argument, lambda args: _widened(exact(args)), exact
     return argument, exact if offset else base, exact
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _widened(tensor: Tensor) -> Tensor:
     """A tensor in float32, its elements neighbours."""
     return tensor.float().contiguous()

@@ -114,8 +114,8 @@ def nested(op: str, name: str) -> ContractError:
 
 def settings_of(backend: str) -> str:
     """The back end of a call that is traced, and how it is checked: what is set where it is traced stays with it."""
-    asked = current()
-    return f"{chosen(backend)},{asked.strict:d},{asked.check_content:d}"
+    settings = current()
+    return f"{chosen(backend)},{settings.strict:d},{settings.check_content:d}"
 
 
 def _as_tensor(lengths: Any) -> torch.Tensor | None:
@@ -146,8 +146,8 @@ class Text:
 @functools.lru_cache(maxsize=1024)
 def read(text: str) -> Text:
     """The line of text, read once."""
-    name, asked, ints, floats, lists, words = text.split(";", 5)
-    backend, strict, content = asked.split(",")
+    name, settings, ints, floats, lists, words = text.split(";", 5)
+    backend, strict, content = settings.split(",")
     op = RECORDS[name]
     values = ast.literal_eval(words)
     for key, value in values.items():
@@ -178,9 +178,9 @@ def bound(text: Text, args: dict[str, Any]) -> Bound:
 
 
 def check(text: Text, args: dict[str, Any], arrays: Given) -> None:
-    """What is wrong with the call, while it is traced; symbols and lengths wait until it runs."""
+    """Refuses a wrong call while it is traced; symbols and lengths wait until it runs."""
     given = list(itertools.chain.from_iterable(v if isinstance(v, tuple) else (v,) for v in args.values()))
     sizes = [size for t in given if isinstance(t, torch.Tensor) for size in (*t.shape, *t.stride())]
-    known = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))
-    if known and not any(t is not None for t in arrays):
+    is_concrete = not any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in (*given, *sizes))
+    if is_concrete and not any(t is not None for t in arrays):
         bind(text.op, args, strict=text.strict, reads=False, memory=False)

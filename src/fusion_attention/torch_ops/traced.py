@@ -35,9 +35,9 @@ def _lowered(text: Text, args: dict[str, Any], seed: Tensor | None) -> Any:
     return text.op.lower(bound(text, args), **({} if seed is None else {"seed": int(seed)}))
 
 
-def _listed(found: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
+def _listed(by_name: Mapping[str, Tensor], names: tuple[str, ...], like: Tensor) -> list[Tensor]:
     """One tensor for every name: what was not found is empty."""
-    return [found[name] if name in found else like.new_empty(0) for name in names]
+    return [by_name[name] if name in by_name else like.new_empty(0) for name in names]
 
 
 def _forward(tensors: Any, *rest: Any) -> list[Tensor]:
@@ -61,14 +61,14 @@ def _backward(
     text, args = _arguments(tensors, *rest)
     call: Differentiable = _lowered(text, args, rest[-2]).complete()
     op, names = text.op, names_of(text.op.name).tensors
-    known = dict(zip(op.results, results, strict=True))
+    by_name = dict(zip(op.results, results, strict=True))
     given = {name: t for name, t in zip(op.results, upstream, strict=True) if t is not None}
-    shown = (*(f"gradient of {name}" for name in given), *known, "seed")
-    intact(f"{op.name}, backward", shown, (*given.values(), *known.values(), rest[-2]))
-    asked = {name for name, want in zip(names, wanted, strict=True) if want}
-    result = call.gradients(known, given, lambda further: eager.run(further, text.backend), asked)
+    shown = (*(f"gradient of {name}" for name in given), *by_name, "seed")
+    intact(f"{op.name}, backward", shown, (*given.values(), *by_name.values(), rest[-2]))
+    requested = {name for name, want in zip(names, wanted, strict=True) if want}
+    result = call.gradients(by_name, given, lambda further: eager.run(further, text.backend), requested)
     # A sink of fewer bits was widened on its way down.
-    result = {name: gradient.to(args[name].dtype) for name, gradient in result.items() if name in asked}
+    result = {name: gradient.to(args[name].dtype) for name, gradient in result.items() if name in requested}
     return _listed(result, names, tensors[0])
 
 
@@ -113,10 +113,12 @@ class _Differentiable(_SingleLevelFunction):
         count, tensors = ctx.counts
         seed, *saved = ctx.saved_tensors
         result, inputs, arrays = saved[:count], saved[count : count + tensors], saved[count + tensors :]
-        asked = [need and trained for need, trained in zip(wanted, ctx.trained, strict=True)]
+        requested = [need and trained for need, trained in zip(wanted, ctx.trained, strict=True)]
         ints, floats, call = ctx.rest
-        grads = torch.ops.fusion_attention.lowered_grad(given, result, asked, inputs, arrays, ints, floats, seed, call)
-        return None, *(g if want else None for g, want in zip(grads, asked, strict=True))
+        grads = torch.ops.fusion_attention.lowered_grad(
+            given, result, requested, inputs, arrays, ints, floats, seed, call
+        )
+        return None, *(g if want else None for g, want in zip(grads, requested, strict=True))
 
 
 def _untrained(tensors: Any, *rest: Any) -> None:
@@ -159,5 +161,5 @@ def gradients(
     packed, names = pack(op.name, args, backend=backend), constant(names_of, op.name)
     wanted = [name in op.trained and args[name] is not None for name in names.tensors]
     of_results = [upstream.get(name) for name in names.results]
-    made = torch.ops.fusion_attention.lowered_grad(of_results, [results[n] for n in names.results], wanted, *packed)
-    return dict(zip(names.tensors, made, strict=True))
+    grads = torch.ops.fusion_attention.lowered_grad(of_results, [results[n] for n in names.results], wanted, *packed)
+    return dict(zip(names.tensors, grads, strict=True))

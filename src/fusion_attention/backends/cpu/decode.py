@@ -95,18 +95,18 @@ class Schedule:
 
 def plan(problem: Problem, extents: Extents, variant: str | None) -> Schedule | _native.ForwardPlan:
     """The decode's plan, the dense forward's, or both where sequences differ."""
-    own = chosen(problem, extents)
-    if not own.any() and not needed(problem):
+    decoded = chosen(problem, extents)
+    if not decoded.any() and not needed(problem):
         return native.plan_forward(problem, extents, variant)
     p = problem
     storage = _STORAGES[p.kv_dtype or p.dtype]
     dequants = _DEQUANTS[p.dequant_k], _DEQUANTS[p.dequant_v]
     more = storage, *dequants, _ROUNDINGS[p.out_quant], p.shares_kv, p.common_keys, p.has_row_scale
-    own_extents = extents if own.all() else replace(extents, q_len=np.where(own, extents.q_len, 0))
+    own_extents = extents if decoded.all() else replace(extents, q_len=np.where(decoded, extents.q_len, 0))
     decode = _native.DecodePlan(native.problem_of(p), more, native.extents_of(own_extents), variant)
-    rest = None if own.all() else replace(extents, q_len=np.where(own, 0, extents.q_len))
-    stays = needed(p) or bool((extents.q_len <= _FEWER_TOKENS).all() and own.all())
-    return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, own, stays)
+    rest = None if decoded.all() else replace(extents, q_len=np.where(decoded, 0, extents.q_len))
+    stays = needed(p) or bool((extents.q_len <= _FEWER_TOKENS).all() and decoded.all())
+    return Schedule(decode, native.plan_forward(p, rest, variant) if rest else None, decoded, stays)
 
 
 def run(schedule: Schedule, problem: Problem, operands: Operands) -> int:
@@ -161,8 +161,8 @@ def _cache(view: RowView | PagedView | None, dtype: torch.dtype) -> tuple[Any, .
         if pool.dtype is not dtype or table.dtype is not torch.int32:
             raise TypeError(f"fusion_attention: native core: expected {dtype} in memory, got {pool.dtype}")
         pages = table.data_ptr(), table.stride(0), view.page_size, view.stride_page, view.stride_head
-        pieces = (view.piece, view.stride_piece) if view.piece else ()
-        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *pieces
+        fragments = (view.fragment, view.stride_fragment) if view.fragment else ()
+        return pool.data_ptr(), pool.itemsize, *pages, view.stride_token, view.dim, *fragments
     start, address, stride_head, stride_token, dim = native.rows_of(view, dtype)
     return start, dtype.itemsize, address, stride_head, stride_token, dim
 

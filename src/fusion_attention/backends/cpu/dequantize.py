@@ -42,13 +42,13 @@ def rounded(problem: Problem, operands: Operands, x: torch.Tensor) -> torch.Tens
     return full.nan_to_num(0.0).clamp(-128, 127)
 
 
-def _rows(problem: Problem, own: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:
+def _rows(problem: Problem, cache: RowView | PagedView, common: RowView | None, b: int, which: slice) -> torch.Tensor:
     shared, parts = problem.common_keys, []
     if common is not None and which.start < shared:
         stop = min(which.stop, shared)
         parts.append(_numbers(problem, common, 0, slice(which.start, stop)))
     if which.stop > shared:
-        parts.append(_numbers(problem, own, b, slice(max(which.start - shared, 0), which.stop - shared)))
+        parts.append(_numbers(problem, cache, b, slice(max(which.start - shared, 0), which.stop - shared)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

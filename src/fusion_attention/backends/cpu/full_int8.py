@@ -91,8 +91,8 @@ class _Block:
         self.exact = scale is not None and problem.dim_qk <= _EXACT_DIM
         if scale is not None:
             self.factor *= scale
-        wide = torch.float32 if self.exact else torch.float64
-        self.q = q.to(wide).reshape(problem.heads_kv, -1, problem.dim_qk)
+        accum_dtype = torch.float32 if self.exact else torch.float64
+        self.q = q.to(accum_dtype).reshape(problem.heads_kv, -1, problem.dim_qk)
 
     def compute(self) -> int:
         """Writes the results of the rows; how many of them are empty."""
@@ -147,9 +147,11 @@ class _Block:
         if not p.has_blocked or view is None:
             return torch.zeros(1, dtype=torch.bool)
         first = view.first_of(self.b)
-        held = view.sequence(self.b, p.heads_q, rows.stop, max(keys.stop, first))[:, rows, max(keys.start - first, 0) :]
+        blocked = view.sequence(self.b, p.heads_q, rows.stop, max(keys.stop, first))[
+            :, rows, max(keys.start - first, 0) :
+        ]
         free = min(keys.stop, first) - min(keys.start, first)
-        return torch.nn.functional.pad(held != 0, (free, 0))
+        return torch.nn.functional.pad(blocked != 0, (free, 0))
 
 
 def _common_scale(dequant: Dequant | None, b: int, p: Problem) -> float | None:

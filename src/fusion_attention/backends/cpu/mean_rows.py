@@ -38,7 +38,9 @@ def add_means(problem: Problem, extents: Extents, operands: Operands) -> None:
         mean = torch.zeros(heads, tile.stop - tile.start, problem.dim_v, dtype=torch.float32)
         for keys in _steps(kv_len, _KEYS):
             v = dequantize.meant(dequantize.values(problem, operands, b, keys), operands.dequant_v, b, keys)
-            mean += _kept_sum(_kept(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0))
+            mean += _kept_sum(
+                _unmasked(problem, extents, operands, b, tile, keys), v.repeat_interleave(problem.group, 0)
+            )
         mean = mean[:, rows.start - tile.start : rows.stop - tile.start]
         if problem.has_weight_scale and operands.weight_scale is not None:
             mean *= operands.weight_scale.round().clamp(-128, 127)
@@ -63,11 +65,11 @@ def add_mean_gradients(problem: Problem, extents: Extents, operands: Operands, g
             if not mean.any():
                 continue
             dout = grads.dout.sequence(b, heads, rows.stop)[:, rows].float()
-            share = torch.where(mean, dout / (total.double() * p.keep_prob), 0.0).float()
+            weight = torch.where(mean, dout / (total.double() * p.keep_prob), 0.0).float()
             if given is None:
                 given = torch.zeros(p.heads_kv, kv_len, p.dim_v, dtype=torch.float32)
-            for tile, keys in _cut(first, kv_len, full, _KEYS):
-                by_head = _kept_sum(_kept(p, extents, operands, b, rows, tile).mT, share)
+            for tile, keys in _tiles_of(first, kv_len, full, _KEYS):
+                by_head = _kept_sum(_unmasked(p, extents, operands, b, rows, tile).mT, weight)
                 by_head = by_head[:, keys.start - tile.start : keys.stop - tile.start]
                 given[:, keys] += by_head.unflatten(0, (p.heads_kv, p.group)).sum(1)
         if given is not None:
@@ -80,24 +82,24 @@ def _steps(length: int, size: int) -> Iterator[slice]:
     return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
-def _cut(first: int, length: int, whole: int, size: int) -> Iterator[tuple[slice, slice]]:
+def _tiles_of(first: int, length: int, full: int, size: int) -> Iterator[tuple[slice, slice]]:
     """(tile, own): the tiles of a whole sequence that a part of it meets, counted from the part's first token, and
     what of each is its own. Products are of whole tiles: torch's bits depend on their size."""
     for start in range(first // size * size, first + length, size):
-        tile = slice(start - first, min(start + size, whole) - first)
+        tile = slice(start - first, min(start + size, full) - first)
         yield tile, slice(max(tile.start, 0), min(tile.stop, length))
 
 
 def _tiles(extents: Extents) -> Iterator[tuple[int, slice, slice]]:
-    """(sequence, tile, rows): as _cut(), of all sequences with keys."""
+    """(sequence, tile, rows): as _tiles_of(), of all sequences with keys."""
     full = extents.chosen_by[0]
     for b in np.flatnonzero(extents.kv_len).tolist():
         first = 0 if extents.part is None else int(extents.part.first_row[b])
-        for tile, rows in _cut(first, int(extents.q_len[b]), int(full[b]), _ROWS):
+        for tile, rows in _tiles_of(first, int(extents.q_len[b]), int(full[b]), _ROWS):
             yield b, tile, rows
 
 
-def _kept(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
+def _unmasked(problem: Problem, extents: Extents, operands: Operands, b: int, rows: slice, keys: slice) -> torch.Tensor:
     """[heads_q, rows, keys] bool: the pairs that dropout keeps."""
     p = problem
     if p.dropout == "none":
@@ -110,7 +112,7 @@ def _kept(problem: Problem, extents: Extents, operands: Operands, b: int, rows: 
     return keep_from_philox(operands.seed, operands.offset, p.keep_prob, stream, p.heads_q, rows, keys)
 
 
-def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _kept_sum(unmasked: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """[heads, m, d]: for each m the sum of the kept values [heads, n, d]; a dropped one counts nothing, even NaN.
 
     Sums are of integers, too few and too small for float64 to round: in whatever order they are added, by however many
@@ -120,8 +122,8 @@ def _kept_sum(kept: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     clean = values.where(finite, 0.0).double()
     peak = clean.abs().amax((1, 2), keepdim=True)
     unit = torch.ldexp(torch.ones_like(peak), peak.frexp().exponent - _DIGITS)
-    total = ((kept.double() @ (clean / unit).round_()) * unit).float()
+    total = ((unmasked.double() @ (clean / unit).round_()) * unit).float()
     for n in (~finite).any(-1).any(0).nonzero().flatten().tolist():
         wild = values[:, n].where(~finite[:, n], 0.0)[:, None]
-        total += wild.where(kept[:, :, n, None], 0.0)
+        total += wild.where(unmasked[:, :, n, None], 0.0)
     return total

@@ -54,16 +54,16 @@ def prepare_forward(
 def run_backward(plan: _native.BackwardPlan, problem: Problem, operands: Operands, grads: Grads) -> int:
     """Writes the gradients, or adds to dbias; returns how many rows in mean form there are, which give nothing yet."""
     p, g, dtype = problem, grads, problem.torch_dtype
-    wide = torch.float32 if p.wide_results else dtype
+    result_dtype = torch.float32 if p.wide_results else dtype
     dsink = empty(g.dout.keep[0], (p.heads_q,), torch.float32)
     if g.dbias is not None and not g.owns_dbias and g.dbias.keep.dtype is not torch.float32:
         raise TypeError(f"fusion_attention: native core: expected dbias in float32, got {g.dbias.keep.dtype}")
     gradients = (
         rows_of(g.dout, dtype),
         rows_of(g.dlse, torch.float32) if g.dlse else None,
-        *(rows_of(view, wide) for view in (g.dq, g.dk, g.dv)),
-        rows_of(g.dq_rope, wide) if p.dim_rope and g.dq_rope else None,
-        rows_of(g.dk_rope, wide) if p.dim_rope and g.dk_rope else None,
+        *(rows_of(view, result_dtype) for view in (g.dq, g.dk, g.dv)),
+        rows_of(g.dq_rope, result_dtype) if p.dim_rope and g.dq_rope else None,
+        rows_of(g.dk_rope, result_dtype) if p.dim_rope and g.dk_rope else None,
         matrix_of(g.dbias, DTYPES[g.dbias.keep.dtype]) if p.bias in ("matrix", "table") and g.dbias else None,
         dsink.data_ptr() if p.has_sink else 0,
         g.owns_dbias,
@@ -79,20 +79,20 @@ class Floats:
     """Float32 copies that the core reads during one call."""
 
     def __enter__(self) -> Floats:
-        self._kept: list[torch.Tensor] = []
+        self._references: list[torch.Tensor] = []
         self.copied = False
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kept.clear()
+        self._references.clear()
 
     def address(self, values: torch.Tensor | None) -> int:
-        """Where the values lie as one float32 array: often they are a row that serves all sequences."""
+        """The address of the values as one float32 array: often they are a row that serves all sequences."""
         if values is None:
             return 0
-        self._kept.append(values.to(torch.float32).contiguous())
-        self.copied = self.copied or self._kept[-1] is not values
-        return self._kept[-1].data_ptr()
+        self._references.append(values.to(torch.float32).contiguous())
+        self.copied = self.copied or self._references[-1] is not values
+        return self._references[-1].data_ptr()
 
 
 def problem_of(p: Problem) -> tuple[Any, ...]:
@@ -103,8 +103,12 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    own = tuple(getattr(extents, name) for name in EXTENT_ROWS)
-    return own if extents.part is None else (*own, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
+    extents_rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
+    return (
+        extents_rows
+        if extents.part is None
+        else (*extents_rows, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
+    )
 
 
 @dataclass(eq=False)

@@ -69,11 +69,11 @@ def against_device(device: torch.device) -> list[str]:
         return ["the triton back end finds no GPU."]
     major = torch.cuda.get_device_capability(device)[0]
     if major not in MAJORS:
-        known = ", ".join(f"sm_{known}x" for known in MAJORS)
-        return [f"the triton back end was compiled for {known}, not for sm_{major}x."]
+        served = ", ".join(f"sm_{major_served}x" for major_served in MAJORS)
+        return [f"the triton back end was compiled for {served}, not for sm_{major}x."]
     if shapes.chip_of(device) is None:
-        least, held = min(kb for _, kb in shapes.CHIPS.values()), shapes.shared_memory(shapes.index_of(device))
-        return [f"the triton back end needs {least} KB of shared memory; this GPU has {held} KB."]
+        least, available_kb = min(kb for _, kb in shapes.CHIPS.values()), shapes.shared_memory(shapes.index_of(device))
+        return [f"the triton back end needs {least} KB of shared memory; this GPU has {available_kb} KB."]
     return []
 
 

@@ -40,11 +40,11 @@ def unpad_input(
         >>> found[0].shape, found[2].tolist(), found[3]
         (torch.Size([5, 8]), [0, 2, 5], 3)
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
-    lengths = kept.sum(-1, dtype=torch.int32)
+    mask_total = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = mask_total.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)
-    places = kept.flatten().nonzero().flatten()
-    return hidden_states.flatten(0, 1).index_select(0, places), places, _ends(lengths), _longest(lengths), used
+    indices = mask_total.flatten().nonzero().flatten()
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, _ends(lengths), _longest(lengths), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -60,11 +60,11 @@ def unpad_input_for_concatenated_sequences(
         (tokens [T, ...], their places in B * S, cumulative lengths as int32, the longest).
     """
     rows, columns = attention_mask_in_length.sum(-1), attention_mask_in_length.shape[-1]
-    kept = torch.arange(columns, device=rows.device) < rows[:, None]
+    is_token = torch.arange(columns, device=rows.device) < rows[:, None]
     lengths = attention_mask_in_length.flatten()
     lengths = lengths[lengths != 0]
-    places = kept.flatten().nonzero().flatten()
-    return hidden_states.flatten(0, 1).index_select(0, places), places, _ends(lengths), _longest(lengths)
+    indices = is_token.flatten().nonzero().flatten()
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, _ends(lengths), _longest(lengths)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -99,12 +99,12 @@ def uninstall() -> None:
 
 
 def _changed(version: str, changes: Changes) -> None:
-    changes.play(made(version), version)
+    changes.play(modules_of(version), version)
     changes.when_loaded("transformers.utils.import_utils", lambda module: _admit(changes, module))
     changes.when_loaded("transformers.modeling_flash_attention_utils", lambda module: _admit_devices(changes, module))
 
 
-def made(version: str) -> dict[str, ModuleType]:
+def modules_of(version: str) -> dict[str, ModuleType]:
     """Every module of a release by its full name, packages before what they hold."""
     modules = {name: _module(name, names) for name, names in _CONTENTS.items()}
     for name, module in modules.items():

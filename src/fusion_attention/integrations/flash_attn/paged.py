@@ -130,14 +130,14 @@ def attend_pages(
     with torch.no_grad():
         # Decoding takes rows sequence by sequence, padded; what it returns is packed again.
         padded = q.new_zeros(len(q_len), max(q_len, default=0), *q.shape[1:])
-        places = [(b, slice(0, n)) for b, n in enumerate(q_len)]
-        for place, part in zip(places, q.split([*q_len, q.shape[0] - sum(q_len)]), strict=False):
-            padded[place] = part
+        slots = [(b, slice(0, n)) for b, n in enumerate(q_len)]
+        for place, sequence_rows in zip(slots, q.split([*q_len, q.shape[0] - sum(q_len)]), strict=False):
+            padded[place] = sequence_rows
         out, lse = _attend(padded, k, v, ends, None, table, None, alibi_slopes, q_len=q_len, **how)
         behind = q.new_zeros(q.shape[0] - sum(q_len), *out.shape[2:])
         lse = lse.transpose(1, 2)
         none = lse.new_full((behind.shape[0], lse.shape[2]), float("-inf"))
-        return torch.cat([*(out[p] for p in places), behind]), torch.cat([*(lse[p] for p in places), none])
+        return torch.cat([*(out[p] for p in slots), behind]), torch.cat([*(lse[p] for p in slots), none])
 
 
 def _attend(

@@ -19,7 +19,7 @@ _FULL, _CAUSAL = Band.full(), Band.causal()
 # Lengths that were read from another device, which waits for it: tensor's id -> (the tensor, its version, numbers).
 # The layers of a model read the same ones. Weak, and bounded.
 _READ: dict[int, tuple[weakref.ref[Tensor], int, list[int]]] = {}
-_KEPT = 64
+_ENTRIES = 64
 
 
 def band_of(causal: bool, window: Window) -> Band:
@@ -39,11 +39,11 @@ def numbers(tensor: Tensor) -> list[int]:
     """The whole numbers of a tensor; of one on another device, read once until torch has seen it change."""
     if tensor.device.type == "cpu" or tensor.is_inference():
         return tensor.tolist()
-    known = _READ.get(id(tensor))
-    if known is not None and known[0]() is tensor and known[1] == tensor._version:
-        return known[2]
+    entry = _READ.get(id(tensor))
+    if entry is not None and entry[0]() is tensor and entry[1] == tensor._version:
+        return entry[2]
     result: list[int] = tensor.tolist()
-    while len(_READ) >= _KEPT:
+    while len(_READ) >= _ENTRIES:
         del _READ[next(iter(_READ))]
     _READ[id(tensor)] = weakref.ref(tensor), tensor._version, result
     return result
@@ -65,9 +65,9 @@ def capped(softcap: float) -> float:
     return max(float(softcap), 0.0)
 
 
-def returned(found: Any, with_probs: bool, *, packed: bool = False) -> Any:
+def returned(result: Any, with_probs: bool, *, packed: bool = False) -> Any:
     """out, or (out, lse, None) as flash-attn returns it: lse [B, N, S], packed [N, T]."""
     if not with_probs:
-        return found
-    out, lse = found
+        return result
+    out, lse = result
     return out, lse.transpose(0, 1) if packed else lse, None

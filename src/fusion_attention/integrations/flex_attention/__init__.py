@@ -18,15 +18,15 @@ from torch import Tensor
 
 from fusion_attention.api.attention import attention
 from fusion_attention.integrations.flex_attention import masks, mods, scores
-from fusion_attention.integrations.flex_attention.masks import Seen, Shape
+from fusion_attention.integrations.flex_attention.masks import Shape, Visible
 from fusion_attention.integrations.flex_attention.scores import Terms
 from fusion_attention.patches import Changes, Counted, Layer
 from fusion_attention.torch_ops import dispatch
 
 __all__ = ["explain", "flex_attention", "patched"]
 
-_EVERY = Seen(None)
-_WHOLE = 1 << 30  # rows and keys of the one block of a mask that hides nothing, as torch makes it
+_EVERY = Visible(None)
+_FULL_BLOCK = 1 << 30  # rows and keys of the one block of a mask that hides nothing, as torch makes it
 _MODULE = "torch.nn.attention.flex_attention"
 
 
@@ -103,11 +103,11 @@ def _flex_attention(
     shape = Shape(items, heads, rows, key.shape[2], query.device)
     cast = {"q": query, "k": key, "v": value}
     dispatch.autocast(cast, ("q", "k", "v"))
-    seen, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
+    visible, terms = _understood(score_mod, block_mask, shape, cast["q"].dtype)
     scale = (dim**-0.5 if scale is None else scale) * terms.factor
     stats = return_lse or bool(return_aux and return_aux.lse)
     with torch.autocast(query.device.type, enabled=False) if _autocasts(query) else nullcontext():  # it is done
-        out, lse = _attend(cast["q"], cast["k"], cast["v"], seen, terms, scale, stats=stats)
+        out, lse = _attend(cast["q"], cast["k"], cast["v"], visible, terms, scale, stats=stats)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -125,13 +125,13 @@ def explain(query: Tensor, key: Tensor, score_mod: Callable[..., Any] | None = N
     """
     _check_mask(query, key, block_mask)
     shape = Shape(query.shape[0], query.shape[1], query.shape[2], key.shape[2], query.device)
-    seen, terms = _understood(score_mod, block_mask, shape, query.dtype)
+    visible, terms = _understood(score_mod, block_mask, shape, query.dtype)
     words = []
-    if _packs(seen, terms):
-        words.append(f"{len(seen.q_len or ())} packed sequences, band={seen.band}")
-    elif seen.band is not None and not seen.packed:
-        words.append(f"band={seen.band}" + (", q_len and kv_len" if seen.q_len else ""))
-    elif seen.tiles is not None:
+    if _packs(visible, terms):
+        words.append(f"{len(visible.q_len or ())} packed sequences, band={visible.band}")
+    elif visible.band is not None and not visible.packed:
+        words.append(f"band={visible.band}" + (", q_len and kv_len" if visible.q_len else ""))
+    elif visible.tiles is not None:
         words.append("tiles")
     words += [f"scale * {terms.factor:.6g}"] if terms.factor != 1 else []
     words += ["a factor per row"] if terms.by_row is not None else []
@@ -163,15 +163,15 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, 
     if any(t.device != query.device for t in tensors):
         devices = ", ".join(str(t.device) for t in tensors)
         raise ValueError(f"flex_attention: query: expected query, key and value on one device, got {devices}")
-    own, shared = query.shape[1], key.shape[1]
-    if own != shared and not enable_gqa:
+    heads, shared = query.shape[1], key.shape[1]
+    if heads != shared and not enable_gqa:
         raise ValueError(
-            f"flex_attention: key: expected {own} heads like the query, got {shared}; pass enable_gqa=True to share "
+            f"flex_attention: key: expected {heads} heads like the query, got {shared}; pass enable_gqa=True to share "
             "them"
         )
-    if own % max(shared, 1) or own < shared:
+    if heads % max(shared, 1) or heads < shared:
         raise ValueError(
-            f"flex_attention: key: expected a number of heads that divides the query's {own}, got {shared}"
+            f"flex_attention: key: expected a number of heads that divides the query's {heads}, got {shared}"
         )
     if query.shape[0] != key.shape[0] and (key.shape[0] != 1 or block_mask is None):
         raise ValueError(
@@ -190,11 +190,11 @@ def _check_mask(query: Tensor, key: Tensor, mask: Any) -> None:
         )
     if getattr(mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask: set it from that of the mask before slicing")
-    made, asked = tuple(mask.seq_lengths), (query.shape[2], key.shape[2])
-    if made != asked and tuple(mask.BLOCK_SIZE) != (_WHOLE, _WHOLE):
+    lengths, expected = tuple(mask.seq_lengths), (query.shape[2], key.shape[2])
+    if lengths != expected and tuple(mask.BLOCK_SIZE) != (_FULL_BLOCK, _FULL_BLOCK):
         raise ValueError(
-            f"flex_attention: block_mask: expected one made for q_len={asked[0]} and kv_len={asked[1]}, got one for "
-            f"{made[0]} and {made[1]}; make it anew, or crop it by block_mask._adjust(q_len, kv_len)"
+            f"flex_attention: block_mask: expected one made for q_len={expected[0]} and kv_len={expected[1]}, got one "
+            f"for {lengths[0]} and {lengths[1]}; make it anew, or crop it by block_mask._adjust(q_len, kv_len)"
         )
     if mask.kv_num_blocks.device != query.device:
         raise RuntimeError(
@@ -223,35 +223,35 @@ def _is_block_mask(mask: Any) -> bool:
 
 def _understood(
     score_mod: Callable[..., Any] | None, mask: Any, shape: Shape, dtype: torch.dtype
-) -> tuple[Seen, Terms]:
+) -> tuple[Visible, Terms]:
     if not (shape.items and shape.heads and shape.rows and shape.keys):
         return _EVERY, Terms()
-    seen = _EVERY
+    visible = _EVERY
     if _is_block_mask(mask):
         blocks = tuple(
             getattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
         )
         captured = (mask.mask_mod, blocks, tuple(mask.BLOCK_SIZE))
-        seen = mods.remembered(mask, ("seen", shape), captured, lambda: masks.of_block_mask(mask, shape))
+        visible = mods.remembered(mask, ("visible", shape), captured, lambda: masks.of_block_mask(mask, shape))
     elif mask is not None:
-        seen = _of_function(mask, shape)
+        visible = _of_function(mask, shape)
     if score_mod is None:
-        return seen, Terms()
-    terms = scores.terms(score_mod, shape, dtype, alone=mask is None, past=seen.past)
+        return visible, Terms()
+    terms = scores.terms(score_mod, shape, dtype, alone=mask is None, past=visible.past)
     if terms.mask is not None:
-        seen = _of_function(terms.mask, shape)
-    return seen, terms
+        visible = _of_function(terms.mask, shape)
+    return visible, terms
 
 
-def _of_function(mod: mods.Mod, shape: Shape) -> Seen:
-    return mods.remembered(mod, ("seen", shape), (mod,), lambda: masks.of_function(mod, shape))
+def _of_function(mod: mods.Mod, shape: Shape) -> Visible:
+    return mods.remembered(mod, ("visible", shape), (mod,), lambda: masks.of_function(mod, shape))
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, terms: Terms, scale: float, *, stats: bool
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, terms: Terms, scale: float, *, stats: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out [B, N, S1, Dv], lse [B, N, S1]) of a call in our words."""
     dtype = q.dtype
@@ -270,21 +270,21 @@ def _attend(
         words["alibi_start"] = [0, 0]
     if q.dtype == torch.float64:
         words["backend"] = "golden"
-    out, lse = _packed(q, k, v, seen, words) if _packs(seen, terms) else _padded(q, k, v, seen, words)
+    out, lse = _packed(q, k, v, visible, words) if _packs(visible, terms) else _padded(q, k, v, visible, words)
     return out.to(dtype), lse
 
 
-def _packs(seen: Seen, terms: Terms) -> bool:
-    """Whether a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
-    if not seen.packed or seen.band is None or terms.bias is not None:
+def _packs(visible: Visible, terms: Terms) -> bool:
+    """True if a call is made of packed sequences: distances must stay, and a matrix has one shape for all items."""
+    if not visible.packed or visible.band is None or terms.bias is not None:
         return False
-    return terms.slopes is None or (seen.aligned and terms.slopes.ndim == 1)
+    return terms.slopes is None or (visible.aligned and terms.slopes.ndim == 1)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def _packed(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     items, heads, rows, _ = q.shape
     q_rows, k_rows, v_rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    words = {**words, "layout": "TND", "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
+    words = {**words, "layout": "TND", "band": visible.band, "q_len": visible.q_len, "kv_len": visible.kv_len}
     out, lse = _called(q_rows, k_rows, v_rows, words)
     out = out.view(items, rows, heads, -1).transpose(1, 2)
     if not _tokens_outside(q):
@@ -292,13 +292,13 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) 
     return out, None if lse is None else lse.view(items, rows, heads).transpose(1, 2)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    if seen.band is not None and not seen.packed:
-        words = {**words, "band": seen.band, "q_len": seen.q_len, "kv_len": seen.kv_len}
-    elif seen.tiles is not None and q.device.type == "cpu":
-        words = {**words, "blocked_tiles": seen.tiles, "blocked_bits": seen.bits}
-    elif seen.tiles is not None:  # the kernels of GPUs read a matrix
-        words = {**words, "blocked": seen.blocked(q.shape[2], k.shape[2]).to(q.device)}
+def _padded(q: Tensor, k: Tensor, v: Tensor, visible: Visible, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    if visible.band is not None and not visible.packed:
+        words = {**words, "band": visible.band, "q_len": visible.q_len, "kv_len": visible.kv_len}
+    elif visible.tiles is not None and q.device.type == "cpu":
+        words = {**words, "blocked_tiles": visible.tiles, "blocked_bits": visible.bits}
+    elif visible.tiles is not None:  # the kernels of GPUs read a matrix
+        words = {**words, "blocked": visible.blocked(q.shape[2], k.shape[2]).to(q.device)}
     if not _tokens_outside(q):
         return _called(q, k, v, {**words, "layout": "BNSD"})
     out, lse = _called(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {**words, "layout": "BSND"})
@@ -307,8 +307,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, seen: Seen, words: dict[str, Any]) 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None) of attention()."""
-    said = attention(q, k, v, **words)
-    return said if isinstance(said, tuple) else (said, None)
+    result = attention(q, k, v, **words)
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def _autocasts(q: Tensor) -> bool:

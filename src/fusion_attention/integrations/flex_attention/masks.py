@@ -24,7 +24,7 @@ _FAR = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Visible:
     """The keys that rows see, said in every way that is true.
 
     Attributes:
@@ -71,19 +71,19 @@ class Shape:
     device: torch.device
 
 
-def of_block_mask(mask: Any, shape: Shape) -> Seen:
-    """What torch's BlockMask says of a call's pairs."""
+def of_block_mask(mask: Any, shape: Shape) -> Visible:
+    """The visible pairs of torch's BlockMask."""
     grid, block = _grid(mask, shape)
-    return _seen(_tiled(mask.mask_mod, grid, block, shape), shape)
+    return _visible_of(_tiled(mask.mask_mod, grid, block, shape), shape)
 
 
-def of_function(mod: mods.Mod, shape: Shape) -> Seen:
-    """What a function of positions says: true where a row sees a key."""
+def of_function(mod: mods.Mod, shape: Shape) -> Visible:
+    """The visible pairs of a function of positions, true where a row sees a key."""
     relative = _relative(mod, shape)
     if relative is not None:
         return relative
     grid = np.ones((1, 1, 1, 1), np.int8)
-    return _seen(_tiled(mod, grid, (shape.rows, shape.keys), shape), shape)
+    return _visible_of(_tiled(mod, grid, (shape.rows, shape.keys), shape), shape)
 
 
 def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
@@ -99,34 +99,35 @@ def _grid(mask: Any, shape: Shape) -> tuple[np.ndarray, tuple[int, int]]:
 
     if mask.mask_mod is noop_mask:
         grid = np.where(grid == 1, np.int8(2), grid)
-    for name, size, asked in (("batch size", grid.shape[0], shape.items), ("heads", grid.shape[1], shape.heads)):
-        if size not in (1, asked):
+    for name, size, expected in (("batch size", grid.shape[0], shape.items), ("heads", grid.shape[1], shape.heads)):
+        if size not in (1, expected):
             raise ValueError(
-                f"flex_attention: block_mask: expected a mask of 1 or {asked} as its {name}, like the query, got {size}"
-                "; make it with create_block_mask(mask_mod, B, H, ...) for this query, or with None in that place"
+                f"flex_attention: block_mask: expected a mask of 1 or {expected} as its {name}, like the query, "
+                f"got {size}; make it with create_block_mask(mask_mod, B, H, ...) for this query, or with None "
+                "in that place"
             )
     return grid, (rows, keys)
 
 
 def _blocks(counts: Tensor, indices: Tensor, down: int, across: int) -> np.ndarray:
     """[B, N, down, across]: whether a block is listed."""
-    numbers, places = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
+    numbers, positions = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
     while numbers.ndim < 3:
-        numbers, places = numbers[None], places[None]
-    if numbers.shape[2] < down or places.shape[:3] != numbers.shape:
+        numbers, positions = numbers[None], positions[None]
+    if numbers.shape[2] < down or positions.shape[:3] != numbers.shape:
         raise ValueError(
             f"flex_attention: block_mask: expected at least {down} rows of blocks for this query, got kv_num_blocks "
             f"{tuple(counts.shape)} and kv_indices {tuple(indices.shape)}; make the mask anew for these lengths"
         )
-    numbers, places = numbers[:, :, :down], places[:, :, :down]
-    valid = np.arange(places.shape[3]) < numbers[..., None]
-    if ((places < 0) | (places >= across))[valid].any() or (numbers > places.shape[3]).any():
+    numbers, positions = numbers[:, :, :down], positions[:, :, :down]
+    valid = np.arange(positions.shape[3]) < numbers[..., None]
+    if ((positions < 0) | (positions >= across))[valid].any() or (numbers > positions.shape[3]).any():
         raise ValueError(
             f"flex_attention: block_mask: expected block numbers from 0 to {across - 1}, got others in kv_indices; "
             "make the mask anew for these lengths"
         )
-    listed = np.zeros((*places.shape[:3], across + 1), bool)
-    np.put_along_axis(listed, np.where(valid, places, across).astype(np.int64), True, axis=3)
+    listed = np.zeros((*positions.shape[:3], across + 1), bool)
+    np.put_along_axis(listed, np.where(valid, positions, across).astype(np.int64), True, axis=3)
     return listed[..., :across]
 
 
@@ -150,25 +151,25 @@ def _tiled(mod: mods.Mod, grid: np.ndarray, block: tuple[int, int], shape: Shape
     low, high = (_per_tile(grid, block, shape, fold) for fold in (np.minimum, np.maximum))
     tiles = np.where(high == 0, NONE, ALL).astype(np.int32)
     result = _Rows(tiles, np.zeros((0, TILE, TILE // 8), np.uint8), *_of_whole_tiles(low == 2, shape))
-    known: dict[bytes, int] = {}
-    kept: list[np.ndarray] = []
+    number_of: dict[bytes, int] = {}
+    distinct: list[np.ndarray] = []
     open_tiles = np.argwhere((low != 2) & (high != 0))
     for at in np.array_split(open_tiles, -(-len(open_tiles) // _CHUNK)) if len(open_tiles) else ():
-        seen, inside = _evaluated(mod, at, grid, block, shape)
-        _note_rows(result, at, seen)
-        hidden = np.packbits(~seen, axis=2, bitorder="little")
-        some_seen, all_seen = np.any(seen, (1, 2)).tolist(), np.all(seen | ~inside, (1, 2)).tolist()
+        visible, inside = _evaluated(mod, at, grid, block, shape)
+        _note_rows(result, at, visible)
+        hidden = np.packbits(~visible, axis=2, bitorder="little")
+        some_seen, all_seen = np.any(visible, (1, 2)).tolist(), np.all(visible | ~inside, (1, 2)).tolist()
         for place, bits, some, every in zip(map(tuple, at), hidden, some_seen, all_seen, strict=True):
             if some and not every:
                 text = bits.tobytes()
-                if text not in known:
-                    known[text] = len(kept)
-                    kept.append(bits)
-                tiles[place] = known[text]
+                if text not in number_of:
+                    number_of[text] = len(distinct)
+                    distinct.append(bits)
+                tiles[place] = number_of[text]
             else:
                 tiles[place] = ALL if some else NONE
-    if kept:
-        result.bits = np.stack(kept)
+    if distinct:
+        result.bits = np.stack(distinct)
     for name in ("first", "end", "count"):  # rows of the last tile that do not exist
         setattr(result, name, getattr(result, name)[..., : shape.rows])
     return result
@@ -190,19 +191,19 @@ def _per_tile(grid: np.ndarray, block: tuple[int, int], shape: Shape, fold: Any)
     for axis, size, length in ((2, block[0], shape.rows), (3, block[1], shape.keys)):
         starts = np.arange(0, length, TILE)
         ends = (np.minimum(starts + TILE, length) - 1) // size + 1
-        places = np.stack([starts // size, ends], 1).ravel()
+        bounds = np.stack([starts // size, ends], 1).ravel()
         padded = np.concatenate([grid, np.take(grid, [-1], axis)], axis)  # an end may lie behind the last block
-        grid = np.take(fold.reduceat(padded, places, axis), np.arange(0, len(places), 2), axis)
+        grid = np.take(fold.reduceat(padded, bounds, axis), np.arange(0, len(bounds), 2), axis)
     return grid
 
 
-def _of_whole_tiles(whole: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
+def _of_whole_tiles(is_full: np.ndarray, shape: Shape) -> tuple[np.ndarray, ...]:
     """(first, end, count) of each row, over tiles that are seen whole."""
     starts = np.arange(0, shape.keys, TILE)
     ends = np.minimum(starts + TILE, shape.keys)
-    first = np.where(whole, starts, _FAR).min(-1, initial=_FAR)
-    end = np.where(whole, ends, 0).max(-1, initial=0)
-    count = np.where(whole, ends - starts, 0).sum(-1)
+    first = np.where(is_full, starts, _FAR).min(-1, initial=_FAR)
+    end = np.where(is_full, ends, 0).max(-1, initial=0)
+    count = np.where(is_full, ends - starts, 0).sum(-1)
     first, end, count = (np.repeat(a.astype(np.int64), TILE, axis=-1) for a in (first, end, count))
     return first, end, count
 
@@ -219,46 +220,46 @@ def _evaluated(
     ]
     item, head, row, key = (torch.from_numpy(a).to(shape.device) for a in (at[:, 0], at[:, 1], rows, keys))
     with torch.no_grad():
-        said = mods.at_pairs(mod, item, head, row, key)
-    if said.shape != inside.shape or said.dtype != torch.bool:
+        answer = mods.at_pairs(mod, item, head, row, key)
+    if answer.shape != inside.shape or answer.dtype != torch.bool:
         raise ValueError(
             "flex_attention: block_mask: expected a mask_mod that returns one bool for four positions, got "
-            f"{said.dtype} of shape {tuple(said.shape[3:])}"
+            f"{answer.dtype} of shape {tuple(answer.shape[3:])}"
         )
-    return inside & ((where == 2) | (where == 1) & said.cpu().numpy()), inside
+    return inside & ((where == 2) | (where == 1) & answer.cpu().numpy()), inside
 
 
-def _note_rows(found: _Rows, at: np.ndarray, seen: np.ndarray) -> None:
+def _note_rows(rows: _Rows, at: np.ndarray, visible: np.ndarray) -> None:
     """Adds tiles to what is known of their rows."""
-    count = seen.sum(2)
-    first = seen.argmax(2) + at[:, 3, None] * TILE
-    end = (TILE - seen[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
+    count = visible.sum(2)
+    first = visible.argmax(2) + at[:, 3, None] * TILE
+    end = (TILE - visible[:, :, ::-1].argmax(2)) + at[:, 3, None] * TILE
     item, head = at[:, 0, None], at[:, 1, None]
     row = at[:, 2, None] * TILE + np.arange(TILE)
-    np.add.at(found.count, (item, head, row), count)
-    np.minimum.at(found.first, (item, head, row), np.where(count > 0, first, _FAR))
-    np.maximum.at(found.end, (item, head, row), np.where(count > 0, end, 0))
+    np.add.at(rows.count, (item, head, row), count)
+    np.minimum.at(rows.first, (item, head, row), np.where(count > 0, first, _FAR))
+    np.maximum.at(rows.end, (item, head, row), np.where(count > 0, end, 0))
 
 
 # ------------------------------------------------------------------------------------------------------------- bands
 
 
-def _seen(found: _Rows, shape: Shape) -> Seen:
+def _visible_of(rows: _Rows, shape: Shape) -> Visible:
     """A mask in its best form."""
     row = np.arange(shape.rows)
-    past = bool((found.end <= row + 1).all())
-    tiles, bits = torch.from_numpy(found.tiles), torch.from_numpy(found.bits)
-    said: dict[str, Any] = {"past": past, "tiles": tiles, "bits": bits}
-    empty = found.count == 0
-    first, end = np.where(empty, 0, found.first), np.where(empty, 0, found.end)
+    past = bool((rows.end <= row + 1).all())
+    tiles, bits = torch.from_numpy(rows.tiles), torch.from_numpy(rows.bits)
+    fields: dict[str, Any] = {"past": past, "tiles": tiles, "bits": bits}
+    empty = rows.count == 0
+    first, end = np.where(empty, 0, rows.first), np.where(empty, 0, rows.end)
     alike = (first == first[:, :1]).all() and (end == end[:, :1]).all()
-    if alike and bool((empty | (end - first == found.count)).all()):
+    if alike and bool((empty | (end - first == rows.count)).all()):
         first, end = first[:, 0], end[:, 0]
-        for cut in (_padded, _packed):
-            said.update(cut(first, end, shape) or {})
-            if said.get("band") is not None:
+        for read in (_padded, _packed):
+            fields.update(read(first, end, shape) or {})
+            if fields.get("band") is not None:
                 break
-    return Seen(**{"band": None, **said})
+    return Visible(**{"band": None, **fields})
 
 
 def _padded(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
@@ -287,12 +288,12 @@ def _of_all(band: Band, shape: Shape) -> Band:
 
 def _packed(first: np.ndarray, end: np.ndarray, shape: Shape) -> dict[str, Any] | None:
     """The band of sequences that the items [B, S1] are cut into, if they can be."""
-    pieces = [piece for item in zip(first, end, strict=True) for piece in _pieces(*item, shape.keys)]
+    pieces = [segment for item in zip(first, end, strict=True) for segment in _pieces(*item, shape.keys)]
     begin, q_len, start, kv_len = (np.array(column) for column in zip(*pieces, strict=True))
     sequence = np.repeat(np.arange(len(pieces)), q_len)
     row = np.tile(np.arange(shape.rows), len(first)) - begin[sequence]
-    seen = end.ravel() > 0
-    own_first, own_end = (np.where(seen, e.ravel() - start[sequence], 0) for e in (first, end))
+    visible = end.ravel() > 0
+    own_first, own_end = (np.where(visible, e.ravel() - start[sequence], 0) for e in (first, end))
     edges = _Edges(own_first, own_end, sequence, row)
     band = _band(edges, q_len, kv_len)
     if band is None or band.prefix:
@@ -310,16 +311,16 @@ def _pieces(first: np.ndarray, end: np.ndarray, keys: int) -> list[tuple[int, in
     empty = end == 0
     behind = np.maximum.accumulate(end)
     ahead = np.minimum.accumulate(np.where(empty, keys, first)[::-1])[::-1]
-    cut = behind[:-1] <= ahead[1:]
-    cut &= ~(empty[:-1] & empty[1:])
-    edges = [0, *(np.flatnonzero(cut) + 1).tolist(), rows]
+    splits = behind[:-1] <= ahead[1:]
+    splits &= ~(empty[:-1] & empty[1:])
+    edges = [0, *(np.flatnonzero(splits) + 1).tolist(), rows]
     pieces, key = [], 0
     for begin, stop in pairwise(edges):
-        seen = ~empty[begin:stop]
-        if not seen.any():
+        visible = ~empty[begin:stop]
+        if not visible.any():
             pieces.append((begin, stop - begin, key, 0))
             continue
-        start, last = int(first[begin:stop][seen].min()), int(end[begin:stop].max())
+        start, last = int(first[begin:stop][visible].min()), int(end[begin:stop].max())
         if start > key:
             pieces.append((begin, 0, key, start - key))
         pieces.append((begin, stop - begin, start, last - start))
@@ -353,9 +354,9 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
     first, end, sequence, row = edges
     keys = kv_len[sequence]
     diagonal = row + (keys - q_len[sequence] if align == "end" else 0)
-    seen = end > first
-    left = np.unique((first - diagonal)[seen & (first > 0)])
-    right = np.unique((end - diagonal)[seen & (end < keys)])
+    visible = end > first
+    left = np.unique((first - diagonal)[visible & (first > 0)])
+    right = np.unique((end - diagonal)[visible & (end < keys)])
     lo = int(left[0]) if len(left) else -INFINITE
     if len(left) > 1:
         return
@@ -363,8 +364,8 @@ def _candidates(edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray, align: str
         yield Band(lo, int(right[0]), align) if len(right) else Band(lo, align=align) if len(left) else Band.full()
     elif not len(left):
         prefix = kv_len.copy()
-        np.minimum.at(prefix, sequence, np.where(seen, end, keys))
-        right = np.unique((end - diagonal)[seen & (end < keys) & (end > prefix[sequence])])
+        np.minimum.at(prefix, sequence, np.where(visible, end, keys))
+        right = np.unique((end - diagonal)[visible & (end < keys) & (end > prefix[sequence])])
         if len(right) == 1:
             yield Band(-INFINITE, int(right[0]), align, tuple(prefix.tolist()))
 
@@ -375,14 +376,14 @@ def _is(band: Band, edges: _Edges, q_len: np.ndarray, kv_len: np.ndarray) -> boo
     lo, hi, prefix = (edge[sequence] for edge in band.resolve(q_len, kv_len))
     left = np.maximum(0, row + lo)
     right = np.minimum(kv_len[sequence], np.maximum(prefix, row + hi))
-    seen = (right > left) & (row < q_len[sequence])
-    return bool((np.where(seen, left, 0) == first).all() and (np.where(seen, right, 0) == end).all())
+    visible = (right > left) & (row < q_len[sequence])
+    return bool((np.where(visible, left, 0) == first).all() and (np.where(visible, right, 0) == end).all())
 
 
 # ---------------------------------------------------------------------------------------------------------- functions
 
 
-def _relative(mod: mods.Mod, shape: Shape) -> Seen | None:
+def _relative(mod: mods.Mod, shape: Shape) -> Visible | None:
     """A function of the distance alone, if the keys that it shows make a band."""
     distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
     zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
@@ -391,15 +392,15 @@ def _relative(mod: mods.Mod, shape: Shape) -> Seen | None:
         return mod(_Unasked(), _Unasked(), row, key)
 
     with torch.no_grad():
-        said = mods.by_distance(alone, zero, zero, distances)
-    if said is None or said.dtype != torch.bool or said.shape != (1, len(distances)):
+        answer = mods.by_distance(alone, zero, zero, distances)
+    if answer is None or answer.dtype != torch.bool or answer.shape != (1, len(distances)):
         return None
-    near = np.flatnonzero(said[0].cpu().numpy()) + 1 - shape.keys  # distances of keys that are seen
+    near = np.flatnonzero(answer[0].cpu().numpy()) + 1 - shape.keys  # distances of keys that are seen
     if not len(near) or near[-1] - near[0] + 1 != len(near):
         return None
     lo = -INFINITE if near[-1] == shape.rows - 1 else -int(near[-1])
     hi = INFINITE if near[0] == 1 - shape.keys else 1 - int(near[0])
-    return Seen(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
+    return Visible(Band(lo, hi, "end" if shape.rows == shape.keys else "start"), past=hi <= 1)
 
 
 class _Unasked(mods.Position):

@@ -27,8 +27,8 @@ class _Indexed(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in index) and all(isinstance(i, (Tensor, int)) for i in index):
                 device = args[0].device
-                places = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
-                return torch.ops.aten.index(args[0], places)
+                indices = [i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in index]
+                return torch.ops.aten.index(args[0], indices)
         return func(*args, **(kwargs or {}))
 
 
@@ -144,7 +144,7 @@ def by_distance(mod: Mod, b: Tensor, h: Tensor, distances: Tensor) -> Tensor | N
 # --------------------------------------------------------------------------------------------------------- remembering
 
 _ATTRIBUTE = "_fusion_attention_cache"
-_KEPT = 4  # answers for other shapes
+_ENTRIES = 4  # answers for other shapes
 
 
 class _Cache(OrderedDict[Any, Any]):
@@ -164,7 +164,7 @@ def remembered(
     answer: Callable[[], T],
     *,
     content: bool = True,
-    keep: Callable[[T], bool] = lambda found: True,
+    keep: Callable[[T], bool] = lambda result: True,
 ) -> T:
     """answer(), or what it was last time, as long as nothing in `captured` changed; kept on the owner, dies with it.
 
@@ -183,53 +183,53 @@ def remembered(
             setattr(owner, _ATTRIBUTE, answers)
     except (TypeError, AttributeError):
         return answer()
-    state, held = _state(captured, content)
-    known = answers.get(question)
-    if known is not None and known[0] == state:
-        return known[2]
-    found = answer()
-    if not keep(found):
-        return found
-    answers[question] = (state, held, found)  # held: while these live, their ids are not reused
-    while len(answers) > _KEPT:
+    state, owners = _state(captured, content)
+    entry = answers.get(question)
+    if entry is not None and entry[0] == state:
+        return entry[2]
+    result = answer()
+    if not keep(result):
+        return result
+    answers[question] = (state, owners, result)  # while the owners live, their ids are not reused
+    while len(answers) > _ENTRIES:
         answers.popitem(last=False)
-    return found
+    return result
 
 
 def _state(values: tuple[Any, ...], content: bool) -> tuple[list[Any], list[Any]]:
     """(what is compared, the objects behind it) of values and of all that functions among them captured."""
-    held: list[Any] = []
-    atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), held)]
+    owners: list[Any] = []
+    atoms = [atom for value in values for atom in _atoms(value, frozenset(), set(), owners)]
     if content:
-        atoms += [_content(value) for value in held if isinstance(value, Tensor)]
-    return atoms, held
+        atoms += [_content(value) for value in owners if isinstance(value, Tensor)]
+    return atoms, owners
 
 
-def _atoms(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
+def _atoms(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
     """names: attributes that the function around reads."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         yield type(value), value
         return
     # What another function reads of the same object is another question.
     question = id(value) if isinstance(value, (Tensor, types.FunctionType)) else (id(value), names)
-    if question in seen:
+    if question in visited:
         yield id(value)
         return
-    seen.add(question)
-    held.append(value)
+    visited.add(question)
+    owners.append(value)
     if isinstance(value, (tuple, list, set, frozenset)):
         yield type(value), len(value)
         for item in value:
-            yield from _atoms(item, names, seen, held)
+            yield from _atoms(item, names, visited, owners)
         return
     if isinstance(value, dict):
         yield dict, len(value)
         for item in (*value.keys(), *value.values()):
-            yield from _atoms(item, names, seen, held)
+            yield from _atoms(item, names, visited, owners)
         return
     if isinstance(value, types.MethodType):  # made anew whenever it is asked for
-        yield from _atoms(value.__func__, names, seen, held)
-        yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), seen, held)
+        yield from _atoms(value.__func__, names, visited, owners)
+        yield from _atoms(value.__self__, _names(getattr(value.__func__, "__code__", None)), visited, owners)
         return
     yield id(value)
     if isinstance(value, Tensor):
@@ -239,24 +239,24 @@ def _atoms(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         named = [value.__globals__[name] for name in sorted(names & value.__globals__.keys())]
         for item in (value.__code__, value.__defaults__, value.__kwdefaults__, *cells, *named):
-            yield from _atoms(item, names, seen, held)
+            yield from _atoms(item, names, visited, owners)
     elif isinstance(value, functools.partial):
-        yield from _atoms((value.func, value.args, value.keywords), names, seen, held)
+        yield from _atoms((value.func, value.args, value.keywords), names, visited, owners)
     elif isinstance(value, (types.ModuleType, type)):
-        yield from _constants(value, names, seen, held)
+        yield from _constants(value, names, visited, owners)
     elif not isinstance(value, (types.CodeType, torch.dtype, torch.device)):
-        yield from _attributes(value, names, seen, held)
+        yield from _attributes(value, names, visited, owners)
 
 
-def _constants(owner: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
+def _constants(owner: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
     """Of a module or a class, what the function around it names and what is no code."""
     for name in sorted(names):
         result = inspect.getattr_static(owner, name, None)
         if isinstance(result, (Tensor, bool, int, float, str, tuple, list, dict, set)):
-            yield from _atoms(result, names, seen, held)
+            yield from _atoms(result, names, visited, owners)
 
 
-def _attributes(value: Any, names: frozenset[str], seen: set[Any], held: list[Any]) -> Iterator[Any]:
+def _attributes(value: Any, names: frozenset[str], visited: set[Any], owners: list[Any]) -> Iterator[Any]:
     """Of an object, what its own call reads, and what the function around it names.
 
     An attribute may compute anything: then nothing is remembered.
@@ -265,24 +265,24 @@ def _attributes(value: Any, names: frozenset[str], seen: set[Any], held: list[An
     if isinstance(value, torch.nn.Module):
         call = type(value).forward
     if isinstance(call, types.FunctionType):
-        yield from _atoms(call, names, seen, held)
+        yield from _atoms(call, names, visited, owners)
         names = names | _names(call.__code__)
     tables = [getattr(value, "__dict__", {})]
     tables += [tables[0][name] for name in ("_parameters", "_buffers", "_modules") if name in tables[0]]
     for name in sorted(names):
-        if (id(value), name) in seen:
+        if (id(value), name) in visited:
             continue
-        seen.add((id(value), name))
+        visited.add((id(value), name))
         table = next((table for table in tables if name in table), None)
         result = inspect.getattr_static(type(value), name, None) if table is None else table[name]
         if table is None and isinstance(result, types.FunctionType):  # a method, which reads its object
             further = _names(result.__code__) - names
-            yield from _atoms(result, names, seen, held)
-            yield from _attributes(value, further, seen, held) if further else ()
+            yield from _atoms(result, names, visited, owners)
+            yield from _attributes(value, further, visited, owners) if further else ()
         elif table is None and hasattr(type(result), "__get__"):
             yield object()
         elif result is not None:
-            yield from _atoms(result, names, seen, held)
+            yield from _atoms(result, names, visited, owners)
 
 
 def _cell(cell: types.CellType) -> Any:

@@ -61,7 +61,7 @@ class _Form(NamedTuple):
     by_row: bool = False
 
 
-_PLAIN = _Form(1.0, None)
+_IDENTITY = _Form(1.0, None)
 
 
 class _Score:
@@ -69,7 +69,7 @@ class _Score:
 
     device: torch.device
 
-    def __init__(self, like: Tensor, form: _Form = _PLAIN, bias: Any = 0.0, row: Tensor | None = None) -> None:
+    def __init__(self, like: Tensor, form: _Form = _IDENTITY, bias: Any = 0.0, row: Tensor | None = None) -> None:
         self._like, self._form, self._bias, self._row = like, form, bias, row
         self.dtype, self.device, self.shape = like.dtype, like.device, like.shape
         self.ndim, self.requires_grad = 0, False
@@ -152,10 +152,10 @@ class _Score:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
-        known = _FUNCTIONS.get(name)
-        if known is None or kwargs:
+        function = _FUNCTIONS.get(name)
+        if function is None or kwargs:
             raise refused(f"{name}() of a score", _COMPUTE)
-        return known(*args)
+        return function(*args)
 
 
 _COMPUTE = "compute such scores with torch.nn.attention.flex_attention, or by hand"
@@ -241,20 +241,20 @@ class _Interpreted:
 
     def _both(self, b: Any, h: Any, row: Any, key: Any) -> tuple[Tensor, Tensor]:
         like = torch.zeros((), dtype=self.dtype, device=b.device)
-        said = self.score_mod(_Score(like), b, h, row, key)
-        if not isinstance(said, _Score):
-            said = _Score(like, _Form(0.0, None), said)
-        if said._form != (self.form or said._form):
+        score = self.score_mod(_Score(like), b, h, row, key)
+        if not isinstance(score, _Score):
+            score = _Score(like, _Form(0.0, None), score)
+        if score._form != (self.form or score._form):
             raise refused("a function that does something else at every call", "make it one of its arguments alone")
-        self.form = said._form
-        return _tensor(said._bias, like), _tensor(1.0 if said._row is None else said._row, like)
+        self.form = score._form
+        return _tensor(score._bias, like), _tensor(1.0 if score._row is None else score._row, like)
 
 
 class _Structure(NamedTuple):
     """Which of (batch, head, row, key) the bias depends on, and whether on the distance of row and key alone; which the
     factor by row depends on, if there is one."""
 
-    own: tuple[bool, ...]
+    varies: tuple[bool, ...]
     relative: bool
     by_row: tuple[bool, ...] | None
 
@@ -275,8 +275,8 @@ def terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, *, al
     )
 
 
-def _lasts(found: Terms) -> bool:
-    return not any(t is not None and t.requires_grad for t in (found.bias, found.by_row))
+def _lasts(score_terms: Terms) -> bool:
+    return not any(t is not None and t.requires_grad for t in (score_terms.bias, score_terms.by_row))
 
 
 def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alone: bool, past: bool) -> Terms:
@@ -284,7 +284,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
     structure = mods.remembered(
         score_mod, ("structure", shape, dtype), (score_mod,), lambda: _structure(bias, shape), content=False
     )
-    at, values = _own(shape, structure.own), None
+    at, values = _shape_of(shape, structure.varies), None
     if structure.relative:
         distances = torch.arange(1 - shape.keys, shape.rows, device=shape.device)
         values = mods.by_distance(bias, _pairs(at)[:, 0], _pairs(at)[:, 1], distances)
@@ -299,7 +299,7 @@ def _terms(score_mod: Callable[..., Any], shape: Shape, dtype: torch.dtype, alon
             raise refused("a cap of zero", "leave the score out")
         # cap * tanh(factor * s) is abs(cap) * tanh(factor * abs(cap) * s / abs(cap)), with the sign within.
         factor *= cap
-    by_row = None if structure.by_row is None else _matrix(bias.by_row, _own(shape, structure.by_row))
+    by_row = None if structure.by_row is None else _matrix(bias.by_row, _shape_of(shape, structure.by_row))
     if by_row is not None and by_row.numel() == 1 and not by_row.requires_grad:
         factor, by_row = factor * float(by_row), None
     result = replace(result, factor=factor, softcap=abs(cap or 0.0), by_row=by_row)
@@ -315,23 +315,23 @@ def _lossless(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _structure(bias: _Interpreted, shape: Shape) -> _Structure:
     with torch.no_grad():
-        own = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
+        varies = tuple(mods.depends(bias, axis, shape.device) for axis in range(4))
         assert bias.form is not None
         by_row = None
         if bias.form.by_row:
             by_row = tuple(mods.depends(bias.by_row, axis, shape.device) for axis in range(4))
             if by_row[3]:
                 raise refused("a score times what differs by key", "multiply the key by it")
-        if not (own[2] and own[3]):
-            return _Structure(own, False, by_row)
+        if not (varies[2] and varies[3]):
+            return _Structure(varies, False, by_row)
         zero = torch.zeros(1, dtype=torch.int64, device=shape.device)
-        return _Structure(own, mods.by_distance(bias, zero, zero, zero) is not None, by_row)
+        return _Structure(varies, mods.by_distance(bias, zero, zero, zero) is not None, by_row)
 
 
-def _own(shape: Shape, own: tuple[bool, ...]) -> Shape:
+def _shape_of(shape: Shape, varies: tuple[bool, ...]) -> Shape:
     """The shape of what has values of its own along some of its axes."""
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
-    items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, own, strict=True))
+    items, heads, rows, keys = (size if one else 1 for size, one in zip(sizes, varies, strict=True))
     return Shape(items, heads, rows, keys, shape.device)
 
 
@@ -343,9 +343,9 @@ def _pairs(at: Shape) -> Tensor:
 def _matrix(values: mods.Mod, at: Shape) -> Tensor:
     """The values at every pair, evaluated piece by piece."""
     rows, keys = (torch.arange(size, device=at.device) for size in (at.rows, at.keys))
-    piece = max(1, _CHUNK // max(1, len(keys)))
+    rows_at_once = max(1, _CHUNK // max(1, len(keys)))
     matrices = [
-        torch.cat([mods.at_pairs(values, b, h, part[None], keys[None]) for part in rows.split(piece)], 1)
+        torch.cat([mods.at_pairs(values, b, h, chunk[None], keys[None]) for chunk in rows.split(rows_at_once)], 1)
         for b, h in zip(*_pairs(at).t()[:, :, None], strict=True)
     ]
     return torch.cat(matrices).view(at.items, at.heads, at.rows, at.keys)
@@ -386,10 +386,10 @@ def _slopes(values: Tensor, distance: Tensor, free: Tensor) -> Tensor | None:
     """The slopes [N] or [B, N] whose products with distances are exactly these values, except where they are free."""
     if values.dtype != torch.float32:
         return None
-    known = (~free & (distance.abs() == 1)).expand_as(values)
-    if not known.any(-1).all():
+    adjacent = (~free & (distance.abs() == 1)).expand_as(values)
+    if not adjacent.any(-1).all():
         return None
-    slopes = -values.gather(-1, known.int().argmax(-1, keepdim=True))
+    slopes = -values.gather(-1, adjacent.int().argmax(-1, keepdim=True))
     if not ((values == -(slopes * distance.abs())) | free).all():
         return None
     slopes = slopes[..., 0]
@@ -412,27 +412,27 @@ def _leaves(bias: _Interpreted) -> mods.Mod:
 # --------------------------------------------------------------------------------------------------------- verifying
 
 
-def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, shape: Shape) -> None:
+def _verify(score_mod: Callable[..., Any], score_terms: Terms, bias: _Interpreted, shape: Shape) -> None:
     """Compares terms with the function itself, at random pairs and scores."""
     random = torch.Generator().manual_seed(0)
     sizes = (shape.items, shape.heads, shape.rows, shape.keys)
     points = [torch.randint(0, size, (_PROBES,), generator=random) for size in sizes]
-    if found.behind:
+    if score_terms.behind:
         points[3] = torch.minimum(points[2], points[3])
     b, h, row, key = (p.to(shape.device) for p in points)
     score = (4 * torch.randn(_PROBES, generator=random)).to(shape.device, bias.dtype)
     with torch.no_grad():
         theirs = mods.at_points(score_mod, score, b, h, row, key)
         theirs = torch.as_tensor(theirs, device=shape.device).double().expand(_PROBES)
-        s = score.double() * found.factor
-        if found.by_row is not None:
-            s = s * _picked(found.by_row, b, h, row, key)
-        capped = found.softcap * torch.tanh(s / found.softcap) if found.softcap else s
-        added = _added(found, b, h, row, key).double()
+        s = score.double() * score_terms.factor
+        if score_terms.by_row is not None:
+            s = s * _picked(score_terms.by_row, b, h, row, key)
+        capped = score_terms.softcap * torch.tanh(s / score_terms.softcap) if score_terms.softcap else s
+        added = _added(score_terms, b, h, row, key).double()
         ours = capped + added
-        if found.mask is not None:
-            seen = mods.at_points(found.mask, b, h, row, key).expand(_PROBES)
-            ours = ours.masked_fill(~seen, -torch.inf)
+        if score_terms.mask is not None:
+            visible = mods.at_points(score_terms.mask, b, h, row, key).expand(_PROBES)
+            ours = ours.masked_fill(~visible, -torch.inf)
         slack = 64 * torch.finfo(bias.dtype).eps * (1 + capped.abs() + s.abs() + added.abs())
         same = ((ours - theirs).abs() <= slack) | (ours == theirs) | (ours.isnan() & theirs.isnan())
     if not bool(same.all()):
@@ -447,15 +447,15 @@ def _verify(score_mod: Callable[..., Any], found: Terms, bias: _Interpreted, sha
         )
 
 
-def _added(found: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-    if found.slopes is not None:
-        slopes = found.slopes if found.slopes.ndim == 2 else found.slopes[None]
+def _added(score_terms: Terms, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    if score_terms.slopes is not None:
+        slopes = score_terms.slopes if score_terms.slopes.ndim == 2 else score_terms.slopes[None]
         items, heads = slopes.shape
         return -slopes[b if items > 1 else 0 * b, h if heads > 1 else 0 * h] * (key - row).abs()
-    return torch.zeros_like(row) if found.bias is None else _picked(found.bias, b, h, row, key)
+    return torch.zeros_like(row) if score_terms.bias is None else _picked(score_terms.bias, b, h, row, key)
 
 
-def _picked(values: Tensor, *places: Tensor) -> Tensor:
+def _picked(values: Tensor, *indices: Tensor) -> Tensor:
     """The elements at positions, of a tensor that broadcasts."""
-    own = (place if size > 1 else 0 * place for place, size in zip(places, values.shape, strict=True))
-    return values.detach()[tuple(own)]
+    clipped = (place if size > 1 else 0 * place for place, size in zip(indices, values.shape, strict=True))
+    return values.detach()[tuple(clipped)]

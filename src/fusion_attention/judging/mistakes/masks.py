@@ -21,10 +21,10 @@ def _bands(s: Setting) -> bool:
     return bool(finite(e.lo).any() or finite(e.hi).any())
 
 
-def _other(case: Case, detail: str, found: Setting) -> Iterator[Try]:
+def _other(case: Case, detail: str, changed: Setting) -> Iterator[Try]:
     """A try, where its band is another one."""
-    if not same_band(case.setting, found):
-        yield Try(detail, found)
+    if not same_band(case.setting, changed):
+        yield Try(detail, changed)
 
 
 def _distance(s: Setting) -> np.ndarray:
@@ -91,7 +91,7 @@ def mask_polarity(case: Case) -> Iterator[Try]:
             first, end = s.extents.row_interval(x.b, np.arange(x.rows.start, x.rows.stop))
             low, high = (torch.from_numpy(edge)[:, None] for edge in (first, end))
             inside = (x.positions >= low) & (x.positions < high)
-            return replace(x, seen=x.seen & ~inside, in_band=~inside.all(-1))
+            return replace(x, visible=x.visible & ~inside, in_band=~inside.all(-1))
 
         yield Try("the sparse mode or band", _open(s).changed(complement))
 
@@ -142,17 +142,17 @@ def tile_skipped(case: Case) -> Iterator[Try]:
         if longest > tile:
 
             def first(x: Block, tile: int = tile) -> Block:
-                return replace(x, seen=x.seen & (x.positions < tile))
+                return replace(x, visible=x.visible & (x.positions < tile))
 
             yield Try(f"from key {tile} on", s.changed(first))
     for tile in TILES:
         rests = s.extents.kv_len % tile
         if longest > tile and rests.any():
 
-            def whole(x: Block, tile: int = tile) -> Block:
-                return replace(x, seen=x.seen & (x.positions < x.kv_len // tile * tile))
+            def full_tiles(x: Block, tile: int = tile) -> Block:
+                return replace(x, visible=x.visible & (x.positions < x.kv_len // tile * tile))
 
-            yield Try(f"the last, partial tile of {tile}", s.changed(whole))
+            yield Try(f"the last, partial tile of {tile}", s.changed(full_tiles))
 
 
 def mask_ends(case: Case) -> Iterator[Try]:
@@ -167,7 +167,7 @@ def mask_ends(case: Case) -> Iterator[Try]:
 
             def behind(x: Block, tile: int = tile) -> Block:
                 masked = s.block(x.b, x.heads, x.rows, x.keys)
-                return replace(x, seen=masked.seen | (x.positions >= tile), in_band=torch.ones_like(x.in_band))
+                return replace(x, visible=masked.visible | (x.positions >= tile), in_band=torch.ones_like(x.in_band))
 
             yield Try(f"from key {tile} on", everything.changed(behind))
 
@@ -181,16 +181,16 @@ def sequences_mixed(case: Case) -> Iterator[Try]:
         return
     starts = e.kv_start
 
-    def whole(view: object) -> object:
+    def full_memory(view: object) -> object:
         return replace(view, address=view.address - starts * view.stride_token)  # type: ignore[type-var, attr-defined]
 
-    memory = {n: whole(getattr(o, n)) for n in ("k", "v", "k_rope") if getattr(o, n) is not None}
+    memory = {n: full_memory(getattr(o, n)) for n in ("k", "v", "k_rope") if getattr(o, n) is not None}
     total = np.full_like(e.kv_len, int(e.kv_len.sum()))
-    wide = s.of_operands(**memory)
-    banded = wide.of_extents(kv_len=total, lo=moved(e.lo, starts), hi=moved(e.hi, starts))
+    joined = s.of_operands(**memory)
+    banded = joined.of_extents(kv_len=total, lo=moved(e.lo, starts), hi=moved(e.hi, starts))
     yield Try("all keys of the batch that the band leaves", banded)
     if _bands(s):
-        yield Try("all keys of the batch", _open(wide.of_extents(kv_len=total)))
+        yield Try("all keys of the batch", _open(joined.of_extents(kv_len=total)))
 
 
 def empty_rows(case: Case) -> Iterator[Try]:

@@ -35,10 +35,10 @@ def scale_other(case: Case) -> Iterator[Try]:
         "1 / scale": 1 / p.scale if p.scale else 0.0,
         "1 / D": 1 / p.dim_qk,
     }
-    known = {p.scale, 1.0, p.scale * p.scale}
+    scales = {p.scale, 1.0, p.scale * p.scale}
     for detail, scale in results.items():
-        if not any(math.isclose(scale, other, rel_tol=1e-6) for other in known):
-            known.add(scale)
+        if not any(math.isclose(scale, other, rel_tol=1e-6) for other in scales):
+            scales.add(scale)
             yield Try(detail, case.setting.of_problem(scale=scale))
 
 
@@ -129,8 +129,8 @@ def dropout_bits(case: Case) -> Iterator[Try]:
 def dropout_divisor(case: Case) -> Iterator[Try]:
     """The divisor sums what dropout leaves."""
     if case.setting.problem.dropout != "none":
-        kept = case.setting.changed(lambda x: replace(x, dropped_divisor=True, keep_factor=1.0))
-        yield Try("", kept)
+        undivided = case.setting.changed(lambda x: replace(x, dropped_divisor=True, keep_factor=1.0))
+        yield Try("", undivided)
 
 
 def uniform_average(case: Case) -> Iterator[Try]:

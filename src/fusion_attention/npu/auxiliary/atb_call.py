@@ -48,7 +48,7 @@ def attend(
     keys: tuple[Tensor, Tensor],
     ends: np.ndarray,
     kv: np.ndarray | Tensor,
-    **seen: Any,
+    **mask_arguments: Any,
 ) -> None:
     """Attention of a checked call, into its `out`.
 
@@ -57,12 +57,12 @@ def attend(
         keys: rows of keys and values, or their pages.
         ends: where the rows of every sequence end.
         kv: ends of packed keys, or how many keys every sequence has in pages.
-        seen: mask and mode.
+        mask_arguments: mask and mode.
     """
     table = given.get("block_table")
     if table is not None:
         keys = _pages(keys[0]), _pages(keys[1])
-        seen |= {"block_table": table, "block_size": keys[0].shape[1]}
+        mask_arguments |= {"block_table": table, "block_size": keys[0].shape[1]}
     rows = int(ends[-1]) if len(ends) else 0
     if not rows:
         return
@@ -73,7 +73,7 @@ def attend(
     in_pages = {"key": "key_cache", "value": "value_cache", "actual_seq_lengths_kv": "context_lens"}
     named = {"actual_seq_lengths_kv": "seq_len"} if table is None else in_pages
     with in_place_of(op, atten_mask="mask", actual_seq_lengths="seq_len", scale="scale_value", **named):
-        numbers = {"input_layout": "TND", "scale": given["scale_value"], **lengths, **heads, **seen}
+        numbers = {"input_layout": "TND", "scale": given["scale_value"], **lengths, **heads, **mask_arguments}
         result, _ = npu_fused_infer_attention_score(given["query"][:rows], keys[0], keys[1], **numbers)
     given["out"][:rows].copy_(result)
 

@@ -43,7 +43,7 @@ def _npu_rotary_embedding(
 ) -> None:
     mode = "half" if is_neox_style else "interleave"
     with torch.no_grad(), as_given(query):
-        angles = (part.unsqueeze(1) for part in cos_sin_cache[positions.long()].chunk(2, -1))
+        angles = (half.unsqueeze(1) for half in cos_sin_cache[positions.long()].chunk(2, -1))
         cos, sin = (torch.cat((a, a), -1) if is_neox_style else a.repeat_interleave(2, -1) for a in angles)
         for rows in (query, key):
             heads = rows.reshape(len(rows), -1, head_size)

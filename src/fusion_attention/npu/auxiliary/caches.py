@@ -106,13 +106,13 @@ def npu_kv_rmsnorm_rope_cache(
             latent, rope = kv.float().split([len(gamma), kv.shape[-1] - len(gamma)], -1)
             y = normalised(latent, gamma, epsilon)[0]
             k_embed = npu_interleave_rope(rope, cos.float(), sin.float())
-        places = _of_tokens(index, kv.shape[2], k_cache, cache_mode)
+        slot_indices = _of_tokens(index, kv.shape[2], k_cache, cache_mode)
         numbers = (k_rope_scale, k_rope_offset), (c_kv_scale, c_kv_offset)
         stored = [
             (_lines(cache, cache_mode), _rounded(rows, cache.dtype, *of_cache).flatten(0, 2))
             for cache, rows, of_cache in zip((k_cache, ckv_cache), (k_embed, y), numbers, strict=True)
         ]
-        store(stored, places)
+        store(stored, slot_indices)
         k_embed, y = (rows.to(kv.dtype) if is_output_kv else kv.new_empty(0) for rows in (k_embed, y))
         return k_cache, ckv_cache, k_embed, y
 
@@ -120,24 +120,27 @@ def npu_kv_rmsnorm_rope_cache(
 # -------------------------------------------------------------------------------------------------------------- places
 
 
-def _last(places: Tensor) -> Tensor:
+def _last(slot_indices: Tensor) -> Tensor:
     """For every row the last one that has its place: writing that one instead, rows of one place are no race."""
-    order = places.argsort(stable=True)
-    ordered = places[order]
+    order = slot_indices.argsort(stable=True)
+    ordered = slot_indices[order]
     last = order[torch.searchsorted(ordered, ordered, right=True) - 1]
     return torch.zeros_like(order).scatter(0, order, last)
 
 
-def _updated(whole: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def _updated(target: Tensor, indices: Tensor, updates: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
     """(places along each axis, rows) as index_put() takes them; the last row of a place alone has a gradient."""
     axes = indices.shape[-1]
-    places, rows = indices.reshape(-1, axes).long(), updates.reshape(indices.shape[:-1].numel(), *whole.shape[axes:])
-    line = places.new_zeros(places.shape[0])
-    for size, place in zip(whole.shape[:axes], places.unbind(-1), strict=True):
+    positions, rows = (
+        indices.reshape(-1, axes).long(),
+        updates.reshape(indices.shape[:-1].numel(), *target.shape[axes:]),
+    )
+    line = positions.new_zeros(positions.shape[0])
+    for size, place in zip(target.shape[:axes], positions.unbind(-1), strict=True):
         line = line * size + place
     last = _last(line)
     stays = (last == torch.arange(last.shape[0], device=last.device)).view(-1, *(1,) * (rows.dim() - 1))
-    return places.unbind(-1), torch.where(stays, rows, rows.detach()[last])
+    return positions.unbind(-1), torch.where(stays, rows, rows.detach()[last])
 
 
 def _slots(cache: Tensor, rows: Tensor, mode: str = "Norm") -> Tensor:
@@ -155,18 +158,18 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     return cache.view(cache.shape[0], cache.shape[3] // width, cache.shape[1], width).transpose(1, 2)
 
 
-def store(caches_and_rows: list[tuple[Tensor, Tensor]], places: Tensor) -> None:
+def store(caches_and_rows: list[tuple[Tensor, Tensor]], slot_indices: Tensor) -> None:
     """Rows at places below 0 are stored nowhere; of equal places the last row stays. All are read, then all written."""
-    if not places.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
+    if not slot_indices.numel() or not all(slots.shape[0] * slots.shape[1] for slots, _ in caches_and_rows):
         return
     # Rows without a place are written as the one of the largest place is; if none has one, as what is there.
-    top = places.argmax(0, keepdim=True)
-    there, last = places >= 0, _last(places)
-    place = places.where(there, places[top]).clamp(min=0).long()
+    top = slot_indices.argmax(0, keepdim=True)
+    there, last = slot_indices >= 0, _last(slot_indices)
+    place = slot_indices.where(there, slot_indices[top]).clamp(min=0).long()
     ready = []
     for slots, rows in caches_and_rows:
         result = rows.reshape(rows.shape[0], *slots.shape[2:])[last.where(there, last[top])]
-        ready.append((slots, result.where(places[top] >= 0, slots[0, 0])))
+        ready.append((slots, result.where(slot_indices[top] >= 0, slots[0, 0])))
     for slots, rows in ready:
         slots[place // slots.shape[1], place % slots.shape[1]] = rows
 

@@ -39,7 +39,7 @@ def computed(
         @functools.wraps(body)
         def run(args: Args) -> R:
             args = args if before is None else before(args)
-            values = checked(op, args, whole=False)
+            values = checked(op, args, with_tensors=False)
             return body(*[values[name] if name in attributes else args[name] for name in read])
 
         return from_record(op, host)(run)
@@ -47,8 +47,8 @@ def computed(
     return decorate
 
 
-def checked(op: Op, args: Mapping[str, Any], *, whole: bool = True) -> Mapping[str, Any]:
-    """The arguments of a call that its record allows, defaults in place of None; whole: the tensors too.
+def checked(op: Op, args: Mapping[str, Any], *, with_tensors: bool = True) -> Mapping[str, Any]:
+    """The arguments of a call that its record allows, defaults in place of None; with_tensors: the tensors too.
 
     Within torch.compile nothing is checked: torch's own operators say what is wrong. Other traces are asked where their
     sizes are numbers and no tensor holds lengths; what would read memory is not.
@@ -58,7 +58,7 @@ def checked(op: Op, args: Mapping[str, Any], *, whole: bool = True) -> Mapping[s
     """
     if not is_traced(args.values()):
         bound = bind(op, args)
-        return bound.names if whole else bound.settled.names
+        return bound.names if with_tensors else bound.settled.names
     lengths = any(isinstance(args[p.name], torch.Tensor) for p in op.params if isinstance(p, Array))
     if not torch.compiler.is_compiling() and not lengths and _numbers(args.values()):
         return bind(op, args, reads=False, memory=False).names

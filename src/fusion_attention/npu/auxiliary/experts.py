@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_attention.npu.auxiliary.call import as_given, computed
-from fusion_attention.npu.auxiliary.kept import Some, keeping
+from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import experts
 
 __all__ = [
@@ -31,32 +31,32 @@ def taken(rows: Tensor, index: Tensor) -> Tensor:
     return rows.index_select(0, torch.where(there, index, 0)).masked_fill_(~there.unsqueeze(1), 0)
 
 
-def _spread(tokens: Tensor, choices: int, order: Tensor, places: Tensor) -> Tensor:
+def _spread(tokens: Tensor, choices: int, order: Tensor, positions: Tensor) -> Tensor:
     """The row of choice order[i] for every i, choices being counted token by token; gradients are summed once.
 
-    places: order turned round, which is what the gradient reads.
+    positions: order turned round, which is what the gradient reads.
     """
     count = tokens.shape[0]
 
     def compute(tokens: Tensor) -> tuple[tuple[Tensor], Some]:
-        return (tokens.unsqueeze(1).expand(-1, choices, -1)[order // choices, order % choices],), (places,)
+        return (tokens.unsqueeze(1).expand(-1, choices, -1)[order // choices, order % choices],), (positions,)
 
-    (rows,) = keeping(compute, lambda _, dy, places: (_sum_of_choices(dy, places, count, choices),), tokens)
+    (rows,) = keeping(compute, lambda _, dy, positions: (_sum_of_choices(dy, positions, count, choices),), tokens)
     return rows
 
 
-def _sum_of_choices(rows: Tensor, places: Tensor, count: int, choices: int) -> Tensor:
+def _sum_of_choices(rows: Tensor, positions: Tensor, count: int, choices: int) -> Tensor:
     """The sum of every token's rows."""
-    return taken(rows, places).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
+    return taken(rows, positions).unflatten(0, (count, choices)).sum(1, dtype=torch.float32).to(rows.dtype)
 
 
 @computed(experts.PERMUTE)
 def npu_moe_token_permute(tokens: Tensor, indices: Tensor, num_out_tokens: int | None) -> tuple[Tensor, Tensor]:
     order = indices.flatten().argsort(stable=True)
-    kept = order[:num_out_tokens] if num_out_tokens else order
+    retained = order[:num_out_tokens] if num_out_tokens else order
     choices = 1 if indices.dim() == 1 else indices.shape[1]
-    places = order.argsort().to(torch.int32)
-    return _spread(tokens, choices, kept, places), places
+    positions = order.argsort().to(torch.int32)
+    return _spread(tokens, choices, retained, positions), positions
 
 
 @computed(experts.PERMUTE_GRAD)
@@ -72,41 +72,41 @@ def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, pro
     return _weighed(permuted_tokens, sorted_indices, probs)
 
 
-def _weighed(permuted: Tensor, places: Tensor, probs: Tensor | None) -> Tensor:
+def _weighed(permuted: Tensor, positions: Tensor, probs: Tensor | None) -> Tensor:
     """The sum of every token's rows, weighted by probs [T, K]; None: of the one row that it has."""
     count = permuted.shape[0]
 
     def compute(permuted: Tensor, probs: Tensor | None) -> tuple[tuple[Tensor], Some]:
-        rows = taken(permuted, places)
+        rows = taken(permuted, positions)
         if probs is not None:
             of_tokens = rows.reshape(*probs.shape, rows.shape[1])
             rows = (of_tokens * probs.float().unsqueeze(-1)).sum(1).to(rows.dtype)
-        return (rows,), (places, probs, permuted if probs is not None and probs.requires_grad else None)
+        return (rows,), (positions, probs, permuted if probs is not None and probs.requires_grad else None)
 
     def gradient(
-        wanted: tuple[bool, bool], dy: Tensor, places: Tensor, probs: Tensor | None, permuted: Tensor | None
+        wanted: tuple[bool, bool], dy: Tensor, positions: Tensor, probs: Tensor | None, permuted: Tensor | None
     ) -> Some:
         return (
-            _of_permuted(dy, places, probs, count) if wanted[0] else None,
-            None if probs is None or permuted is None else _of_probs(dy, places, probs, permuted),
+            _of_permuted(dy, positions, probs, count) if wanted[0] else None,
+            None if probs is None or permuted is None else _of_probs(dy, positions, probs, permuted),
         )
 
     (rows,) = keeping(compute, gradient, permuted, probs)
     return rows
 
 
-def _of_permuted(dy: Tensor, places: Tensor, probs: Tensor | None, count: int) -> Tensor:
+def _of_permuted(dy: Tensor, positions: Tensor, probs: Tensor | None, count: int) -> Tensor:
     """The gradient of the permuted rows, of which there are so many."""
     weighed = dy if probs is None else (dy.unsqueeze(1) * probs.unsqueeze(-1)).flatten(0, 1).to(dy.dtype)
-    there = (places >= 0) & (places < count)
+    there = (positions >= 0) & (positions < count)
     result = dy.new_zeros(count + 1, dy.shape[1])  # one for lost rows
     with as_given(result):
-        return result.index_add_(0, torch.where(there, places, count), weighed)[:-1]
+        return result.index_add_(0, torch.where(there, positions, count), weighed)[:-1]
 
 
-def _of_probs(dy: Tensor, places: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
+def _of_probs(dy: Tensor, positions: Tensor, probs: Tensor, permuted: Tensor) -> Tensor:
     """The gradient of the weights."""
-    rows = taken(permuted, places).reshape(*probs.shape, permuted.shape[1])
+    rows = taken(permuted, positions).reshape(*probs.shape, permuted.shape[1])
     return (rows * dy.float().unsqueeze(1)).sum(-1).to(probs.dtype)
 
 
@@ -130,15 +130,15 @@ def npu_moe_token_permute_with_routing_map(
         capacity = rows // experts_ if experts_ else 0
         token = by_expert.to(torch.int8).argsort(stable=True, dim=1, descending=True)[:, :capacity].flatten()
         expert = torch.arange(experts_, device=token.device).repeat_interleave(token.numel() // max(experts_, 1))
-        places, permuted = token, tokens.float().index_select(0, token).to(tokens.dtype)
+        positions, permuted = token, tokens.float().index_select(0, token).to(tokens.dtype)
     else:
         choices = rows // count if count else 0
         flat = by_expert.flatten().to(torch.int8).argsort(stable=True, descending=True)[: choices * count]
         expert, token = flat // max(count, 1), flat % max(count, 1)
-        places = token.argsort(stable=True)
-        permuted = _spread(tokens, choices, places.argsort(), places.to(torch.int32)) if choices else tokens[:0]
+        positions = token.argsort(stable=True)
+        permuted = _spread(tokens, choices, positions.argsort(), positions.to(torch.int32)) if choices else tokens[:0]
     weights = None if probs is None else probs[token, expert]
-    return permuted, weights, places.to(torch.int32)
+    return permuted, weights, positions.to(torch.int32)
 
 
 @computed(experts.UNPERMUTE_MAP)

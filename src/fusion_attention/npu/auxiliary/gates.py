@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.auxiliary.kept import keeping
+from fusion_attention.npu.auxiliary.saved import keeping
 from fusion_attention.ops.auxiliary import gates
 
 __all__ = [
@@ -51,9 +51,9 @@ def npu_geglu(input: Tensor, dim: int, approximate: int, activate_left: bool) ->
     word = _WORDS[approximate]
 
     def compute(x: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor]]:
-        plain, active = _halves(x, dim, activate_left)
+        linear, active = _halves(x, dim, activate_left)
         gelu = torch.nn.functional.gelu(active, approximate=word)
-        return ((plain * gelu).to(x.dtype), gelu.detach().to(x.dtype)), (x,)
+        return ((linear * gelu).to(x.dtype), gelu.detach().to(x.dtype)), (x,)
 
     def gradient(_: Any, dy: Tensor, x: Tensor) -> tuple[Tensor]:
         gelu = torch.nn.functional.gelu(
@@ -73,9 +73,9 @@ def npu_geglu_grad(
 
 
 def _geglu_gradient(dy: Tensor, x: Tensor, gelu: Tensor, dim: int, word: str, left: bool) -> Tensor:
-    plain, active = _halves(x, dim, left)
+    linear, active = _halves(x, dim, left)
     dy = dy.float()
-    pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * plain, active, approximate=word)
+    pair = dy * gelu.float(), torch.ops.aten.gelu_backward(dy * linear, active, approximate=word)
     return torch.cat(pair[::-1] if left else pair, dim).to(x.dtype)
 
 

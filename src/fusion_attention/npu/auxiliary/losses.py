@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.auxiliary.kept import Some, keeping
+from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import losses
 
 __all__ = ["npu_cross_entropy_loss", "npu_cross_entropy_loss_backward"]
@@ -41,14 +41,14 @@ def npu_cross_entropy_loss(
 
 
 def _loss(log_prob: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
-    kept, of_label, norm = _rows(target, weight, log_prob, how)
-    label = target.where(kept, 0).unsqueeze(1)
+    counted, of_label, norm = _rows(target, weight, log_prob, how)
+    label = target.where(counted, 0).unsqueeze(1)
     smoothing = how.smoothing
     loss = -log_prob.gather(1, label).squeeze(1) * of_label
     if smoothing:
         spread = log_prob if weight is None else log_prob * weight
         loss = (1 - smoothing) * loss - smoothing / log_prob.shape[1] * spread.sum(1)
-    loss = loss.where(kept, 0.0)
+    loss = loss.where(counted, 0.0)
     return loss if how.reduction == "none" else (loss.sum() / norm).reshape(1)
 
 
@@ -68,21 +68,21 @@ def npu_cross_entropy_loss_backward(
 
 def _gradient(dloss: Tensor, p: Tensor, target: Tensor, weight: Tensor | None, how: _How) -> Tensor:
     """dx in float32; p: the probabilities."""
-    kept, of_label, norm = _rows(target, weight, p, how)
+    counted, of_label, norm = _rows(target, weight, p, how)
     g, smoothing = (dloss.float() / norm).expand_as(target), how.smoothing
     right = total = (1 - smoothing) * g * of_label
     if smoothing:
         weights = p.new_ones(p.shape[1]) if weight is None else weight
-        part = smoothing / p.shape[1] * g
-        total = right + part * weights.sum()
-    dx = (p * total.unsqueeze(1)).scatter_add_(1, target.where(kept, 0).unsqueeze(1), -right.unsqueeze(1))
+        smoothed = smoothing / p.shape[1] * g
+        total = right + smoothed * weights.sum()
+    dx = (p * total.unsqueeze(1)).scatter_add_(1, target.where(counted, 0).unsqueeze(1), -right.unsqueeze(1))
     if smoothing:
-        dx = dx - part.unsqueeze(1) * weights
-    return dx.masked_fill_(~kept.unsqueeze(1), 0)
+        dx = dx - smoothed.unsqueeze(1) * weights
+    return dx.masked_fill_(~counted.unsqueeze(1), 0)
 
 
 def _rows(target: Tensor, weight: Tensor | None, like: Tensor, how: _How) -> tuple[Tensor, Tensor, Any]:
     """(whether each row counts, the weight of its class, what a sum over rows is divided by)."""
-    kept = target != how.ignored
-    of_label = like.new_ones(target.shape) if weight is None else weight[target.where(kept, 0)]
-    return kept, of_label, of_label.where(kept, 0.0).sum() if how.reduction == "mean" else 1
+    counted = target != how.ignored
+    of_label = like.new_ones(target.shape) if weight is None else weight[target.where(counted, 0)]
+    return counted, of_label, of_label.where(counted, 0.0).sum() if how.reduction == "mean" else 1

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.auxiliary.kept import Some, keeping
+from fusion_attention.npu.auxiliary.saved import Some, keeping
 from fusion_attention.ops.auxiliary import norms
 
 __all__ = ["npu_add_rms_norm", "npu_gemma_rms_norm", "npu_rms_norm", "npu_rms_norm_backward"]
@@ -51,8 +51,8 @@ def normalised(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    wide = x.float()
-    return (wide * wide).mean(tuple(range(-gamma.dim(), 0)), keepdim=True).add(epsilon).rsqrt()
+    x32 = x.float()
+    return (x32 * x32).mean(tuple(range(-gamma.dim(), 0)), keepdim=True).add(epsilon).rsqrt()
 
 
 def _gradients(wanted: tuple[bool, bool], dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> Any:

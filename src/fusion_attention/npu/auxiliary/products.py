@@ -31,9 +31,9 @@ ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
 @from_record(products.GROUPED, host=None)
 def npu_grouped_matmul(args: Args) -> list[Tensor]:
     x, weight, group_list = args["x"], args["weight"], args["group_list"]
-    whole = _whole(weight, x)
-    given = {**args, "weight": whole, "output_dtype": number_of(args["output_dtype"])}
-    given["lowered"] = 0 if whole is weight else 8
+    dense_weight = _dense_weight(weight, x)
+    given = {**args, "weight": dense_weight, "output_dtype": number_of(args["output_dtype"])}
+    given["lowered"] = 0 if dense_weight is weight else 8
     if args["group_list_type"] == 2 and isinstance(group_list, Tensor) and group_list.shape[1:] == (2,):
         given["group_list"] = group_list.flatten()
     if args["group_type"] is None and isinstance(group_list, (list, tuple)):
@@ -63,7 +63,7 @@ def _listed(given: Tensor | Tensors | None) -> Tensors | None:
     return (given,) if isinstance(given, Tensor) else given
 
 
-def _whole(weight: Tensors, x: Tensors) -> Tensors:
+def _dense_weight(weight: Tensors, x: Tensors) -> Tensors:
     """Matrices of four bits as int8, others as they came; rows of x say along which axis eight lie together."""
     ours, rows = _listed(weight), _listed(x)
     if not (ours and rows and isinstance(ours, (list, tuple)) and isinstance(rows, (list, tuple))):
@@ -113,10 +113,10 @@ class _Product:
                 return rounded(self.act(y if offset is None else y + offset), 127)
         elif anti is not None and weight.dtype == torch.int8:
             blocks = (1 if anti.dim() == 1 else len(anti), -1)
-            wide = weight.float().unflatten(0, blocks)
-            wide = wide if shift is None else (wide + shift.float().unsqueeze(-2)).to(x.dtype).float()
-            wide = (wide * anti.float().unsqueeze(-2)).to(x.dtype).float().flatten(0, 1)
-            y = x.float() @ wide
+            weight32 = weight.float().unflatten(0, blocks)
+            weight32 = weight32 if shift is None else (weight32 + shift.float().unsqueeze(-2)).to(x.dtype).float()
+            weight32 = (weight32 * anti.float().unsqueeze(-2)).to(x.dtype).float().flatten(0, 1)
+            y = x.float() @ weight32
             y = y if bias is None else y + bias
         else:
             y = x @ weight if bias is None else x.float() @ weight.float() + bias
@@ -145,7 +145,9 @@ class _Product:
         """Groups of what is summed: columns of x, rows of weight."""
         if self.lazy:
             inside = self._inside(x.shape[1])
-            results = [torch.where(part, x, 0) @ torch.where(part.unsqueeze(1), weight, 0) for part in inside]
+            results = [
+                torch.where(in_group, x, 0) @ torch.where(in_group.unsqueeze(1), weight, 0) for in_group in inside
+            ]
         else:
             ends = self._ends()
             results = [x[:, a:b] @ weight[a:b] for a, b in zip([0, *ends], ends, strict=False)]

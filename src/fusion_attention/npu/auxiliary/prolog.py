@@ -82,4 +82,4 @@ def _lines(cache: Tensor, mode: str) -> Tensor:
     if mode == "PA_BSND":
         return cache[:, :, 0]
     pages, slots, _, width = cache.shape
-    return cache.view(pages, width // prolog.PIECE, slots, prolog.PIECE).transpose(1, 2)
+    return cache.view(pages, width // prolog.FRAGMENT, slots, prolog.FRAGMENT).transpose(1, 2)

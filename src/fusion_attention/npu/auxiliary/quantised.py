@@ -49,8 +49,8 @@ def npu_dynamic_quant(
     largest = 2 ** (bits - 1) - 1
     axes = {"pertoken": (-1,), "perchannel": (-2,), "pertensor": tuple(range(x.dim()))}[quant_mode]
     scale = row_scales(x, largest, axes)
-    wide = scale if quant_mode == "pertensor" else scale.unsqueeze(axes[0])
-    y = rounded(x / torch.where(wide == 0, 1.0, wide), largest)
+    divisor = scale if quant_mode == "pertensor" else scale.unsqueeze(axes[0])
+    y = rounded(x / torch.where(divisor == 0, 1.0, divisor), largest)
     return (y if bits == 8 else _packed(y)), scale.reshape(1) if quant_mode == "pertensor" else scale
 
 
@@ -138,7 +138,7 @@ def npu_quant_matmul(
     elif x2.dtype == torch.int32:
         x2 = unpacked(x2)
     x1 = unpacked(x1) if x1.dtype == torch.int32 else x1
-    factors, own = read_scale(scale)
+    factors, own_offset = read_scale(scale)
     if by_block and pertoken_scale is not None:
         result = block_sums(x1.double() - 8, x2, factors)
         return ((result if offset is None else result + offset) * pertoken_scale).to(dtype)
@@ -146,8 +146,8 @@ def npu_quant_matmul(
     product = exact(x1, x2) if bias is None or not full else exact(x1, x2) + bias
     if dtype == torch.int32:
         return product.to(dtype)
-    if own is not None:
-        offset = own if dtype == torch.int8 else None
+    if own_offset is not None:
+        offset = own_offset if dtype == torch.int8 else None
     result = product.float() * factors
     if pertoken_scale is not None:
         result = result * pertoken_scale.unsqueeze(-1)

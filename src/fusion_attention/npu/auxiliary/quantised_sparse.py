@@ -21,16 +21,16 @@ Tensor = torch.Tensor
 def npu_quant_lightning_indexer(args: Args) -> Tensor:
     given = {**args, **checked(quantised_sparse.INDEXER, args)}
     (key, key_scale), table = _pages_used((args["key"], args["key_dequant_scale"]), args["block_table"])
-    wide = {
+    dequantised = {
         "query": args["query"].float() * args["query_dequant_scale"].float().unsqueeze(-1),
         "key": key.float() * key_scale.float().unsqueeze(-1),
         "weights": args["weights"].float(),
         "block_table": table,
         "return_values": False,
     }
-    asked = {p.name: given.get(p.name) for p in indexer.TORCH.params if not p.name.endswith("_out")} | wide
+    arguments = {p.name: given.get(p.name) for p in indexer.TORCH.params if not p.name.endswith("_out")} | dequantised
     with in_place_of(quantised_sparse.INDEXER):
-        result: Tensor = dispatch.results(indexer.TORCH, asked)["sparse_indices_out"]
+        result: Tensor = dispatch.results(indexer.TORCH, arguments)["sparse_indices_out"]
     return result
 
 
@@ -44,15 +44,15 @@ def npu_kv_quant_sparse_flash_attention(args: Args) -> Tensor:
     parts = key.split([latent, 2 * rope, 4 * (latent // tile)], -1)
     scales = parts[2].contiguous().view(torch.float32).repeat_interleave(tile, -1)
     rows = query.float()
-    wide = {
+    dequantised = {
         "query": rows[..., :latent], "query_rope": rows[..., latent:], "block_table": table, "value": None,
         "return_softmax_lse": False,
         "key": parts[0].float() * scales, "key_rope": parts[1].contiguous().view(query.dtype).float(),
     }  # fmt: skip
     outs = {p.name for p in sparse.TORCH.tensors(output=True)}
-    asked = {p.name: given.get(p.name) for p in sparse.TORCH.params if p.name not in outs} | wide
+    arguments = {p.name: given.get(p.name) for p in sparse.TORCH.params if p.name not in outs} | dequantised
     with in_place_of(quantised_sparse.ATTENTION):
-        return dispatch.results(sparse.TORCH, asked)["attention_out"].to(query.dtype)
+        return dispatch.results(sparse.TORCH, arguments)["attention_out"].to(query.dtype)
 
 
 def _pages_used(caches: tuple[Tensor, ...], table: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:

@@ -22,9 +22,9 @@ Tensor = torch.Tensor
 def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:
     if rotate is None:
         return _rotated(input, r1, r2, rotary_mode)
-    wide = input.float()
+    input32 = input.float()
     with as_given(input):
-        return (wide * r1 + (wide @ rotate.float()) * r2).to(input.dtype)
+        return (input32 * r1 + (input32 @ rotate.float()) * r2).to(input.dtype)
 
 
 @computed(rotary.ROTARY_MUL_BACKWARD)
@@ -86,8 +86,8 @@ def halves_of_pairs(x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    wide = x.float()
-    return (wide * cos + _turned(wide, mode) * sin).to(x.dtype)
+    x32 = x.float()
+    return (x32 * cos + _turned(x32, mode) * sin).to(x.dtype)
 
 
 def _turned(x: Tensor, mode: str) -> Tensor:

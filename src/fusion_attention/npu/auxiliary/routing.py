@@ -54,8 +54,8 @@ def npu_moe_gating_top_k(
     if groups > 1:
         grouped = scores.unflatten(-1, (groups, -1))
         best = _largest(grouped, 2)[0].sum(-1) if group_select_mode else grouped.amax(-1)
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, k_group)[1], True)
-        scores = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen_groups = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _largest(best, k_group)[1], True)
+        scores = grouped.masked_fill(~chosen_groups.unsqueeze(-1), -torch.inf).flatten(-2)
     expert = _largest(scores, k)[1]
     y = out.gather(-1, expert)
     if sigmoid:
@@ -63,15 +63,15 @@ def npu_moe_gating_top_k(
     return (y * routed_scaling_factor).to(x.dtype), expert.to(torch.int32), out
 
 
-def _told(args: Args) -> Args:
+def _normalised(args: Args) -> Args:
     """The arguments of npu_moe_init_routing_v2, tensors without elements absent, one number of a range both."""
     tensors = {name: args[name] for name in ("scale", "offset")}
-    kept = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
+    present = {n: None if isinstance(t, Tensor) and t.numel() == 0 else t for n, t in tensors.items()}
     some = args["active_expert_range"]
-    return {**args, **kept, "active_expert_range": (some, some) if isinstance(some, int) else some}
+    return {**args, **present, "active_expert_range": (some, some) if isinstance(some, int) else some}
 
 
-@computed(routing.INIT, before=_told)
+@computed(routing.INIT, before=_normalised)
 def npu_moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,
@@ -110,11 +110,11 @@ def _expanded(
     if mode == 0 and scale is not None and offset is not None:
         return rounded((result.float() * scale + offset).masked_fill(~there.unsqueeze(1), 0), 127), scales
     if mode == 1:
-        wide = result.float()
+        result32 = result.float()
         if scale is not None:
-            wide = wide * scale[expert.clamp(max=scale.shape[0] - 1)]
-        scales = row_scales(wide, 127, (-1,))
-        return rounded(wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1), 127), scales
+            result32 = result32 * scale[expert.clamp(max=scale.shape[0] - 1)]
+        scales = row_scales(result32, 127, (-1,))
+        return rounded(result32 / torch.where(scales == 0, 1.0, scales).unsqueeze(1), 127), scales
     return result, scales if scale is None else scale[token].masked_fill(~there, 0)
 
 

@@ -51,7 +51,7 @@ def npu_format_cast(args: Args) -> Tensor:
     if wanted == get_npu_format(input):
         return input
     result = input.clone()
-    if wanted != _own(input):
+    if wanted != _format_of(input):
         result._npu_format = wanted
     return result
 
@@ -62,7 +62,7 @@ def npu_format_cast_(args: Args) -> Annotated[Tensor, "a!"]:
     return args["input"]
 
 
-def _own(input: Tensor) -> int:
+def _format_of(input: Tensor) -> int:
     """A tensor's own format, by its axes."""
     return _BASE.get(input.dim(), _ND)
 
@@ -72,7 +72,7 @@ def _wanted(op: Op, given: Args) -> int:
     if isinstance(given["acl_format"], Tensor):
         given["acl_format"] = get_npu_format(given["acl_format"])
     wanted: int = checked(op, given)["acl_format"]
-    return _own(given["input"]) if wanted in _BASES else wanted
+    return _format_of(given["input"]) if wanted in _BASES else wanted
 
 
 def get_npu_format(input: Tensor) -> int:
@@ -90,7 +90,7 @@ def get_npu_format(input: Tensor) -> int:
         >>> get_npu_format(torch.zeros(2, 3)), get_npu_format(torch.zeros(1, 2, 3, 4))
         (2, 0)
     """
-    return int(getattr(input, "_npu_format", _own(input)))
+    return int(getattr(input, "_npu_format", _format_of(input)))
 
 
 @computed(shapes.TRANSPOSE_BATCHMATMUL)

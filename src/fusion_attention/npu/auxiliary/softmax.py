@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fusion_attention.npu.auxiliary.call import computed
-from fusion_attention.npu.auxiliary.kept import keeping
+from fusion_attention.npu.auxiliary.saved import keeping
 from fusion_attention.ops.auxiliary import softmax
 
 __all__ = ["npu_scaled_masked_softmax", "npu_scaled_masked_softmax_backward"]

@@ -64,11 +64,11 @@ def folder() -> Path:
 
 def _compiler() -> list[str]:
     """The C++ compiler, as CXX names it, or the first that is found."""
-    asked = os.environ.get("CXX", "").split()
-    for command in (asked,) if asked else (["c++"], ["g++"], ["clang++"]):
+    command_set = os.environ.get("CXX", "").split()
+    for command in (command_set,) if command_set else (["c++"], ["g++"], ["clang++"]):
         if shutil.which(command[0]):
             return command
-    got = f"CXX={asked[0]}, which is not found" if asked else "none"
+    got = f"CXX={command_set[0]}, which is not found" if command_set else "none"
     raise BuildError(f"npu.install: expected a C++ compiler (c++, g++ or clang++, or one that CXX names), got {got}")
 
 
@@ -79,12 +79,12 @@ def _compile(compiler: list[str], target: Path) -> None:
     sources = sorted(SOURCES.glob("*.cpp"))
     print("fusion_attention: compiling the device npu for this torch, once (half a minute)", file=sys.stderr)  # noqa: T201
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        full, made = Path(scratch, "whole.cpp"), Path(scratch, target.name)
+        full, compiled = Path(scratch, "whole.cpp"), Path(scratch, target.name)
         full.write_text("".join(f'#include "{source}"\n' for source in sources))
         command = [
             *compiler, *_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-I{path}" for path in (SOURCES, include, include / "torch" / "csrc" / "api" / "include")),
-            "-o", str(made), str(full), f"-L{torch_folder / 'lib'}",
+            "-o", str(compiled), str(full), f"-L{torch_folder / 'lib'}",
             "-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python",
         ]  # fmt: skip
         run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -93,4 +93,4 @@ def _compile(compiler: list[str], target: Path) -> None:
                 f"npu.install: expected {compiler[0]} to compile device npu for torch {torch.__version__}, got: "
                 + "\n".join(line for line in run.stderr.splitlines() if "error" in line)[:2000]
             )
-        made.replace(target)
+        compiled.replace(target)

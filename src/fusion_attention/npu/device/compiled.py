@@ -100,8 +100,8 @@ def _elsewhere(fake: Any, value: Any, base: str) -> Any:
     if not _on_npu(fake):
         return value
     with fake.fake_mode, torch.enable_grad():
-        made = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)
-        return made.requires_grad_(fake.requires_grad)
+        alias = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=base)
+        return alias.requires_grad_(fake.requires_grad)
 
 
 def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[...
         tensors = [value for value in given if _on_npu(value)]
         aliases = {id(tensor): ops.to_base.default(tensor) for tensor in tensors}
         back = {id(aliases[id(tensor)]): tensor for tensor in tensors}
-        made = compiled(*(aliases.get(id(value), value) for value in given))
+        results = compiled(*(aliases.get(id(value), value) for value in given))
         place = itertools.count()
 
         def home(out: Tensor) -> Tensor:
@@ -120,6 +120,6 @@ def _crossing(compiled: Callable[..., Any], stay: Sequence[int]) -> Callable[...
                 return out
             return back[id(out)] if id(out) in back else ops.to_npu.default(out, tensors)
 
-        return tree_map_only(Tensor, home, made)
+        return tree_map_only(Tensor, home, results)
 
     return run

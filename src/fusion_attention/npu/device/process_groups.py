@@ -50,14 +50,14 @@ def _add(changes: Changes, c10d: ModuleType, base: torch.device, kind: str) -> N
     """What Backend.register_backend() writes, which nothing takes back."""
     backend = c10d.Backend
 
-    def made(options: Any, given: Any = None) -> Any:
+    def create(options: Any, given: Any = None) -> Any:
         return _carrier(c10d, base, options)
 
     changes.set(backend, NAME.upper(), NAME)
     changes.set(backend, "backend_list", [*backend.backend_list, NAME])
     changes.set(backend.backend_capability, NAME, list(dict.fromkeys((base.type, kind))))
     changes.set(backend.backend_type_map, NAME, c10d.ProcessGroup.BackendType.CUSTOM)
-    changes.set(backend._plugins, NAME.upper(), backend._BackendPlugin(made, True))
+    changes.set(backend._plugins, NAME.upper(), backend._BackendPlugin(create, True))
     if kind != base.type:
         changes.set(backend.default_device_backend_map, kind, NAME)
 

@@ -18,7 +18,7 @@ from fusion_attention.ir.mask import UNLIMITED, Band
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
 METADATA = 1024  # elements, as there
-_CUT = "cut the packed rows instead"
+_SLICE_ADVICE = "cut the packed rows instead"
 
 
 def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -27,8 +27,8 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    made = [flash_attn, flash_attn_metadata, lightning_indexer_metadata, *_indexer(functions), *_around(functions)]
-    names = {one.__name__: one for one in made}
+    operators = [flash_attn, flash_attn_metadata, lightning_indexer_metadata, *_indexer(functions), *_around(functions)]
+    names = {one.__name__: one for one in operators}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
 
@@ -106,7 +106,7 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     if ends is None:
         return used
     if used is not None:
-        raise _refused(op, f"seqused_{which}", "None beside cu_seqlens", "a tensor", _CUT)
+        raise _refused(op, f"seqused_{which}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)
     return ends.diff()
 
 
@@ -142,7 +142,7 @@ def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
             raise _refused(name, "output_idx_offset", "None", "a tensor", "add it to the indices")
         for side, used, layout in (("q", seqused_q, layout_q), ("k", seqused_k, layout_k)):
             if used is not None and layout == "TND":
-                raise _refused(name, f"seqused_{side}", "None beside cu_seqlens", "a tensor", _CUT)
+                raise _refused(name, f"seqused_{side}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)
         indices, values = choose(
             q,
             k,
@@ -175,8 +175,8 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
         """Turns the elements [start, end) of every row in place, with x's gradient; an empty slice turns nothing."""
         start, end = partial_slice or (0, 0)
         if start != end:
-            part = x[..., start:end]
-            part.copy_(rotate(part.clone(), r1.detach(), r2.detach(), rotary_mode))
+            rotated_columns = x[..., start:end]
+            rotated_columns.copy_(rotate(rotated_columns.clone(), r1.detach(), r2.detach(), rotary_mode))
 
     def moe_token_permute(
         tokens: Tensor,

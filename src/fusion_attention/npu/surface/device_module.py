@@ -38,9 +38,9 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
         """A new one on a device, or that of given ids."""
-        made: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
-        made.priority = priority
-        return made
+        stream: Stream = super().__new__(cls, **(ids if "stream_id" in ids else {"device": _device(device)}))
+        stream.priority = priority
+        return stream
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -107,9 +107,9 @@ class _Chosen(threading.local):
 class _Host:
     """torch.npu over the host: what torch.cuda offers, as far as it means something."""
 
-    def __init__(self, *, own: bool) -> None:
+    def __init__(self, *, registers_device: bool) -> None:
         self.Stream, self.Event = Stream, Event
-        self._own, self._chosen, self._count, self._offset = own, _Chosen(), 0, 0
+        self._registers_device, self._chosen, self._count, self._offset = registers_device, _Chosen(), 0, 0
 
     def is_available(self) -> bool:
         """Whether there is a device."""
@@ -119,7 +119,7 @@ class _Host:
         """Settles how many devices there are; programs say so in the environment before they use one."""
         if not self._count:
             self._count = visible()
-            if self._own:
+            if self._registers_device:
                 torch.ops.fusion_attention_npu.set_count(self._count)
 
     def device_count(self) -> int:
@@ -128,13 +128,13 @@ class _Host:
 
     def current_device(self) -> int:
         """The number of the device that this thread has chosen."""
-        return torch.accelerator.current_device_index() if self._own else self._chosen.device
+        return torch.accelerator.current_device_index() if self._registers_device else self._chosen.device
 
     def set_device(self, device: Any) -> None:
         """Chooses a device for this thread."""
         self.init()
         self._chosen.device = number(device)
-        if self._own:
+        if self._registers_device:
             torch.accelerator.set_device_index(self._chosen.device)
 
     @contextmanager
@@ -157,10 +157,10 @@ class _Host:
 
     def current_stream(self, device: Any = None) -> Stream:
         """This thread's stream of a device."""
-        asked = number(device)
-        if not self._own:
-            return Stream(asked)
-        result = torch.accelerator.current_stream(asked)
+        number_of_device = number(device)
+        if not self._registers_device:
+            return Stream(number_of_device)
+        result = torch.accelerator.current_stream(number_of_device)
         return Stream(stream_id=result.stream_id, device_index=result.device_index, device_type=result.device_type)
 
     def default_stream(self, device: Any = None) -> Stream:
@@ -170,7 +170,7 @@ class _Host:
 
     def set_stream(self, stream: Stream) -> None:
         """Makes a stream the current one of its device."""
-        if self._own:
+        if self._registers_device:
             torch.accelerator.set_stream(stream)
 
     @contextmanager
@@ -179,7 +179,7 @@ class _Host:
         if stream is None:
             yield
             return
-        with self.device(stream.device_index if self._own else None):
+        with self.device(stream.device_index if self._registers_device else None):
             before = self.current_stream()
             self.set_stream(stream)
             try:
@@ -268,17 +268,17 @@ def index(device: Any, count: int, current: int = 0) -> int:
     Raises:
         RuntimeError: there is no such device.
     """
-    asked = device
+    device_name = device
     if isinstance(device, torch.device):
-        asked = str(device).replace(torch.device("npu").type, "npu")  # which may be another name
-    if isinstance(asked, str):
-        name, colon, tail = asked.partition(":")
-        asked = (int(tail) if tail.isdigit() else None if not colon else -1) if name == "npu" else -1
-    if asked is None:
-        asked = current
-    if not isinstance(asked, int) or not 0 <= asked < count:
+        device_name = str(device).replace(torch.device("npu").type, "npu")  # which may be another name
+    if isinstance(device_name, str):
+        name, colon, tail = device_name.partition(":")
+        device_name = (int(tail) if tail.isdigit() else None if not colon else -1) if name == "npu" else -1
+    if device_name is None:
+        device_name = current
+    if not isinstance(device_name, int) or not 0 <= device_name < count:
         raise RuntimeError(f"torch.npu: device: expected npu:0 to npu:{count - 1}, got {device!r}")
-    return asked
+    return device_name
 
 
 def names(base: torch.device, kind: str) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def names(base: torch.device, kind: str) -> dict[str, Any]:
         base: the device that computes.
         kind: the type of device that tensors on "npu" have: "npu", or the base's.
     """
-    source: Any = _Host(own=kind == "npu") if base.type == "cpu" else torch.cuda
+    source: Any = _Host(registers_device=kind == "npu") if base.type == "cpu" else torch.cuda
     results = {name: getattr(source, name) for name in dir(source) if not name.startswith("_")}
     return results | {
         # Accepted and without effect: how a chip compiles its kernels.

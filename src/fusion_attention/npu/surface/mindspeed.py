@@ -59,10 +59,12 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {"mindspeed": {}, "mindspeed.ops": {}}
     for name, make in _MINDSPEED.items():
         try:
-            made = make(functions)
+            functions_made = make(functions)
         except KeyError:
             continue
-        results[f"mindspeed.ops.{name}"] = {one.__name__: one for one in made} | _builder(name, made)
+        results[f"mindspeed.ops.{name}"] = {one.__name__: one for one in functions_made} | _builder(
+            name, functions_made
+        )
     return results
 
 
@@ -76,8 +78,8 @@ _BUILDERS = {
 }
 
 
-def _builder(name: str, made: list[Callable[..., Any]]) -> dict[str, Any]:
-    return {_BUILDERS[name]: _Builder({one.__name__: one for one in made})} if name in _BUILDERS else {}
+def _builder(name: str, functions: list[Callable[..., Any]]) -> dict[str, Any]:
+    return {_BUILDERS[name]: _Builder({one.__name__: one for one in functions})} if name in _BUILDERS else {}
 
 
 def _ring(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:

@@ -75,7 +75,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     return {name: f if hasattr(f, "__wrapped__") else suggested(f) for name, f in results.items()}
 
 
-def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
+def build_modules(base: torch.device, kind: str) -> dict[str, ModuleType]:
     """Every module by its full name, packages before what they hold.
 
     Args:
@@ -89,13 +89,16 @@ def made(base: torch.device, kind: str) -> dict[str, ModuleType]:
         NAME: {**runtime.types(), "Format": runtime.Format, **interfaces},
         f"{NAME}.atb": {name: interfaces[name] for module in (atb, atb_rows) for name in module.__all__},
         f"{NAME}.npu": npu,
-        **{f"{NAME}.npu.{part}": {name: npu[name] for name in names.split()} for part, names in _PARTS.items()},
+        **{
+            f"{NAME}.npu.{submodule}": {name: npu[name] for name in names.split()}
+            for submodule, names in _PARTS.items()
+        },
         f"{NAME}.npu.amp": amp,
         f"{NAME}.npu.amp.autocast_mode": {"autocast": amp["autocast"]},
         f"{NAME}.npu.amp.grad_scaler": {"GradScaler": amp["GradScaler"]},
         f"{NAME}.profiler": profiler.NAMES,
         f"{NAME}.contrib": {},
-        **{f"{NAME}.{part}": names for part, names in runtime.utils().items()},
+        **{f"{NAME}.{submodule}": names for submodule, names in runtime.utils().items()},
         f"{NAME}._C": {},
         f"{NAME}._C._distributed_c10d": {"ProcessGroupHCCL": process_groups.ProcessGroupHCCL},
         f"{NAME}.distributed": {"is_hccl_available": lambda: True},
@@ -138,14 +141,14 @@ def _absent(module: ModuleType) -> Callable[[str], Any]:
     """The module's __getattr__: an error that says whose module it is, and what comes close."""
 
     @lru_cache(256)  # programs that ask what there is ask often
-    def said(name: str) -> str:
+    def suggestion(name: str) -> str:
         if sentence := instead(f"{module.__name__}.{name}"):
             return f"; instead: {sentence}"
-        there = [known for known in vars(module) if not known.startswith("__")]
+        there = [attribute for attribute in vars(module) if not attribute.startswith("__")]
         result = difflib.get_close_matches(name, there, n=3)
         return f"; it has {', '.join(result)}" if result else ""
 
     def __getattr__(name: str) -> Any:
-        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{said(name)} ({LIST}; {PAGE})")
+        raise AttributeError(f"fusion_attention's {module.__name__} has no {name}{suggestion(name)} ({LIST}; {PAGE})")
 
     return __getattr__

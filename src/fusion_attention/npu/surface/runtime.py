@@ -181,8 +181,8 @@ def can_device_access_peer(device: Any, peer: Any) -> bool:
 
 def get_pretty_env_info() -> str:
     """What torch says of this machine, and that this library stands in for torch_npu."""
-    said = collect_env.get_pretty_env_info()
-    return f"{said}\n\ntorch_npu: fusion_attention, as {_version()}, stands in for it; CANN: none"
+    report = collect_env.get_pretty_env_info()
+    return f"{report}\n\ntorch_npu: fusion_attention, as {_version()}, stands in for it; CANN: none"
 
 
 def _nothing(*_: Any, **__: Any) -> None:

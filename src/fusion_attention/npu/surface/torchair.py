@@ -53,7 +53,7 @@ def enter(changes: Changes) -> None:
             registry.register_backend(
                 lambda graph, inputs, **_: registry.lookup_backend(_RUN)(graph, inputs), name="npugraph_ex"
             )
-            for known in (registry._BACKENDS, registry._COMPILER_FNS):
-                changes.after(known.pop, "npugraph_ex", None)
+            for registered in (registry._BACKENDS, registry._COMPILER_FNS):
+                changes.after(registered.pop, "npugraph_ex", None)
 
     changes.when_loaded("torch._dynamo.backends.registry", change)

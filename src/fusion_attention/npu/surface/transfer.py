@@ -65,15 +65,15 @@ def _hccl(value: Any) -> Any:
     return value.replace("nccl", "hccl").replace("cuda", "npu") if isinstance(value, str) else value
 
 
-def _told(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
+def _translating(layer: Layer, word: Callable[[Any], Any] = _npu, *, numbers: bool = False) -> Callable[..., Any]:
     """What lies below, its arguments in the words of the chip; a bare number is a device where `numbers` says so."""
 
-    def said(value: Any) -> Any:
+    def translate(value: Any) -> Any:
         return f"npu:{value}" if numbers and type(value) is int else word(value)
 
     @functools.wraps(layer.below, updated=())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return layer.below(*map(said, args), **{name: word(value) for name, value in kwargs.items()})
+        return layer.below(*map(translate, args), **{name: word(value) for name, value in kwargs.items()})
 
     return wrapper
 
@@ -86,7 +86,7 @@ def _told_class(layer: Layer) -> type:
             return isinstance(one, layer.below)
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return _told(layer)(*args, **kwargs)
+        return _translating(layer)(*args, **kwargs)
 
     return Meta(layer.below.__name__, (), {"__new__": __new__, "__doc__": layer.below.__doc__})
 
@@ -100,27 +100,27 @@ def _transfer(changes: Changes) -> None:
         if not isinstance(value, ModuleType):
             changes.set(torch.cuda, name, value)
     changes.set(torch.cuda, "get_device_capability", lambda device=None: (0, 0))  # what programs compare is a pair
-    for part in ("amp", "random", "memory", "streams"):
-        for name, value in vars(getattr(npu, part)).items():
+    for submodule in ("amp", "random", "memory", "streams"):
+        for name, value in vars(getattr(npu, submodule)).items():
             if not name.startswith("_") and not isinstance(value, ModuleType):
-                changes.set(getattr(torch.cuda, part), name, value)
+                changes.set(getattr(torch.cuda, submodule), name, value)
     for name in _FACTORIES.split():
-        changes.wrap(torch, name, _told)
+        changes.wrap(torch, name, _translating)
     changes.wrap(torch, "Generator", _told_class)
     for name in _METHODS.split():
-        changes.wrap(torch.Tensor, name, functools.partial(_told, numbers=name == "to"))
+        changes.wrap(torch.Tensor, name, functools.partial(_translating, numbers=name == "to"))
     for name in _MODULES.split():
-        changes.wrap(torch.nn.Module, name, functools.partial(_told, numbers=True))
+        changes.wrap(torch.nn.Module, name, functools.partial(_translating, numbers=True))
     owners: tuple[Any, ...] = (torch.Tensor, torch.nn.Module, torch.storage._StorageBase, torch.storage.TypedStorage)
     for owner in owners:
         changes.set(owner, "cuda", owner.npu)
     changes.set(torch.Tensor, "is_cuda", torch.Tensor.is_npu)  # type: ignore[attr-defined]
-    changes.wrap(torch.autocast, "__init__", _told)
+    changes.wrap(torch.autocast, "__init__", _translating)
     changes.wrap(torch.amp.GradScaler, "__init__", _scaler)
     changes.wrap(torch.autograd.profiler.profile, "__init__", _profile)
     if torch.distributed.is_available():
         for name in _PROCESS_GROUPS.split():
-            changes.wrap(torch.distributed, name, functools.partial(_told, word=_hccl))
+            changes.wrap(torch.distributed, name, functools.partial(_translating, word=_hccl))
         changes.set(torch.distributed, "is_nccl_available", lambda: True)
 
 

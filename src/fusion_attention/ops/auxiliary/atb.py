@@ -143,7 +143,7 @@ CHUNKS = (
             "reach(seq_len, context_lens)", [20, 1, 17],
             when="len(seq_len) == len(context_lens) and least(context_lens) >= 0"),
 )  # fmt: skip
-WIDE = invalid("covers(mask, seq_len)", "mask", "of every row and key of the longest sequence",
+COVERS_LENGTHS = invalid("covers(mask, seq_len)", "mask", "of every row and key of the longest sequence",
                "[S, S] or [sequences, S, S]", invalid={"mask": "2 2"})  # fmt: skip
 DECIDED = Rule("decided(mask)", "mask", "a bias is not computed here", "1 or -1000 and below, or 0", code=INVALID,
                reads=True, invalid={"mask": torch.full((6, 40), -1.0)})  # fmt: skip
@@ -163,7 +163,7 @@ def attends(
     summary: str,
     inputs: tuple[Any, ...],
     rules: tuple[Rule, ...],
-    seen: str,
+    visible: str,
     sample: Mapping[str, Any],
     **more: Any,
 ) -> Op:
@@ -184,7 +184,7 @@ def attends(
             *own_memory("out", shape=shapes["out"]),
             *untrained(NO_GRADIENT, None, invalid, **floating),
         ),
-        formula=FORMULA.format(seen=seen),
+        formula=FORMULA.format(seen=visible),
         functions=FUNCTIONS,
         sizes=SIZES,
         sample=sample,
@@ -199,7 +199,7 @@ FLASH = attends(
     "_npu_flash_attention",
     "Attention of packed rows under a mask.",
     (QUERY, KEY, VALUE, MASK, LENGTHS, SCALE, *HEADS[::-1], out("T")),
-    (*ENDS, WIDE, ROWS_DECIDED),
+    (*ENDS, COVERS_LENGTHS, ROWS_DECIDED),
     SEEN_OF_MASK,
     {**PACKED, "mask": "3 3"},
     example="""\

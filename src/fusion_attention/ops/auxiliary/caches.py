@@ -53,9 +53,9 @@ def waits_for_none(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
 
 def own_memory(*names: str, shape: tuple[int, ...]) -> tuple[Rule, ...]:
     """Memory that is written has a place for every element."""
-    wide = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
+    expanded = torch.zeros(shape[0], *(1,) * (len(shape) - 1), dtype=torch.float16).expand(shape)
     advice, text = "an expanded tensor cannot be written: clone() it", "memory of its own for every element"
-    return tuple(invalid(f"apart({name})", name, advice, text, invalid={name: wide}) for name in names)
+    return tuple(invalid(f"apart({name})", name, advice, text, invalid={name: expanded}) for name in names)
 
 
 def apart(tensor: torch.Tensor) -> bool:

@@ -29,11 +29,11 @@ def halves(tensor: torch.Tensor, dim: int) -> bool:
     return has_axis(tensor, dim) and tensor.shape[dim] % 2 == 0
 
 
-def expands_to(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
-    if tensor.dim() > whole.dim():
+def expands_to(tensor: torch.Tensor, target: torch.Tensor) -> bool:
+    """True if a tensor is repeated along axes of size 1, or along missing ones, to another one's shape."""
+    if tensor.dim() > target.dim():
         return False
-    shape = whole.shape[whole.dim() - tensor.dim() :]
+    shape = target.shape[target.dim() - tensor.dim() :]
     return all(n in (1, m) for n, m in zip(tensor.shape, shape, strict=True))
 
 

@@ -27,13 +27,13 @@ def buffer(cache: torch.Tensor, mode: str) -> int:
 
 
 def cache_fits(cache: torch.Tensor, kv: torch.Tensor, width: int, mode: str) -> bool:
-    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache holds rows of a width, in an order that its mode can write."""
     if cache.dim() != 4 or cache.shape[3] != width:
         return False
     if mode == "Norm":
         return cache.shape[0] == kv.shape[0] and cache.shape[1] == 1
-    piece = 32 if cache.dtype == torch.int8 else 16
-    return cache.shape[2] == 1 and ("NZ" not in mode or (width % piece == 0 and cache.is_contiguous()))
+    width_of_fragment = 32 if cache.dtype == torch.int8 else 16
+    return cache.shape[2] == 1 and ("NZ" not in mode or (width % width_of_fragment == 0 and cache.is_contiguous()))
 
 
 APART = 128  # elements of a row of values that stand apart from kv
@@ -81,7 +81,7 @@ NUMBERS = [
     quantised("k_rope_offset", "Added to scaled rows of k_cache.", "key_width(kv, gamma, v)", "k_cache"),
     quantised("c_kv_offset", "Added to scaled rows of ckv_cache.", "value_width(gamma, v)", "ckv_cache"),
 ]
-WHOLE = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
+IS_LATENT = "kv.dim() == 4 and gamma.dim() == 1 and rope_width(kv, gamma, v) > 0"
 KV_RMSNORM_ROPE = auxiliary(
     "npu_kv_rmsnorm_rope_cache",
     "Norms latents, turns rope rows, and stores both in caches, in place.",
@@ -129,7 +129,7 @@ KV_RMSNORM_ROPE = auxiliary(
     ),
     rules=(
         invalid(
-            f"{WHOLE} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
+            f"{IS_LATENT} and kv.shape[1] == 1 and rope_width(kv, gamma, v) % 2 == 0",
             "kv",
             "gamma says how long the latent is; beside v it is as long as kv",
             "[B, 1, S, latent + rope] with an even rope",
@@ -141,7 +141,7 @@ KV_RMSNORM_ROPE = auxiliary(
                 name,
                 "of every token",
                 "[B, 1, S, rope]",
-                when=WHOLE,
+                when=IS_LATENT,
                 invalid={name: "B 1 4 7"},
             )
             for name in ("cos", "sin")
@@ -152,7 +152,7 @@ KV_RMSNORM_ROPE = auxiliary(
                 name,
                 "NZ is written in pieces of 16, int8 of 32, in contiguous memory",
                 "[B, 1, slots, D] in mode Norm, [pages, slots, 1, D] in the others",
-                when=WHOLE,
+                when=IS_LATENT,
                 invalid={name: words},
             )
             for name, width, words in (

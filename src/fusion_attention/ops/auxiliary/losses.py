@@ -39,7 +39,7 @@ HOW = (
 
 def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor, ...], rows: str, **more: Any) -> Any:
     """A record of the loss or its gradient; rows: the tensor [T, C]."""
-    known = Rule(
+    has_rows = Rule(
         f"labels(target, {rows}.shape[1], ignore_index)", "target", "or ignore_index", "classes that there are",
         code=INVALID, reads=True, when=f"{rows}.dim() == 2", invalid={"target": torch.tensor([0, 1, 2, 3, 4, 5])},
     )  # fmt: skip
@@ -48,7 +48,7 @@ def loss(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tensor
         when=f"{rows}.dim() == 2", invalid={"C": 0, "target": torch.full((6,), -100)},
     )  # fmt: skip
     sample = more.pop("sample", {})
-    rules = (known, some, *more.pop("rules", ()))
+    rules = (has_rows, some, *more.pop("rules", ()))
     return auxiliary(
         name, summary, inputs, results, rules=rules, functions={"labels": labels}, sizes=SIZES, sample=sample, **more
     )

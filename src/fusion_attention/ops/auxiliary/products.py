@@ -33,34 +33,34 @@ def vectors(given: Given, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def fit(x: Given, weight: Given, group_type: int, one: bool) -> bool | str:
-    """Whether there is a product for every group; one: they share a result."""
+    """True if there is a product for every group; one: they share a result."""
     results = matrices(weight)
-    said = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
+    shapes_text = f"x {[list(t.shape) for t in x]}, weight {[list(t.shape) for t in weight]}"
     if not results or any(w.dim() != 2 for w in results) or any(not t.dim() for t in x):
-        return said
+        return shapes_text
     if group_type == 2:
         return (len(x) == len(weight) == 1 and weight[0].dim() == 2 and x[0].dim() == 2
-                and x[0].shape[1] == weight[0].shape[0]) or said  # fmt: skip
+                and x[0].shape[1] == weight[0].shape[0]) or shapes_text  # fmt: skip
     several = len(x) > 1 or group_type == -1
     if several and len(x) != len(results):
-        return said
+        return shapes_text
     rank = x[0].dim() >= 2 and (x[0].dim() == 2 or (group_type == -1 and not one))
     inner = all(t.dim() == x[0].dim() and t.shape[-1] == results[i if several else 0].shape[0] for i, t in enumerate(x))
     same = all(w.shape[0] == results[0].shape[0] for w in results) if not several else True
     width = all(w.shape[1] == results[0].shape[1] for w in results) if one else True
-    return (rank and inner and same and width) or said
+    return (rank and inner and same and width) or shapes_text
 
 
 def each(given: Given, weight: Given, blocks: bool) -> bool:
-    """Whether there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
-    wide = matrices(weight)
-    results = vectors(given, len(wide))
+    """True if there is a vector of as many elements as columns for every group; blocks: or for each block of rows."""
+    weights = matrices(weight)
+    results = vectors(given, len(weights))
 
     def fits(v: torch.Tensor, w: torch.Tensor) -> bool:
         several = blocks and v.dim() == 2 and len(v) > 0 and w.shape[0] % len(v) == 0
         return v.shape[-1:] == w.shape[1:] and (v.dim() == 1 or several)
 
-    return len(results) == len(wide) and all(map(fits, results, wide))
+    return len(results) == len(weights) and all(map(fits, results, weights))
 
 
 def sizes_of(group_list: np.ndarray, kind: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from fusion_attention.ops.shared.rules import invalid, untrained
 SIZES = {"T": 5, "H": 12, "Cq": 8, "N1": 2, "D": 6, "Ckv": 16, "Dr": 4, "W": 20, "N": 20, "P": 3, "Ps": 4}
 INTEGERS = "quantised forms are not computed: pass floats"
 GRADIENT = "what is stored in a cache has no derivative: call it under torch.no_grad()"
-PIECE = 16  # elements of a cache's piece in mode PA_NZ
+FRAGMENT = 16  # elements of a cache's fragment in mode PA_NZ
 
 WEIGHTS = (
     floats("weight_dq", "Makes the query's latent.", like="token_x", shape="H Cq"),
@@ -72,10 +72,10 @@ NO_SCALE = result("dequant_scale_q_nope", "Without elements.", "float32")
 
 
 def fits_pages(cache: torch.Tensor, width: int, mode: str) -> bool:
-    """Whether a cache holds rows of a width, in an order that its mode can write."""
+    """True if a cache holds rows of a width, in an order that its mode can write."""
     if cache.dim() != 4 or tuple(cache.shape[2:]) != (1, width):
         return False
-    return mode == "PA_BSND" or (width % PIECE == 0 and cache.is_contiguous())
+    return mode == "PA_BSND" or (width % FRAGMENT == 0 and cache.is_contiguous())
 
 
 def none(params: tuple[Any, ...]) -> tuple[Rule, ...]:
@@ -108,7 +108,7 @@ RULES = (
     *own_memory("kr_cache", shape=(3, 4, 1, 4)),
     *untrained(GRADIENT, token_x=(5, 12), weight_dq=(12, 8)),
 )  # fmt: skip
-PLACES = (
+SLOT_RULES = (
     invalid("cache_index.shape == token_x.shape[:-1]", "cache_index", "of every token", "[T] or [B, S]",
             when="cache_index is not None and token_x.dim() in (2, 3)",
             invalid={"cache_index": torch.zeros(3, dtype=torch.int64)}),
@@ -130,7 +130,7 @@ def prolog(name: str, summary: str, inputs: tuple[Any, ...], results: tuple[Tens
         summary,
         inputs,
         results,
-        rules=(*RULES, *PLACES, *more.pop("rules", ())),
+        rules=(*RULES, *SLOT_RULES, *more.pop("rules", ())),
         formula=more.pop("formula", FORMULA),
         functions={**FUNCTIONS, "fits_pages": fits_pages},
         sizes=SIZES,

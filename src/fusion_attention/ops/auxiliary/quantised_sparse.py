@@ -35,7 +35,7 @@ def without_last(shape: dict[str, str]) -> dict[str, str]:
     return {layout: words.rpartition(" ")[0] for layout, words in shape.items()}
 
 
-def kept(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
+def retained_rules(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
     """The rules of a record over floats about parameters that are the same; others: words of rules that are not."""
     names = {p.name for p in params}
     return tuple(rule for rule in op.rules if rule.param in names and not any(word in rule.check for word in others))
@@ -43,11 +43,13 @@ def kept(op: Op, params: Iterable[Any], *others: str) -> tuple[Rule, ...]:
 
 def of_integers(op: Op, name: str, summary: str, params: tuple[Any, ...], **changes: Any) -> Op:
     """A record of the same over int8, which has no lowering."""
-    own: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
+    changes_of_all: dict[str, Any] = {"lower": None, "fresh": None, "trains": {}, "prototypes": {}}
     more = changes.pop("sample")
     samples = {layout: {**answer, **more} for layout, answer in op.samples.items()}
     results = tuple(p.name for p in params if isinstance(p, Tensor) and p.output)
-    return op.version(name, summary, params=params, results=results, **own, **{"samples": samples, **changes})
+    return op.version(
+        name, summary, params=params, results=results, **changes_of_all, **{"samples": samples, **changes}
+    )
 
 
 KEY = Tensor("key", "Keys of integers, one head for all.", dtypes="int8", cast=INT8, shape=rows("2", "1", "D"),
@@ -70,7 +72,7 @@ INDEXER = of_integers(
     "npu_quant_lightning_indexer",
     "The keys that score highest for every row, by ReLU-weighted heads, of int8 rows.",
     INDEXER_PARAMS,
-    rules=kept(indexer.TORCH, INDEXER_PARAMS, "same_dtype(", "float32(query)"),
+    rules=retained_rules(indexer.TORCH, INDEXER_PARAMS, "same_dtype(", "float32(query)"),
     formula="""I_j = sum_h w_h * max(0, query_scale_h * key_scale_j * (q_h . k_j))    over the keys j that the row sees
 indices = the sparse_count largest I, best first; of equal ones the lower index first""",
     tex=r"I_j = \sum_h w_h \max(0,\; s_h\, s_j\; q_h \cdot k_j) \qquad indices = \text{the largest } I_j",
@@ -121,7 +123,7 @@ ATTENTION = of_integers(
     "Attention over the blocks of keys that every row selects, latents as int8 with a scale for every tile.",
     ATTENTION_PARAMS,
     rules=(
-        *kept(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
+        *retained_rules(sparse.TORCH, ATTENTION_PARAMS, "float32(query)", "Dv", "value is", "D == 512"),
         invalid(
             "W == packed_width(D, rope_head_dim, tile_size) > 0", "key", "integers, rope part and scales of the tiles",
             "D - rope_head_dim + 2 * rope_head_dim + 4 * tiles bytes", when="1 <= D <= 768", invalid={"W": 640},

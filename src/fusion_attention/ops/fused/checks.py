@@ -39,14 +39,14 @@ def rows_fit(
 ) -> Outcome:
     """Whether tensors of the key side have the dimensions, heads and elements that they should; dim None: any."""
     for t in members(rows):
-        own = _layout(t, layout, table)
-        if not own:
+        layout_of_rows = _layout(t, layout, table)
+        if not layout_of_rows:
             return f"{t.dim()} dimensions {list(t.shape)} in pages"
-        form = form_of(t, own, heads)
+        form = form_of(t, layout_of_rows, heads)
         if form is None or form[1] != heads or (dim is not None and form[3] != dim):
             if t.dim() == 4 and table is not None and tuple(t.shape[1:3]) == (block_size, heads):
                 return f"{show(t)}, pages with slots before heads: view it as [{t.shape[0]}, {block_size}, N*D]"
-            wanted = " ".join(WORDS.get(own, "blocks N D/d0 slots d0").split()).replace(" ", ", ")
+            wanted = " ".join(WORDS.get(layout_of_rows, "blocks N D/d0 slots d0").split()).replace(" ", ", ")
             return f"{show(t)} for [{wanted}] with {heads} heads of {dim or 'as many'} elements"
     return True
 
@@ -138,10 +138,10 @@ def rows_within(q_len: np.ndarray, rows: int) -> Outcome:
     return len(bad) == 0 or f"{q_len[bad[0]]} for item {bad[0]} of {rows} rows"
 
 
-def no_more_rows(q_len: np.ndarray, seen: np.ndarray) -> Outcome:
+def no_more_rows(q_len: np.ndarray, visible: np.ndarray) -> Outcome:
     """Whether no item has more query rows than keys."""
-    bad = np.flatnonzero(q_len > seen)
-    return len(bad) == 0 or f"{q_len[bad[0]]} rows over {seen[bad[0]]} keys in item {bad[0]}"
+    bad = np.flatnonzero(q_len > visible)
+    return len(bad) == 0 or f"{q_len[bad[0]]} rows over {visible[bad[0]]} keys in item {bad[0]}"
 
 
 # ----------------------------------------------------------------------------------------------------- masks and biases
@@ -297,11 +297,11 @@ def out_dtypes(query: Tensor, rope: Tensor | None, scale: Tensor | None) -> tupl
 
 def number_fits(number: int | None, query: Tensor, rope: Tensor | None, scale: Tensor | None) -> Outcome:
     """Whether a number is torch's of a dtype that attention_out has; a query of floats decides alone."""
-    known = OUT_DTYPES.get(number) if number is not None else None
-    if number is None or (known and scale is None and query.dtype != torch.int8):
+    dtype = OUT_DTYPES.get(number) if number is not None else None
+    if number is None or (dtype and scale is None and query.dtype != torch.int8):
         return True
     wanted = out_dtypes(query, rope, scale)
-    result = str(known or "no such dtype").removeprefix("torch.")
+    result = str(dtype or "no such dtype").removeprefix("torch.")
     return result in wanted or f"{number} ({result}), beside {' or '.join(wanted)}"
 
 

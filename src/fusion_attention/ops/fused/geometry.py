@@ -22,14 +22,14 @@ WORDS = {
     "SH": "T N*D",
     "NSD": "N S D",
 }
-PLAIN = ("BSH", "BSND", "BNSD")
+UNTRANSPOSED = ("BSH", "BSND", "BNSD")
 MIXED = ("BNSD_BSND", "BSH_BNSD", "BSND_BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
 PACKED = ("TND", "NTD", "NTD_TND", "TND_NTD")
-LAYOUTS = (*PLAIN, *MIXED, *PACKED, "NSD")
+LAYOUTS = (*UNTRANSPOSED, *MIXED, *PACKED, "NSD")
 # Of the versions without rope parts.
-ROPELESS = (*PLAIN, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
+ROPELESS = (*UNTRANSPOSED, "BNSD_BSND", "TND", "NTD", "NTD_TND", "NSD")
 # Of PromptFlashAttention: V1 and V2, and with packed rows.
-PROMPT = (*PLAIN, "BNSD_BSND", "NSD", "SH")
+PROMPT = (*UNTRANSPOSED, "BNSD_BSND", "NSD", "SH")
 PROMPT_PACKED = (*PROMPT, "TND")
 TRIANGLE = 2048
 # torch's numbers of dtypes, as npu_fused_infer_attention_score_v2 takes them.
@@ -50,9 +50,9 @@ def words(side: str, dim: str, output: bool = False) -> dict[str, str]:
     """Axis words of rows of the query ("1") or key ("2") side in every input_layout; dim: their axis of elements."""
     results = {}
     for layout in (*LAYOUTS, "SH"):
-        own = WORDS[of_output(layout) if output else of_inputs(layout)]
+        letters = WORDS[of_output(layout) if output else of_inputs(layout)]
         sides = {"B": "B", "D": dim, **{axis: axis + side for axis in "STN"}}
-        results[layout] = "".join(sides.get(c, c) for c in own)
+        results[layout] = "".join(sides.get(c, c) for c in letters)
     return results
 
 
@@ -173,8 +173,10 @@ def prefix_length(n: Mapping[str, Any], heads: int) -> tuple[int, int]:
     """(keys of the shared prefix that count, keys that its tensor holds)."""
     prefix, given = n["key_shared_prefix"], n["actual_shared_prefix_len"]
     form = None if prefix is None else form_of(prefix, of_inputs(n["input_layout"]), heads)
-    held = form[2] if form else 0
-    return (held if given is None or len(given) == 0 else int(given[0])) if prefix is not None else 0, held
+    prefix_keys = form[2] if form else 0
+    return (
+        prefix_keys if given is None or len(given) == 0 else int(given[0])
+    ) if prefix is not None else 0, prefix_keys
 
 
 # ------------------------------------------------------------------------------------------------------- masks and band
@@ -232,12 +234,14 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
     given = n["actual_seq_lengths"]
     batch = n["B"] if not packed(layout) else 1 if given is None else len(given)
     batch = 1 if layout == "NSD" else batch
-    one_token = layout in PLAIN and n["S1"] == 1 and dim_v == n["D"] and n["query_rope"] is None and n["skips_modes"]
+    one_token = (
+        layout in UNTRANSPOSED and n["S1"] == 1 and dim_v == n["D"] and n["query_rope"] is None and n["skips_modes"]
+    )
     q_len, q_first = _rows(n, batch, one_token)
     kv_len, kv_first, capacity = _keys(n, batch, q_len, tokens)
     fits = (q_first >= 0) & (kv_first >= 0)
     kv_used, q_used = np.where(fits, kv_len, 0), np.where(fits, q_len, 0)
-    common, held = prefix_length(n, heads)
+    common, prefix_keys = prefix_length(n, heads)
     rows = n["S1"] if not packed(layout) else int(q_len.max(initial=0))
     return {
         "B": batch,
@@ -254,7 +258,7 @@ def geometry(n: dict[str, Any]) -> dict[str, Any]:
         "q_used": q_used,
         "kv_used": kv_used,
         "common": common,
-        "held": held,
+        "held": prefix_keys,
         "one_token": one_token,
         **visibility(n, one_token),
         "rows": rows,
@@ -302,10 +306,10 @@ def lse_shape(n: Mapping[str, Any]) -> tuple[Any, ...]:
 def out_dtype(n: Mapping[str, Any]) -> torch.dtype:
     """The dtype of attention_out where the caller gives no memory for it."""
     query: torch.dtype = n["query"].dtype
-    asked: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
+    requested: torch.dtype | None = OUT_DTYPES.get(n["out_dtype"])
     if n["quant_scale2"] is not None:
-        return asked or torch.int8
+        return requested or torch.int8
     if query != torch.int8:
         return query
     rope = n["query_rope"]
-    return asked or (torch.float16 if rope is None else rope.dtype)
+    return requested or (torch.float16 if rope is None else rope.dtype)

@@ -194,11 +194,11 @@ def _per_channel(n: Mapping[str, Any], side: int, scale: Tensor, offset: Tensor 
     """[N2, elements] from one number, one per head, or one per head and element."""
     heads, dim = n["N2"], (n["D"], n["Dv"])[side]
 
-    def own(t: Tensor) -> Tensor:
+    def per_head(t: Tensor) -> Tensor:
         each = t.numel() in (heads * dim, heads) and t.numel() > 1
         return (t.reshape(heads, -1) if each else t.reshape(1, 1)).expand(heads, dim)
 
-    return Scales(own(scale), None if offset is None else own(offset))
+    return Scales(per_head(scale), None if offset is None else per_head(offset))
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -19,7 +19,7 @@ FULL: dict[str, Any] = {"atten_mask": "S1 S2", "next_tokens": UNLIMITED}
 SQUARE: dict[str, Any] = {"atten_mask": "2048 2048", "sparse_mode": 3}
 TREE: dict[str, Any] = {**ROPE, "atten_mask": "B S1 S1", "sparse_mode": 9}
 PSE: dict[str, Any] = {"pse_shift": "B N1 S1 S2"}
-SEEN = "common + kv_used"
+VISIBLE_KEYS = "common + kv_used"
 CAUSAL = "torch.ones(2048, 2048, dtype=torch.bool).triu(1), whatever the lengths"
 
 MODES = (
@@ -64,7 +64,7 @@ MODES = (
         invalid={"atten_mask": "S1 S1"},
     ),
     Rule(
-        f"no_more_rows(q_used, {SEEN})",
+        f"no_more_rows(q_used, {VISIBLE_KEYS})",
         "actual_seq_lengths_kv",
         "a tree's rows are the newest keys",
         text="at least as many keys as query rows under a tree mask",
@@ -83,7 +83,7 @@ MODES = (
         invalid={"pre_tokens": 1, "next_tokens": -2},
     ),
     limit(
-        f"meets(mode, pre, next, q_used, {SEEN})",
+        f"meets(mode, pre, next, q_used, {VISIBLE_KEYS})",
         "pre_tokens",
         "the chip takes no window beside the scores",
         text="a window that meets the scores of every item",
@@ -92,7 +92,7 @@ MODES = (
         invalid={"pre_tokens": 9, "next_tokens": -3},
     ),
     limit(
-        f"no_more_rows(q_used, {SEEN})",
+        f"no_more_rows(q_used, {VISIBLE_KEYS})",
         "sparse_mode",
         "the chip refuses rows without a key",
         text="no more query rows than keys in mode 3 of packed rows",

@@ -184,13 +184,13 @@ CACHES = (
 SIDES = (
     *(
         typed(
-            f"{name} {known}",
+            f"{name} {granularity}",
             name,
             ELSEWHERE,
             text="a mode of integers",
             invalid={name: 6},
         )
-        for name, known in (
+        for name, granularity in (
             ("key_antiquant_mode", "not in (6, 7, 8)"),
             ("value_antiquant_mode", "not in (6, 7, 8)"),
             ("query_quant_mode", "!= 6"),

@@ -12,9 +12,17 @@ def _room(op: Op, *names: str, **more: Any) -> Op:
     """Memory for the results of an operator, from those arguments that decide its shapes."""
     name, params = f"_{op.name}_infer_output", tuple(op.by_name[name] for name in names)
     summary = f"Memory for the results of {op.name}, for its `.out`; nothing is computed."
-    said = "(attention_out, softmax_lse), not initialised."
+    returned = "(attention_out, softmax_lse), not initialised."
     return op.version(
-        name, summary, params=params, keywords=params[2].shown, rules=(), lower=None, formula="", returns=said, **more
+        name,
+        summary,
+        params=params,
+        keywords=params[2].shown,
+        rules=(),
+        lower=None,
+        formula="",
+        returns=returned,
+        **more,
     )
 
 

@@ -15,7 +15,7 @@ from fusion_attention.ops.shared.layouts import LAYOUTS, keep
 Tensor = torch.Tensor
 View = TypeVar("View", RowView, PagedView, RowView | PagedView)
 
-NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in pieces
+NZ = "NZ"  # pages [blocks, heads, dim / d0, slots, d0]: a row in fragments
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ UNSCALED = Scales()
 
 
 @dataclass(eq=False)
-class Places:
+class CacheViews:
     """Makes the views of one call's cache.
 
     Args:
@@ -125,9 +125,9 @@ class Places:
     def _pages(self, pool: Tensor, dim: int) -> PagedView:
         size = self.cache.page_size
         if self.cache.layout == NZ:
-            block, head, piece, token, _ = pool.stride()
-            pieces = (pool.shape[4], piece) if pool.shape[2] > 1 else (0, 0)
-            return PagedView(pool, self._table(), size, block, token, head, dim, *pieces)
+            block, head, fragment, token, _ = pool.stride()
+            fragments = (pool.shape[4], fragment) if pool.shape[2] > 1 else (0, 0)
+            return PagedView(pool, self._table(), size, block, token, head, dim, *fragments)
         batch, tokens, heads = LAYOUTS[self.cache.layout]
         assert batch is not None
         stride = self._bytes(dim) if heads is None else pool.stride(heads)
@@ -144,8 +144,8 @@ class Places:
 
     def _start(self) -> np.ndarray:
         """Packed: the first token of each sequence among those that the cache holds."""
-        own = np.maximum(self.extents.kv_len - self.common, 0)
-        return np.cumsum(own) - own
+        suffix_len = np.maximum(self.extents.kv_len - self.common, 0)
+        return np.cumsum(suffix_len) - suffix_len
 
     def _bytes(self, dim: int) -> int:
         """Elements of memory that a row takes."""

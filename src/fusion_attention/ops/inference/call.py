@@ -17,7 +17,7 @@ from fusion_attention.ir.call import Filled, Further, buffer
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem, Stats
 from fusion_attention.memory import another, empty, template
-from fusion_attention.ops.inference.cache import UNSCALED, Cache, Places, Scales, as_float, narrowed
+from fusion_attention.ops.inference.cache import UNSCALED, Cache, CacheViews, Scales, as_float, narrowed
 from fusion_attention.ops.shared.layouts import (
     LAYOUTS,
     Form,
@@ -124,16 +124,19 @@ class InferenceCall:
 
     def _templates(self) -> tuple[Tensor, Tensor]:
         """Of out and of one statistic."""
-        made: tuple[Tensor, Tensor] | None = self.call_cache.templates
-        if made is None:
+        templates: tuple[Tensor, Tensor] | None = self.call_cache.templates
+        if templates is None:
             p, q = self.problem, self.q
             batch, token, _ = LAYOUTS[self.layout]
             sizes = 1 if batch is None else q.shape[batch], q.shape[token]
             shape = rows_shape(self.out_layout or self.layout, *sizes, p.heads_q, p.dim_v)
             out = template(q, shape, p.torch_dtype if p.out_quant == "none" else torch.int8)
             dtype = torch.float64 if p.dtype == "float64" else torch.float32
-            made = self.call_cache.templates = out, template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype)
-        return made
+            templates = self.call_cache.templates = (
+                out,
+                template(q, stats_shape(q, Form(self.layout), p.heads_q), dtype),
+            )
+        return templates
 
     def _lse_shape(self, stats: Tensor) -> tuple[int, ...]:
         return (1, *stats.shape[::-1], 1) if self.lse_by_batch else (*stats.shape, 1)
@@ -141,12 +144,12 @@ class InferenceCall:
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
         """The views of a call, its output and its statistics."""
         out, max_, sum_ = memory.values()
-        p, e, form, places = self.problem, self.extents, Form(self.layout), self._places()
-        k = places.rows(self.k, p.dim_qk)
-        v = narrowed(k, p.dim_v) if self.v is None else places.rows(self.v, p.dim_v)
+        p, e, form, views = self.problem, self.extents, Form(self.layout), self._views()
+        k = views.rows(self.k, p.dim_qk)
+        v = narrowed(k, p.dim_v) if self.v is None else views.rows(self.v, p.dim_v)
         stats = (stats_view(t, form, p.heads_q, e) for t in (max_, sum_))
         operands = Operands(
-            q=self._own(self.q if self.q.dtype == p.torch_dtype else self.q.to(p.torch_dtype)),
+            q=self._row_view(self.q if self.q.dtype == p.torch_dtype else self.q.to(p.torch_dtype)),
             k=k,
             v=v,
             out=self._moved(row_view(out, self.out_layout or self.layout, p.heads_q, e, "q")),
@@ -156,19 +159,19 @@ class InferenceCall:
         if p.dim_rope:
             assert self.q_rope is not None
             assert self.k_rope is not None
-            operands.q_rope, operands.k_rope = self._own(self.q_rope), places.rows(self.k_rope, p.dim_rope)
+            operands.q_rope, operands.k_rope = self._row_view(self.q_rope), views.rows(self.k_rope, p.dim_rope)
         if p.common_keys:
             assert self.k_common is not None
-            operands.k_common = common = places.common_rows(self.k_common, self.layout, p.dim_qk)
-            own = self.v_common
+            operands.k_common = common = views.common_rows(self.k_common, self.layout, p.dim_qk)
+            v_common = self.v_common
             operands.v_common = (
-                narrowed(common, p.dim_v) if own is None else places.common_rows(own, self.layout, p.dim_v)
+                narrowed(common, p.dim_v) if v_common is None else views.common_rows(v_common, self.layout, p.dim_v)
             )
         if p.dequant_k != "none":
-            operands.dequant_k = places.dequant(self.k_dequant, p.dequant_k, p.dim_qk)
+            operands.dequant_k = views.dequant(self.k_dequant, p.dequant_k, p.dim_qk)
         if p.dequant_v != "none":
             scales = self.k_dequant if self.v_dequant.scale is None else self.v_dequant
-            operands.dequant_v = places.dequant(scales, p.dequant_v, p.dim_v)
+            operands.dequant_v = views.dequant(scales, p.dequant_v, p.dim_v)
         if p.has_row_scale:
             assert self.row_scale is not None
             layout = "BSND" if self.layout == "BSH" else self.layout
@@ -211,11 +214,11 @@ class InferenceCall:
         stats = self._templates()[1].dtype
         return Further(False, lambda out, *_: {names[0]: out, **{n: out.new_empty(0, dtype=stats) for n in absent}})
 
-    def _places(self) -> Places:
+    def _views(self) -> CacheViews:
         p = self.problem
-        return Places(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
+        return CacheViews(self.cache, self.extents, self.table, self.first, p.common_keys, p.kv_dtype == "int4")
 
-    def _own(self, tensor: Tensor) -> RowView:
+    def _row_view(self, tensor: Tensor) -> RowView:
         """Rows of the query side, in the query's layout."""
         return self._moved(row_view(tensor, self.layout, self.problem.heads_q, self.extents, "q"))
 
@@ -298,9 +301,9 @@ def _forget_sinks(call: InferenceCall, operands: Operands, lse: Tensor) -> None:
         for i in range(0, q_len, _ROWS):
             here = slice(i, min(i + _ROWS, q_len))
             low, high = first[here, None], end[here, None]
-            seen = ((matrix[:, here] == 0) & (key >= low) & (key < high)).any(-1)
+            visible = ((matrix[:, here] == 0) & (key >= low) & (key < high)).any(-1)
             history = (low < start) & (high > low)  # keys before the matrix are never blocked
-            rows[:, here] = rows[:, here].masked_fill(~(seen | history[:, 0]), math.inf)
+            rows[:, here] = rows[:, here].masked_fill(~(visible | history[:, 0]), math.inf)
 
 
 def _prepared(

@@ -69,8 +69,8 @@ def lengths_within(kv_len: np.ndarray, capacity: np.ndarray) -> bool | str:
     bad = np.flatnonzero((kv_len < 0) | (kv_len > capacity))
     if len(bad) == 0:
         return True
-    length, held = kv_len[bad[0]], capacity[bad[0]]
-    return f"{length} for item {bad[0]}" + (f", whose cache holds {held}" if length >= 0 else "")
+    length, cached = kv_len[bad[0]], capacity[bad[0]]
+    return f"{length} for item {bad[0]}" + (f", whose cache holds {cached}" if length >= 0 else "")
 
 
 def table_holds(table: Tensor, kv_len: np.ndarray, block_size: int) -> bool | str:

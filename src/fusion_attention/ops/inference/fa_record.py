@@ -58,8 +58,8 @@ def heads_of(k: tuple[torch.Tensor, ...], layout: str) -> int:
 
 def groups(k: tuple[torch.Tensor, ...], layout: str, heads: int) -> bool | str:
     """Whether every key head serves the same number of query heads."""
-    own = heads_of(k, layout)
-    return (own > 0 and heads % own == 0) or f"{show(k)} with N1={heads}"
+    kv_heads = heads_of(k, layout)
+    return (kv_heads > 0 and heads % kv_heads == 0) or f"{show(k)} with N1={heads}"
 
 
 def stored_fits(
@@ -322,12 +322,12 @@ def _scales(n: dict[str, Any], side: str, dim: int) -> Scales:
     """Per channel as [N2, dim]; per token as they are."""
     heads, kind = n["N2"], scale_kind(n[f"{side}_scale"], n["k"], n["N2"], dim)
 
-    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None or kind == "token":
             return tensor
         return (tensor if tensor.dim() == 2 else tensor.reshape(-1, 1)).expand(heads, dim)
 
-    return Scales(own(n[f"{side}_scale"]), own(n[f"{side}_offset"]))
+    return Scales(viewed(n[f"{side}_scale"]), viewed(n[f"{side}_offset"]))
 
 
 def _problem(n: dict[str, Any]) -> Problem:

@@ -94,13 +94,13 @@ def _scales(n: dict[str, Any], side: int) -> Scales:
     """[N2, D] of keys (0) or values (1), from one number, or one per channel."""
     heads, dim = n["N2"], n["D"]
 
-    def own(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def viewed(tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
         one = tensor[side]
         return one.reshape(1, 1).expand(heads, dim) if one.dim() == 0 else one.reshape(heads, dim)
 
-    return Scales(own(n["antiquant_scale"]), own(n["antiquant_offset"]))
+    return Scales(viewed(n["antiquant_scale"]), viewed(n["antiquant_offset"]))
 
 
 def _extents(n: dict[str, Any]) -> Extents:

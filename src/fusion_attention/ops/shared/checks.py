@@ -49,11 +49,11 @@ def lengths_fit(
     return longest is not None or total <= (tokens or 0) or f"{total} tokens in all, {tokens} in the tensor"
 
 
-def broadcasts(tensor: torch.Tensor, *whole: int) -> Outcome:
+def broadcasts(tensor: torch.Tensor, *sizes_allowed: int) -> Outcome:
     """Whether a tensor broadcasts to [B, N1, S1, S2]."""
     sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
-    fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, whole, strict=True))
-    return fits or f"{list(tensor.shape)} for {list(whole)}"
+    fits = 1 <= tensor.dim() <= 4 and all(size in (1, axis) for size, axis in zip(sizes, sizes_allowed, strict=True))
+    return fits or f"{list(tensor.shape)} for {list(sizes_allowed)}"
 
 
 def band_fits(band: Band | None, count: int) -> Outcome:

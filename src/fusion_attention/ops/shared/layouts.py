@@ -14,7 +14,7 @@ import torch
 from fusion_attention.ir.kv import MatrixView, RowView
 from fusion_attention.ir.problem import Extents
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 # Axis order of each layout: batch, sequence, head (None: head and element share the last axis).
 LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int | None, int, int | None]] = {
     "SH": (None, 0, None),
 }
 # Views kept for one set of lengths; a caller whose strides change all the time starts over.
-_KEPT = 256
+_ENTRIES = 256
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, si
     return view.over(tensor)
 
 
-def keep(extents: Extents, key: Any, found: Found) -> Found:
+def keep(extents: Extents, key: Any, result: Result) -> Result:
     """Stores a view that depends on lengths and strides alone in extents.call_cache."""
-    if len(extents.call_cache) >= _KEPT:
+    if len(extents.call_cache) >= _ENTRIES:
         extents.call_cache.clear()
-    extents.call_cache[key] = found
-    return found
+    extents.call_cache[key] = result
+    return result
 
 
 def _row_view(tensor: torch.Tensor, layout: str, heads: int, extents: Extents, side: str) -> RowView:
@@ -170,11 +170,11 @@ def covered(tensor: torch.Tensor, layout: str, extents: Extents, side: str) -> b
     The outputs of others are zero.
     """
     batch, token, _ = LAYOUTS[layout]
-    held = tensor.shape[token]
-    key = ("covered", side, batch is None, held)
+    tokens = tensor.shape[token]
+    key = ("covered", side, batch is None, tokens)
     result: bool | None = extents.call_cache.get(key)
     if result is None:
         lengths = extents.q_len if side == "q" else extents.kv_len
-        result = int(lengths.sum()) == held if batch is None else bool((lengths == held).all())
+        result = int(lengths.sum()) == tokens if batch is None else bool((lengths == tokens).all())
         keep(extents, key, result)
     return result

@@ -42,8 +42,8 @@ def mode_band(
     lo, hi, prefixes = sparse_band(mode, pre, next_, prefix).resolve(q_len, kv_len)
     rows = np.flatnonzero(q_len)
     if mode in (7, 8) and len(rows):
-        cut = rows[-1] if mode == 7 else rows[0]
-        hi[cut] = np.clip(kv_len[cut] - q_len[cut] + tokens(next_) + 1, -INFINITE, INFINITE)
+        aligned_item = rows[-1] if mode == 7 else rows[0]
+        hi[aligned_item] = np.clip(kv_len[aligned_item] - q_len[aligned_item] + tokens(next_) + 1, -INFINITE, INFINITE)
     return lo, hi, prefixes
 
 

@@ -125,8 +125,8 @@ def grads_of(
             owned = p.bias == "matrix" and _one_pair_each(bias, p.heads_q, e)
         if not owned:
             # Sequences and broadcast axes add up: in the bias's own dtype the sum would lose bits.
-            wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-            summed = empty(dbias, dbias.shape, wide)
+            sum_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+            summed = empty(dbias, dbias.shape, sum_dtype)
             bias = matrix_view(summed, form.bias, p.heads_q, e)
     rope = p.dim_rope > 0
     grads = Grads(

@@ -40,15 +40,15 @@ def _pse_form(names: dict[str, Any]) -> str:
     if pse is None or names["pse_type"] in (2, 3):
         return "none"
     heads, s1, s2 = names["N1"], names["S1"], names["S2"]
-    own = pse.dim() == 4 and pse.shape[0] in batches and pse.shape[1] == heads and pse.shape[3] == s2
+    is_matrix = pse.dim() == 4 and pse.shape[0] in batches and pse.shape[1] == heads and pse.shape[3] == s2
     if names["input_layout"] != "TND":
-        if own and pse.shape[2] in (1, s1):
+        if is_matrix and pse.shape[2] in (1, s1):
             return "broadcast"
-        return "aligned" if own and pse.shape[2] == TABLE_ROWS <= s1 else ""
-    if own and pse.shape[2] == TABLE_ROWS:
+        return "aligned" if is_matrix and pse.shape[2] == TABLE_ROWS <= s1 else ""
+    if is_matrix and pse.shape[2] == TABLE_ROWS:
         return "aligned"
     # Flat, or 4-D where all sequences have one length.
-    if pse.dim() != 1 and not (own and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
+    if pse.dim() != 1 and not (is_matrix and pse.shape[0] == names["B"] and pse.shape[2] in (1, s1)):
         return ""
     if pse.numel() == heads * int((names["q_len"] * names["kv_len"]).sum()):
         return "blocks"
@@ -76,7 +76,7 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
     given = f"pre_tokens={pre}, next_tokens={next_}"
     pre, next_ = tokens(pre), tokens(next_)
     items = np.flatnonzero(q_len)
-    cut = items[-1 if mode == 7 else 0] if len(items) else -1
+    aligned_item = items[-1 if mode == 7 else 0] if len(items) else -1
     broken: list[tuple[Any, str]] = []
     if mode == 0:
         broken = [(next_ < 0 or (pre < 0 and next_ < -pre), "next_tokens >= max(0, -pre_tokens)")]
@@ -86,9 +86,14 @@ def packed_window(mode: int, pre: int, next_: int, q_len: np.ndarray, kv_len: np
     elif mode == 4:
         broken = [(pre < 0 or (next_ < 0 and pre + next_ < 0), "pre_tokens >= max(0, -next_tokens)")]
         broken += [((q_len > 0) & (q_len - next_ > kv_len), "q_len - next_tokens <= kv_len")]
-    if mode in (7, 8) and cut >= 0:
-        broken += [(pre < kv_len[cut], f"pre_tokens >= kv_len of item {cut}")]
-        broken += [(q_len[cut] - next_ > kv_len[cut], f"q_len - next_tokens <= kv_len for item {cut}")]
+    if mode in (7, 8) and aligned_item >= 0:
+        broken += [(pre < kv_len[aligned_item], f"pre_tokens >= kv_len of item {aligned_item}")]
+        broken += [
+            (
+                q_len[aligned_item] - next_ > kv_len[aligned_item],
+                f"q_len - next_tokens <= kv_len for item {aligned_item}",
+            )
+        ]
         broken += [(mode == 7 and next_ > 0, "next_tokens <= 0")]
     for result, rule in broken:
         if np.any(result):
@@ -125,8 +130,8 @@ def table_reaches(
             continue
         device = None if matrix is None else matrix.device
         row, key = torch.arange(rows, device=device)[:, None], torch.arange(int(kv_len[b]), device=device)
-        seen = (key > row + diagonal) & (key < torch.clamp(row + int(hi[b]), min=int(prefixes[b])))
-        if bool((seen if matrix is None else seen & (matrix[..., :rows, :] == 0)).any()):
+        visible = (key > row + diagonal) & (key < torch.clamp(row + int(hi[b]), min=int(prefixes[b])))
+        if bool((visible if matrix is None else visible & (matrix[..., :rows, :] == 0)).any()):
             return f"sequence {b}: keys beyond the diagonal are visible to rows before the last {TABLE_ROWS}"
     return True
 
@@ -142,9 +147,9 @@ def positions(start: np.ndarray | None) -> bool:
     return start is None or bool((np.abs(start) < INFINITE).all())
 
 
-def tiles_fit(tiles: torch.Tensor, *whole: int) -> bool | str:
+def tiles_fit(tiles: torch.Tensor, *sizes: int) -> bool | str:
     """Whether there is a number for every tile of [B or 1, N1 or 1, S1, S2] scores."""
-    batch, heads, *lengths = whole
+    batch, heads, *lengths = sizes
     shape, counts = tuple(tiles.shape), tuple(-(-n // TILE) for n in lengths)
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == counts
     return fits or f"{list(shape)} for {[batch, heads, *counts]}"
@@ -195,10 +200,10 @@ def window_holds_mask(mask: torch.Tensor, pre: int, next_: int, q_len: np.ndarra
     # Sequences of one length read the same part of a mask that all share.
     _, several = np.unique(np.stack((q_len, kv_len)), axis=1, return_index=True)
     for b in np.sort(several) if alike else range(len(q_len)):
-        own = own_matrix(mask, int(b), q_len, kv_len)
-        row = torch.arange(own.shape[-2], device=mask.device)[:, None]
-        key = torch.arange(own.shape[-1], device=mask.device)
-        outside = ((own == 0) & ((key < row - pre) | (key > row + next_))).nonzero()
+        matrix = own_matrix(mask, int(b), q_len, kv_len)
+        row = torch.arange(matrix.shape[-2], device=mask.device)[:, None]
+        key = torch.arange(matrix.shape[-1], device=mask.device)
+        outside = ((matrix == 0) & ((key < row - pre) | (key > row + next_))).nonzero()
         if len(outside):
             return f"a visible element outside the window of sequence {b}, at {outside[0].tolist()} of its mask"
     return True

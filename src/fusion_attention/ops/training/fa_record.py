@@ -38,7 +38,7 @@ from fusion_attention.ops.shared.sparse_modes import mode_band
 from fusion_attention.ops.training.call import DenseCall
 from fusion_attention.ops.training.checks import positions, tiles_exist, tiles_fit
 from fusion_attention.ops.training.records import SIZES, rows
-from fusion_attention.ops.training.run import PLAIN, DenseForward, fresh_forward
+from fusion_attention.ops.training.run import RESULTS, DenseForward, fresh_forward
 
 Lengths = Sequence[int] | torch.Tensor | None
 Layout = Literal["BSND", "BNSD", "BSH", "SBH", "TND"]
@@ -376,9 +376,9 @@ out_i &= \sum_j \frac{keep_{ij}}{p_{keep}} \cdot \frac{e^{s_{ij}}}{\sum_{j\prime
     derive=lengths,
     functions={f.__name__: f for f in (lengths_fit, broadcasts, band_fits, positions, tiles_fit, tiles_exist, trained)},
     lower=lambda bound, *, seed=None, offset=None: DenseForward(dense_call(bound, seed=seed)),
-    results=PLAIN,
-    fresh=lambda n: fresh_forward(PLAIN, n["q"], n["k"], n["v"], n.get("layout") or "BSND", n.get("heads")),
-    trains=dict.fromkeys(PLAIN[:2], ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")),
+    results=RESULTS,
+    fresh=lambda n: fresh_forward(RESULTS, n["q"], n["k"], n["v"], n.get("layout") or "BSND", n.get("heads")),
+    trains=dict.fromkeys(RESULTS[:2], ("q", "k", "v", "q_rope", "k_rope", "bias", "sink")),
     repeats=True,
     sizes=SIZES,
     samples={"TND": {"q_len": [3, 5], "kv_len": [5, 7]}, "BSH": {"heads": 4}, "SBH": {"heads": 4}},

@@ -191,7 +191,7 @@ SAMPLES = {"TND": {"actual_seq_qlen": [3, 8], "actual_seq_kvlen": [5, 12]}}
 MASKED_SAMPLES = {"TND": {**SAMPLES["TND"], "atten_mask": "S1 S2"}}
 # By the page of each version: the last ones have wide rows, the gradients of those with rope do not read inner_precise.
 UNREAD = RULES + GIVEN_DROPOUT
-WIDE = UNREAD + PRECISION
+ANY_SHAPE = UNREAD + PRECISION
 UNREAD_ROPE = ROPE_RULES + GIVEN_DROPOUT + NARROW
 RULINGS = (1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 23, 27, 28)
 RULINGS_PACKED = (*RULINGS, 6, 7)
@@ -211,7 +211,7 @@ SCORE_V1 = of_cann(
         *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE),
         *(MAX_OUT, SUM_OUT, SOFTMAX_OUT, OUT),
     ),
-    WIDE + NARROW + ALIKE,
+    ANY_SHAPE + NARROW + ALIKE,
     formula=FORWARD_FORMULA,
     tex=FORWARD_TEX,
     rulings=RULINGS,
@@ -230,7 +230,7 @@ SCORE_V2 = SCORE_V1.version(
     rulings=(*RULINGS, *OF_SLOPES),
 )
 SCORE_V3 = SCORE_V2.version(
-    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=WIDE
+    "aclnnFlashAttentionScoreV3", "FlashAttentionScoreV2 with sinks.", after={"atten_mask": (SINK,)}, rules=ANY_SHAPE
 )
 VARLEN_V1 = SCORE_V1.version(
     "aclnnFlashAttentionVarLenScore",
@@ -260,7 +260,7 @@ VARLEN_V4 = VARLEN_V1.version(
     "aclnnFlashAttentionVarLenScoreV4",
     "VarLenScore with a choice of the statistics' order.",
     after={"sparse_mode": (STATS_LAYOUT,)},
-    rules=WIDE + NARROW,
+    rules=ANY_SHAPE + NARROW,
 )
 VARLEN_V5 = VARLEN_V2.version(
     "aclnnFlashAttentionVarLenScoreV5",
@@ -271,7 +271,7 @@ VARLEN_V5 = VARLEN_V2.version(
         *(SCALE, KEEP_PROB, PRE, NEXT, HEAD_NUM, LAYOUT, INNER_PRECISE, SPARSE_MODE, PSE_TYPE, STATS_LAYOUT),
         *(PACKED_MAX_OUT, PACKED_SUM_OUT, SOFTMAX_OUT, OUT),
     ),
-    rules=WIDE,
+    rules=ANY_SHAPE,
 )
 GRAD_V1 = SCORE_V1.version(
     "aclnnFlashAttentionScoreGrad",
@@ -295,7 +295,7 @@ GRAD_V3 = GRAD_V2.version(
     "aclnnFlashAttentionScoreGradV3",
     "FlashAttentionScoreGradV2 with sinks.",
     after={"attention_in": (SINK,), "dpse": (DSINK,)},
-    rules=WIDE,
+    rules=ANY_SHAPE,
 )
 UNPADDING_V1 = GRAD_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGrad",
@@ -326,7 +326,7 @@ UNPADDING_V4 = UNPADDING_V1.version(
     "aclnnFlashAttentionUnpaddingScoreGradV4",
     "UnpaddingScoreGrad with a choice of the statistics' order.",
     after={"dpse": (STATS_LAYOUT,)},
-    rules=WIDE + NARROW,
+    rules=ANY_SHAPE + NARROW,
 )
 UNPADDING_V5 = UNPADDING_V2.version(
     "aclnnFlashAttentionUnpaddingScoreGradV5",

@@ -25,7 +25,7 @@ from fusion_attention.ops.training.call import (
 from fusion_attention.ops.training.statistics import LANES, from_lanes, write_lanes
 
 Tensor = torch.Tensor
-PLAIN = ("out", "max", "sum")
+RESULTS = ("out", "max", "sum")
 FORWARD = ("attention_out", "softmax_max", "softmax_sum")
 # The outputs of a gradient in the order of grads_of(), and where what they are the gradients of stands in a call.
 GRADIENTS = ("dq", "dk", "dv", "dq_rope", "dk_rope", "dpse", "dsink")
@@ -73,7 +73,7 @@ class DenseForward(OfCall):
     op_kind = "attention_forward"
     further = None
 
-    def __init__(self, call: DenseCall, names: tuple[str, ...] = PLAIN, *, lanes: bool = False) -> None:
+    def __init__(self, call: DenseCall, names: tuple[str, ...] = RESULTS, *, lanes: bool = False) -> None:
         super().__init__(call)
         self.names, self.lanes = names, lanes
 
@@ -96,7 +96,7 @@ class DenseForward(OfCall):
 
     def memory(self) -> dict[str, Tensor]:
         """As ir.call.Repeatable."""
-        return dict(zip(PLAIN, fresh(self.call), strict=True))
+        return dict(zip(RESULTS, fresh(self.call), strict=True))
 
     def operands(self, memory: Mapping[str, Tensor]) -> Operands:
         """As ir.call.Repeatable."""
@@ -138,8 +138,12 @@ class DenseForward(OfCall):
         wanted: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
         """The gradients of the inputs."""
-        made = run(self.backward(results, upstream, wanted))
-        return {self.call.names[at]: made[name] for name, at in zip(GRADIENTS, _INPUTS, strict=True) if name in made}
+        gradients = run(self.backward(results, upstream, wanted))
+        return {
+            self.call.names[at]: gradients[name]
+            for name, at in zip(GRADIENTS, _INPUTS, strict=True)
+            if name in gradients
+        }
 
 
 class DenseBackward(OfCall):

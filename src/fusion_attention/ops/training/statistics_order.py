@@ -23,10 +23,10 @@ PRODUCT, TERM = 2.0**-10, 2.0**-23
 
 def own_matrix(mask: Tensor, b: int, q_len: np.ndarray, kv_len: np.ndarray) -> Tensor:
     """The part [.., q_len, kv_len] of a mask that sequence b reads: its corner, or its block on the diagonal."""
-    own = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
+    matrix = mask[b] if mask.dim() == 4 and mask.shape[0] > 1 else mask
     corner = mask.shape[-2:] == (q_len.max(), kv_len.max())
     row, key = (0, 0) if corner else (int(q_len[:b].sum()), int(kv_len[:b].sum()))
-    return own[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
+    return matrix[..., row : row + int(q_len[b]), key : key + int(kv_len[b])]
 
 
 def statistics_in_order(
@@ -57,19 +57,21 @@ def statistics_in_order(
     for b in np.flatnonzero((q_len > 1) & (kv_len > 0))[:SEQUENCES]:
         row, key = (_spread(int(n[b]), most, rows[0].device) for n, most in ((q_len, ROWS), (kv_len, KEYS)))
         at_row, at_key = row[:, None], key[None]
-        seen = (at_key >= at_row + int(lo[b])) & (at_key < (at_row + int(hi[b])).clamp(min=int(prefix[b])))
+        visible = (at_key >= at_row + int(lo[b])) & (at_key < (at_row + int(hi[b])).clamp(min=int(prefix[b])))
         if mask is not None and mode in (0, 1):
             removed = own_matrix(mask, int(b), q_len, kv_len)[..., row, :][..., key]
-            seen = seen & (removed.reshape(-1, len(row), len(key)) == 0)
-        least = _least(_of(rows, int(q_len[:b].sum()) + row), _of(keys, int(kv_len[:b].sum()) + key), scale, seen)
+            visible = visible & (removed.reshape(-1, len(row), len(key)) == 0)
+        least = _least(_of(rows, int(q_len[:b].sum()) + row), _of(keys, int(kv_len[:b].sum()) + key), scale, visible)
         sums = {name: _log_sums(statistics, name, int(b), q_len, row) for name in ("item", "token")}
         beyond = {name: least > lse + (lse.abs() + int(kv_len[b])) * TERM for name, lse in sums.items()}
         if bool(beyond["item" if order else "token"].any()):
             return True
         if not result and bool(beyond[whose].any()):
             head, at = beyond[whose].nonzero()[0].tolist()
-            own, lse = float(least[head, at]), float(sums[whose][head, at])
-            result = f"item {b}, row {int(row[at])}, head {head}: log-sum {lse:.4g}, keys that add up to {own:.4g}"
+            least_sum, lse = float(least[head, at]), float(sums[whose][head, at])
+            result = (
+                f"item {b}, row {int(row[at])}, head {head}: log-sum {lse:.4g}, keys that add up to {least_sum:.4g}"
+            )
     return f"{result}; the other order fits" if result else True
 
 
@@ -83,11 +85,11 @@ def _of(parts: tuple[Tensor, Tensor | None], at: Tensor) -> Tensor:
     return torch.cat([t[at].double() for t in parts if t is not None], -1)
 
 
-def _least(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+def _least(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
     """[N1, rows]: what the log-sum of the scores seen is at least, however they were rounded."""
     q = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
     scores, sizes = (torch.einsum("rngd,knd->ngrk", *pair).flatten(0, 1) for pair in ((q, k), (q.abs(), k.abs())))
-    return (scale * scores - abs(scale) * PRODUCT * sizes).masked_fill(~seen, -math.inf).logsumexp(-1)
+    return (scale * scores - abs(scale) * PRODUCT * sizes).masked_fill(~visible, -math.inf).logsumexp(-1)
 
 
 def _log_sums(statistics: tuple[Tensor, Tensor], order: str, b: int, q_len: np.ndarray, row: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ def capped(x, scale, CAP: tl.constexpr):
     p = -5.7049774e-3 * square + 2.0639079e-2
     p = ((p * square - 5.3739713e-2) * square + 1.3331442e-1) * square - 3.3333282e-1
     large = 1.0 - 2.0 / (tl.exp2(size * (2 * LOG2E)) + 1.0)
-    part = tl.where(size < 0.625, size + size * square * p, large)
-    part = tl.where(y < 0, -part, part)
-    return part, 1.0 - part * part
+    tanh = tl.where(size < 0.625, size + size * square * p, large)
+    tanh = tl.where(y < 0, -tanh, tanh)
+    return tanh, 1.0 - tanh * tanh
 
 
 @triton.jit
@@ -70,11 +70,11 @@ def table_place(row, key, q_len, kv_len):
 
 
 @triton.jit
-def add_dbias(dbias, where, row, key, seen, gradient, lengths, KIND: tl.constexpr):
+def add_dbias(dbias, where, row, key, visible, gradient, lengths, KIND: tl.constexpr):
     """Adds to the elements that the bias was read from; several may meet in one where the bias repeats."""
     strides, count, b, h, _ = where
     first, stride_row, stride_key = matrix_at(strides, count, b, h, layout_index.DBIAS)
     stored, column = row.to(tl.int64), key.to(tl.int64)
     if KIND == TABLE:
         stored, column = table_place(stored, column, lengths[0], lengths[1])
-    tl.atomic_add(dbias + first + stored * stride_row + column * stride_key, gradient, mask=seen, sem="relaxed")
+    tl.atomic_add(dbias + first + stored * stride_row + column * stride_key, gradient, mask=visible, sem="relaxed")

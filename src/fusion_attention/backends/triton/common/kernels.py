@@ -57,30 +57,30 @@ def lengths_at(lengths, count, b):
 @triton.jit
 def interval(row, valid, kv_len, lo, hi, prefix):
     """int32 (first, end) of the keys that rows see; nothing where a row is not there."""
-    wide = row.to(tl.int64)
-    first = tl.minimum(tl.maximum(wide + lo, 0), kv_len)
-    end = tl.minimum(tl.maximum(wide + hi, prefix), kv_len)
+    row64 = row.to(tl.int64)
+    first = tl.minimum(tl.maximum(row64 + lo, 0), kv_len)
+    end = tl.minimum(tl.maximum(row64 + hi, prefix), kv_len)
     return first.to(tl.int32), tl.where(valid, end, 0).to(tl.int32)
 
 
 @triton.jit
-def band_at(known):
+def band_at(extents):
     """int32 (q_len, kv_len, lo, hi, prefix) of what lengths_at() gave: no edge is further away than there are rows and
     keys, so that a sum with a row or a key is one of int32 too."""
-    q_len, kv_len, lo, hi, prefix, _ = known
+    q_len, kv_len, lo, hi, prefix, _ = extents
     lo, hi = tl.minimum(tl.maximum(lo, -q_len), kv_len), tl.minimum(tl.maximum(hi, -q_len), kv_len)
     return (q_len.to(tl.int32), kv_len.to(tl.int32), lo.to(tl.int32), hi.to(tl.int32),
             tl.minimum(prefix, kv_len).to(tl.int32))  # fmt: skip
 
 
 @triton.jit
-def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CUT: tl.constexpr):
+def load_part(base, offset, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Columns [FIRST, FIRST + WIDTH) of rows at `offset`; zeros behind DIM and, where CUT, in rows not there."""
     d = FIRST + tl.arange(0, WIDTH)
     at = base + offset[:, None] + d[None, :]
     if FIRST + WIDTH > DIM:
         return tl.load(at, mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-    elif CUT:
+    elif MASKED:
         return tl.load(at, mask=there[:, None], other=0.0)
     else:
         return tl.load(at)
@@ -151,15 +151,15 @@ def kept_keys(bits, where, row, j0, there, drop, DROPOUT: tl.constexpr, KEYS: tl
 
 
 @triton.jit
-def load_three(base, offset, there, CUT: tl.constexpr,
+def load_three(base, offset, there, MASKED: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """The parts of rows; an absent one is the first again, and is not read."""
-    x0 = load_part(base, offset, there, 0, W0, DIM, CUT)
+    x0 = load_part(base, offset, there, 0, W0, DIM, MASKED)
     x1, x2 = x0, x0
     if W1:
-        x1 = load_part(base, offset, there, W0, W1, DIM, CUT)
+        x1 = load_part(base, offset, there, W0, W1, DIM, MASKED)
     if W2:
-        x2 = load_part(base, offset, there, W0 + W1, W2, DIM, CUT)
+        x2 = load_part(base, offset, there, W0 + W1, W2, DIM, MASKED)
     return x0, x1, x2
 
 
@@ -182,7 +182,7 @@ def rows_of(base, stride, count, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.co
 
 
 @triton.jit
-def load_rows(rows, j0, inside, CUT: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
+def load_rows(rows, j0, inside, MASKED: tl.constexpr, ROWS: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr,
               W2: tl.constexpr, DIM: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """The parts of ROWS rows from j0 on, as load_three() gives them; rows: of rows_of()."""
     if TMA:
@@ -196,7 +196,7 @@ def load_rows(rows, j0, inside, CUT: tl.constexpr, ROWS: tl.constexpr, W0: tl.co
     else:
         base, stride = rows
         offset = (j0 + tl.arange(0, ROWS)).to(tl.int64) * stride
-        return load_three(base, offset, inside, CUT, W0, W1, W2, DIM)
+        return load_three(base, offset, inside, MASKED, W0, W1, W2, DIM)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    known: Constants
+    constexprs: Constants
     arguments: list[Any]  # in the kernel's order: Triton takes them quicker than by name
     given: list[tuple[int, str]]  # places of those that each run gives
     options: dict[str, int]  # Triton's
@@ -53,18 +53,20 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: di
 
 
 def launch_named(
-    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], known: Constants, tile: shapes.Tile
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constexprs: Constants, tile: shapes.Tile
 ) -> None:
     """Launches a kernel without descriptors once, its arguments by their names."""
-    values = arguments | known
+    values = arguments | constexprs
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     launch(kernel, grid, [values[name] for name in kernel.arg_names], options)
 
 
-def launch_some(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], known: Constants, tile: shapes.Tile) -> None:
+def launch_some(
+    kernel: Any, grid: tuple[int, ...], given: dict[str, Any], constexprs: Constants, tile: shapes.Tile
+) -> None:
     """launch_named() with those of the arguments that the kernel names."""
-    arguments = {name: given[name] for name in kernel.arg_names if name not in known}
-    launch_named(kernel, grid, arguments, known, tile)
+    arguments = {name: given[name] for name in kernel.arg_names if name not in constexprs}
+    launch_named(kernel, grid, arguments, constexprs, tile)
 
 
 class Family:
@@ -74,18 +76,18 @@ class Family:
         self._taken = frozenset(name for kernel in kernels for name in kernel.arg_names)
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], kept: dict[str, Any], given: Iterable[str], known: Constants,
+        self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], given: Iterable[str], constexprs: Constants,
         tile: shapes.Tile, **options: int,
     ) -> Launch:  # fmt: skip
         """With the arguments that the kernel names; some kernel of the family must name each."""
-        own = set(given)
-        if strangers := {*kept, *own} - self._taken:
+        names = set(given)
+        if strangers := {*fixed, *names} - self._taken:
             raise TypeError(f"fusion_attention: triton: no kernel takes {', '.join(sorted(strangers))}")
-        values, strides = kept | dict.fromkeys(own) | known, enumerate(kernel.arg_names)
+        values, strides = fixed | dict.fromkeys(names) | constexprs, enumerate(kernel.arg_names)
         arguments = [values[name] for name in kernel.arg_names]
-        places_given = [(at, name) for at, name in strides if name in own and name not in known]
+        places_given = [(at, name) for at, name in strides if name in names and name not in constexprs]
         options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return Launch(kernel, grid, known, arguments, places_given, options, bool(tile.TMA))
+        return Launch(kernel, grid, constexprs, arguments, places_given, options, bool(tile.TMA))
 
 
 @dataclass(eq=False)
@@ -125,30 +127,30 @@ class Schedule:
     """What an operation kind needs on given lengths: its tiles, and what it has on devices."""
 
     op_kind: str
-    kept: layout_table.Kept
+    device_tables: layout_table.DeviceTables
     rows: int  # of all sequences
     decodes: bool = False  # the decode kernels compute it
-    known: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
+    by_layout: OrderedDict[Any, Any] = field(default_factory=OrderedDict)  # by layout of memory: what once() made
 
     def once(self, layout: Any, make: Callable[[], T]) -> T:
-        """What `make` makes, the first time on a layout of memory (layout_table.layout); the last LAYOUTS are known."""
-        result = self.known.get(layout)
+        """make()'s result, made the first time on a layout of memory (layout_table.layout); the last LAYOUTS stay."""
+        result = self.by_layout.get(layout)
         if result is None:
-            result = self.known[layout] = make()
-            while len(self.known) > LAYOUTS:
-                self.known.popitem(last=False)
+            result = self.by_layout[layout] = make()
+            while len(self.by_layout) > LAYOUTS:
+                self.by_layout.popitem(last=False)
         else:
             with contextlib.suppress(KeyError):  # another thread's run pushed it out
-                self.known.move_to_end(layout)
+                self.by_layout.move_to_end(layout)
         return result
 
     def update(self, extents: Extents) -> None:
         """Other key lengths of the same rows."""
-        if extents.part is not self.kept.extents.part:  # drawn() counts from there, in the tables of places
-            self.known.clear()
-        self.kept.update(extents)
+        if extents.part is not self.device_tables.extents.part:  # drawn() counts from there, in the tables of places
+            self.by_layout.clear()
+        self.device_tables.update(extents)
 
 
 def plan(extents: Extents, op_kind: str, decodes: bool = False) -> Schedule:
-    """What an operation kind needs; tiles are cut when a device is known."""
-    return Schedule(op_kind, layout_table.Kept(extents), int(extents.q_len.sum()), decodes)
+    """The schedule of an operation kind; tiles are planned when a device is known."""
+    return Schedule(op_kind, layout_table.DeviceTables(extents), int(extents.q_len.sum()), decodes)

@@ -38,7 +38,7 @@ ROWS = (
 )
 FIELDS = 4
 TILE_FIELDS = 8
-_WIDE = 16  # bytes of the widest load
+_LOAD_BYTES = 16  # bytes of the widest load
 
 
 def tensor_of(view: View) -> torch.Tensor:
@@ -84,10 +84,10 @@ def strides(views: Mapping[str, View | None], count: int, drawn: tuple[np.ndarra
 
 
 def alignment(views: Mapping[str, View | None], table: np.ndarray) -> int:
-    """How many of q's elements, at most those of 16 bytes, divide where every row of every view starts."""
+    """The most elements of q, at most those of 16 bytes, that divide the start of every row of every view."""
     q = views["q"]
-    smallest = _WIDE if q is None else tensor_of(q).element_size()
-    result = _WIDE
+    smallest = _LOAD_BYTES if q is None else tensor_of(q).element_size()
+    result = _LOAD_BYTES
     for name, view in views.items():
         if name in ROWS and view is not None:
             tensor, at = tensor_of(view), VIEWS.index(name) * FIELDS
@@ -110,7 +110,7 @@ def layout(views: Mapping[str, View | None], tensors: Mapping[str, torch.Tensor 
             start = view.keep[0].data_ptr()
             apart = tuple(t.data_ptr() - start for t in view.keep) if len(view.keep) > 1 else None
             strides = view.stride_token, view.stride_head.tobytes()
-            results.append((start % _WIDE, apart, view.address.tobytes(), *strides, view.dim))
+            results.append((start % _LOAD_BYTES, apart, view.address.tobytes(), *strides, view.dim))
         elif isinstance(view, PagedView):
             results.append(_layout_of_pages(view, views["k"]))
         else:
@@ -123,9 +123,9 @@ def _layout_of_pages(view: PagedView, k: View | None) -> tuple[Any, ...]:
     """Of keys, values and what belongs to them, which are to share one page table."""
     pool, table = view.pool, view.table
     shares = isinstance(k, PagedView) and (table is k.table or table.data_ptr() == k.table.data_ptr())
-    held = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _WIDE
+    memory = pool.untyped_storage().nbytes(), pool.storage_offset(), pool.data_ptr() % _LOAD_BYTES
     strides = view.stride_page, view.stride_token, view.stride_head, table.stride()
-    return *held, *strides, table.shape, view.page_size, view.dim, view.piece, shares
+    return *memory, *strides, table.shape, view.page_size, view.dim, view.fragment, shares
 
 
 @contextlib.contextmanager
@@ -184,9 +184,9 @@ class Copied:
     @classmethod
     def of(cls, values: np.ndarray, device: torch.device) -> Copied:
         """A copy of the array."""
-        held = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
-        held.write(values)
-        return held
+        result = cls(torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device))
+        result.write(values)
+        return result
 
     def write(self, values: np.ndarray) -> None:
         """Overwrites the table, in the order of the current stream.
@@ -219,8 +219,8 @@ class Copied:
 
 
 @dataclass(eq=False)
-class Kept:
-    """What a schedule has on devices of the lengths: themselves and lists of tiles, each copied once."""
+class DeviceTables:
+    """The lengths of a schedule on devices, and the lists of tiles made of them, each copied once."""
 
     extents: Extents
     capacity: Extents = field(init=False)  # what was planned for: lists have room for it
@@ -241,16 +241,16 @@ class Kept:
     def update(self, extents: Extents) -> None:
         """Writes what other lengths (of the same rows) make of every list, where captured kernels read it."""
         self.extents = extents
-        for make, held in self._lists.values():
-            with on(held.tensor.device):
-                self._rewrite(make, held)
+        for make, table in self._lists.values():
+            with on(table.tensor.device):
+                self._rewrite(make, table)
 
-    def _rewrite(self, make: Maker, held: Copied) -> None:
+    def _rewrite(self, make: Maker, table: Copied) -> None:
         """Tiles that shorter lengths leave over are zeros: they hold no row and no key."""
         values = make(self.extents)
-        buffer = np.zeros(held.tensor.shape, values.dtype)
+        buffer = np.zeros(table.tensor.shape, values.dtype)
         buffer[: len(values)] = values
-        held.write(buffer)
+        table.write(buffer)
 
 
 def padded(table: np.ndarray, rows: int) -> np.ndarray:

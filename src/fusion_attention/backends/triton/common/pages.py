@@ -35,9 +35,9 @@ def offset_of(cache, page, j, PAGE: tl.constexpr):
 
 
 @triton.jit
-def dequantised(part, scale, offset):
+def dequantised(values, scale, offset):
     """float32, as the decode kernel counts it; scale and offset broadcast."""
-    return (part.to(tl.float32) + offset) * scale
+    return (values.to(tl.float32) + offset) * scale
 
 
 @triton.jit
@@ -143,16 +143,16 @@ def tokens_at(base, cache, page, j0, inside, PAGE: tl.constexpr, WITHIN: tl.cons
 
 
 @triton.jit
-def stored(part, like):
+def stored(values, like):
     """Integers of 8 bits in the dtype of `like`, which holds each of them; anything else as it is."""
-    if part.dtype != tl.int8:
-        return part
+    if values.dtype != tl.int8:
+        return values
     elif like.dtype == tl.float16:
         # 1024 + 128 + the integer in its bits: a GPU converts to float16 at a quarter of the rate.
-        bits = (part.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        bits = (values.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return bits.to(tl.float16, bitcast=True) - 1152.0
     else:
-        return part.to(tl.float32).to(like.dtype)
+        return values.to(tl.float32).to(like.dtype)
 
 
 @triton.jit
@@ -192,10 +192,10 @@ def of_channels(base, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
-def channel_product(part, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
+def channel_product(values, unit, offset, cache, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, like):
     """(part / unit in the dtype of `like`, the sum of what this is times the channels' offsets) of rows of a part."""
-    x = (part / unit[:, None]).to(like.dtype)
-    added = tl.zeros([part.shape[0]], tl.float32)
+    x = (values / unit[:, None]).to(like.dtype)
+    added = tl.zeros([values.shape[0]], tl.float32)
     if offset is not None:
         added = tl.sum(x.to(tl.float32) * of_channels(offset, cache, FIRST, WIDTH, DIM), 1)
     return x, added

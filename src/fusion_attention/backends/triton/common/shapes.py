@@ -48,8 +48,8 @@ def parts(dim: int) -> tuple[int, int, int]:
         rest -= WIDEST_PART
     if rest > 0:
         low = max(NARROWEST, 1 << (rest.bit_length() - 1))
-        cut = len(results) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
-        results += [low, power(rest - low)] if cut else [power(rest)]
+        splits = len(results) < MOST_PARTS - 1 and rest > low and low + power(rest - low) < power(rest)
+        results += [low, power(rest - low)] if splits else [power(rest)]
     first, second, third = (*results, 0, 0, 0)[:MOST_PARTS]
     return first, second, third
 
@@ -234,8 +234,8 @@ def chip_of(device: torch.device) -> int | None:
     """Whose rows of the tables serve a device; None: it has less than any. Without a GPU, the first's."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return next(iter(CHIPS))
-    major, held = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
-    return next((chip for chip, (least, needed) in CHIPS.items() if major >= least and held >= needed), None)
+    major, available = torch.cuda.get_device_capability(device)[0], shared_memory(index_of(device))
+    return next((chip for chip, (least, needed) in CHIPS.items() if major >= least and available >= needed), None)
 
 
 def index_of(device: torch.device) -> int:
@@ -258,8 +258,8 @@ def crowded(problem: Problem) -> bool:
     return sum((problem.bias in ("matrix", "table"), problem.has_blocked, problem.dropout == "bits")) > 1
 
 
-def plain(problem: Problem) -> bool:
-    """Whether a score is a product and nothing else."""
+def has_no_modifiers(problem: Problem) -> bool:
+    """True if a score is a product and nothing else."""
     return not heavy(problem) and problem.bias == "none" and problem.softcap == 0
 
 
@@ -294,7 +294,7 @@ def tile_of(kernel: str, problem: Problem, chip: int, align: int) -> Tile | None
     light, weighed, _ = row
     if kernel == "forward" and crowded(problem) and weighed.BM > FEW:
         weighed = halved(weighed)
-    if align == widest(problem) and kernel == "key" and plain(problem):
+    if align == widest(problem) and kernel == "key" and has_no_modifiers(problem):
         return PLAIN_KEY.get((power(spans(problem)[0]), light), light)
     if align == widest(problem):
         return weighed if heavy(problem) else light

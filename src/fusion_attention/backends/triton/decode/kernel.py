@@ -61,9 +61,9 @@ def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, 
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     none = top == -float("inf")
     l = tl.where(none, 0.0, l)
-    share = tl.where(none, 0.0, fade / tl.where(none, 1.0, l))
+    rescale = tl.where(none, 0.0, fade / tl.where(none, 1.0, l))
     at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
-    store_three(out, at_out + row * stride_out, valid, acc, share[:, None], V0, V1, V2, DIM_V)
+    store_three(out, at_out + row * stride_out, valid, acc, rescale[:, None], V0, V1, V2, DIM_V)
     at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     tl.store(max_ + at_max + row * stride_max, top, mask=valid)
@@ -72,8 +72,8 @@ def write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, acc, m, 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "width", "step", "last", "rows"])
 def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink, table, scale_k, offset_k, scale_v,
-           offset_v, part, strides, lengths, work, count: tl.int32, heads_q: tl.int32, width: tl.int32, step: tl.int64,
-           last: tl.int32, rows: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
+           offset_v, partials, strides, lengths, work, count: tl.int32, heads_q: tl.int32, width: tl.int32,
+           step: tl.int64, last: tl.int32, rows: tl.int32, scale: tl.float32, factor: tl.float32, exponent: tl.float32,
            unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
            SINK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
            R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
@@ -82,9 +82,9 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
            ALIGN_KV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """One entry of the work list for one key head; grid (entries, heads_kv).
 
-    Writes out, max and sum; or, of a share, (weighted values, max, sum) of `rows` rows of BUFFER floats into `part`.
-    width: pages that a row of the table names. WITHIN: a tile of keys lies in one page. SHARED: values are the first
-    parts of the keys. PAIRED: values are integers, loaded two by two.
+    Writes out, max and sum; or, of a split, (weighted values, max, sum) of `rows` rows of BUFFER floats into
+    `partials`. width: pages that a row of the table names. WITHIN: a tile of keys lies in one page. SHARED: values are
+    the first parts of the keys. PAIRED: values are integers, loaded two by two.
     """
     entry, hk = work + tl.program_id(0) * PER_TILE, tl.program_id(1).to(tl.int64)
     b, r0, end_row = tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + 2)
@@ -99,14 +99,14 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     first_key, end_key = interval(row, valid, kv_len, lo, hi, prefix)
     end_key = tl.minimum(end_key, end)
     # Between these every row sees every key.
-    whole, cut = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
-    wide = row.to(tl.int64)
+    full_begin, full_end = tl.max(tl.where(valid, first_key, 0), 0), tl.min(tl.where(valid, end_key, end), 0)
+    row64 = row.to(tl.int64)
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
-    query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
+    query = load_three(q, at_q + row64 * stride_q, valid, True, D0, D1, D2, DIM)
     rope = query[0]
     if R:
         at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
-        rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
+        rope = load_part(q_rope, at_qr + row64 * stride_qr, valid, 0, R, DIM_ROPE, True)
     cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN_KV)
     cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN_KV)
     cache_r, scale_ks, offset_ks, scale_vs, offset_vs = cache_k, cache_k, cache_k, cache_v, cache_v
@@ -162,11 +162,13 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, strides, count, b, h[:, None], heads_q, row[:, None], j[None, :],
                        valid[:, None] & inside[None, :], (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
-        if (j0 < whole) | (j0 + BN > cut) | BLOCKED:
-            seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
+        if (j0 < full_begin) | (j0 + BN > full_end) | BLOCKED:
+            visible = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                seen = seen & not_blocked(blocked, strides, count, b, h[:, None], row[:, None], j[None, :], seen)
-            s = tl.where(seen, s, -float("inf"))
+                visible = visible & not_blocked(
+                    blocked, strides, count, b, h[:, None], row[:, None], j[None, :], visible
+                )
+            s = tl.where(visible, s, -float("inf"))
         now = tl.maximum(m, tl.max(s, 1))
         base = tl.where(now == -float("inf"), 0.0, now)
         p = tl.exp2(s * exponent - (base * exponent)[:, None])
@@ -205,34 +207,34 @@ def decode(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, sink
     # Read again, which costs a loop of wide rows no register.
     r = tl.load(entry + 1, volatile=True) + tl.arange(0, BM)
     row, h, valid = r // GROUP, hk * GROUP + r % GROUP, r < tl.load(entry + 2, volatile=True)
-    wide = row.to(tl.int64)
+    row64 = row.to(tl.int64)
     if shares <= 1:
-        write_rows(out, max_, sum_, sink, strides, count, b, h, wide, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
+        write_rows(out, max_, sum_, sink, strides, count, b, h, row64, valid, acc, m, l, unit, SINK, V0, V1, V2, DIM_V,
                    ALIGN)  # fmt: skip
     else:
         at = share_at(tl.program_id(0), hk, rows, r - r0, tl.num_programs(1), BUFFER)
-        store_three(part, at, valid, acc, 1.0, V0, V1, V2, DIM_V)
-        tl.store(part + at + DIM_V, m, mask=valid)
-        tl.store(part + at + DIM_V + 1, l, mask=valid)
+        store_three(partials, at, valid, acc, 1.0, V0, V1, V2, DIM_V)
+        tl.store(partials + at + DIM_V, m, mask=valid)
+        tl.store(partials + at + DIM_V + 1, l, mask=valid)
 
 
 @triton.jit
-def joined(part, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+def joined(partials, at, apart, shares, top, exponent, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
     """[1, WIDTH]: one part of a row, summed over its shares."""
     d = FIRST + tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
     for first in tl.range(0, shares, AT_ONCE):
-        share = first + tl.arange(0, AT_ONCE)
-        here = part + (at + share * apart)
-        peak = tl.load(here + DIM, mask=share < shares, other=-float("inf"))
-        weight = tl.where(share < shares, tl.exp2((peak - top) * exponent), 0.0)
-        mask = (share < shares)[:, None] & (d < DIM)[None, :]
+        split = first + tl.arange(0, AT_ONCE)
+        here = partials + (at + split * apart)
+        peak = tl.load(here + DIM, mask=split < shares, other=-float("inf"))
+        weight = tl.where(split < shares, tl.exp2((peak - top) * exponent), 0.0)
+        mask = (split < shares)[:, None] & (d < DIM)[None, :]
         total += tl.sum(weight[:, None] * tl.load(here[:, None] + d[None, :], mask=mask, other=0.0), 0)
     return total[None, :]
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def join(out, max_, sum_, sink, part, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
+def join(out, max_, sum_, sink, partials, strides, work, count: tl.int32, rows: tl.int32, exponent: tl.float32,
          unit: tl.float32, GROUP: tl.constexpr, SINK: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
          V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of a row of a head from its shares; grid (tiles that may be cut * rows, heads_kv)."""
@@ -244,19 +246,19 @@ def join(out, max_, sum_, sink, part, strides, work, count: tl.int32, rows: tl.i
         b, heads_kv = tl.load(entry).to(tl.int64), tl.num_programs(1)
         at = share_at(slot, hk, rows, n, heads_kv, BUFFER)
         apart = heads_kv * rows.to(tl.int64) * BUFFER
-        share = tl.arange(0, MOST_SHARES)
-        here = part + (at + share * apart) + DIM_V
-        peak = tl.load(here, mask=share < shares, other=-float("inf"))
-        total = tl.load(here + 1, mask=share < shares, other=0.0)
+        split = tl.arange(0, MOST_SHARES)
+        here = partials + (at + split * apart) + DIM_V
+        peak = tl.load(here, mask=split < shares, other=-float("inf"))
+        total = tl.load(here + 1, mask=split < shares, other=0.0)
         m = tl.max(peak, 0)
         base = tl.where(m == -float("inf"), 0.0, m)
-        l = tl.sum(tl.where(share < shares, total * tl.exp2((peak - base) * exponent), 0.0), 0)
-        x0 = joined(part, at, apart, shares, base, exponent, 0, V0, DIM_V)
+        l = tl.sum(tl.where(split < shares, total * tl.exp2((peak - base) * exponent), 0.0), 0)
+        x0 = joined(partials, at, apart, shares, base, exponent, 0, V0, DIM_V)
         x1, x2 = x0, x0
         if V1:
-            x1 = joined(part, at, apart, shares, base, exponent, V0, V1, DIM_V)
+            x1 = joined(partials, at, apart, shares, base, exponent, V0, V1, DIM_V)
         if V2:
-            x2 = joined(part, at, apart, shares, base, exponent, V0 + V1, V2, DIM_V)
+            x2 = joined(partials, at, apart, shares, base, exponent, V0 + V1, V2, DIM_V)
         one = tl.arange(0, 1)
         h, row = hk * GROUP + (r % GROUP + one), (r // GROUP + one).to(tl.int64)
         zero = tl.zeros([1], tl.float32)

@@ -62,15 +62,15 @@ def tile_for(problem: Problem, extents: Extents, device: torch.device, align: in
 def decode_constants(
     problem: Problem, tile: shapes.Tile, align: int, within: bool = True
 ) -> tuple[launching.Constants, launching.Constants]:
-    """What decode and join know while compiling."""
+    """The compile-time values of decode and join."""
     p = problem
-    known = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
-    known |= {
+    constexprs = launch_dense.constants(p, tile, align) | launch_dense.cache_constants(p, align)
+    constexprs |= {
         "PAIRED": align == shapes.widest(p) and paired(p), "RAW": launch_dense.raw(p), "SINK": p.has_sink,
         "BUFFER": buffer(p), "WITHIN": within, "SHARED": shapes_sparse.shared(p),
     }  # fmt: skip
-    of_join = {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
-    return {name: value for name, value in known.items() if name not in ("MEAN", "DROPOUT")}, of_join
+    of_join = {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
+    return {name: value for name, value in constexprs.items() if name not in ("MEAN", "DROPOUT")}, of_join
 
 
 def buffer(problem: Problem) -> int:
@@ -130,9 +130,9 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
     order = np.lexsort((-turns, shares == 1))
     of, shares = np.repeat(order, shares[order]), shares[order]
     at = np.cumsum(shares) - shares
-    share, count = np.arange(len(of)) - np.repeat(at, shares), np.repeat(shares, shares)
+    split, count = np.arange(len(of)) - np.repeat(at, shares), np.repeat(shares, shares)
     per = -(-turns[of] // count) * size
-    start = np.minimum(begin[of] + share * per, end[of])
+    start = np.minimum(begin[of] + split * per, end[of])
     listed = np.zeros((wanted + len(seq), layout_table.TILE_FIELDS), np.int32)
     fields = (seq[of], row0[of], row1[of], start, np.minimum(start + per, end[of]), count)
     listed[: len(of), : len(fields)] = np.stack(fields, 1)
@@ -144,8 +144,8 @@ def work(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> 
 def buffer_for_shares(problem: Problem, extents: Extents, tile: shapes.Tile, wanted: int) -> tuple[int, int]:
     """At most so many tiles of rows are cut, into at most so many shares: a tile that is cut is longer than a share."""
     tiles = len(rows_of(problem, extents, tile)[0])
-    cut = min(wanted, tiles)
-    return cut, min(wanted + cut, tiles * MOST_SHARES.value)
+    split_tiles = min(wanted, tiles)
+    return split_tiles, min(wanted + split_tiles, tiles * MOST_SHARES.value)
 
 
 def within(problem: Problem, views: dict[str, layout_table.View | None], tile: shapes.Tile) -> bool:
@@ -159,11 +159,11 @@ def within(problem: Problem, views: dict[str, layout_table.View | None], tile: s
 def pool_of(view: PagedView, heads: int) -> int:
     """The last page that lies in a pool's memory as a whole; -1 if none. Of an expanded pool any does."""
     pool = view.pool
-    held = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
+    elements = pool.untyped_storage().nbytes() // pool.element_size() - pool.storage_offset()
     row_end = (heads - 1) * view.stride_head + (view.page_size - 1) * view.stride_token + view.dim
-    if held < row_end:
+    if elements < row_end:
         return -1
-    return (held - row_end) // view.stride_page if view.stride_page else LAST_PAGE
+    return (elements - row_end) // view.stride_page if view.stride_page else LAST_PAGE
 
 
 def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[torch.Tensor | None, int]:
@@ -180,7 +180,7 @@ def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple
                 f"fusion_attention: triton: expected rows at addresses, got pages for {', '.join(paged)}"
             )
         return None, 0
-    in_pieces = [name for name, view in paged.items() if view.piece]
+    in_pieces = [name for name, view in paged.items() if view.fragment]
     if in_pieces:
         raise BackendError(f"fusion_attention: triton: expected rows in one piece, got pieces for {in_pieces[0]}")
     first = paged.get("k")
@@ -220,18 +220,18 @@ def ready(
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> launching.Ready:
-    """What run() does with memory as these views and arguments lie."""
+    """The launches of run() on memory as these views and arguments lie."""
     table, last = pages(p, views)
     device = layout_table.one_device(given)
     if not schedule.rows:
         return launching.Ready([], ())
-    kept, where = schedule.kept, layout_table.strides(views, len(e))
+    device_tables, where = schedule.device_tables, layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
     tile, wanted = tile_for(p, e, device, align), shares_wanted(p, device)
-    cut, shares = buffer_for_shares(p, e, tile, wanted)
-    known, known_join = decode_constants(p, tile, align, within(p, views, tile))
-    listed = kept.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
-    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    split_tiles, shares = buffer_for_shares(p, e, tile, wanted)
+    constexprs, known_join = decode_constants(p, tile, align, within(p, views, tile))
+    listed = device_tables.on(device, f"work {tile} {wanted}", lambda e: work(p, e, tile, wanted))
+    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
     rows = min(tile.BM, int(e.q_len.max()) * p.group)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
@@ -239,13 +239,13 @@ def ready(
         "width": width, "step": stride, "last": last, "rows": rows, "count": len(e), "work": listed.tensor,
         "strides": strides.tensor, "lengths": lengths.tensor,
     }  # fmt: skip
-    scratch: dict[str, tuple[int, ...]] = {"part": (shares * p.heads_kv * rows * buffer(p),)}
-    own = [*given, *launch_dense.DRAWS, *scratch]
+    scratch: dict[str, tuple[int, ...]] = {"partials": (shares * p.heads_kv * rows * buffer(p),)}
+    names = [*given, *launch_dense.DRAWS, *scratch]
     launches = [
-        launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, own, known, tile),
-        launch_dense.FAMILY.launch(join, (cut * rows, p.heads_kv), arguments, own, known_join, JOIN),
+        launch_dense.FAMILY.launch(decode, (len(listed.tensor), p.heads_kv), arguments, names, constexprs, tile),
+        launch_dense.FAMILY.launch(join, (split_tiles * rows, p.heads_kv), arguments, names, known_join, JOIN),
         *launch_dense.launch_recompute(
-            recompute_out, p, e.q_len, p.heads_q, arguments, own, launch_dense.recompute_out_constants(p, align)
+            recompute_out, p, e.q_len, p.heads_q, arguments, names, launch_dense.recompute_out_constants(p, align)
         ),
     ]
     return launching.Ready(launches, (strides, lengths, listed), scratch)
@@ -253,7 +253,7 @@ def ready(
 
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     """At most: on a chip of MOST_PROCESSORS, with the highest tile."""
-    p, extents = problem, schedule.kept.extents
+    p, extents = problem, schedule.device_tables.extents
     wanted = max(1, WAVES * MOST_PROCESSORS // p.heads_kv)
     most = min(HIGHEST, int(extents.q_len.max(initial=0)) * p.group)
     tiles = int((-(-extents.q_len * p.group // shapes.NARROWEST)).sum())

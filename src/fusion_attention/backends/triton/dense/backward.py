@@ -50,42 +50,42 @@ HUGE, HUGE_BITS = tl.constexpr(2.0**29), tl.constexpr(2.0**-21)
 @triton.jit
 def largest(parts, W1: tl.constexpr, W2: tl.constexpr):
     """The largest absolute value of rows in parts."""
-    found = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
+    magnitude = tl.max(tl.max(tl.abs(parts[0]).to(tl.float32), 1), 0)
     if W1:
-        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
+        magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[1]).to(tl.float32), 1), 0))
     if W2:
-        found = tl.maximum(found, tl.max(tl.max(tl.abs(parts[2]).to(tl.float32), 1), 0))
-    return found
+        magnitude = tl.maximum(magnitude, tl.max(tl.max(tl.abs(parts[2]).to(tl.float32), 1), 0))
+    return magnitude
 
 
 @triton.jit(do_not_specialize=["count", "plane"])
-def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, strides, tiles, count: tl.int32, plane: tl.int64,
+def prepare(out, dout, dlse, max_, sum_, flat, large, sink, partials, strides, tiles, count: tl.int32, plane: tl.int64,
             GROUP: tl.constexpr, SINK: tl.constexpr, MEAN: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
             V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr):  # fmt: skip
     """Writes two planes of flat, lse and D of each row; grid (tiles, heads_q).
 
-    An empty row has an lse of inf, which makes its weights 0, and a D of 0, or 1 / n in mean form. `part` receives
+    An empty row has an lse of inf, which makes its weights 0, and a D of 0, or 1 / n in mean form. `partials` receives
     the tile's share of dsink; `large`, zeros, a 1 for each key head of a sequence where dout is large.
     """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.load(tile + 1) + tl.arange(0, BM)
     valid = row < tl.load(tile + 2)
-    wide = row.to(tl.int64)
+    row64 = row.to(tl.int64)
     at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     at_dout, stride_dout = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
-    o = load_three(out + at_out, wide * stride_out, valid, True, V0, V1, V2, DIM_V)
-    do = load_three(dout + at_dout, wide * stride_dout, valid, True, V0, V1, V2, DIM_V)
+    o = load_three(out + at_out, row64 * stride_out, valid, True, V0, V1, V2, DIM_V)
+    do = load_three(dout + at_dout, row64 * stride_dout, valid, True, V0, V1, V2, DIM_V)
     delta = products(o, do, V1, V2)
     if dlse is not None:
         at_dlse, stride_dlse = rows_at(strides, count, b, h, layout_index.DLSE, 1)
-        delta -= tl.load(dlse + at_dlse + wide * stride_dlse, mask=valid, other=0.0)
+        delta -= tl.load(dlse + at_dlse + row64 * stride_dlse, mask=valid, other=0.0)
     if large is not None:  # all who write here write the same
         tl.store(large + b * (tl.num_programs(1) // GROUP) + h // GROUP, 1, mask=largest(do, V1, V2) > LARGE)
     at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
-    peak = tl.load(max_ + at_max + wide * stride_max, mask=valid, other=0.0)
-    total = tl.load(sum_ + at_sum + wide * stride_sum, mask=valid, other=1.0)
+    peak = tl.load(max_ + at_max + row64 * stride_max, mask=valid, other=0.0)
+    total = tl.load(sum_ + at_sum + row64 * stride_sum, mask=valid, other=1.0)
     empty = peak == -float("inf")
     lse = peak * LOG2E + tl.log2(total)
     # inf says that a row is empty: statistics that are infinite say nothing.
@@ -96,14 +96,14 @@ def prepare(out, dout, dlse, max_, sum_, flat, large, sink, part, strides, tiles
     if SINK:
         given = delta * tl.exp2(tl.load(sink + h) * LOG2E - lse)
         tl.store(
-            part + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + h,
+            partials + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + h,
             -tl.sum(tl.where(empty | ~valid, 0.0, given), 0),
         )
     if MEAN:
         mean = empty & (total > 0)
         delta = tl.where(mean, 1.0 / total, delta)
     at, stride = rows_at(strides, count, b, h, layout_index.FLAT, 1)
-    at = flat + at + wide * stride
+    at = flat + at + row64 * stride
     tl.store(at, lse, mask=valid)
     tl.store(at + plane, delta, mask=valid)
 
@@ -146,9 +146,9 @@ def add_means(dv, do_rows, notes, turns, head, rows, j0, inside, bits, where, dr
         h, row0 = (head + turn // turns).to(tl.int32), turn % turns * BM
         row = row0 + tl.arange(0, BM)
         valid = row < rows
-        lse, share = load_notes(notes, h, row0, valid, 0, BM, TMA), load_notes(notes, h, row0, valid, 1, BM, TMA)
-        mean = (lse == float("inf")) & (share > 0) & valid
-        weight = tl.where(mean[None, :] & inside[:, None], share[None, :], 0.0)
+        lse, mean_weight = load_notes(notes, h, row0, valid, 0, BM, TMA), load_notes(notes, h, row0, valid, 1, BM, TMA)
+        mean = (lse == float("inf")) & (mean_weight > 0) & valid
+        weight = tl.where(mean[None, :] & inside[:, None], mean_weight[None, :], 0.0)
         if DROPOUT:
             keep = kept_keys(bits, (strides, count, b, h.to(tl.int64), heads), row, j0,
                              valid[:, None] & inside[None, :], drop, DROPOUT, BN)  # fmt: skip
@@ -167,25 +167,25 @@ def sees(row, key, band):
 
 
 @triton.jit
-def weights(x, lse, cut, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
+def weights(x, lse, masked, row, key, band, numbers, extras, where, lengths, RAW: tl.constexpr, BIAS: tl.constexpr,
             BLOCKED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
     """(P, S) of a tile of products x, unseen scores -inf; all as broadcast axes, which may stand either way round.
 
-    cut: whether some row does not see all keys of the tile.
+    masked: whether some row does not see all keys of the tile.
     """
     scale, factor, exponent = numbers
     bias, slopes, blocked = extras
     strides, count, b, h, heads = where
-    s, seen = x, None
+    s, visible = x, None
     if BLOCKED or BIAS == MATRIX or BIAS == TABLE:  # noqa: SIM109 (Triton has no `in`)
-        seen = sees(row, key, band)
+        visible = sees(row, key, band)
     if not RAW:
-        s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, seen, lengths, BIAS, CAP)
+        s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row, key, visible, lengths, BIAS, CAP)
     if BLOCKED:
-        seen = seen & not_blocked(blocked, strides, count, b, h, row, key, seen)
-    if seen is not None:
-        s = tl.where(seen, s, -float("inf"))
-    elif cut:
+        visible = visible & not_blocked(blocked, strides, count, b, h, row, key, visible)
+    if visible is not None:
+        s = tl.where(visible, s, -float("inf"))
+    elif masked:
         s = tl.where(sees(row, key, band), s, -float("inf"))
     return tl.exp2(s * exponent - lse), s
 
@@ -205,30 +205,30 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
     row0, row1 = tl.load(tile + 1), tl.load(tile + 2)
     begin, turns = tl.load(tile + 3), tl.load(tile + 4)
     row = row0 + tl.arange(0, BM)
-    valid, wide = row < row1, row.to(tl.int64)
-    known = lengths_at(lengths, count, b)
-    band = band_at(known)
+    valid, row64 = row < row1, row.to(tl.int64)
+    extents = lengths_at(lengths, count, b)
+    band = band_at(extents)
     _, end_key, lo, hi, prefix = band
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
     at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
     at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
-    query = load_three(q, at_q + wide * stride_q, valid, True, D0, D1, D2, DIM)
-    do = load_three(dout, at_do + wide * stride_do, valid, True, V0, V1, V2, DIM_V)
+    query = load_three(q, at_q + row64 * stride_q, valid, True, D0, D1, D2, DIM)
+    do = load_three(dout, at_do + row64 * stride_do, valid, True, V0, V1, V2, DIM_V)
     k_rows = rows_of(k + at_k, stride_k, end_key, BN, D0, D1, D2, DIM, TMA)
     v_rows = rows_of(v + at_v, stride_v, end_key, BN, V0, V1, V2, DIM_V, TMA)
     rope, r_rows, dr = query[0], k_rows, tl.zeros([BM, R if R else 16], tl.float32)
     if R:
         at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
         at_kr, stride_r = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
-        rope = load_part(q_rope, at_qr + wide * stride_qr, valid, 0, R, DIM_ROPE, True)
+        rope = load_part(q_rope, at_qr + row64 * stride_qr, valid, 0, R, DIM_ROPE, True)
         r_rows = rows_of(k_rope + at_kr, stride_r, end_key, BN, R, 0, 0, DIM_ROPE, TMA)
     at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
     lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
     shrink = shrinking(large, b, h // GROUP, heads_q // GROUP)
     delta *= shrink
     # Keys between these two are seen by every row.
-    whole, whole_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
+    full_begin, full_end = row1 - 1 + lo, tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
     numbers, extras, where = (scale, factor, exponent), (bias, slopes, blocked), (strides, count, b, h, heads_q)
     dq0, dq1, dq2 = zeros_three(BM, D0, D1, D2)
     for t in tl.range(0, turns):
@@ -241,8 +241,9 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if R:
             tail = load_rows(r_rows, j0, inside, True, BN, R, 0, 0, DIM_ROPE, TMA)[0]
             x = tl.dot(rope, tl.trans(tail), x, input_precision="ieee")
-        p, s = weights(x, lse[:, None], (j0 < whole) | (j0 + BN > whole_end), row[:, None], j[None, :], band,
-                       numbers, extras, where, (known[0], known[1], known[5]), RAW, BIAS, BLOCKED, CAP)  # fmt: skip
+        p, s = weights(x, lse[:, None], (j0 < full_begin) | (j0 + BN > full_end), row[:, None], j[None, :], band,
+                       numbers, extras, where, (extents[0], extents[1], extents[5]), RAW, BIAS, BLOCKED,
+                       CAP)  # fmt: skip
         dp = inner_three(do, load_rows(v_rows, j0, inside, True, BN, V0, V1, V2, DIM_V, TMA), V1, V2)
         if DROPOUT:
             there = valid[:, None] & inside[None, :]
@@ -250,16 +251,16 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
             dp = tl.where(keep, dp * (1.0 / keep_prob), 0.0)
         ds = p * (dp * shrink - delta[:, None])
         if dbias is not None:  # nothing recomputes what is added to it
-            seen = (s != -float("inf")) & (lse != float("inf"))[:, None]
-            ds = tl.where(seen, ds, 0.0)
+            visible = (s != -float("inf")) & (lse != float("inf"))[:, None]
+            ds = tl.where(visible, ds, 0.0)
             add_dbias(
                 dbias,
                 where,
                 row[:, None],
                 j[None, :],
-                seen,
+                visible,
                 ds * (factor / shrink),
-                (known[0], known[1], known[5]),
+                (extents[0], extents[1], extents[5]),
                 BIAS,
             )
         if CAP != 0:
@@ -268,10 +269,10 @@ def backward_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, dbias, slop
         if R:
             dr = tl.dot(ds.to(tail.dtype), tail, dr, input_precision="ieee")
     at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
-    store_three(dq, at_dq + wide * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
+    store_three(dq, at_dq + row64 * stride_dq, valid, (dq0, dq1, dq2), scale / shrink, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
-        store_part(dq_rope, at_dr + wide * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
+        store_part(dq_rope, at_dr + row64 * stride_dr, valid, dr * (scale / shrink), 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "seed", "offset", "threshold", "plane"])
@@ -291,15 +292,15 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     b, hk = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     j0 = tl.load(tile + 1)
     j = j0 + tl.arange(0, BN)
-    inside, wide = j < tl.load(tile + 2), j.to(tl.int64)
+    inside, key64 = j < tl.load(tile + 2), j.to(tl.int64)
     begin, turns = tl.load(tile + 3), tl.load(tile + 4)
-    known = lengths_at(lengths, count, b)
-    band = band_at(known)
+    extents = lengths_at(lengths, count, b)
+    band = band_at(extents)
     rows, end_key, lo, hi, prefix = band
     at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
     at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
-    keys = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
-    values = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
+    keys = load_three(k, at_k + key64 * stride_k, inside, True, D0, D1, D2, DIM)
+    values = load_three(v, at_v + key64 * stride_v, inside, True, V0, V1, V2, DIM_V)
     # Places are read before the loop: an address that is read in it keeps the rows behind it from being loaded ahead.
     at_q, head_q, stride_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
     at_do, head_do, stride_do = heads_at(strides, count, b, layout_index.DOUT, ALIGN)
@@ -314,7 +315,7 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
     if R:
         at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
         at_qr, head_qr, stride_qr = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
-        tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
+        tail = load_part(k_rope, at_kr + key64 * stride_kr, inside, 0, R, DIM_ROPE, True)
         r_rows = rows_of_group(q_rope + at_qr, head_qr, stride_qr, heads_q, rows, BM, R, 0, 0, DIM_ROPE, TMA)
     dk0, dk1, dk2 = zeros_three(BN, D0, D1, D2)
     dv0, dv1, dv2 = zeros_three(BN, V0, V1, V2)
@@ -334,8 +335,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         end = tl.minimum(tl.maximum(row0 + hi, prefix), end_key)
         where = (strides, count, b, h.to(tl.int64), heads_q)
         p, _ = weights(x, lse[None, :], (row0 + BM > rows) | (row0 + BM - 1 + lo > j0) | (end < j0 + BN),
-                       row[None, :], j[:, None], band, numbers, extras, where, (known[0], known[1], known[5]), RAW,
-                       BIAS, BLOCKED, CAP)  # fmt: skip
+                       row[None, :], j[:, None], band, numbers, extras, where, (extents[0], extents[1], extents[5]),
+                       RAW, BIAS, BLOCKED, CAP)  # fmt: skip
         weight = p
         if DROPOUT:
             there = valid[:, None] & inside[None, :]
@@ -367,8 +368,8 @@ def backward_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, b
         dv0, dv1, dv2 = acc
     at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
     at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
-    store_three(dk, at_dk + wide * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
-    store_three(dv, at_dv + wide * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
+    store_three(dk, at_dk + key64 * stride_dk, inside, (dk0, dk1, dk2), scale / shrink, D0, D1, D2, DIM)
+    store_three(dv, at_dv + key64 * stride_dv, inside, (dv0, dv1, dv2), 1.0 / keep_prob, V0, V1, V2, DIM_V)
     if R:
         at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
-        store_part(dk_rope, at_dr + wide * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)
+        store_part(dk_rope, at_dr + key64 * stride_dr, inside, dr * (scale / shrink), 0, R, DIM_ROPE)

@@ -44,7 +44,7 @@ def weigh(s, m, l, exponent):
 
 @triton.jit
 def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbers, drop, keys,
-           CUT: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
+           MASKED: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr, DROPOUT: tl.constexpr,
            D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
            DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr,
            BN: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
@@ -58,23 +58,23 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
     begin, left, again, right = keys
     for t in tl.range(0, left + right):
         j0 = begin + t * BN
-        if CUT:
+        if MASKED:
             j0 = tl.where(t < left, j0, again + (t - left) * BN)
         j = j0 + tl.arange(0, BN)
         inside = j < lengths[1]
-        s = inner_three(query, load_rows(k, j0, inside, CUT, BN, D0, D1, D2, DIM, TMA), D1, D2)
+        s = inner_three(query, load_rows(k, j0, inside, MASKED, BN, D0, D1, D2, DIM, TMA), D1, D2)
         if R:
-            part = load_rows(kr, j0, inside, CUT, BN, R, 0, 0, DIM_ROPE, TMA)[0]
-            s = tl.dot(rope, tl.trans(part), s, input_precision="ieee")
+            rope_keys = load_rows(kr, j0, inside, MASKED, BN, R, 0, 0, DIM_ROPE, TMA)[0]
+            s = tl.dot(rope, tl.trans(rope_keys), s, input_precision="ieee")
         there = valid[:, None] & inside[None, :]
         if not RAW:
             s = biased(s, scale, factor, bias, slopes, strides, count, b, h, heads, row[:, None], j[None, :], there,
                        lengths, BIAS, CAP)  # fmt: skip
-        if CUT:
-            seen = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
+        if MASKED:
+            visible = (j[None, :] >= first_key[:, None]) & (j[None, :] < end_key[:, None])
             if BLOCKED:
-                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
-            s = tl.where(seen, s, -float("inf"))
+                visible = visible & not_blocked(blocked, strides, count, b, h, row[:, None], j[None, :], there)
+            s = tl.where(visible, s, -float("inf"))
         p, fade, m, l = weigh(s, m, l, exponent)
         if DROPOUT:
             p = tl.where(kept_keys(bits, where, row, j0, there, drop, DROPOUT, BN), p, 0.0)
@@ -83,7 +83,7 @@ def attend(state, query, rope, memory, extras, where, row, edges, lengths, numbe
             acc1 = acc1 * fade[:, None]
         if V2:
             acc2 = acc2 * fade[:, None]
-        values = load_rows(v, j0, inside, CUT, BN, V0, V1, V2, DIM_V, TMA)
+        values = load_rows(v, j0, inside, MASKED, BN, V0, V1, V2, DIM_V, TMA)
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
     return acc0, acc1, acc2, m, l
 
@@ -151,7 +151,7 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
     at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
     at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
-    wide = row.to(tl.int64)
+    row64 = row.to(tl.int64)
     # Below 64 rows products are mma.sync's, which holds in registers what a descriptor gave: wide rows would spill.
     TMA_Q: tl.constexpr = TMA and BM >= 64
     query = load_rows(rows_of(q + at_q, stride_q, q_len, BM, D0, D1, D2, DIM, TMA_Q), row0, valid, True, BM,
@@ -171,12 +171,12 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
     state = (acc0, acc1, acc2, m, tl.zeros([BM], tl.float32))
     memory, extras, where = (keys, values, kr), (bias, slopes, blocked, bits), (strides, count, b, h, heads_q)
     numbers, drop = (scale, factor, exponent), (seed, offset, threshold)
-    edges, known = (valid, first_key, end_key), (q_len, kv_len, shift)
-    state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
+    edges, sizes = (valid, first_key, end_key), (q_len, kv_len, shift)
+    state = attend(state, query, rope, memory, extras, where, row, edges, sizes, numbers, drop,
                    (begin, left, again, right), True, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R, DIM_ROPE,
                    V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
     if not BLOCKED:
-        state = attend(state, query, rope, memory, extras, where, row, edges, known, numbers, drop,
+        state = attend(state, query, rope, memory, extras, where, row, edges, sizes, numbers, drop,
                        (full, (again - full) // BN, again, 0), False, RAW, BIAS, BLOCKED, DROPOUT, D0, D1, D2, DIM, R,
                        DIM_ROPE, V0, V1, V2, DIM_V, BN, CAP, TMA)  # fmt: skip
     acc0, acc1, acc2, m, l = state
@@ -194,11 +194,11 @@ def forward(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocked, bit
         fade = tl.where(mean, 1.0, fade)
         none = none & ~mean
     l = tl.where(none, 0.0, l)
-    share = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
+    rescale = tl.where(none, 0.0, fade / (tl.where(none, 1.0, l) * keep_prob))
 
     at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
-    store_three(out, at_out + wide * stride_out, valid, (acc0, acc1, acc2), share[:, None], V0, V1, V2, DIM_V)
+    store_three(out, at_out + row64 * stride_out, valid, (acc0, acc1, acc2), rescale[:, None], V0, V1, V2, DIM_V)
     at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
-    tl.store(max_ + at_max + wide * stride_max, top, mask=valid)
-    tl.store(sum_ + at_sum + wide * stride_sum, l, mask=valid)
+    tl.store(max_ + at_max + row64 * stride_max, top, mask=valid)
+    tl.store(sum_ + at_sum + row64 * stride_sum, l, mask=valid)

@@ -33,8 +33,8 @@ LOADER_REGISTERS = gl.constexpr(24)
 @gluon.jit
 def key_of(i, walk, BN: gl.constexpr):
     """The first key of turn i: cut tiles on the left, cut ones on the right, whole ones."""
-    begin, left, full, again, cut, _ = walk
-    right = gl.where(i < cut, again + (i - left) * BN, full + (i - cut) * BN)
+    begin, left, full, again, masked_tiles, _ = walk
+    right = gl.where(i < masked_tiles, again + (i - left) * BN, full + (i - masked_tiles) * BN)
     return gl.where(i < left, begin + i * BN, right)
 
 
@@ -101,12 +101,12 @@ def stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK: gl.constexp
     top, l, fade = finish(m, l, sink, h, unit, SINK)
     empty = top == -float("inf")
     l = gl.where(empty, 0.0, l)
-    share = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
+    rescale = gl.where(empty, 0.0, fade / (gl.where(empty, 1.0, l) * keep_prob))
     if MEAN:  # of a row whose scores are all -inf; recompute_out() forms the mean in place of NaN
         mean = empty & (end > gl.maximum(first, 0))
         l = gl.where(mean, kv_len.to(gl.float32), l)
-        share = gl.where(mean, float("nan"), share)
-    return top, l, share
+        rescale = gl.where(mean, float("nan"), rescale)
+    return top, l, rescale
 
 
 @gluon.jit
@@ -152,8 +152,8 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
         acc = warpgroup_mma(weights, taken(value_ring, turns - 1, STAGES), acc, is_async=True)
         acc, weights = warpgroup_mma_wait(0, [acc, weights])
     strides, count, b, h = where
-    top, l, share = stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK, MEAN)
-    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
+    top, l, rescale = stored(m, l, sink, h, unit, keep_prob, first, end, kv_len, SINK, MEAN)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
     at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     i = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
     d = gl.arange(0, DIM, gl.SliceLayout(0, STORED))
@@ -161,9 +161,9 @@ def attend(query, queries, key_ring, value_ring, out, max_, sum_, sink, where, r
     gl.store(at, gl.convert_layout(acc.to(dtype), STORED), mask=(i < row1)[:, None])
     at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
-    wide = row.to(gl.int64)
-    gl.store(max_ + at_max + wide * stride_max, top, mask=row < row1)
-    gl.store(sum_ + at_sum + wide * stride_sum, l, mask=row < row1)
+    row64 = row.to(gl.int64)
+    gl.store(max_ + at_max + row64 * stride_max, top, mask=row < row1)
+    gl.store(sum_ + at_sum + row64 * stride_sum, l, mask=row < row1)
 
 
 @gluon.jit(do_not_specialize=["count"])
@@ -174,7 +174,7 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, strides, lengths, tiles, count
     """Writes what forward() writes, of a tile of WARPGROUPS * ROWS rows; grid (tiles, heads_q)."""
     dtype: gl.constexpr = q.dtype.element_ty
     HIGH: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-    WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DIM], dtype)
+    KEY_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DIM], dtype)
     tile = tiles + gl.program_id(0).to(gl.int64) * PER_TILE
     b, h = gl.load(tile).to(gl.int64), gl.program_id(1).to(gl.int64)
     row0, row1, begin, left = gl.load(tile + 1), gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4)
@@ -185,8 +185,8 @@ def gluon_forward(q, k, v, out, max_, sum_, sink, strides, lengths, tiles, count
     at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
     at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
     rows = described(q + at_q, [band[0], DIM], [stride_q, 1], [ROWS, DIM], HIGH)
-    keys = described(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], WIDE)
-    values = described(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], WIDE)
+    keys = described(k + at_k, [band[1], DIM], [stride_k, 1], [BN, DIM], KEY_TILE)
+    values = described(v + at_v, [band[1], DIM], [stride_v, 1], [BN, DIM], KEY_TILE)
     query = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, DIM], HIGH)
     queries = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(queries, count=1)

@@ -33,7 +33,7 @@ FAMILY = Family(
 )
 # Arguments of what a problem may lack.
 ABSENT: dict[str, Any] = dict.fromkeys(
-    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "part",
+    ("q_rope", "k_rope", "bias", "slopes", "blocked", "bits", "sink", "dlse", "dq_rope", "dk_rope", "dbias", "partials",
      "large", "table", "scale_k", "offset_k", "scale_v", "offset_v")
 ) | {"width": 0, "step": 0, "last": 0}  # fmt: skip
 DRAWS = ("seed", "offset")
@@ -75,9 +75,9 @@ def raw(problem: Problem) -> bool:
 
 
 def forward_constants(problem: Problem, tile: shapes.Tile, align: int) -> Constants:
-    """What the forward kernel knows while compiling."""
-    known = constants(problem, tile, align)
-    return known | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
+    """The compile-time values of the forward kernel."""
+    constexprs = constants(problem, tile, align)
+    return constexprs | {"RAW": raw(problem), "SINK": problem.has_sink, "TMA": tile.TMA}
 
 
 def forward_tiles(problem: Problem, extents: Extents, tile: shapes.Tile) -> np.ndarray:
@@ -137,10 +137,10 @@ def tile_on(kernel: str, problem: Problem, device: torch.device, align: int) -> 
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
-    sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.kept.extents) if problem.has_sink else 0
-    flags = 4 * len(schedule.kept.extents) * problem.heads_kv if problem.dtype == "float16" else 0
-    return 4 * problem.heads_q * (PLANES * int(noted(schedule.kept.extents).sum()) + sinks) + flags
+    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    sinks = -(-schedule.rows // shapes.NARROWEST) + len(schedule.device_tables.extents) if problem.has_sink else 0
+    flags = 4 * len(schedule.device_tables.extents) * problem.heads_kv if problem.dtype == "float16" else 0
+    return 4 * problem.heads_q * (PLANES * int(noted(schedule.device_tables.extents).sum()) + sinks) + flags
 
 
 def noted(extents: Extents) -> np.ndarray:
@@ -173,11 +173,11 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
 
 
 def drawn(problem: Problem, extents: Extents) -> tuple[np.ndarray, ...] | None:
-    """What dropout counts by where it has no bits: the stream of head 0, the first row and the first key."""
+    """The counters of dropout that has no bits: the stream of head 0, the first row and the first key."""
     if problem.dropout != "philox":
         return None
-    if (part := extents.part) is not None:
-        return part.stream, part.first_row, part.first_key
+    if (origin := extents.part) is not None:
+        return origin.stream, origin.first_row, origin.first_key
     count = np.arange(len(extents), dtype=np.int64)
     return count * problem.heads_q, np.zeros_like(count), np.zeros_like(count)
 
@@ -227,9 +227,9 @@ def numbers(problem: Problem) -> dict[str, Any]:
 
 
 def recompute_constants(kernel: str, problem: Problem, align: int) -> Constants:
-    """What a kernel knows that recomputes rows."""
-    known = constants(problem, shapes.recompute_tile(kernel, problem), align)
-    return {name: value for name, value in known.items() if name != "MEAN"}
+    """The compile-time values of a kernel that recomputes rows."""
+    constexprs = constants(problem, shapes.recompute_tile(kernel, problem), align)
+    return {name: value for name, value in constexprs.items() if name != "MEAN"}
 
 
 def cache_constants(problem: Problem, align: int) -> Constants:
@@ -249,14 +249,14 @@ def recompute_out_constants(problem: Problem, align: int) -> Constants:
 
 
 def launch_recompute(
-    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, kept: dict[str, Any], given: Iterable[str],
-    known: Constants,
+    kernel: Any, p: Problem, lengths: np.ndarray, heads: int, fixed: dict[str, Any], given: Iterable[str],
+    constexprs: Constants,
 ) -> list[Launch]:  # fmt: skip
     """The launch of a kernel that recomputes, if there is a row: a program for every few of every sequence, or keys."""
     tile = shapes.recompute_tile(kernel.__name__, p)
     blocks = -(-int(lengths.max(initial=0)) // (tile.BN if kernel is recompute_key else tile.BM))
     grid = blocks * len(lengths), heads
-    return [FAMILY.launch(kernel, grid, kept | {"blocks": blocks}, given, known, tile)] if blocks else []
+    return [FAMILY.launch(kernel, grid, fixed | {"blocks": blocks}, given, constexprs, tile)] if blocks else []
 
 
 def keep_rest(problem: Problem) -> float:
@@ -291,45 +291,49 @@ def run_forward(problem: Problem, extents: Extents, schedule: Schedule, o: Opera
     views = views_of(problem, o)
     given = given_by(problem, o, views)
     ready = schedule.once(
-        layout_table.layout(views, given), lambda: ready_forward(problem, extents, schedule.kept, views, given)
+        layout_table.layout(views, given), lambda: ready_forward(problem, extents, schedule.device_tables, views, given)
     )
     ready.run(given | draws(o))
     enlarge_rows(o.out, problem.heads_q, extents.q_len, keep_rest(problem))
 
 
 def ready_forward(
-    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: Problem,
+    e: Extents,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Ready:
-    """What run_forward() does with memory as these views and arguments lie."""
+    """The launches of run_forward() on memory as these views and arguments lie."""
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e), drawn(p, e))
     align = layout_table.alignment(views, table)
     tile = tile_on("forward", p, device, align if layout_table.apart(views) else 1)
-    kernel, known, options = forward, forward_constants(p, tile, align), {}
+    kernel, constexprs, options = forward, forward_constants(p, tile, align), {}
     if launch_gluon.serves(p, device, tile):
         kernel, tile, options = launch_gluon.kernel(), launch_gluon.TILE, launch_gluon.OPTIONS
-        known = launch_gluon.constants(p, align)
-    tiled = kept.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
+        constexprs = launch_gluon.constants(p, align)
+    tiled = device_tables.on(device, f"forward {tile}", lambda e: forward_tiles(p, e, tile))
     count = len(tiled.tensor)
     if not count:
         return Ready([], ())
-    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
     arguments = ABSENT | numbers(p) | {
         "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e)
     }  # fmt: skip
-    own = [*given, *DRAWS]
-    launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, own, known, tile, **options)]
+    names = [*given, *DRAWS]
+    launches = [FAMILY.launch(kernel, (count, p.heads_q), arguments, names, constexprs, tile, **options)]
     launches += launch_recompute(
-        recompute_out, p, e.q_len, p.heads_q, arguments, own, recompute_out_constants(p, align)
+        recompute_out, p, e.q_len, p.heads_q, arguments, names, recompute_out_constants(p, align)
     )
     return Ready(launches, (strides, lengths, tiled))
 
 
 def backward_constants(problem: Problem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """What prepare, backward_query and backward_key know while compiling, the last with a tile of its own."""
-    known = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
+    """The compile-time values of prepare, backward_query and backward_key, the last with a tile of its own."""
+    constexprs = constants(problem, tile, align) | {"RAW": raw(problem), "TMA": tile.TMA}
     names = ("GROUP", "V0", "V1", "V2", "DIM_V", "ALIGN", "BM", "MEAN")
-    of_prepare = {name: known[name] for name in names} | {"SINK": problem.has_sink}
-    return of_prepare, {name: value for name, value in known.items() if name != "MEAN"}, known
+    of_prepare = {name: constexprs[name] for name in names} | {"SINK": problem.has_sink}
+    return of_prepare, {name: value for name, value in constexprs.items() if name != "MEAN"}, constexprs
 
 
 def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
@@ -360,7 +364,7 @@ def run_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Oper
 
 
 def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: Grads) -> None:
-    """What run_backward() launches."""
+    """Launches the kernels of run_backward()."""
     p = problem
     views = views_of(p, o) | {
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk, "dv": g.dv,
@@ -372,19 +376,23 @@ def launch_backward(problem: Problem, extents: Extents, schedule: Schedule, o: O
     if p.dtype == "float16":
         given["large"] = given["q"].new_zeros(len(extents) * p.heads_kv, dtype=torch.int32)
     ready = schedule.once(
-        layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule.kept, views, given)
+        layout_table.layout(views, given), lambda: ready_backward(p, extents, schedule.device_tables, views, given)
     )
     given |= draws(o)
     ready.run(given)
     if g.dsink is not None:
-        part = given.get("part")
-        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+        partials = given.get("partials")
+        g.dsink.copy_(torch.zeros_like(g.dsink) if partials is None else partials.sum(0))
 
 
 def ready_backward(
-    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: Problem,
+    e: Extents,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Ready:
-    """What run_backward() does with memory as these views and arguments lie."""
+    """The launches of run_backward() on memory as these views and arguments lie."""
     device, rows, count = layout_table.one_device(given), noted(e), len(e)
     buffer = int(rows.sum())
     flat = RowView((given["q"],), np.cumsum(rows) - rows, 1, np.full(count, buffer, np.int64), 1)  # of any memory
@@ -395,14 +403,14 @@ def ready_backward(
     known_prepare, known_query, _ = backward_constants(p, query, align)
     known_key = backward_constants(p, key, align)[2]
     mean = p.empty_rows != "zero"
-    by_query = kept.on(device, f"query {query}", lambda e: query_tiles(e, query))
-    by_key = kept.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
-    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
+    by_query = device_tables.on(device, f"query {query}", lambda e: query_tiles(e, query))
+    by_key = device_tables.on(device, f"key {key}", lambda e: key_tiles(e, key, mean and may_be_empty(p, e)))
+    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
     scratch: dict[str, tuple[int, ...]] = {"flat": (PLANES * p.heads_q * buffer,)}
     tiles_of_rows, tiles_of_keys = len(by_query.tensor), len(by_key.tensor)
     if p.has_sink:
-        scratch["part"] = tiles_of_rows, p.heads_q
-    own = [*given, *DRAWS, *scratch]
+        scratch["partials"] = tiles_of_rows, p.heads_q
+    names = [*given, *DRAWS, *scratch]
     shared = ABSENT | numbers(p) | {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": count, "plane": p.heads_q * buffer,
     }  # fmt: skip
@@ -410,15 +418,15 @@ def ready_backward(
     if tiles_of_rows:
         grid, of_rows = (tiles_of_rows, p.heads_q), shared | {"tiles": by_query.tensor}
         launches += (
-            FAMILY.launch(prepare, grid, of_rows, own, known_prepare, query),
-            FAMILY.launch(backward_query, grid, of_rows, own, known_query, query),
+            FAMILY.launch(prepare, grid, of_rows, names, known_prepare, query),
+            FAMILY.launch(backward_query, grid, of_rows, names, known_query, query),
             *launch_recompute(
-                recompute_query, p, e.q_len, p.heads_q, shared, own, recompute_constants("recompute_query", p, align)
+                recompute_query, p, e.q_len, p.heads_q, shared, names, recompute_constants("recompute_query", p, align)
             ),
         )
     if tiles_of_keys:
-        keys, known = kept.capacity.kv_len, recompute_constants("recompute_key", p, align)
+        keys, constexprs = device_tables.capacity.kv_len, recompute_constants("recompute_key", p, align)
         of_keys = shared | {"tiles": by_key.tensor}
-        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, own, known_key, key))
-        launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, own, known)
+        launches.append(FAMILY.launch(backward_key, (tiles_of_keys, p.heads_kv), of_keys, names, known_key, key))
+        launches += launch_recompute(recompute_key, p, keys, p.heads_kv, shared, names, constexprs)
     return Ready(launches, (strides, lengths, by_query, by_key), scratch)

@@ -28,10 +28,10 @@ def kernel() -> Any:
 
 
 def has_nothing_but_a_band(problem: Problem) -> bool:
-    """Whether rows of a size that the kernel has meet the keys of a band, as the product gave them."""
+    """True if rows of a size that the kernel has meet the keys of a band, as the product gave them."""
     p = problem
-    plain = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
-    return plain and p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
+    is_unmodified = p.bias == "none" and p.dropout == "none" and not p.softcap and not p.has_blocked and not p.dim_rope
+    return is_unmodified and p.empty_rows != "mean" and p.scale > 1e-30 and p.dim_qk == p.dim_v == DIM
 
 
 def serves(problem: Problem, device: torch.device, tile: Tile) -> bool:

@@ -49,14 +49,14 @@ def wrong(x, INF: tl.constexpr):
 @triton.jit
 def wrong_three(base, offset, there, INF: tl.constexpr,
                 W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
-    """Whether some element of rows in parts is wrong: 0 or 1."""
+    """1 for rows in parts with a wrong element, else 0."""
     parts = load_three(base, offset, there, True, W0, W1, W2, DIM)
-    found = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
+    flagged = tl.max(wrong(parts[0], INF).to(tl.int32), 1)
     if W1:
-        found = tl.maximum(found, tl.max(wrong(parts[1], INF).to(tl.int32), 1))
+        flagged = tl.maximum(flagged, tl.max(wrong(parts[1], INF).to(tl.int32), 1))
     if W2:
-        found = tl.maximum(found, tl.max(wrong(parts[2], INF).to(tl.int32), 1))
-    return found
+        flagged = tl.maximum(flagged, tl.max(wrong(parts[2], INF).to(tl.int32), 1))
+    return flagged
 
 
 @triton.jit
@@ -70,12 +70,12 @@ def left_three(acc, base, offset, there, INF: tl.constexpr,
                W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, DIM: tl.constexpr):  # fmt: skip
     """left() of a row in parts."""
     old = load_three(base, offset, there, True, W0, W1, W2, DIM)
-    found = left(acc[0], old[0], INF)
+    flagged = left(acc[0], old[0], INF)
     if W1:
-        found = tl.maximum(found, left(acc[1], old[1], INF))
+        flagged = tl.maximum(flagged, left(acc[1], old[1], INF))
     if W2:
-        found = tl.maximum(found, left(acc[2], old[2], INF))
-    return found
+        flagged = tl.maximum(flagged, left(acc[2], old[2], INF))
+    return flagged
 
 
 @triton.jit
@@ -151,32 +151,32 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
     row = begin + tl.arange(0, BM)
     at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
     INF: tl.constexpr = DEQUANT_V != 0
-    found = wrong_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, INF, V0, V1, V2, DIM_V)
+    flagged = wrong_three(out, at_out + row.to(tl.int64) * stride_out, row < q_len, INF, V0, V1, V2, DIM_V)
     at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
     sums = tl.load(sum_ + at_sum + row.to(tl.int64) * stride_sum, mask=row < q_len, other=0.0)
-    found = tl.max(tl.where(sums == sums, found, 0), 0)
-    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+    flagged = tl.max(tl.where(sums == sums, flagged, 0), 0)
+    for n in tl.range(begin, tl.where(flagged > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
-        there, wide = one < q_len, one.to(tl.int64)
+        there, row64 = one < q_len, one.to(tl.int64)
         at_out, stride_out = rows_at(strides, count, b, h, layout_index.OUT, ALIGN)
-        bad = wrong_three(out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V) > 0
+        bad = wrong_three(out, at_out + row64 * stride_out, there, INF, V0, V1, V2, DIM_V) > 0
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_max, stride_max = rows_at(strides, count, b, h, layout_index.MAX, 1)
         at_sum, stride_sum = rows_at(strides, count, b, h, layout_index.SUM, 1)
-        peak, total = tl.load(max_ + at_max + wide * stride_max), tl.load(sum_ + at_sum + wide * stride_sum)
+        peak, total = tl.load(max_ + at_max + row64 * stride_max), tl.load(sum_ + at_sum + row64 * stride_sum)
         bad = bad & (total == total)
         empty = peak == -float("inf")
         mean = empty & (total > 0)
         first_key = tl.where(mean, 0, first_key)
         end_key = tl.where(mean & bad, kv_len.to(tl.int32), tl.where(empty | ~bad, 0, end_key))
         at_q, stride_q = rows_at(strides, count, b, h, layout_index.Q, ALIGN)
-        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
+        query = load_three(q, at_q + row64 * stride_q, there, True, D0, D1, D2, DIM)
         cache_k = cache_at(strides, count, b, h // GROUP, layout_index.K, ALIGN_KV)
         cache_v = cache_at(strides, count, b, h // GROUP, layout_index.V, ALIGN_KV)
         rope, cache_r = query[0], cache_k
         if R:
             at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
-            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+            rope = load_part(q_rope, at_qr + row64 * stride_qr, there, 0, R, DIM_ROPE, True)
             cache_r = cache_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
         acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
         j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
@@ -213,11 +213,11 @@ def recompute_out(q, k, v, out, max_, sum_, q_rope, k_rope, bias, slopes, blocke
                 values = dequantised_three(values, scale_v, offset_v, at_scale, at_offset, inside, j0 < end,
                                            DEQUANT_V, V0, V1, V2, DIM_V)  # fmt: skip
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, wild, counted, values, V1, V2)
-            more = left_three((acc0, acc1, acc2), out, at_out + wide * stride_out, there, INF, V0, V1, V2, DIM_V)
+            more = left_three((acc0, acc1, acc2), out, at_out + row64 * stride_out, there, INF, V0, V1, V2, DIM_V)
             j0 = tl.where(more > 0, j0 + BN, end)
-        share = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
+        rescale = tl.where(total == 0, 1.0, 1.0 / (total * keep_prob))[:, None]
         recomputed_three(
-            out, at_out + wide * stride_out, there & bad, (acc0, acc1, acc2), share, INF, V0, V1, V2, DIM_V
+            out, at_out + row64 * stride_out, there & bad, (acc0, acc1, acc2), rescale, INF, V0, V1, V2, DIM_V
         )
 
 
@@ -236,23 +236,23 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
     row = begin + tl.arange(0, BM)
     at_dq, stride_dq = rows_at(strides, count, b, h, layout_index.DQ, ALIGN)
     INF: tl.constexpr = q.dtype.element_ty == tl.float16
-    found = wrong_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, INF, D0, D1, D2, DIM)
+    flagged = wrong_three(dq, at_dq + row.to(tl.int64) * stride_dq, row < q_len, INF, D0, D1, D2, DIM)
     if R:
         at_dr, stride_dr = rows_at(strides, count, b, h, layout_index.DQ_ROPE, ALIGN)
-        part = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
+        rope_rows = load_part(dq_rope, at_dr + row.to(tl.int64) * stride_dr, row < q_len, 0, R, DIM_ROPE, True)
+        flagged = tl.maximum(flagged, tl.max(wrong(rope_rows, INF).to(tl.int32), 1))
     at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
     note = tl.load(flat + at_flat + row.to(tl.int64) * stride_flat, mask=row < q_len, other=0.0)
-    found = tl.max(tl.where(note == note, found, 0), 0)
-    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
+    flagged = tl.max(tl.where(note == note, flagged, 0), 0)
+    for n in tl.range(begin, tl.where(flagged > 0, tl.minimum(begin + BM, q_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
-        there, wide = one < q_len, one.to(tl.int64)
+        there, row64 = one < q_len, one.to(tl.int64)
         first_key, end_key = interval(one, there, kv_len, lo, hi, prefix)
         at_flat, stride_flat = rows_at(strides, count, b, h, layout_index.FLAT, 1)
         lse, delta = row_notes(flat, plane, at_flat, stride_flat, one, there)
-        bad = wrong_three(dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
+        bad = wrong_three(dq, at_dq + row64 * stride_dq, there, INF, D0, D1, D2, DIM)
         if R:
-            end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+            end_of_row = load_part(dq_rope, at_dr + row64 * stride_dr, there, 0, R, DIM_ROPE, True)
             bad = tl.maximum(bad, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
         end_key = tl.where((tl.abs(lse) == float("inf")) | (lse != lse) | (bad == 0), 0, end_key)
         there = there & (lse == lse)
@@ -260,13 +260,13 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
         at_k, stride_k = rows_at(strides, count, b, h // GROUP, layout_index.K, ALIGN)
         at_v, stride_v = rows_at(strides, count, b, h // GROUP, layout_index.V, ALIGN)
         at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
-        query = load_three(q, at_q + wide * stride_q, there, True, D0, D1, D2, DIM)
-        do = load_three(dout, at_do + wide * stride_do, there, True, V0, V1, V2, DIM_V)
+        query = load_three(q, at_q + row64 * stride_q, there, True, D0, D1, D2, DIM)
+        do = load_three(dout, at_do + row64 * stride_do, there, True, V0, V1, V2, DIM_V)
         rope, dr = query[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
             at_qr, stride_qr = rows_at(strides, count, b, h, layout_index.Q_ROPE, ALIGN)
             at_kr, stride_kr = rows_at(strides, count, b, h // GROUP, layout_index.K_ROPE, ALIGN)
-            rope = load_part(q_rope, at_qr + wide * stride_qr, there, 0, R, DIM_ROPE, True)
+            rope = load_part(q_rope, at_qr + row64 * stride_qr, there, 0, R, DIM_ROPE, True)
         dq0, dq1, dq2 = zeros_three(1, D0, D1, D2)
         j0, end = tl.min(first_key, 0) // BN * BN, tl.max(end_key, 0)
         while j0 < end:
@@ -277,12 +277,12 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
             if R:
                 tail = load_part(k_rope, at_kr + at * stride_kr, inside, 0, R, DIM_ROPE, True)
                 s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
-            seen, x = (inside & (j >= first_key))[:, None], s[:, None]
+            visible, x = (inside & (j >= first_key))[:, None], s[:, None]
             s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, one[None, :], j[:, None],
-                       seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+                       visible, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
-                seen = seen & not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], seen)
-            seen = seen & (s != -float("inf"))
+                visible = visible & not_blocked(blocked, strides, count, b, h, one[None, :], j[:, None], visible)
+            visible = visible & (s != -float("inf"))
             dp = products(do, load_three(v, at_v + at * stride_v, inside, True, V0, V1, V2, DIM_V), V1, V2)[:, None]
             if DROPOUT:
                 keep = kept_keys(bits, (strides, count, b, h, heads_q), one, j0, inside[None, :],
@@ -291,16 +291,16 @@ def recompute_query(q, k, v, dout, q_rope, k_rope, dq, dq_rope, bias, slopes, bl
             ds = product(tl.exp2(s * LOG2E - lse[None, :]), dp - delta[None, :])
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
-            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, seen, keys, D1, D2)
-            more = left_three((dq0, dq1, dq2), dq, at_dq + wide * stride_dq, there, INF, D0, D1, D2, DIM)
+            dq0, dq1, dq2 = gather_three((dq0, dq1, dq2), ds, ds, visible, keys, D1, D2)
+            more = left_three((dq0, dq1, dq2), dq, at_dq + row64 * stride_dq, there, INF, D0, D1, D2, DIM)
             if R:
-                dr += gathered(ds, ds, seen, tail)
-                end_of_row = load_part(dq_rope, at_dr + wide * stride_dr, there, 0, R, DIM_ROPE, True)
+                dr += gathered(ds, ds, visible, tail)
+                end_of_row = load_part(dq_rope, at_dr + row64 * stride_dr, there, 0, R, DIM_ROPE, True)
                 more = tl.maximum(more, left(dr, end_of_row, INF))
             j0 = tl.where(more > 0, j0 + BN, end)
-        recomputed_three(dq, at_dq + wide * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
+        recomputed_three(dq, at_dq + row64 * stride_dq, there, (dq0, dq1, dq2), scale, INF, D0, D1, D2, DIM)
         if R:
-            recomputed(dq_rope, at_dr + wide * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
+            recomputed(dq_rope, at_dr + row64 * stride_dr, there, dr, scale, INF, 0, R, DIM_ROPE)
 
 
 @triton.jit(do_not_specialize=["count", "heads_q", "blocks", "seed", "offset", "threshold", "plane"])
@@ -319,31 +319,31 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
     at_dk, stride_dk = rows_at(strides, count, b, hk, layout_index.DK, ALIGN)
     at_dv, stride_dv = rows_at(strides, count, b, hk, layout_index.DV, ALIGN)
     INF: tl.constexpr = q.dtype.element_ty == tl.float16
-    found = wrong_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, INF, D0, D1, D2, DIM)
+    flagged = wrong_three(dk, at_dk + j.to(tl.int64) * stride_dk, j < kv_len, INF, D0, D1, D2, DIM)
     in_dv = wrong_three(dv, at_dv + j.to(tl.int64) * stride_dv, j < kv_len, False, V0, V1, V2, DIM_V)
-    found = tl.maximum(found, in_dv)
+    flagged = tl.maximum(flagged, in_dv)
     if R:
         at_dr, stride_dr = rows_at(strides, count, b, hk, layout_index.DK_ROPE, ALIGN)
-        part = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
-        found = tl.maximum(found, tl.max(wrong(part, INF).to(tl.int32), 1))
-    found = tl.max(found, 0)
-    for n in tl.range(begin, tl.where(found > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
+        rope_rows = load_part(dk_rope, at_dr + j.to(tl.int64) * stride_dr, j < kv_len, 0, R, DIM_ROPE, True)
+        flagged = tl.maximum(flagged, tl.max(wrong(rope_rows, INF).to(tl.int32), 1))
+    flagged = tl.max(flagged, 0)
+    for n in tl.range(begin, tl.where(flagged > 0, tl.minimum(begin + BN, kv_len), begin).to(tl.int32)):
         one = n + tl.zeros([1], tl.int32)
-        inside, wide = one < kv_len, one.to(tl.int64)
-        wrong_k = wrong_three(dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
-        wrong_v = wrong_three(dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V) > 0
+        inside, key64 = one < kv_len, one.to(tl.int64)
+        wrong_k = wrong_three(dk, at_dk + key64 * stride_dk, inside, INF, D0, D1, D2, DIM)
+        wrong_v = wrong_three(dv, at_dv + key64 * stride_dv, inside, False, V0, V1, V2, DIM_V) > 0
         if R:
-            end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+            end_of_row = load_part(dk_rope, at_dr + key64 * stride_dr, inside, 0, R, DIM_ROPE, True)
             wrong_k = tl.maximum(wrong_k, tl.max(wrong(end_of_row, INF).to(tl.int32), 1))
         wrong_k = wrong_k > 0
         at_k, stride_k = rows_at(strides, count, b, hk, layout_index.K, ALIGN)
         at_v, stride_v = rows_at(strides, count, b, hk, layout_index.V, ALIGN)
-        key = load_three(k, at_k + wide * stride_k, inside, True, D0, D1, D2, DIM)
-        value = load_three(v, at_v + wide * stride_v, inside, True, V0, V1, V2, DIM_V)
+        key = load_three(k, at_k + key64 * stride_k, inside, True, D0, D1, D2, DIM)
+        value = load_three(v, at_v + key64 * stride_v, inside, True, V0, V1, V2, DIM_V)
         tail, dr = key[0], tl.zeros([1, R if R else 16], tl.float32)
         if R:
             at_kr, stride_kr = rows_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
-            tail = load_part(k_rope, at_kr + wide * stride_kr, inside, 0, R, DIM_ROPE, True)
+            tail = load_part(k_rope, at_kr + key64 * stride_kr, inside, 0, R, DIM_ROPE, True)
         dk0, dk1, dk2 = zeros_three(1, D0, D1, D2)
         dv0, dv1, dv2 = zeros_three(1, V0, V1, V2)
         turns = tl.cdiv(q_len, BM).to(tl.int32)
@@ -366,17 +366,17 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
             lse, delta = row_notes(flat, plane, at_flat, stride_flat, row, valid)
             there = valid & ~(tl.abs(lse) == float("inf"))
             first_key, end_key = interval(row, there, kv_len, lo, hi, prefix)
-            seen, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
+            visible, x = ((one >= first_key) & (one < end_key))[:, None], s[:, None]
             s = biased(x, scale, factor, bias, slopes, strides, count, b, h, heads_q, row[:, None],
-                       one[None, :], seen, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
+                       one[None, :], visible, (q_len, kv_len, shift), BIAS, CAP)  # fmt: skip
             if BLOCKED:
-                seen = seen & not_blocked(blocked, strides, count, b, h, row[:, None], one[None, :], seen)
-            seen = seen & (s != -float("inf"))
+                visible = visible & not_blocked(blocked, strides, count, b, h, row[:, None], one[None, :], visible)
+            visible = visible & (s != -float("inf"))
             mean = ((lse == float("inf")) & (delta > 0))[:, None]
             p = tl.where(mean, delta[:, None], tl.exp2(s * LOG2E - lse[:, None]))
             at_do, stride_do = rows_at(strides, count, b, h, layout_index.DOUT, ALIGN)
             do = load_three(dout, at_do + at * stride_do, valid, True, V0, V1, V2, DIM_V)
-            dp, counted = products(value, do, V1, V2)[:, None], seen | mean
+            dp, counted = products(value, do, V1, V2)[:, None], visible | mean
             if DROPOUT:  # one draw serves eight keys
                 eight = n // 8 * 8
                 keys = eight + tl.arange(0, 8)
@@ -390,16 +390,16 @@ def recompute_key(q, k, v, dout, q_rope, k_rope, dk, dv, dk_rope, bias, slopes, 
             ds = product(p, dp - delta[:, None])
             if CAP != 0:
                 ds = ds * capped(x, scale, CAP)[1]
-            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, seen, query, D1, D2)
-            more = left_three((dk0, dk1, dk2), dk, at_dk + wide * stride_dk, inside, INF, D0, D1, D2, DIM)
+            dk0, dk1, dk2 = gather_three((dk0, dk1, dk2), ds, ds, visible, query, D1, D2)
+            more = left_three((dk0, dk1, dk2), dk, at_dk + key64 * stride_dk, inside, INF, D0, D1, D2, DIM)
             if R:
-                dr += gathered(ds, ds, seen, rope)
-                end_of_row = load_part(dk_rope, at_dr + wide * stride_dr, inside, 0, R, DIM_ROPE, True)
+                dr += gathered(ds, ds, visible, rope)
+                end_of_row = load_part(dk_rope, at_dr + key64 * stride_dr, inside, 0, R, DIM_ROPE, True)
                 more = tl.maximum(more, left(dr, end_of_row, INF))
-            of_dv = left_three((dv0, dv1, dv2), dv, at_dv + wide * stride_dv, inside, False, V0, V1, V2, DIM_V)
+            of_dv = left_three((dv0, dv1, dv2), dv, at_dv + key64 * stride_dv, inside, False, V0, V1, V2, DIM_V)
             turn = tl.where(tl.maximum(more, of_dv) > 0, turn + 1, end)
-        recomputed_three(dk, at_dk + wide * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
-        recomputed_three(dv, at_dv + wide * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
+        recomputed_three(dk, at_dk + key64 * stride_dk, inside & wrong_k, (dk0, dk1, dk2), scale, INF, D0, D1, D2, DIM)
+        recomputed_three(dv, at_dv + key64 * stride_dv, inside & wrong_v, (dv0, dv1, dv2), 1.0 / keep_prob, False,
                      V0, V1, V2, DIM_V)  # fmt: skip
         if R:
-            recomputed(dk_rope, at_dr + wide * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)
+            recomputed(dk_rope, at_dr + key64 * stride_dr, inside & wrong_k, dr, scale, INF, 0, R, DIM_ROPE)

@@ -44,8 +44,8 @@ def seen_ranks(scores, j, first, end):
 
 
 @triton.jit
-def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
-    """(the TOP-th largest rank of `held` candidates, how many are larger)."""
+def floor_of(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
+    """(the TOP-th largest rank of `entry_count` candidates, how many are larger)."""
     floor = tl.full([], NO_RANK, tl.int64)
     n = tl.arange(0, BN)
     larger = tl.full([], 0, tl.int64)
@@ -53,12 +53,12 @@ def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
         step = tl.full([], 1, tl.int64) << (30 - 2 * turn)
         one, two = (floor + step).to(tl.int32), (floor + 2 * step).to(tl.int32)
         three = (floor + 3 * step).to(tl.int32)
-        found = tl.zeros([BN], tl.int64)
-        for s0 in tl.range(0, held, BN):
-            rank = (tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY) >> 32).to(tl.int32)
-            found += (rank >= one).to(tl.int64)
-            found += ((rank >= two).to(tl.int64) << COUNT) + ((rank >= three).to(tl.int64) << TWO_COUNTS)
-        total = tl.sum(found, 0)
+        counts = tl.zeros([BN], tl.int64)
+        for s0 in tl.range(0, entry_count, BN):
+            rank = (tl.load(entries + s0 + n, mask=s0 + n < entry_count, other=NO_ENTRY) >> 32).to(tl.int32)
+            counts += (rank >= one).to(tl.int64)
+            counts += ((rank >= two).to(tl.int64) << COUNT) + ((rank >= three).to(tl.int64) << TWO_COUNTS)
+        total = tl.sum(counts, 0)
         of_one, of_two, of_three = total & MOST_COUNTED, (total >> COUNT) & MOST_COUNTED, total >> TWO_COUNTS
         reached = (of_one >= TOP).to(tl.int64) + (of_two >= TOP).to(tl.int64) + (of_three >= TOP).to(tl.int64)
         next_one = tl.where(reached == 0, of_one, tl.where(reached == 1, of_two, of_three))
@@ -68,29 +68,29 @@ def floor_of(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def prune(entries, held, TOP: tl.constexpr, BN: tl.constexpr):
-    """Leaves the TOP largest of `held` candidates, the first among equals; returns the smallest rank that stays."""
-    floor, larger = floor_of(entries, held, TOP, BN)
-    kept, equals = tl.full([], 0, tl.int32), TOP - larger
+def prune(entries, entry_count, TOP: tl.constexpr, BN: tl.constexpr):
+    """Leaves the TOP largest of `entry_count` candidates, the first among equals; returns the smallest rank left."""
+    floor, larger = floor_of(entries, entry_count, TOP, BN)
+    written, equals = tl.full([], 0, tl.int32), TOP - larger
     n = tl.arange(0, BN)
-    for s0 in tl.range(0, held, BN):
-        entry = tl.load(entries + s0 + n, mask=s0 + n < held, other=NO_ENTRY)
+    for s0 in tl.range(0, entry_count, BN):
+        entry = tl.load(entries + s0 + n, mask=s0 + n < entry_count, other=NO_ENTRY)
         rank = (entry >> 32).to(tl.int32)
         equal = (rank == floor).to(tl.int32)
         stays = ((rank > floor) | ((equal > 0) & (tl.cumsum(equal, 0) <= equals))).to(tl.int32)
         equals -= tl.sum(equal, 0)
         tl.debug_barrier()  # all have read before one writes
-        tl.store(entries + kept + tl.cumsum(stays, 0) - 1, entry, mask=stays > 0)
-        kept += tl.sum(stays, 0)
+        tl.store(entries + written + tl.cumsum(stays, 0) - 1, entry, mask=stays > 0)
+        written += tl.sum(stays, 0)
     tl.debug_barrier()
     return floor
 
 
 @triton.jit(do_not_specialize=["count", "begin", "width", "pitch"])
-def index_choice(scores, entries, held, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
+def index_choice(scores, entries, counts, strides, lengths, tiles, count: tl.int32, begin: tl.int32, width: tl.int32,
                  pitch: tl.int32, TOP: tl.constexpr, BUFFER: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
                  BN: tl.constexpr):  # fmt: skip
-    """The TOP best keys of one row, its first `held` entries in no order, from its scores BN at a time; grid (rows of
+    """The TOP best keys of one row, its first `counts` entries in no order, from its scores BN at a time; grid (rows of
     tiles from `begin` on). entries: room for BUFFER candidates of each row, for TOP and a piece at least."""
     tile = tiles + (begin + tl.program_id(0) // BT).to(tl.int64) * PER_TILE
     b, row = tl.load(tile).to(tl.int64), tl.load(tile + 1).to(tl.int64) + tl.program_id(0) % BT
@@ -108,14 +108,14 @@ def index_choice(scores, entries, held, strides, lengths, tiles, count: tl.int32
             rank, j = ahead, j0 + n
             ahead = seen_ranks(scores, j + BN, first, end)
             takes = (rank > floor).to(tl.int32)
-            found = tl.sum(takes, 0)
-            if (have + found > BUFFER) | ((j0 >= end) & (have > TOP)):
+            taken = tl.sum(takes, 0)
+            if (have + taken > BUFFER) | ((j0 >= end) & (have > TOP)):
                 floor = prune(entries, have, TOP, BN)
                 have = tl.full([], TOP, tl.int32)
             tl.store(entries + have + tl.cumsum(takes, 0) - 1, entry_of(rank, j), mask=takes > 0)
-            have += found
+            have += taken
             tl.debug_barrier()  # another thread reads them
-        tl.store(held + slot, have)
+        tl.store(counts + slot, have)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def entry_of(rank, key):
 
 
 @triton.jit(do_not_specialize=["count", "begin"])
-def index_write(entries, held, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
+def index_write(entries, counts, indices, values, strides, tiles, count: tl.int32, begin: tl.int32,
                 TOP: tl.constexpr, BUFFER: tl.constexpr, SORTS: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr):  # fmt: skip
     """Writes a row's list and its values, BN entries of it; grid (rows of tiles from `begin` on, pieces of TOP).
@@ -137,7 +137,7 @@ def index_write(entries, held, indices, values, strides, tiles, count: tl.int32,
     if row < tl.load(tile + 2):
         s = tl.program_id(1) * BN + tl.arange(0, BN)
         slot = tl.program_id(0).to(tl.int64)
-        entry = tl.load(entries + slot * BUFFER + s, mask=s < tl.load(held + slot), other=NO_ENTRY)
+        entry = tl.load(entries + slot * BUFFER + s, mask=s < tl.load(counts + slot), other=NO_ENTRY)
         if SORTS:
             entry = tl.sort(entry, descending=True)
         there = entry != NO_ENTRY

@@ -37,8 +37,8 @@ def sees(row, key, band):
     """[rows, keys]: whether the band shows a key to a row."""
     rows, keys, lo, hi, prefix = band
     end = tl.minimum(tl.maximum(row + hi, prefix), keys)
-    seen = (key[None, :] >= (row + lo)[:, None]) & (key[None, :] < tl.where(row < rows, end, 0)[:, None])
-    return seen & (key >= 0)[None, :]
+    visible = (key[None, :] >= (row + lo)[:, None]) & (key[None, :] < tl.where(row < rows, end, 0)[:, None])
+    return visible & (key >= 0)[None, :]
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
     """Writes max and sum of one tile of rows over one share of its keys; grid (tiles)."""
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, row0, row1 = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
-    begin, turns, share, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
+    begin, turns, split, flat = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 7)
     row = row0 + tl.arange(0, BM)
     valid = row < row1
     band = band_at(lengths_at(lengths, count, b))
@@ -85,7 +85,7 @@ def warm_lse(q, k, weights, partial, strides, lengths, tiles, count: tl.int32, h
         total = total * tl.exp2((top - shift) * LOG2E) + tl.sum(tl.exp2((x - shift[:, None]) * LOG2E), 1)
         top = now
     top = tl.where(strange > 0, float("nan"), top)
-    at = partial + 2 * share * plane + flat + tl.arange(0, BM)
+    at = partial + 2 * split * plane + flat + tl.arange(0, BM)
     tl.store(at, top, mask=valid)
     tl.store(at + plane, total, mask=valid)
 
@@ -111,9 +111,9 @@ def join_lse(partial, max_, sum_, strides, tiles, count: tl.int32, plane: tl.int
         top = now
     at_max, stride_max = rows_at(strides, count, b, 0, layout_index.MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.SUM, 1)
-    wide = row.to(tl.int64)
-    tl.store(max_ + at_max + wide * stride_max, tl.where(strange > 0, float("nan"), top), mask=valid)
-    tl.store(sum_ + at_sum + wide * stride_sum, total, mask=valid)
+    row64 = row.to(tl.int64)
+    tl.store(max_ + at_max + row64 * stride_max, tl.where(strange > 0, float("nan"), top), mask=valid)
+    tl.store(sum_ + at_sum + row64 * stride_sum, total, mask=valid)
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss
@@ -199,13 +199,13 @@ def warm_difference(index_q, index_k, weights, index_max, index_sum, differences
                      layout_index.INDEX_Q, layout_index.INDEX_K, E, DIM_INDEX, ALIGN)  # fmt: skip
     at_max, stride_max = rows_at(strides, count, b, 0, layout_index.INDEX_MAX, 1)
     at_sum, stride_sum = rows_at(strides, count, b, 0, layout_index.INDEX_SUM, 1)
-    wide = row.to(tl.int64)
-    top = tl.load(index_max + at_max + wide * stride_max, mask=valid, other=0.0)
-    total = tl.load(index_sum + at_sum + wide * stride_sum, mask=valid, other=1.0)
+    row64 = row.to(tl.int64)
+    top = tl.load(index_max + at_max + row64 * stride_max, mask=valid, other=0.0)
+    total = tl.load(index_sum + at_sum + row64 * stride_sum, mask=valid, other=1.0)
     at, line = block_at(differences, tile, turn, BM, BN)
     at += (tl.arange(0, BM) * line)[:, None] + tl.arange(0, BN)[None, :]
-    seen = sees(row, key, band) & valid[:, None]
-    gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], seen, False)
+    visible = sees(row, key, band) & valid[:, None]
+    gap, loss = difference(tl.load(at), x, top[:, None], total[:, None], visible, False)
     tl.store(losses + first_block + tl.load(tile + 5) + turn, tl.sum(loss))
     tl.store(at, gap)
 

@@ -34,12 +34,12 @@ from fusion_attention.backends.triton.selected.selection import SCANNED, token_a
 @triton.jit
 def largest_of(dscores, slots):
     """The largest size among the finite ones of the first `slots` numbers; 1 where it is zero."""
-    found = tl.full([], 0.0, tl.float32)
+    magnitude = tl.full([], 0.0, tl.float32)
     for n0 in tl.range(0, slots, SCANNED):
         n = n0 + tl.arange(0, SCANNED)
         g = tl.load(dscores + n, mask=n < slots, other=0.0).to(tl.float32)
-        found = tl.maximum(found, tl.max(tl.where(is_finite(g), tl.abs(g), 0.0), 0))
-    return safe_unit(found)
+        magnitude = tl.maximum(magnitude, tl.max(tl.where(is_finite(g), tl.abs(g), 0.0), 0))
+    return safe_unit(magnitude)
 
 
 @triton.jit
@@ -54,24 +54,24 @@ def slots_ahead(keys, dscores, n, slots, THREADS: tl.constexpr):
 
 
 @triton.jit
-def dscores_at(dscores, strides, count, b, row, own, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
-    """Where dI of a token begins; VIEWED: in a view of the caller's, else in memory of the chunk."""
+def dscores_at(dscores, strides, count, b, row, list_index, SLOTS: tl.constexpr, VIEWED: tl.constexpr):
+    """The address of dI of a token; VIEWED: in a view of the caller's, else in memory of the chunk."""
     if VIEWED:
         at, token = rows_at(strides, count, b, 0, layout_index.DVALUES, 1)
         return dscores + at + row * token
     else:
-        return dscores + own * SLOTS
+        return dscores + list_index * SLOTS
 
 
 @triton.jit
 def strange_three(x, W1: tl.constexpr, W2: tl.constexpr):
-    """Whether something of rows in parts is not finite: 0 or 1."""
-    found = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
+    """1 for rows in parts with an element that is not finite, else 0."""
+    strange = tl.max(tl.max((~is_finite(x[0])).to(tl.int32), 1), 0)
     if W1:
-        found = tl.maximum(found, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))
+        strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[1])).to(tl.int32), 1), 0))
     if W2:
-        found = tl.maximum(found, tl.max(tl.max((~is_finite(x[2])).to(tl.int32), 1), 0))
-    return found
+        strange = tl.maximum(strange, tl.max(tl.max((~is_finite(x[2])).to(tl.int32), 1), 0))
+    return strange
 
 
 @triton.jit(do_not_specialize=["count", "first", "head0"])
@@ -85,18 +85,18 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
 
     UNITS: dS is rounded to float16, so dI and weights are held in units of the largest. Q, K: the views of rows.
     """
-    own = tl.program_id(0).to(tl.int64)
-    b, row = token_at(tokens, first + own)
-    slots = tl.load(used + own)
-    keys += own * SLOTS
-    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
-    rows += own * SLOTS * DIM
+    list_index = tl.program_id(0).to(tl.int64)
+    b, row = token_at(tokens, first + list_index)
+    slots = tl.load(used + list_index)
+    keys += list_index * SLOTS
+    dscores = dscores_at(dscores, strides, count, b, row, list_index, SLOTS, VIEWED)
+    rows += list_index * SLOTS * DIM
 
     h, n = head0 + tl.arange(0, BM), tl.arange(0, BN)
     there = h < HEADS
     at, head, token = heads_at(strides, count, b, Q, ALIGN)
     query = load_three(index_q + at + row * token, h * head, there, True, D0, D1, D2, DIM)
-    tl.store(noted + own, 1, mask=strange_three(query, D1, D2) > 0)
+    tl.store(noted + list_index, 1, mask=strange_three(query, D1, D2) > 0)
     at, token = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
     weight = tl.load(weights + at + row * token + h, mask=there, other=0.0).to(tl.float32)
     unit, unit_w = 1.0, 1.0
@@ -128,7 +128,7 @@ def index_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq, dw
             before = load_three(rows, s * DIM, chosen, True, D0, D1, D2, DIM)
             parts = parts[0] + before[0], parts[1] + before[1], parts[2] + before[2]
         store_three(rows, s * DIM, chosen, parts, 1.0, D0, D1, D2, DIM)
-    tl.store(noted + own, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
+    tl.store(noted + list_index, 1, mask=strange_three((acc0, acc1, acc2), D1, D2) > 0)
     at, head, token = heads_at(strides, count, b, layout_index.DQ, ALIGN)
     if UNITS:
         acc0, acc1, acc2 = acc0 * unit * unit_w, acc1 * unit * unit_w, acc2 * unit * unit_w
@@ -151,11 +151,11 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                        D2: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, Q: tl.constexpr,
                        K: tl.constexpr, VIEWED: tl.constexpr, THREADS: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The rows of slots of noted tokens anew, and what of their dq is NaN, head by head; grid (tokens)."""
-    own = tl.program_id(0).to(tl.int64)
-    b, row = token_at(tokens, first + own)
-    slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)
-    keys += own * SLOTS
-    dscores = dscores_at(dscores, strides, count, b, row, own, SLOTS, VIEWED)
+    list_index = tl.program_id(0).to(tl.int64)
+    b, row = token_at(tokens, first + list_index)
+    slots = tl.where(tl.load(noted + list_index) > 0, tl.load(used + list_index), 0)
+    keys += list_index * SLOTS
+    dscores = dscores_at(dscores, strides, count, b, row, list_index, SLOTS, VIEWED)
     at_q, head_q, token_q = heads_at(strides, count, b, Q, ALIGN)
     at_k, token_k = rows_at(strides, count, b, 0, K, ALIGN)
     at_w, token_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
@@ -180,15 +180,15 @@ def recompute_gradient(index_q, index_k, weights, keys, used, noted, dscores, dq
                 part1 += tl.where(live, ds * query[1].to(tl.float32), 0.0)
             if D2:
                 part2 += tl.where(live, ds * query[2].to(tl.float32), 0.0)
-        store_three(rows, (own * SLOTS + s) * DIM, chosen, (part0, part1, part2), 1.0, D0, D1, D2, DIM)
+        store_three(rows, (list_index * SLOTS + s) * DIM, chosen, (part0, part1, part2), 1.0, D0, D1, D2, DIM)
     for one in tl.range(0, heads):
         h = one + tl.zeros([1], tl.int64)
         there = h >= 0
-        found = tl.max(wrong_three(dq, h * head_dq, there, False, D0, D1, D2, DIM), 0)
+        flagged = tl.max(wrong_three(dq, h * head_dq, there, False, D0, D1, D2, DIM), 0)
         query = load_three(index_q, h * head_q, there, True, D0, D1, D2, DIM)
         weight = tl.load(weights + h).to(tl.float32)
         acc0, acc1, acc2 = zeros_three(1, D0, D1, D2)
-        for s0 in tl.range(0, tl.where(found > 0, slots, 0), BN):
+        for s0 in tl.range(0, tl.where(flagged > 0, slots, 0), BN):
             key, g = slots_ahead(keys, dscores, s0 + n, slots, THREADS)
             chosen = key >= 0
             listed = load_three(index_k, key.to(tl.int64) * token_k, chosen, True, D0, D1, D2, DIM)

@@ -50,9 +50,9 @@ GRADIENT = launching.Family(read_lists, index_gradient, recompute_gradient)
 # ---------------------------------------------------------------------------------------------------------- the choice
 
 
-def candidates(top_k: int, piece: int) -> int:
+def candidates(top_k: int, block: int) -> int:
     """How many candidates of a row there is memory for: it is sorted out once so many of its scores are larger."""
-    return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, piece)) // piece) * piece
+    return -(-(top_k + max(shapes_sparse.CANDIDATES, top_k // 2, block)) // block) * block
 
 
 def row_tiles(extents: Extents) -> np.ndarray:
@@ -79,16 +79,16 @@ def tiles_per_chunk(problem: IndexerProblem, pitch: int) -> int:
 
 
 def constants(problem: IndexerProblem, tile: Tile, align: int) -> tuple[Constants, Constants, Constants]:
-    """What index_scores, index_choice and index_write know while compiling."""
-    p, piece = problem, shapes_sparse.CHOICE.BN
+    """The compile-time values of index_scores, index_choice and index_write."""
+    p, block = problem, shapes_sparse.CHOICE.BN
     d = {f"D{n}": w for n, w in enumerate(shapes.parts(p.dim))}
-    of_all, held = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
+    of_all, resident_heads = {"BT": shapes_sparse.SCORED}, shapes_sparse.heads_held(p.heads, tile.BM)
     of_scores = of_all | d | {
-        "HEADS": p.heads, "H": held, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align, "BM": tile.BM,
-        "BN": tile.BN,
+        "HEADS": p.heads, "H": resident_heads, "ADDS": False, "DIM": p.dim, "PAGE": p.page_size, "ALIGN": align,
+        "BM": tile.BM, "BN": tile.BN,
     }  # fmt: skip
-    buffer = candidates(p.top_k, piece)
-    of_choice = of_all | {"TOP": p.top_k, "BUFFER": buffer, "PAGE": p.page_size, "BN": piece}
+    buffer = candidates(p.top_k, block)
+    of_choice = of_all | {"TOP": p.top_k, "BUFFER": buffer, "PAGE": p.page_size, "BN": block}
     sorts = shapes_sparse.sorts(p.top_k)
     of_write = of_all | {
         "TOP": p.top_k, "BUFFER": buffer if sorts else p.top_k, "SORTS": sorts,
@@ -123,8 +123,8 @@ class Sorting:
 
     def start(self, given: dict[str, Any]) -> None:
         """Sorts, and launches."""
-        entries, held = given["entries"][:, : self.top_k], given["held"]
-        there = torch.arange(self.top_k, device=held.device) < held[:, None]
+        entries, counts = given["entries"][:, : self.top_k], given["counts"]
+        there = torch.arange(self.top_k, device=counts.device) < counts[:, None]
         result = entries.where(there, NO_ENTRY.value).sort(dim=-1, descending=True).values
         self.written.start(given | {"entries": result})
 
@@ -141,7 +141,7 @@ def pages_of(k: Any) -> tuple[torch.Tensor | None, int]:
     """(table of pages, last page of the pool; -1: it holds none)."""
     if not isinstance(k, PagedView):
         return None, 0
-    if k.piece:
+    if k.fragment:
         raise BackendError("fusion_attention: triton: expected rows in one piece, got pieces for k")
     return k.table, launch_decode.pool_of(k, 1)
 
@@ -154,27 +154,27 @@ def run_topk(problem: IndexerProblem, extents: Extents, schedule: launching.Sche
     given = {name: None if view is None else layout_table.tensor_of(view) for name, view in views.items()}
     given["table"] = o.k.table if isinstance(o.k, PagedView) else None
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_topk(problem, extents, schedule.kept, views, given)).run(given)
+    schedule.once(layout, lambda: ready_topk(problem, extents, schedule.device_tables, views, given)).run(given)
 
 
 def ready_topk(
     p: IndexerProblem,
     e: Extents,
-    kept: layout_table.Kept,
+    device_tables: layout_table.DeviceTables,
     views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Choice:
-    """What run_topk() does with memory as these views and arguments lie."""
+    """The launches of run_topk() on memory as these views and arguments lie."""
     table, last = pages_of(views["k"])
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k")}, where)
     tile = tile_on(shapes_sparse.scores_tile, p, device, align)
-    rows, planned = shapes_sparse.SCORED, row_tiles(kept.capacity)
+    rows, planned = shapes_sparse.SCORED, row_tiles(device_tables.capacity)
     if not len(planned):
         return Choice([], ())
-    tiled = kept.on(device, "rows", row_tiles)
-    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
-    ends = ends_of(kept.capacity, planned)
+    tiled = device_tables.on(device, "rows", row_tiles)
+    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
+    ends = ends_of(device_tables.capacity, planned)
     pitch = max(-(-int(ends.max()) // tile.BN), 1) * tile.BN
     per = tiles_per_chunk(p, pitch)
     of_scores, of_choice, of_write = constants(p, tile, align)
@@ -183,31 +183,31 @@ def ready_topk(
         "strides": strides.tensor, "lengths": lengths.tensor, "tiles": tiled.tensor, "count": len(e),
         "width": width, "step": step, "last": last, "pitch": pitch,
     }  # fmt: skip
-    own: list[str] = [*given, "scores", "entries", "held"]
+    names: list[str] = [*given, "scores", "entries", "counts"]
     launches: list[Any] = []
     sorts, pieces = of_write["SORTS"], -(-p.top_k // of_write["BN"])
     for begin in range(0, len(planned), per):
         count, kept_here = min(per, len(planned) - begin), shared | {"begin": begin}
         keys = -(-int(ends[begin : begin + count].max()) // tile.BN)
         for head0 in range(0, p.heads if keys else 0, of_scores["H"]):
-            of_heads, known = kept_here | {"head0": head0}, of_scores | {"ADDS": head0 > 0}
-            launches.append(CHOICE.launch(index_scores, (keys, count), of_heads, own, known, tile))
+            of_heads, constexprs = kept_here | {"head0": head0}, of_scores | {"ADDS": head0 > 0}
+            launches.append(CHOICE.launch(index_scores, (keys, count), of_heads, names, constexprs, tile))
         grid = (count * rows,)
-        launches.append(CHOICE.launch(index_choice, grid, kept_here, own, of_choice, shapes_sparse.CHOICE))
-        written = CHOICE.launch(index_write, (*grid, pieces), kept_here, own, of_write, shapes_sparse.write_tile(p))
+        launches.append(CHOICE.launch(index_choice, grid, kept_here, names, of_choice, shapes_sparse.CHOICE))
+        written = CHOICE.launch(index_write, (*grid, pieces), kept_here, names, of_write, shapes_sparse.write_tile(p))
         launches.append(written if sorts else Sorting(written, p.top_k))
     chunk = min(per, len(planned)) * rows
     buffer = {
         "scores": ((chunk, pitch), torch.float32),
         "entries": ((chunk, of_choice["BUFFER"]), torch.int64),
-        "held": ((chunk,), torch.int32),
+        "counts": ((chunk,), torch.int32),
     }
     return Choice(launches, (strides, lengths, tiled), {}, buffer)
 
 
 def workspace_bytes(problem: IndexerProblem, schedule: launching.Schedule) -> int:
-    """What the operation kind allocates besides operands and results, at most."""
-    p, e = problem, schedule.kept.extents
+    """The most bytes that the operation kind allocates besides operands and results."""
+    p, e = problem, schedule.device_tables.extents
     if schedule.op_kind == "indexer_backward":
         keys, most = int(e.kv_len.sum()), tokens_per_chunk(p, schedule.rows)
         sums = sum_bytes(keys, p.dim, most * p.top_k, p.top_k)
@@ -268,23 +268,25 @@ def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
 
 
 def recompute_constants(sizes: Sizes, align: int) -> Constants:
-    """What recompute_gradient knows."""
-    known = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
-    return {name: value for name, value in known.items() if name in recompute_gradient.arg_names}
+    """The compile-time values of recompute_gradient."""
+    constexprs = gradient_constants(sizes, shapes_sparse.RECOMPUTE_GRADIENT, align)
+    return {name: value for name, value in constexprs.items() if name in recompute_gradient.arg_names}
 
 
 def gradient_launches(
-    family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, kept: dict[str, Any], own: list[str]
+    family: launching.Family, sizes: Sizes, tile: Tile, align: int, tokens: int, fixed: dict[str, Any], names: list[str]
 ) -> list[launching.Launch]:
     """From dI of a chunk of tokens to dq, dweights and a row for every slot; read_lists() goes before."""
-    known, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
+    constexprs, recompute = gradient_constants(sizes, tile, align), shapes_sparse.RECOMPUTE_GRADIENT
     launches = [
-        family.launch(index_gradient, (tokens,), kept | {"head0": head0}, own, known | {"ADDS": head0 > 0}, tile)
+        family.launch(
+            index_gradient, (tokens,), fixed | {"head0": head0}, names, constexprs | {"ADDS": head0 > 0}, tile
+        )
         for head0 in range(0, sizes.heads, tile.BM)
     ]
     return [
         *launches,
-        family.launch(recompute_gradient, (tokens,), kept, own, recompute_constants(sizes, align), recompute),
+        family.launch(recompute_gradient, (tokens,), fixed, names, recompute_constants(sizes, align), recompute),
     ]
 
 
@@ -336,23 +338,23 @@ def ready_backward(
     p: IndexerProblem, e: Extents, schedule: launching.Schedule, views: dict[str, layout_table.View | None],
     given: dict[str, Any],
 ) -> Gradient:  # fmt: skip
-    """What run_backward() does with memory as these views and arguments lie."""
-    kept, capacity = schedule.kept, schedule.kept.capacity
+    """The launches of run_backward() on memory as these views and arguments lie."""
+    device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
     where = layout_table.strides(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
     tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
-    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
-    listed, tiles = kept.on(device, "tokens", tokens), kept.on(device, "keys", key_tiles)
+    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
+    listed, tiles = device_tables.on(device, "tokens", tokens), device_tables.on(device, "keys", key_tiles)
     shared = {"strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor, "count": len(e)}
     per = tokens_per_chunk(p, schedule.rows)
     buffers = gradient_buffers(sizes, min(per, schedule.rows))
-    own = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
+    names = [*(RENAMED.get(name, name) for name in given if name != "dk"), *buffers]
     chunks = []
     for n in range(0, schedule.rows, per):
         count, here = min(per, schedule.rows - n), shared | {"first": n}
-        lists = GRADIENT.launch(read_lists, (count, 1), here, own, list_constants(p.top_k), LISTS)
-        chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, own)]))
+        lists = GRADIENT.launch(read_lists, (count, 1), here, names, list_constants(p.top_k), LISTS)
+        chunks.append((count, [lists, *gradient_launches(GRADIENT, sizes, tile, align, count, here, names)]))
     return Gradient(
         [], (strides, lengths, listed, tiles), {}, chunks, buffers, Where(strides.tensor, tiles.tensor, len(e)),
         int(capacity.kv_len.sum()), p.top_k, p.dim,

@@ -23,7 +23,7 @@ from fusion_attention.ir.problem import (
 from fusion_attention.memory import empty
 
 BUFFER = 1 << 25  # differences of rows and keys that a chunk holds, in float32: 128 MiB
-SHARE = 4096  # keys whose statistics one program finds
+KEYS_PER_SPLIT = 4096  # keys whose statistics one program finds
 SPLITS = 4  # shares of the indexer's heads that add up gradients of keys beside one another
 MOST = 1 << 15  # tiles, or rows, that a chunk holds: a grid's second number is less than 65536
 FINISH = shapes.Tile(0, 0, 16, 1)  # of the kernel that writes keys: fewer warps spill
@@ -92,58 +92,67 @@ def run_lse(problem: IndexerProblem, extents: Extents, schedule: Schedule, o: In
     }  # fmt: skip
     given = given_by(views)
     layout = layout_table.layout(views, given)
-    schedule.once(layout, lambda: ready_lse(problem, schedule.kept, views, given)).run(given | {"like": given["q"]})
+    schedule.once(layout, lambda: ready_lse(problem, schedule.device_tables, views, given)).run(
+        given | {"like": given["q"]}
+    )
 
 
 def lse_constants(p: IndexerProblem, tile: shapes.Tile, align: int) -> tuple[Constants, Constants]:
-    """What warm_lse and join_lse know while compiling."""
-    known = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
-    return known, {"BM": tile.BM}
+    """The compile-time values of warm_lse and join_lse."""
+    constexprs = {"E": shapes.power(p.dim), "DIM": p.dim, "ALIGN": align, "BM": tile.BM, "BN": tile.BN}
+    return constexprs, {"BM": tile.BM}
 
 
 def shares(e: Extents, tile: shapes.Tile) -> tuple[np.ndarray, np.ndarray]:
     """Tables of tiles of rows: one with every share of their keys, and one with how many there are."""
-    (t, begin, turns), most = turns_of(e, tile), max(SHARE // tile.BN, 1)
+    (t, begin, turns), most = turns_of(e, tile), max(KEYS_PER_SPLIT // tile.BN, 1)
     count = -(-turns // most)
     of = np.repeat(np.arange(len(t)), count)
-    share = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    split = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
     none, flat = np.zeros_like(count), e.q_start[t.seq] + t.row0
-    left = np.minimum(turns[of] - share * most, most)
-    cut = t.seq[of], t.row0[of], t.row1[of], begin[of] + share * SHARE, left, share, none[of], flat[of]
+    left = np.minimum(turns[of] - split * most, most)
+    columns = t.seq[of], t.row0[of], t.row1[of], begin[of] + split * KEYS_PER_SPLIT, left, split, none[of], flat[of]
     order = np.argsort(-left, kind="stable")
     full = t.seq, t.row0, t.row1, begin, turns, count, none, flat
-    return np.stack(cut, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
+    return np.stack(columns, 1)[order].astype(np.int32), np.stack(full, 1).astype(np.int32)
 
 
 def most_shares(capacity: Extents, tile: shapes.Tile) -> np.ndarray:
     """most_turns() in shares."""
-    return -(-most_turns(capacity, tile) // max(SHARE // tile.BN, 1))
+    return -(-most_turns(capacity, tile) // max(KEYS_PER_SPLIT // tile.BN, 1))
 
 
 def ready_lse(
-    p: IndexerProblem, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: IndexerProblem,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Roomy:
-    """What run_lse() does with memory as these views lie."""
-    e = kept.capacity
+    """The launches of run_lse() on memory as these views lie."""
+    e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     tile = tiles_on(p, device, align).lse
     buffer = int(most_shares(e, tile).sum())
-    known, known_join = lse_constants(p, tile, align)
-    strides, lengths = layout_table.Copied.of(table, device), kept.on(device, "lengths", layout_table.lengths)
-    of_shares = kept.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
-    of_rows = kept.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
-    cut, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
+    constexprs, known_join = lse_constants(p, tile, align)
+    strides, lengths = layout_table.Copied.of(table, device), device_tables.on(device, "lengths", layout_table.lengths)
+    of_shares = device_tables.on(device, f"shares {tile}", lambda e: layout_table.padded(shares(e, tile)[0], buffer))
+    of_rows = device_tables.on(device, f"shared {tile}", lambda e: shares(e, tile)[1])
+    split_tiles, full, rows = of_shares.tensor, of_rows.tensor, int(e.q_len.sum())
     numbers = {
         "strides": strides.tensor, "lengths": lengths.tensor, "count": len(e), "heads": p.heads, "plane": rows
     }  # fmt: skip
-    own = [*given, "partial"]
+    names = [*given, "partial"]
     launches = []
-    if len(cut):
-        launches.append(FAMILY.launch(dense_kl_loss.warm_lse, (len(cut),), numbers | {"tiles": cut}, own, known, tile))
+    if len(split_tiles):
+        launches.append(
+            FAMILY.launch(
+                dense_kl_loss.warm_lse, (len(split_tiles),), numbers | {"tiles": split_tiles}, names, constexprs, tile
+            )
+        )
     if len(full):
         launches.append(
-            FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, own, known_join, tile)
+            FAMILY.launch(dense_kl_loss.join_lse, (len(full),), numbers | {"tiles": full}, names, known_join, tile)
         )
     return Roomy(launches, (strides, lengths, of_shares, of_rows), {}, lse_buffers(e, tile))
 
@@ -196,10 +205,10 @@ class Work:
     def of(cls, capacity: Extents, tile: shapes.Tile) -> Work:
         """Chunks of rows, and where things lie."""
         buffer = most_turns(capacity, tile)
-        cut = chunks(buffer, BUFFER // (tile.BM * tile.BN))
-        block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in cut], [c.tiles for c in cut])
+        ranges = chunks(buffer, BUFFER // (tile.BM * tile.BN))
+        block = np.cumsum(buffer) - buffer - np.repeat([c.first_block for c in ranges], [c.tiles for c in ranges])
         lines = -(-capacity.kv_len // tile.BN) * tile.BN
-        return cls(tile, buffer, cut, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
+        return cls(tile, buffer, ranges, block.astype(np.int64), np.cumsum(lines) - lines, int(lines.sum()))
 
     def rows(self, e: Extents) -> np.ndarray:
         """The tiles of rows."""
@@ -212,9 +221,9 @@ class Work:
     def keys(self, e: Extents) -> np.ndarray:
         """The tiles of keys."""
         t, k = tiles.by_query(e, self.tile.BM), tiles.by_key(e, self.tile.BN)
-        wide = np.int64(1) << 32
-        starts = t.seq * wide + t.row0
-        first, end = (np.searchsorted(starts, k.seq * wide + row, side="right") - 1 for row in (k.begin, k.end - 1))
+        stride = np.int64(1) << 32
+        starts = t.seq * stride + t.row0
+        first, end = (np.searchsorted(starts, k.seq * stride + row, side="right") - 1 for row in (k.begin, k.end - 1))
         some = k.end > k.begin
         lines_of, none = np.full_like(first, self.tile.BN), np.zeros_like(first)
         at = self.key_at[k.seq] + k.row0
@@ -242,37 +251,40 @@ def warm_constants(p: IndexerLossProblem, t: shapes_loss.Warm, align: int) -> di
 
 
 def ready_warm(
-    p: IndexerLossProblem, held: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: IndexerLossProblem,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Roomy:
-    """What launch_loss.run_loss() does without lists, with memory as these views lie."""
-    e = held.capacity
+    """The launches of launch_loss.run_loss() without lists, on memory as these views lie."""
+    e = device_tables.capacity
     device, table = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, table)
     t = tiles_on(p, device, align)
-    work, known = Work.of(e, t.target), warm_constants(p, t, align)
+    work, constexprs = Work.of(e, t.target), warm_constants(p, t, align)
     tables = (
         layout_table.Copied.of(table, device),
-        held.on(device, "lengths", layout_table.lengths),
-        held.on(device, f"rows {t.target}", work.rows),
-        held.on(device, f"keys {t.target}", work.keys),
+        device_tables.on(device, "lengths", layout_table.lengths),
+        device_tables.on(device, f"rows {t.target}", work.rows),
+        device_tables.on(device, f"keys {t.target}", work.keys),
     )
     strides, lengths, of_rows, of_keys = (each.tensor for each in tables)
     width, rows = shapes.power(p.dim_index), int(e.q_len.sum())
     plane = {"step_head": rows, "step_row": 1, "plane": rows}
     numbers = {"count": len(e), "heads_q": p.heads_q, "heads_index": p.heads_index}
-    kept = numbers | plane | {
+    fixed = numbers | plane | {
         "strides": strides, "lengths": lengths, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
         **{name: None for name in ("q_rope", "k_rope", "sink", "largest") if name not in given},
     }  # fmt: skip
     added = {"plane": work.padded_keys * width}
     buffers = buffers_of(p, work, t.target, width, rows)
     if "largest" in buffers:
-        del kept["largest"]
-    own = [*given, *buffers]
+        del fixed["largest"]
+    names = [*given, *buffers]
     launches: list[Launch] = []
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> None:
-        launches.append(FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile))
+        launches.append(FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile))
 
     if len(of_rows):
         launch(loss_parts.note, (len(of_rows),), NOTE)
@@ -293,17 +305,17 @@ def ready_warm(
 
 def buffers_of(p: IndexerLossProblem, work: Work, tile: shapes.Tile, width: int, rows: int) -> Buffers:
     """Scratch of a loss without lists."""
-    wide = torch.float32
+    accum_dtype = torch.float32
     most = max((c.tiles for c in work.chunks), default=0) * tile.BM * p.heads_index
     blocks = max((c.blocks for c in work.chunks), default=0)
     results = {
-        "notes": ((p.heads_q + 1) * rows, wide, False),
+        "notes": ((p.heads_q + 1) * rows, accum_dtype, False),
         "keys": (work.padded_keys * width, p.torch_dtype, False),
-        "differences": (blocks * tile.BM * tile.BN, wide, False),
+        "differences": (blocks * tile.BM * tile.BN, accum_dtype, False),
         "rows": (most * width, p.torch_dtype, False),
-        "factors": (most, wide, False),
-        "added": (SPLITS * work.padded_keys * width, wide, True),
-        "losses": (int(work.buffer.sum()), wide, True),
+        "factors": (most, accum_dtype, False),
+        "added": (SPLITS * work.padded_keys * width, accum_dtype, True),
+        "losses": (int(work.buffer.sum()), accum_dtype, True),
     }
     return results | ({"largest": (1, torch.int32, True)} if p.dtype == "float16" else {})
 

@@ -79,7 +79,7 @@ def run_loss(
         assert o.sink is not None
         given["sink"] = o.sink.to(torch.float32).contiguous()
     make = ready_selected if p.select_count else ready_warm
-    ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.kept, views, given))
+    ready = schedule.once(layout_table.layout(views, given), lambda: make(p, schedule.device_tables, views, given))
     given["like"] = given["q"]
     ready.run(given)
     # In one order, whatever the chunks were.
@@ -87,8 +87,8 @@ def run_loss(
 
 
 def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Schedule) -> int:
-    """What an operation kind allocates besides operands and results, at most."""
-    e = schedule.kept.capacity
+    """The most bytes that an operation kind allocates besides operands and results."""
+    e = schedule.device_tables.capacity
     if isinstance(problem, IndexerProblem):
         return lse_bytes(problem, e)
     if not problem.select_count:
@@ -96,8 +96,8 @@ def workspace_bytes(problem: IndexerProblem | IndexerLossProblem, schedule: Sche
     keys, rows = int(e.kv_len.sum()), min(int(e.q_len.sum()), rows_of_chunk(problem))
     entries = rows * problem.select_count
     sums = launch_key_sum.workspace_bytes(keys, problem.dim_index, entries, problem.select_count)
-    held = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
-    return held + sums + launch_key_sum.BYTES_OF_ENTRY * entries
+    buffer_bytes = sum(count * dtype.itemsize for count, dtype in buffers_of(problem, e).values())
+    return buffer_bytes + sums + launch_key_sum.BYTES_OF_ENTRY * entries
 
 
 # ------------------------------------------------------------------------------------------------- loss of selections
@@ -135,45 +135,48 @@ def selected_constants(p: IndexerLossProblem, t: shapes_loss.Selected, align: in
 
 def buffers_of(p: IndexerLossProblem, e: Extents) -> dict[str, tuple[int, torch.dtype]]:
     """Scratch of a loss over selected keys, but for the sums per key."""
-    wide, rows = torch.float32, int(e.q_len.sum())
+    accum_dtype, rows = torch.float32, int(e.q_len.sum())
     tokens = min(rows, rows_of_chunk(p))
     entries = tokens * p.select_count
     return gradient_buffers(shapes_sparse.sizes_of_gradient(p), tokens) | {
-        "notes": (rows * (p.heads_q + 1), wide),
-        "scores": (entries, wide),
-        "dscores": (entries, wide),
-        "losses": (rows, wide),
+        "notes": (rows * (p.heads_q + 1), accum_dtype),
+        "scores": (entries, accum_dtype),
+        "dscores": (entries, accum_dtype),
+        "losses": (rows, accum_dtype),
     }
 
 
 def ready_selected(
-    p: IndexerLossProblem, held: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: IndexerLossProblem,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> Gradient:
-    """What run_loss() does over selected keys, with memory as these views lie."""
-    e, device = held.capacity, layout_table.one_device(given)
+    """The launches of run_loss() over selected keys, on memory as these views lie."""
+    e, device = device_tables.capacity, layout_table.one_device(given)
     table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
-    known, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
+    constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     tables = (
         layout_table.Copied.of(table, device),
-        held.on(device, "lengths", layout_table.lengths),
-        held.on(device, "tokens", launch_sparse.tokens),
-        held.on(device, "rows", row_table),
-        held.on(device, "written", launch_key_sum.key_tiles),
+        device_tables.on(device, "lengths", layout_table.lengths),
+        device_tables.on(device, "tokens", launch_sparse.tokens),
+        device_tables.on(device, "rows", row_table),
+        device_tables.on(device, "written", launch_key_sum.key_tiles),
     )
     strides, lengths, tokens, of_rows, to_write = (each.tensor for each in tables)
     buffers, rows = buffers_of(p, e), int(e.q_len.sum())
     absent = {"q_rope", "k_rope", "sink"} - given.keys()
-    kept = dict.fromkeys(absent) | {
+    fixed = dict.fromkeys(absent) | {
         "largest": None, "count": len(e), "heads_q": p.heads_q, "heads_kv": p.heads_kv, "heads_index": p.heads_index,
         "step_head": 1, "step_row": p.heads_q + 1, "slots": p.select_count, "strides": strides, "lengths": lengths,
         "tokens": tokens, "tiles": of_rows, "exponent": p.scale * common.LOG2E.value,
     }  # fmt: skip
-    own = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
+    names = [*(name for name in given if name != "dk"), *buffers]  # KeySum writes dk
     tile = tile_on(shapes_sparse.gradient_tile, p, device, align)
 
     def launch(kernel: Any, grid: tuple[int, ...], tile: shapes.Tile, **more: Any) -> Launch:
-        return FAMILY.launch(kernel, grid, kept | more, own, known[kernel.__name__], tile)
+        return FAMILY.launch(kernel, grid, fixed | more, names, constexprs[kernel.__name__], tile)
 
     first = [launch(loss_parts.note, (len(of_rows),), NOTE)] if len(of_rows) else []
     chunks = []
@@ -185,7 +188,7 @@ def ready_selected(
             launch(selected_loss.score, (count,), t.score, **here),
             launch(selected_loss.compare, (count,), NOTE, **here),
         ]
-        chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, kept | here, own)))
+        chunks.append((count, launches + gradient_launches(FAMILY, sizes, tile, align, count, fixed | here, names)))
     where, keys = Where(strides, to_write, len(e)), int(e.kv_len.sum())
     return Gradient(first, tables, {}, chunks, buffers, where, keys, p.select_count, p.dim_index)
 

@@ -64,14 +64,14 @@ def unit_of(largest):
 
 
 @triton.jit
-def difference(p, x, top, total, seen, SELECTED: tl.constexpr):
+def difference(p, x, top, total, visible, SELECTED: tl.constexpr):
     """(y - p, terms of the loss) of scores x, given the indexer's statistics; 0 where a key is not seen."""
     y = tl.exp2((x - top) * LOG2E) / total
     log_y = (x - top) - tl.log(total)
     clamped = at_least(p, LEAST)
     factor = clamped if SELECTED else p
     loss = factor * (tl.log(clamped) - at_least(log_y, LN_LEAST))
-    return tl.where(seen, y - p, 0.0), tl.where(seen, loss, 0.0)
+    return tl.where(visible, y - p, 0.0), tl.where(visible, loss, 0.0)
 
 
 @triton.constexpr_function
@@ -120,11 +120,11 @@ def note(max_, sum_, sink, weights, notes, largest, strides, tiles, count: tl.in
     tl.store(to + heads_q * step_head, heads, mask=valid)
     if largest is not None:
         at_w, stride_w = rows_at(strides, count, b, 0, layout_index.WEIGHTS, 1)
-        found = tl.zeros([BM], tl.float32)
+        magnitude = tl.zeros([BM], tl.float32)
         for h in tl.range(0, heads_index):
             w = tl.load(weights + at_w + row * stride_w + h, mask=valid, other=0.0).to(tl.float32)
-            found = tl.maximum(found, tl.where(is_finite(w), tl.abs(w), 0.0))
-        tl.atomic_max(largest, tl.max(found, 0).to(tl.int32, bitcast=True), sem="relaxed")
+            magnitude = tl.maximum(magnitude, tl.where(is_finite(w), tl.abs(w), 0.0))
+        tl.atomic_max(largest, tl.max(magnitude, 0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count"])

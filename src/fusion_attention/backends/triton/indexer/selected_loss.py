@@ -116,13 +116,13 @@ def compare(keys, scores, dscores, losses, first: tl.int64, slots: tl.int32, BK:
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
         total += tl.where(listed(of_keys, k, slots) >= 0, tl.exp(x - most), 0.0)
-    whole = tl.sum(total, 0)
+    normaliser = tl.sum(total, 0)
     lost = tl.zeros([BK], tl.float32)
     for k0 in tl.range(0, slots, BK):
         k = k0 + tl.arange(0, BK)
         x = tl.load(of_scores + k, mask=k < slots, other=0.0)
         p = tl.load(of_p + k, mask=k < slots, other=0.0)
-        gap, loss = difference(p, x, most, whole, listed(of_keys, k, slots) >= 0, True)
+        gap, loss = difference(p, x, most, normaliser, listed(of_keys, k, slots) >= 0, True)
         lost += loss
         tl.store(of_p + k, gap, mask=k < slots)
     tl.store(losses + first + at_token, tl.sum(lost, 0))

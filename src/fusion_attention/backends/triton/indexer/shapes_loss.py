@@ -115,8 +115,8 @@ def selected_tiles(problem: IndexerLossProblem, chip: int) -> Selected | None:
     """The tiles of the loss over selected keys for a problem; None: such sizes were never compiled."""
     p = problem
     rows = SELECTED[chip, 4 if p.dtype == "float32" else 2]
-    held = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
-    return next((tiles for tiles, fits in held if fits), None)
+    candidates = ((tiles, power(p.dim_index) <= widest and p.heads_index <= heads) for widest, heads, tiles in rows)
+    return next((tiles for tiles, fits in candidates if fits), None)
 
 
 def holds_lse(problem: IndexerProblem, chip: int) -> bool:

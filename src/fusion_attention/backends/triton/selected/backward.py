@@ -26,10 +26,10 @@ from fusion_attention.backends.triton.selected.selection import token_at
 
 
 @triton.jit
-def load_tile(base, offset, there, c, DIM: tl.constexpr, CUT: tl.constexpr):
+def load_tile(base, offset, there, c, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Columns c of rows at `offset`: zeros in rows not there and, where CUT, behind DIM."""
     at = base + offset[:, None] + c[None, :]
-    if CUT:
+    if MASKED:
         return tl.load(at, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
     else:
         return tl.load(at, mask=there[:, None], other=0.0)
@@ -67,14 +67,14 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
                 DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
                 BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Writes P and dS of BH heads and BN slots; grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
-    own = tl.program_id(2).to(tl.int64)
-    if tl.program_id(0) * BN < tl.load(used + own):
-        hk = own % HEADS_KV
-        b, row = token_at(tokens, first + own // HEADS_KV)
+    token_head = tl.program_id(2).to(tl.int64)
+    if tl.program_id(0) * BN < tl.load(used + token_head):
+        hk = token_head % HEADS_KV
+        b, row = token_at(tokens, first + token_head // HEADS_KV)
         slot = tl.program_id(0) * BN + tl.arange(0, BN)
         h = tl.program_id(1) * BH + tl.arange(0, BH)
         valid, head = h < GROUP, hk * GROUP + h
-        j = tl.load(keys + own * SLOTS + slot)
+        j = tl.load(keys + token_head * SLOTS + slot)
         chosen = j >= 0
         at_q = (q, heads_of(strides, count, b, row, head, layout_index.Q, ALIGN), valid)
         at_do = (dout, heads_of(strides, count, b, row, head, layout_index.DOUT, ALIGN), valid)
@@ -104,16 +104,16 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         # What is not finite in q or k shows in a score, in dout or in a value that is seen in D.
         wild = ~(tl.abs(delta) < float("inf"))
         strange = wild[:, None] | ~(tl.abs(s) < float("inf"))
-        tl.store(noted + own, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
+        tl.store(noted + token_head, 1, mask=tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0)
         shrink = shrinking(large, b, hk, HEADS_KV)
         s = s * exponent
-        seen = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
+        visible = chosen[None, :] & (s != -float("inf")) & (lse != float("inf"))[:, None]
         weight = tl.exp2(s - lse[:, None])
         # An infinity meets a weight that no number of this size holds: still more than nothing.
         LEAST: tl.constexpr = 2.0**-24 if weights.dtype.element_ty == tl.float16 else 2.0**-126
-        weight = tl.where(seen, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
-        gradient = tl.where(seen, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
-        at = own * GROUP * SLOTS
+        weight = tl.where(visible, tl.where(wild[:, None] & (weight < LEAST), LEAST, weight), 0.0)
+        gradient = tl.where(visible, weight * (dp * shrink - (delta * shrink)[:, None]), 0.0) * scale
+        at = token_head * GROUP * SLOTS
         offset = h[:, None] * SLOTS + slot[None, :]
         tl.store(weights + at + offset, weight.to(weights.dtype.element_ty), mask=valid[:, None])
         tl.store(ds + at + offset, gradient.to(ds.dtype.element_ty), mask=valid[:, None])
@@ -128,16 +128,16 @@ def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int3
 
     Grid (panels of BC columns, tiles of heads, tokens * heads_kv). READ, WRITTEN: the views of k and of dq.
     """
-    own = tl.program_id(2).to(tl.int64)
-    hk = own % HEADS_KV
-    b, row = token_at(tokens, first + own // HEADS_KV)
+    token_head = tl.program_id(2).to(tl.int64)
+    hk = token_head % HEADS_KV
+    b, row = token_at(tokens, first + token_head // HEADS_KV)
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     valid, head = h < GROUP, hk * GROUP + h
     c = FIRST + tl.program_id(0) * BC + tl.arange(0, BC)
-    end = tl.load(used + own)
+    end = tl.load(used + token_head)
     at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
-    keys += own * SLOTS
-    ds += own * GROUP * SLOTS
+    keys += token_head * SLOTS
+    ds += token_head * GROUP * SLOTS
     acc = tl.zeros([BH, BC], tl.float32)
     # One turn ahead: a key's row is loaded as early as what it is multiplied by.
     ahead = tl.load(keys + tl.arange(0, BN))
@@ -177,20 +177,20 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
     panel, at_token = tl.program_id(1), tl.program_id(2)
     if ATOMIC:
         panel, at_token = at_token, panel
-    own = at_token.to(tl.int64)
-    if tl.program_id(0) * BN < tl.load(used + own):
-        hk = own % HEADS_KV
-        b, row = token_at(tokens, first + own // HEADS_KV)
+    token_head = at_token.to(tl.int64)
+    if tl.program_id(0) * BN < tl.load(used + token_head):
+        hk = token_head % HEADS_KV
+        b, row = token_at(tokens, first + token_head // HEADS_KV)
         slot = tl.program_id(0) * BN + tl.arange(0, BN)
         c = panel * BC + tl.arange(0, BC)
         acc = tl.zeros([BN, BC], tl.float32)
-        weights += own * GROUP * SLOTS
+        weights += token_head * GROUP * SLOTS
         at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
         at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
         BOTH: tl.constexpr = also is not None and large is None
         at_also, head_also = at_x, head_x
         if also is not None:
-            weights_also += own * GROUP * SLOTS
+            weights_also += token_head * GROUP * SLOTS
             at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
             at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
         for h0 in tl.range(0, GROUP, BH):
@@ -205,9 +205,9 @@ def backward_slots(x, also, weights, weights_also, rows, ids, used, large, strid
                 acc = add_heads(acc, weights_also, at_also, head_also, slot, h, FIRST + c, GROUP, SLOTS, DIM_ALSO)
         there = (FIRST + c < DIM)[None, :]
         if ATOMIC:
-            key = tl.load(ids + own * SLOTS + slot)
+            key = tl.load(ids + token_head * SLOTS + slot)
             at = rows + key.to(tl.int64)[:, None] * COLUMNS + AT + c[None, :]
             tl.atomic_add(at, acc, mask=there & (key >= 0)[:, None], sem="relaxed")
         else:
-            at = rows + own * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
+            at = rows + token_head * SLOTS * COLUMNS + slot[:, None] * COLUMNS + AT + c[None, :]
             tl.store(at, acc.to(rows.dtype.element_ty), mask=there)

@@ -75,29 +75,29 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
-def heads_of(part, GROUP: tl.constexpr, BM: tl.constexpr):
+def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
     """(key head, int64 query heads, whether each is there) of the part-th program of a token; there are no more than
     GROUP query heads, of which those that are not there are the last again."""
     BLOCKS: tl.constexpr = (GROUP + BM - 1) // BM
-    hk = (part // BLOCKS).to(tl.int64)
-    g = part % BLOCKS * BM + tl.arange(0, BM)
+    hk = (program // BLOCKS).to(tl.int64)
+    g = program % BLOCKS * BM + tl.arange(0, BM)
     return hk, hk * GROUP + tl.minimum(g, GROUP - 1), g < GROUP
 
 
 @triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last", "per"])
-def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, part, strides, lengths, tokens,
+def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, partials, strides, lengths, tokens,
                    count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32, per: tl.int32,
                    scale: tl.float32, exponent: tl.float32, unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr,
                    SINK: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
                    PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
                    DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-                   V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, CUT: tl.constexpr, ALIGN: tl.constexpr,
-                   BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                   V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, SPLIT: tl.constexpr,
+                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, shares of a list).
 
     Programs of a token are neighbours: what one of them reads of its list's rows the next finds in the cache. SHARED:
     values are the first parts of the keys. CUT: one share of `per` slots, of which (weighted values, max, sum) go into
-    `part`, BUFFER floats of each head.
+    `partials`, BUFFER floats of each head.
     """
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
@@ -125,7 +125,7 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
     m = tl.full([BM], -float("inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     begin = 0
-    if CUT:
+    if SPLIT:
         begin = tl.program_id(1) * per
         slots = tl.minimum(slots, begin + per)
     n = tl.arange(0, BN)
@@ -162,12 +162,12 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
     at = tokens + tl.program_id(0) // programs * 2
     b, row = tl.load(at, volatile=True).to(tl.int64), tl.load(at + 1, volatile=True).to(tl.int64)
     hk, h, valid = heads_of(tl.program_id(0) % programs + tl.minimum(b, 0).to(tl.int32), GROUP, BM)
-    if CUT:
+    if SPLIT:
         slot = tl.program_id(0) // programs * tl.num_programs(1) + tl.program_id(1)
         at = share_at(slot, hk, GROUP, h - hk * GROUP, heads_kv, BUFFER)
-        store_three(part, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
-        tl.store(part + at + DIM_V, m, mask=valid)
-        tl.store(part + at + DIM_V + 1, l, mask=valid)
+        store_three(partials, at, valid, (acc0, acc1, acc2), 1.0, V0, V1, V2, DIM_V)
+        tl.store(partials + at + DIM_V, m, mask=valid)
+        tl.store(partials + at + DIM_V + 1, l, mask=valid)
     else:
         write_rows(out, max_, sum_, sink, strides, count, b, h, row, valid, (acc0, acc1, acc2), m, l, unit, SINK, V0,
                    V1, V2, DIM_V, ALIGN)  # fmt: skip

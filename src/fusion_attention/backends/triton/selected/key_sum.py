@@ -40,7 +40,7 @@ def _row_of(mark):
 @triton.jit
 def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
     """acc, and to it the sums of the blocks of entries [begin, end) of a sorted list, one after the other."""
-    part = tl.zeros_like(acc)
+    segment = tl.zeros_like(acc)
     # One turn ahead: where a row lies is known when its turn comes.
     ahead = _listed(marked, begin, end)
     for e in tl.range(begin, end, TURN):
@@ -49,9 +49,9 @@ def _added(acc, rows, marked, begin, end, c, there, COLUMNS: tl.constexpr):
         for n in tl.static_range(TURN):
             at = rows + _row_of(now[n]).to(tl.int64) * COLUMNS + c
             row = tl.load(at, mask=there & (e + n < end), other=0.0).to(tl.float32)
-            acc = tl.where(now[n] < 0, acc + part, acc)
-            part = tl.where(now[n] < 0, 0.0, part) + row
-    return acc + part
+            acc = tl.where(now[n] < 0, acc + segment, acc)
+            segment = tl.where(now[n] < 0, 0.0, segment) + row
+    return acc + segment
 
 
 @triton.jit
@@ -99,8 +99,8 @@ def add_blocks(rows, marked, starts, hot, parts, count: tl.int32, per: tl.int32,
         begin = _first_of(marked, block * per, tl.load(starts + key), last)
         end = _first_of(marked, (block + 1) * per, begin, last)
         c = tl.program_id(2) * W + tl.arange(0, W)
-        part = _added(tl.zeros([W], tl.float32), rows, marked, begin, end, c, c < COLUMNS, COLUMNS)
-        tl.store(parts + (place * count + block).to(tl.int64) * COLUMNS + c, part, mask=c < COLUMNS)
+        block_sum = _added(tl.zeros([W], tl.float32), rows, marked, begin, end, c, c < COLUMNS, COLUMNS)
+        tl.store(parts + (place * count + block).to(tl.int64) * COLUMNS + c, block_sum, mask=c < COLUMNS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -139,7 +139,7 @@ def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, 
     there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
     first, step = rows_at(strides, count, b, h, layout_index.IDS, 1)
     key = first + j.to(tl.int64) * step
-    found = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
+    sums = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
     at, stride = rows_at(strides, count, b, h, VIEW, 1)
     at = out + at + j.to(tl.int64)[:, None] * stride + c[None, :]
-    tl.store(at, found.to(out.dtype.element_ty), mask=there)
+    tl.store(at, sums.to(out.dtype.element_ty), mask=there)

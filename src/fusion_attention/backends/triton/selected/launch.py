@@ -20,7 +20,7 @@ from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
 FAMILY = launching.Family(sparse_forward, join, recompute_lists)
-ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "part", "work")) | dict.fromkeys(
+ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "partials", "work")) | dict.fromkeys(
     ("width", "step", "last", "per", "rows"), 0
 )
 NEAR = 1 << 31  # elements: int32 counts to them
@@ -73,24 +73,24 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 
 
 def forward_constants(
-    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, cut: bool = False
+    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False
 ) -> launching.Constants:
-    """What the forward kernel knows while compiling; cut: programs share out a list."""
+    """The compile-time values of the forward kernel; split: programs share out a list."""
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
-    return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "CUT": cut}
+    return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "SPLIT": split}
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
-    """What join() knows."""
-    known = forward_constants(problem, launch_decode.JOIN, align)
-    return {name: known[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
+    """The compile-time values of join()."""
+    constexprs = forward_constants(problem, launch_decode.JOIN, align)
+    return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
 
 def recompute_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
-    """What the kernel that recomputes knows."""
-    known = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
-    return {name: value for name, value in known.items() if name not in ("RAW", "SINK", "BUFFER", "CUT")}
+    """The compile-time values of the kernel that recomputes."""
+    constexprs = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
+    return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
 
 def programs(problem: Problem, tile: shapes.Tile) -> int:
@@ -107,9 +107,9 @@ def share_of(problem: Problem, rows: int, tile: shapes.Tile, processors: int) ->
     return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
 
 
-def shares_of(problem: Problem, share: int) -> int:
+def shares_of(problem: Problem, keys_per_split: int) -> int:
     """Of a list."""
-    return -(-problem.select_count * problem.select_block // share)
+    return -(-problem.select_count * problem.select_block // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
@@ -138,23 +138,27 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
     result = schedule.once(
-        layout_table.layout(views, given), lambda: ready(problem, extents, schedule.kept, views, given)
+        layout_table.layout(views, given), lambda: ready(problem, extents, schedule.device_tables, views, given)
     )
     result.run(given)
 
 
 def ready(
-    p: Problem, e: Extents, kept: layout_table.Kept, views: dict[str, layout_table.View | None], given: dict[str, Any]
+    p: Problem,
+    e: Extents,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, layout_table.View | None],
+    given: dict[str, Any],
 ) -> launching.Ready:
-    """What run() does with memory as these views and arguments lie."""
+    """The launches of run() on memory as these views and arguments lie."""
     table, last = launch_decode.pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
-    listed = kept.on(device, "tokens", tokens)
+    listed = device_tables.on(device, "tokens", tokens)
     if not len(listed.tensor):
         return launching.Ready([], ())
     tile = tile_on(p, device, align)
-    strides, lengths = layout_table.Copied.of(where, device), kept.on(device, "lengths", layout_table.lengths)
+    strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
     # Without a page no key is read.
     width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     numbers = launch_dense.numbers(p)
@@ -162,24 +166,24 @@ def ready(
         "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
         "strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
     }  # fmt: skip
-    is_near, recompute = near(views, kept.capacity), shapes.recompute_tile("recompute_out", p)
+    is_near, recompute = near(views, device_tables.capacity), shapes.recompute_tile("recompute_out", p)
     count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near)
-    share = share_of(p, count, tile, launch_decode.processors(device))
+    keys_per_split = share_of(p, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
-    shares, own = shares_of(p, share), list(given)
-    known = forward_constants(p, tile, align, is_near, cut=shares > 1)
+    shares, names = shares_of(p, keys_per_split), list(given)
+    constexprs = forward_constants(p, tile, align, is_near, split=shares > 1)
     scratch: dict[str, tuple[int, ...]] = {}
     if shares > 1:
-        joined = kept.on(device, f"shares {shares}", lambda e: work(p, e, shares))
-        arguments |= {"work": joined.tensor, "rows": p.group, "per": share}
-        scratch["part"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
-        tables, own = (*tables, joined), [*own, "part"]
-    launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, own, known, tile)]
+        joined = device_tables.on(device, f"shares {shares}", lambda e: work(p, e, shares))
+        arguments |= {"work": joined.tensor, "rows": p.group, "per": keys_per_split}
+        scratch["partials"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
+        tables, names = (*tables, joined), [*names, "partials"]
+    launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, names, constexprs, tile)]
     if shares > 1:
         grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
-        launches.append(FAMILY.launch(join, grid, arguments, own, of_join, launch_decode.JOIN))
+        launches.append(FAMILY.launch(join, grid, arguments, names, of_join, launch_decode.JOIN))
     launches.append(
-        FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, own, recomputed, recompute)
+        FAMILY.launch(recompute_lists, (count * programs(p, recompute),), arguments, names, recomputed, recompute)
     )
     return launching.Ready(launches, tables, scratch)
 

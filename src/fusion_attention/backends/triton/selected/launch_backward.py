@@ -24,7 +24,7 @@ from fusion_attention.backends.triton.selected.launch import tokens as listed_to
 from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
 from fusion_attention.backends.triton.selected.selection import read_lists
-from fusion_attention.backends.triton.selected.shapes_backward import Cut
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
 from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem
 from fusion_attention.memory import empty
@@ -34,9 +34,9 @@ BUDGET = 1 << 30  # bytes of a chunk, unless a single token takes more
 # that recompute_slots() could compute anew.
 ATOMIC = False
 PREPARE = shapes.Tile(16, 16, 8, 1)
-RECOMPUTE = Cut(0, 16, 32, 4, 1)
+RECOMPUTE = SlotTile(0, 16, 32, 4, 1)
 MOST_PROGRAMS = 65535  # of a grid's second and third axis
-PIECE = 16  # columns at whose multiples the parts of a row begin
+ALIGNED_COLUMNS = 16  # columns at whose multiples the parts of a row begin
 
 
 def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
@@ -46,19 +46,19 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
     result, columns = {}, 0
     for name, dim in dims.items():
         result[name] = columns
-        columns += -(-dim // PIECE) * PIECE
+        columns += -(-dim // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
     return result, columns
 
 
-def slots_of(problem: Problem, tiles: dict[str, Cut]) -> int:
+def slots_of(problem: Problem, tiles: dict[str, SlotTile]) -> int:
     """Slots of a token: whole tiles that hold its entries."""
-    most = max(cut.BN for cut in tiles.values())
+    most = max(tile.BN for tile in tiles.values())
     return -(-problem.select_count * problem.select_block // most) * most
 
 
-def rows_dtype(problem: Problem, wide: bool) -> torch.dtype:
+def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
     """Of what a token gives to a key; float16 would leave little of what a scaled loss gives."""
-    return torch.bfloat16 if problem.dtype == "bfloat16" and not wide else torch.float32
+    return torch.bfloat16 if problem.dtype == "bfloat16" and not float32_rows else torch.float32
 
 
 def bytes_of_token(problem: Problem, slots: int, row: torch.dtype) -> int:
@@ -76,18 +76,23 @@ def tokens_of(problem: Problem, tokens: int, slots: int, row: torch.dtype) -> in
 
 
 def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
-    """What the backward allocates besides operands and results, and the tables that a schedule keeps."""
-    p, e = problem, schedule.kept.extents
+    """The bytes that the backward allocates besides operands, results and the tables of a schedule."""
+    p, e = problem, schedule.device_tables.extents
     if not schedule.rows:
         return 0
-    row = rows_dtype(p, wide=True)
+    row = rows_dtype(p, float32_rows=True)
     slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
-    held, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
-    chunk = held * bytes_of_token(p, slots, row)
+    tokens_in_chunk, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
+    chunk = tokens_in_chunk * bytes_of_token(p, slots, row)
     notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
-    keys = int(schedule.kept.capacity.kv_len.sum()) * p.heads_kv
+    keys = int(schedule.device_tables.capacity.kv_len.sum()) * p.heads_kv
     flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
-    return chunk + notes + flags + launch_key_sum.workspace_bytes(keys, columns_of(p)[1], held * of_token, of_token)
+    return (
+        chunk
+        + notes
+        + flags
+        + launch_key_sum.workspace_bytes(keys, columns_of(p)[1], tokens_in_chunk * of_token, of_token)
+    )
 
 
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Prepared:
     tokens: layout_table.Copied
     by_key: layout_table.Copied
     align: int
-    cuts: dict[str, Cut]
+    cuts: dict[str, SlotTile]
     keys: int  # of all sequences and heads
 
     def read(self) -> None:
@@ -124,26 +129,30 @@ class Prepared:
 
 
 def prepare_layout(
-    problem: Problem, extents: Extents, kept: layout_table.Kept, views: dict[str, Any], given: dict[str, Any]
+    problem: Problem,
+    extents: Extents,
+    device_tables: layout_table.DeviceTables,
+    views: dict[str, Any],
+    given: dict[str, Any],
 ) -> Prepared:
-    """What run() does with memory as these views lie."""
+    """The launches of run() on memory as these views lie."""
     p, count = problem, len(extents)
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
     flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
-    ids = launch_key_sum.numbered(like, kept.capacity, p.heads_kv)
+    ids = launch_key_sum.numbered(like, device_tables.capacity, p.heads_kv)
     table = layout_table.strides(views | {"flat": flat, "ids": ids}, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() has looked
     return Prepared(
         layout_table.Copied.of(table, device),
-        kept.on(device, "lengths", layout_table.lengths),
-        kept.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
-        kept.on(device, "tokens", listed_tokens),
-        kept.on(device, "keys", launch_key_sum.key_tiles),
+        device_tables.on(device, "lengths", layout_table.lengths),
+        device_tables.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
+        device_tables.on(device, "tokens", listed_tokens),
+        device_tables.on(device, "keys", launch_key_sum.key_tiles),
         align,
         {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS},
-        int(kept.capacity.kv_len.sum()) * p.heads_kv,
+        int(device_tables.capacity.kv_len.sum()) * p.heads_kv,
     )
 
 
@@ -152,7 +161,7 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     p, result = problem, views_of(problem, o, g)
     given: dict[str, Any] = {name: None if v is None else layout_table.tensor_of(v) for name, v in result.items()}
     prepared = schedule.once(
-        layout_table.layout(result, given), lambda: prepare_layout(p, extents, schedule.kept, result, given)
+        layout_table.layout(result, given), lambda: prepare_layout(p, extents, schedule.device_tables, result, given)
     )
     prepared.read()
     like, tokens = given["q"], schedule.rows
@@ -160,17 +169,17 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     given |= {"count": len(extents), "plane": tokens * p.heads_q}
     given["flat"] = empty(like, (PLANES * tokens * p.heads_q,), torch.float32)
     given["large"] = like.new_zeros(len(extents) * p.heads_kv, dtype=torch.int32) if p.dtype == "float16" else None
-    part = note_rows(p, prepared, given, o)
-    sums, wide = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
+    partials = note_rows(p, prepared, given, o)
+    sums, float32_rows = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
     if tokens:
-        buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, wide), like)
+        buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, float32_rows), like)
         for first in range(0, tokens, buffer.tokens):
             run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
     where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
     if g.dsink is not None:
-        g.dsink.copy_(torch.zeros_like(g.dsink) if part is None else part.sum(0))
+        g.dsink.copy_(torch.zeros_like(g.dsink) if partials is None else partials.sum(0))
 
 
 def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Operands) -> torch.Tensor | None:
@@ -178,11 +187,11 @@ def note_rows(problem: Problem, prepared: Prepared, given: dict[str, Any], o: Op
     p, tiles = problem, prepared.by_row.tensor
     if not len(tiles):
         return None
-    part = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
+    partials = empty(given["q"], (len(tiles), p.heads_q), torch.float32) if p.has_sink else None
     sink = o.sink.to(torch.float32).contiguous() if p.has_sink and o.sink is not None else None
-    own = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "part": part, "tiles": tiles}
-    launch_some(prepare, (len(tiles), p.heads_q), given | own, prepare_constants(p, prepared.align), PREPARE)
-    return part
+    buffers = {"max_": given["max"], "sum_": given["sum"], "sink": sink, "partials": partials, "tiles": tiles}
+    launch_some(prepare, (len(tiles), p.heads_q), given | buffers, prepare_constants(p, prepared.align), PREPARE)
+    return partials
 
 
 @dataclass(eq=False)
@@ -200,16 +209,16 @@ class Buffer:
     rows: torch.Tensor | None
 
     @classmethod
-    def of(cls, p: Problem, tokens: int, tiles: dict[str, Cut], row: torch.dtype, like: torch.Tensor) -> Buffer:
+    def of(cls, p: Problem, tokens: int, tiles: dict[str, SlotTile], row: torch.dtype, like: torch.Tensor) -> Buffer:
         """Memory for a chunk, which serves one after the other."""
         slots = slots_of(p, tiles)
-        held = tokens_of(p, tokens, slots, row)
-        lists, pairs = held * p.heads_kv * slots, held * p.heads_q * slots
+        tokens_in_chunk = tokens_of(p, tokens, slots, row)
+        lists, pairs = tokens_in_chunk * p.heads_kv * slots, tokens_in_chunk * p.heads_q * slots
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
         weights, ds = (empty(like, (pairs,)) for _ in range(2))
         rows = None if ATOMIC else empty(like, (lists, columns_of(p)[1]), row)
-        used, noted = (empty(like, (held * p.heads_kv,), torch.int32) for _ in range(2))
-        return cls(held, slots, keys, ids, used, noted, weights, ds, rows)
+        used, noted = (empty(like, (tokens_in_chunk * p.heads_kv,), torch.int32) for _ in range(2))
+        return cls(tokens_in_chunk, slots, keys, ids, used, noted, weights, ds, rows)
 
 
 def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, given: dict[str, Any], tokens: int) -> None:
@@ -219,13 +228,13 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
     for name in ("v", "q_rope", "k_rope"):
         given.setdefault(name, None)
-    own = tokens * p.heads_kv
+    token_heads = tokens * p.heads_kv
     for one in launches(p, prepared.cuts, prepared.align, buffer.slots, buffer.rows is None):
-        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "own": own}.get(n, n) for n in one.grid)
+        grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "token_heads": token_heads}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
-        launch_some(one.kernel, grid, given | named, one.known, one.tile)
+        launch_some(one.kernel, grid, given | named, one.constexprs, one.tile)
     if buffer.rows is not None:
-        entries = own * buffer.slots
+        entries = token_heads * buffer.slots
         sums.add(buffer.rows[:entries], buffer.ids[:entries], p.heads_kv * buffer.slots)
 
 
@@ -236,35 +245,35 @@ class Step:
 
     kernel: Any
     grid: tuple[Any, ...]
-    known: Constants
+    constexprs: Constants
     tile: Any
     renamed: dict[str, str]
 
 
-def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, atomic: bool = False) -> list[Step]:
-    """What a chunk launches, in its order."""
+def launches(problem: Problem, tiles: dict[str, SlotTile], align: int, slots: int, atomic: bool = False) -> list[Step]:
+    """The launches of a chunk, in their order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
     lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
-    cut = tiles["weigh_slots"]
+    tile = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
-    grid = slots // cut.BN, -(-p.group // cut.BH), "own"
+    grid = slots // tile.BN, -(-p.group // tile.BH), "token_heads"
     results = [
         Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
-        Step(weigh_slots, grid, shared | sizes | known_of(cut), cut, {}),
+        Step(weigh_slots, grid, shared | sizes | known_of(tile), tile, {}),
     ]
-    cut = tiles["backward_rows"]
+    tile = tiles["backward_rows"]
     for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
-        for first, width, count in cuts.panels(dim, cut.BC):
-            own = cut._replace(BC=width)
-            known = {
+        for first, width, count in cuts.panels(dim, tile.BC):
+            panel = tile._replace(BC=width)
+            constexprs = {
                 "DIM": dim,
                 "READ": layout_index.AT[read],
                 "WRITTEN": layout_index.AT[written],
                 "FIRST": first,
-            } | known_of(own)
-            grid = count, -(-p.group // cut.BH), "own"
-            results.append(Step(backward_rows, grid, shared | known, own, {"k": read, "out": written}))
+            } | known_of(panel)
+            grid = count, -(-p.group // tile.BH), "token_heads"
+            results.append(Step(backward_rows, grid, shared | constexprs, panel, {"k": read, "out": written}))
     results += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
     return results + recomputed(results, atomic)
 
@@ -272,47 +281,47 @@ def launches(problem: Problem, tiles: dict[str, Cut], align: int, slots: int, at
 def recomputed(steps: list[Step], atomic: bool) -> list[Step]:
     """The launches that compute anew what those steps have written, of tokens that they noted: one for each result."""
     recomputes = {backward_rows: recompute_rows} | ({} if atomic else {backward_slots: recompute_slots})
-    first = [one for one in steps if one.kernel in recomputes and one.known["FIRST"] == 0]
+    first = [one for one in steps if one.kernel in recomputes and one.constexprs["FIRST"] == 0]
     results = []
     for one in first:
-        kernel, known = recomputes[one.kernel], one.known | known_of(RECOMPUTE)
-        known = {name: value for name, value in known.items() if name in kernel.arg_names}
-        results.append(Step(kernel, ("own",), known, RECOMPUTE, one.renamed))
+        kernel, constexprs = recomputes[one.kernel], one.constexprs | known_of(RECOMPUTE)
+        constexprs = {name: value for name, value in constexprs.items() if name in kernel.arg_names}
+        results.append(Step(kernel, ("token_heads",), constexprs, RECOMPUTE, one.renamed))
     return results
 
 
-def slot_launches(p: Problem, cut: Cut, shared: Constants, slots: int, atomic: bool) -> list[Step]:
+def slot_launches(p: Problem, tile: SlotTile, shared: Constants, slots: int, atomic: bool) -> list[Step]:
     """Those of the rows that slots give to keys: dk, its rope tail, dv; where v lies in k, dk receives both."""
     (starts, columns), result = columns_of(p), []
     parts = [("dk", "q", "ds", p.dim_qk), ("dk_rope", "q_rope", "ds", p.dim_rope)]
     if not p.shares_kv:
         parts.append(("dv", "dout", "weights", p.dim_v))
     for name, x, weights, dim in parts:
-        for first, width, count in cuts.panels(dim, cut.BC):
-            both, own = name == "dk" and p.shares_kv and first < p.dim_v, cut._replace(BC=width)
+        for first, width, count in cuts.panels(dim, tile.BC):
+            both, panel = name == "dk" and p.shares_kv and first < p.dim_v, tile._replace(BC=width)
             at = {"COLUMNS": columns, "FIRST": first, "AT": starts[name] + first, "ATOMIC": atomic}
-            known: Constants = {
+            constexprs: Constants = {
                 "DIM": dim,
                 "DIM_ALSO": p.dim_v,
                 "VIEW": layout_index.AT[x],
                 "VIEW_ALSO": layout_index.AT["dout"],
             } | at
             renamed = {"x": x, "weights": weights, "also": "dout", "weights_also": "weights"}
-            known |= {} if both else {"also": None, "weights_also": None}
-            known |= {"large": None} if name == "dv" else {}
-            grid = (slots // cut.BN, "own", count) if atomic else (slots // cut.BN, count, "own")
-            result.append(Step(backward_slots, grid, shared | known | known_of(own), own, renamed))
+            constexprs |= {} if both else {"also": None, "weights_also": None}
+            constexprs |= {"large": None} if name == "dv" else {}
+            grid = (slots // tile.BN, "token_heads", count) if atomic else (slots // tile.BN, count, "token_heads")
+            result.append(Step(backward_slots, grid, shared | constexprs | known_of(panel), panel, renamed))
     return result
 
 
-def known_of(cut: Cut) -> Constants:
+def known_of(tile: SlotTile) -> Constants:
     """The sizes of a tile."""
-    return {"BH": cut.BH, "BN": cut.BN, "BC": cut.BC}
+    return {"BH": tile.BH, "BN": tile.BN, "BC": tile.BC}
 
 
 def prepare_constants(problem: Problem, align: int) -> Constants:
-    """What prepare() knows while compiling."""
-    known = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
-    return known | {
+    """The compile-time values of prepare()."""
+    constexprs = {name: width for name, width in widths(problem).items() if name in ("V0", "V1", "V2", "DIM_V")}
+    return constexprs | {
         "GROUP": problem.group, "SINK": problem.has_sink, "MEAN": 0, "ALIGN": align, "BM": PREPARE.BM
     }  # fmt: skip

@@ -111,7 +111,7 @@ class KeySum:
         result, order = torch.sort(ids, stable=True)
         starts = torch.searchsorted(result, self._every, out_int32=True)
         w, (most, count) = panel_of(columns), parts_of(len(ids), of_token)
-        known, panels = {"COLUMNS": columns, "W": w}, -(-columns // w)
+        constexprs, panels = {"COLUMNS": columns, "W": w}, -(-columns // w)
         given: dict[str, Any] = {
             "rows": rows, "order": order, "starts": starts, "total": self.total, "count": count, "keys": keys,
             "entries": len(ids), "per": block_of(of_token) * of_token, "hot": ids.new_zeros(1 + most),
@@ -121,15 +121,15 @@ class KeySum:
         launch_some(mark, (-(-len(ids) // NOTE.BN),), given, {"BN": NOTE.BN}, NOTE)
         launch_some(find_hot, (-(-keys // NOTE.BN),), given, {"HOT": HOT, "BN": NOTE.BN}, NOTE)
         if most:
-            launch_some(add_blocks, (most, count, panels), given, known, ADD)
-        launch_some(add_rows, (keys, panels), given, known, ADD)
+            launch_some(add_blocks, (most, count, panels), given, constexprs, ADD)
+        launch_some(add_rows, (keys, panels), given, constexprs, ADD)
 
     def write(self, out: torch.Tensor, name: str, first: int, dim: int, heads: int, where: Where) -> None:
         """Writes the columns from `first` on to the view `name` of the table of places, whose memory `out` is."""
         if not len(where.tiles) or not heads:
             return
         w = min(PANEL, shapes.power(dim))
-        known = {
+        constexprs = {
             "VIEW": layout_index.AT[name],
             "COLUMNS": self.total.shape[1],
             "FIRST": first,
@@ -138,4 +138,4 @@ class KeySum:
             "BN": WRITE.BN,
         }
         arguments = {"total": self.total, "out": out, **vars(where)}
-        launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, known, WRITE)
+        launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, constexprs, WRITE)

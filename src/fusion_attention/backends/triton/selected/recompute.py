@@ -54,9 +54,9 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, st
     at_out, head_out = row_of(strides, count, b, row, layout_index.OUT, ALIGN)
     at_max, head_max = row_of(strides, count, b, row, layout_index.MAX, 1)
     at_sum, head_sum = row_of(strides, count, b, row, layout_index.SUM, 1)
-    found = wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
+    flagged = wrong_three(out + at_out, h * head_out, valid, False, V0, V1, V2, DIM_V)
     sums = tl.load(sum_ + at_sum + h * head_sum, mask=valid, other=0.0)
-    some = tl.max(tl.where(sums == sums, found, 0), 0) > 0
+    some = tl.max(tl.where(sums == sums, flagged, 0), 0) > 0
     begin = tl.min(h, 0).to(tl.int32)
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
     if PAGE:
@@ -104,5 +104,5 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, st
             acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, outlasting(p), counted, values, V1, V2)
             more = left_three((acc0, acc1, acc2), out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V)
             n0 = tl.where(more > 0, n0 + BN, slots)
-        share = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
-        recomputed_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), share, False, V0, V1, V2, DIM_V)
+        rescale = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
+        recomputed_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), rescale, False, V0, V1, V2, DIM_V)

@@ -39,13 +39,13 @@ def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count:
                    BC: tl.constexpr):  # fmt: skip
     """dq, or its rope tail, of noted tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as in
     backward_rows()."""
-    own = tl.program_id(0).to(tl.int64)
-    hk = own % HEADS_KV
-    b, row = token_at(tokens, first + own // HEADS_KV)
+    token_head = tl.program_id(0).to(tl.int64)
+    hk = token_head % HEADS_KV
+    b, row = token_at(tokens, first + token_head // HEADS_KV)
     at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
-    heads = tl.where(tl.load(noted + own) > 0, GROUP, 0)
-    keys += own * SLOTS
-    ds += own * GROUP * SLOTS
+    heads = tl.where(tl.load(noted + token_head) > 0, GROUP, 0)
+    keys += token_head * SLOTS
+    ds += token_head * GROUP * SLOTS
     for h in tl.range(0, heads):
         at = heads_of(strides, count, b, row, hk * GROUP + h, WRITTEN, ALIGN)
         for c0 in tl.range(0, DIM, BC):
@@ -53,7 +53,7 @@ def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count:
             old = tl.load(out + at + c, mask=c < DIM, other=0.0).to(tl.float32)
             acc = tl.zeros([BC], tl.float32)
             slot0 = tl.zeros([], tl.int32)
-            end = tl.where(unsettled(old, acc), tl.load(used + own), 0)
+            end = tl.where(unsettled(old, acc), tl.load(used + token_head), 0)
             while slot0 < end:
                 slot = slot0 + tl.arange(0, BN)
                 j = tl.load(keys + slot, mask=slot < end, other=-1)
@@ -73,25 +73,25 @@ def recompute_slots(x, also, weights, weights_also, rows, used, noted, large, st
                     BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """Columns from AT on of the rows of slots of noted tokens: weights^T x, and weights_also^T also where there is one,
     slots beside one another; grid (tokens * heads_kv)."""
-    own = tl.program_id(0).to(tl.int64)
-    hk = own % HEADS_KV
-    b, row = token_at(tokens, first + own // HEADS_KV)
-    weights += own * GROUP * SLOTS
+    token_head = tl.program_id(0).to(tl.int64)
+    hk = token_head % HEADS_KV
+    b, row = token_at(tokens, first + token_head // HEADS_KV)
+    weights += token_head * GROUP * SLOTS
     at_x, head_x, stride_x = heads_at(strides, count, b, VIEW, ALIGN)
     at_x = x + at_x + row.to(tl.int64) * stride_x + hk * GROUP * head_x
     at_also, head_also = at_x, head_x
     if also is not None:
-        weights_also += own * GROUP * SLOTS
+        weights_also += token_head * GROUP * SLOTS
         at_also, head_also, stride_also = heads_at(strides, count, b, VIEW_ALSO, ALIGN)
         at_also = also + at_also + row.to(tl.int64) * stride_also + hk * GROUP * head_also
     grow = 1.0 / shrinking(large, b, hk, HEADS_KV)
-    slots = tl.where(tl.load(noted + own) > 0, tl.load(used + own), 0)
+    slots = tl.where(tl.load(noted + token_head) > 0, tl.load(used + token_head), 0)
     for slot0 in tl.range(0, slots, BN):
         slot = slot0 + tl.arange(0, BN)
         for c0 in tl.range(0, DIM, BC):
             c = c0 + tl.arange(0, BC)
             there = (slot < slots)[:, None] & (c < DIM)[None, :]
-            at = rows + (own * SLOTS + slot)[:, None] * COLUMNS + AT + c[None, :]
+            at = rows + (token_head * SLOTS + slot)[:, None] * COLUMNS + AT + c[None, :]
             old = tl.load(at, mask=there, other=0.0).to(tl.float32)
             acc = tl.zeros([BN, BC], tl.float32)
             h = tl.zeros([], tl.int32)

@@ -84,15 +84,15 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
 
     Grid (tokens of a chunk, heads_kv).
     """
-    own, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    b, row = token_at(tokens, first + own)
-    own = own * tl.num_programs(1) + hk
+    token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    b, row = token_at(tokens, first + token_head)
+    token_head = token_head * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
     first_key, end = band_of(row, kv_len, lo, hi, prefix)
     entries = list_at(indices, strides, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
     id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
-    keys, ids = keys + own * SLOTS, ids + own * SLOTS
+    keys, ids = keys + token_head * SLOTS, ids + token_head * SLOTS
     last = tl.zeros([], tl.int32)
     for n0 in tl.range(0, SLOTS, N):
         n = n0 + tl.arange(0, N)
@@ -100,5 +100,5 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
         tl.store(keys + n, j, mask=n < SLOTS)
         tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
         last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
-    tl.store(used + own, last)
-    tl.store(noted + own, 0)
+    tl.store(used + token_head, last)
+    tl.store(noted + token_head, 0)

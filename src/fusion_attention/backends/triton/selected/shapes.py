@@ -232,5 +232,5 @@ def against(problem: AnyProblem, op_kind: str, chip: int) -> list[str]:
     op_kinds = (op_kind,) if op_kind else op_kinds_of(problem)
     if all(HOLDS[name](problem, chip) for name in op_kinds if name in HOLDS):
         return []
-    said = f"{sizes_of(problem)} in {problem.dtype}"
-    return [f"the triton back end has no tile for {said}: shared memory or registers do not hold one."]
+    sizes = f"{sizes_of(problem)} in {problem.dtype}"
+    return [f"the triton back end has no tile for {sizes}: shared memory or registers do not hold one."]

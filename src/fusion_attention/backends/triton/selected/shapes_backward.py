@@ -12,7 +12,7 @@ from fusion_attention.backends.triton.common import shapes
 from fusion_attention.ir.problem import Problem
 
 
-class Cut(NamedTuple):
+class SlotTile(NamedTuple):
     """BH heads meet BN slots; BC columns at a time."""
 
     BH: int
@@ -27,45 +27,64 @@ LISTS, ENTRIES = shapes.Tile(0, 0, 4, 1), 1024  # of selection.read_lists(), and
 
 # Kernel -> (chip, bytes of an element) -> tiles, the fewest heads first; the last serves more heads too.
 KERNELS = ("weigh_slots", "backward_rows", "backward_slots")
-TABLES: dict[str, dict[tuple[int, int], tuple[Cut, ...]]] = {
+TABLES: dict[str, dict[tuple[int, int], tuple[SlotTile, ...]]] = {
     "weigh_slots": {
-        (90, 2): (Cut(16, 128, 64, 4, 3), Cut(32, 128, 64, 4, 3), Cut(64, 128, 64, 4, 3), Cut(128, 128, 64, 8, 3)),
-        (80, 2): (Cut(16, 64, 64, 4, 3), Cut(32, 128, 64, 4, 3), Cut(64, 128, 32, 4, 3)),  # 128 x 128 spills
+        (90, 2): (
+            SlotTile(16, 128, 64, 4, 3),
+            SlotTile(32, 128, 64, 4, 3),
+            SlotTile(64, 128, 64, 4, 3),
+            SlotTile(128, 128, 64, 8, 3),
+        ),
+        (80, 2): (
+            SlotTile(16, 64, 64, 4, 3),
+            SlotTile(32, 128, 64, 4, 3),
+            SlotTile(64, 128, 32, 4, 3),
+        ),  # 128 x 128 spills
     },
     "backward_rows": {
-        (90, 2): (Cut(16, 64, 256, 4, 3), Cut(32, 64, 256, 4, 3), Cut(64, 64, 256, 8, 3), Cut(128, 64, 256, 8, 3)),
-        (80, 2): (Cut(16, 64, 128, 4, 3), Cut(32, 64, 128, 4, 3), Cut(64, 64, 128, 4, 3), Cut(128, 64, 128, 8, 3)),
+        (90, 2): (
+            SlotTile(16, 64, 256, 4, 3),
+            SlotTile(32, 64, 256, 4, 3),
+            SlotTile(64, 64, 256, 8, 3),
+            SlotTile(128, 64, 256, 8, 3),
+        ),
+        (80, 2): (
+            SlotTile(16, 64, 128, 4, 3),
+            SlotTile(32, 64, 128, 4, 3),
+            SlotTile(64, 64, 128, 4, 3),
+            SlotTile(128, 64, 128, 8, 3),
+        ),
     },
     # Heads are summed, a few at a time: so that others are loaded meanwhile.
     "backward_slots": dict.fromkeys(
-        ((90, 2), (80, 2)), (Cut(16, 128, 128, 8, 3), Cut(16, 128, 128, 8, 3), Cut(32, 128, 256, 8, 3))
+        ((90, 2), (80, 2)), (SlotTile(16, 128, 128, 8, 3), SlotTile(16, 128, 128, 8, 3), SlotTile(32, 128, 256, 8, 3))
     ),
 }
 SERVED = (16, 32, 64, 128)  # heads of the entries
 # float32 is multiplied by plain multiply-adds, whose operands stay in registers.
 FLOAT32 = {
-    "weigh_slots": Cut(16, 32, 32, 4, 1),
-    "backward_rows": Cut(16, 32, 64, 4, 1),
-    "backward_slots": Cut(16, 32, 64, 4, 1),
+    "weigh_slots": SlotTile(16, 32, 32, 4, 1),
+    "backward_rows": SlotTile(16, 32, 64, 4, 1),
+    "backward_slots": SlotTile(16, 32, 64, 4, 1),
 }
 # Rows that do not start on 16 bytes are read in smaller pieces, which takes registers.
 ODD = {
-    "weigh_slots": Cut(64, 64, 32, 8, 1),
-    "backward_rows": Cut(64, 32, 64, 8, 1),
-    "backward_slots": Cut(32, 64, 64, 8, 1),
+    "weigh_slots": SlotTile(64, 64, 32, 8, 1),
+    "backward_rows": SlotTile(64, 32, 64, 8, 1),
+    "backward_slots": SlotTile(32, 64, 64, 8, 1),
 }
 for _table in TABLES.values():
     _table[86, 2] = _table[80, 2]
-TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], Cut(64, 64, 64, 4, 3))  # 64 x 128 spills here
+TABLES["weigh_slots"][86, 2] = (*TABLES["weigh_slots"][80, 2][:2], SlotTile(64, 64, 64, 4, 3))  # 64 x 128 spills here
 
 
-def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> Cut:
+def cut_of(kernel: str, problem: Problem, chip: int, align: int) -> SlotTile:
     """The tile of a kernel; align: elements of which every row's start is a multiple."""
     if problem.dtype == "float32":
         return FLOAT32[kernel]
     rows = TABLES[kernel][chip, 2]
     heads = shapes.power(problem.group)
-    result = next((cut for most, cut in zip(SERVED, rows, strict=False) if heads <= most), rows[-1])
+    result = next((tile for most, tile in zip(SERVED, rows, strict=False) if heads <= most), rows[-1])
     if align == shapes.widest(problem):
         return result
     odd = ODD[kernel]

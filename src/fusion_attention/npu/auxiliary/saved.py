@@ -35,9 +35,9 @@ def keeping(
 class _Keeping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Any, gradient: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        results, kept = compute(*inputs)
+        results, saved = compute(*inputs)
         ctx.gradient = gradient
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         return tuple(results)

@@ -51,10 +51,10 @@ def garbage(rng: Rng, dtype: torch.dtype) -> float | int | bool:
     return int(rng.integers(0, 256)) if dtype == torch.uint8 else int(rng.integers(-128, 128))
 
 
-def place(rng: Rng, values: Tensor, plain: float = 0.25) -> Tensor:
+def place(rng: Rng, values: Tensor, contiguous: float = 0.25) -> Tensor:
     """The values at other strides: axes in any order, steps and gaps between elements, an offset, garbage around."""
     dims = values.dim()
-    if maybe(rng, plain):
+    if maybe(rng, contiguous):
         return values.clone(memory_format=torch.contiguous_format)
     order = list(rng.permutation(dims)) if maybe(rng, 0.5) else list(range(dims))
     if maybe(rng, 0.6) and dims:  # neighbouring elements in rows, as models have them
@@ -79,11 +79,11 @@ def place_dense(parts: Sequence[Tensor], layout: str, tokens: int, fill: float =
     """Sequences [length, heads, dim] in a layout; tokens: its S, packed its T; fill: behind lengths."""
     heads, elements = parts[0].shape[1:]
     if layout == "TND":
-        rest = tokens - sum(len(part) for part in parts)
+        rest = tokens - sum(len(rows) for rows in parts)
         return torch.cat([*parts, parts[0].new_full((rest, heads, elements), fill)])
     full = parts[0].new_full((len(parts), tokens, heads, elements), fill)
-    for b, part in enumerate(parts):
-        full[b, : len(part)] = part
+    for b, rows in enumerate(parts):
+        full[b, : len(rows)] = rows
     full = full.transpose(1, 2) if layout == "BNSD" else full.flatten(2) if layout in ("BSH", "SBH") else full
     return full.transpose(0, 1) if layout == "SBH" else full
 
@@ -93,9 +93,9 @@ def place_rows(
 ) -> Tensor:
     """Numbers per row [heads, length] as [B, heads, S], or packed [T, heads] (head_major: item by item [heads, L])."""
     if packed and head_major:
-        rest = parts[0].new_full((tokens * len(parts[0]) - sum(part.numel() for part in parts),), fill)
-        return torch.cat([*(part.reshape(-1) for part in parts), rest]).view(tokens, len(parts[0]))
-    return place_dense([part.T[..., None] for part in parts], "TND" if packed else "BNSD", tokens, fill).squeeze(-1)
+        rest = parts[0].new_full((tokens * len(parts[0]) - sum(rows.numel() for rows in parts),), fill)
+        return torch.cat([*(rows.reshape(-1) for rows in parts), rest]).view(tokens, len(parts[0]))
+    return place_dense([rows.T[..., None] for rows in parts], "TND" if packed else "BNSD", tokens, fill).squeeze(-1)
 
 
 def lengths(rng: Rng, values: Sequence[int]) -> object:
