@@ -104,6 +104,8 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
     own = tuple(getattr(extents, name) for name in EXTENT_ROWS)
+    if extents.compressed is not None:
+        return *own, extents.compressed.kv_len, extents.compressed.hi
     return own if extents.part is None else (*own, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
 
 
