@@ -59,8 +59,10 @@ def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
-def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...]:
+def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
     """Rows of keys as the core takes them: at addresses, or in pages."""
+    if view is None:
+        return None
     if not isinstance(view, PagedView):
         return rows_of(view, dtype)
     if view.pool.dtype is not dtype or view.table.dtype is not torch.int32:
