@@ -58,7 +58,9 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     if not isinstance(problem, Problem):
         table.append(("weights_dtype", problem.weights_dtype, DTYPES))
     elif problem.selects:
-        table += [(f"{name} with select_count", getattr(problem, name), (value,)) for name, value in PLAIN_SELECTION.items()]
+        table += [
+            (f"{name} with select_count", getattr(problem, name), (value,)) for name, value in PLAIN_SELECTION.items()
+        ]
         if problem.compressed_ratio:
             table.append(("dim_rope with compressed_ratio", problem.dim_rope, (0,)))
     listed = [

@@ -11,7 +11,7 @@ import torch
 from fusion_attention.contract import Array, Attr, Rule, Tensor
 from fusion_attention.ops.compressed.lower import lower
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
-from fusion_attention.ops.shared.rules import doubt, group, invalid, needed, of_lengths, presence
+from fusion_attention.ops.shared.rules import doubt, group, invalid, needed, of_lengths, one_length_each, presence
 from fusion_attention.ops.sparse import fa_record as sparse
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
@@ -81,13 +81,7 @@ RULES = (
         when=f"{LAID} in ('TND', '{PAGED}')",
         given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
     ),
-    of_lengths(
-        "compressed_len is None or len(compressed_len) == len(q_len)",
-        "compressed_len",
-        "one for each sequence",
-        text="as many lengths as there are sequences",
-        invalid={"compressed_len": [1, 1, 1]},
-    ),
+    one_length_each("actual_seq_qlen", "compressed_len"),
     presence(
         "(value is None) == (value_compressed is None)",
         "value_compressed",
@@ -175,9 +169,7 @@ RECORD = V1.version(
         sparse.OPTIONAL_SCALE,
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),
-    rules=(
-        *(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),
-    ),
+    rules=(*(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),),
     formula="""s_j = scale * q . k_j           over the keys of the row's window
 s_e = scale * q . k_compressed_e                over the compressed keys that it lists, or all, e < (position + 1) // ratio
 out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
