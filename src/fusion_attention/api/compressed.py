@@ -26,25 +26,25 @@ _CAST = ("query", "key", "key_compressed", "value", "value_compressed")
 def compressed_attention(
     q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, window: int | None = None,
     v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
-    kv_len: Lengths = None, compressed_len: Lengths = None, scale: float | None = None, sink: Tensor | None = None,
-    page_table: Tensor | None = None, compressed_page_table: Tensor | None = None, return_lse: Literal[False] = False,
-    backend: BackendName = "auto",
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
 ) -> Tensor: ...
 @overload
 def compressed_attention(
     q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, window: int | None = None,
     v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
-    kv_len: Lengths = None, compressed_len: Lengths = None, scale: float | None = None, sink: Tensor | None = None,
-    page_table: Tensor | None = None, compressed_page_table: Tensor | None = None, return_lse: Literal[True],
-    backend: BackendName = "auto",
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: Literal[True], backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def compressed_attention(
     q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, window: int | None = None,
     v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
-    kv_len: Lengths = None, compressed_len: Lengths = None, scale: float | None = None, sink: Tensor | None = None,
-    page_table: Tensor | None = None, compressed_page_table: Tensor | None = None, return_lse: bool,
-    backend: BackendName = "auto",
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: bool, backend: BackendName = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -64,6 +64,7 @@ def compressed_attention(
     q_len: Lengths = None,
     kv_len: Lengths = None,
     compressed_len: Lengths = None,
+    residual: Lengths = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -93,6 +94,8 @@ def compressed_attention(
         layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T3, N2, D], [T1, N2, K].
         q_len, kv_len, compressed_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to
             q_len).
+        residual: tokens of every sequence behind those of its last compressed key, 0 to ratio - 1. The last row's
+            position then counts from them, and k may hold the last keys alone, as a cache of the window does.
         scale: factor on the dot products; None: 1 / sqrt(D).
         sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
         page_table, compressed_page_table: int32 or int64 [B, M], the pages of every sequence: keys are pages
@@ -121,8 +124,8 @@ def compressed_attention(
     args: dict[str, Any] = {
         "query": q, "key": k, "key_compressed": k_compressed, "sparse_indices": indices, "ratio": ratio,
         "window": window, "value": v, "value_compressed": v_compressed, "layout": layout, "actual_seq_qlen": q_len,
-        "actual_seq_kvlen": kv_len, "compressed_len": compressed_len, "scale_value": scale, "sinks": sink,
-        "block_table": page_table, "compressed_table": compressed_page_table,
+        "actual_seq_kvlen": kv_len, "compressed_len": compressed_len, "residual": residual, "scale_value": scale,
+        "sinks": sink, "block_table": page_table, "compressed_table": compressed_page_table,
     }  # fmt: skip
     dispatch.autocast(args, _CAST)
     results = dispatch.results(RECORD, args, backend, complete=return_lse)

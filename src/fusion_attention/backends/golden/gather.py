@@ -14,7 +14,7 @@ from fusion_attention.ir.kv import RowView
 def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(entries, read) of sequence b, both [heads, q_len, entries of a list]: int64, and whether a row reads them.
 
-    A row that sees the keys before `end` (an element per row) reads the first ceil(end / block) entries at most, and none from the first
+    A row that sees the keys before its `end` reads the first ceil(end / block) entries at most, and none from the first
     negative one on.
     """
     entries = view.sequence(b, heads, len(end)).long()

@@ -57,6 +57,12 @@ LISTS = replace(
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1", bad=0)
 WINDOW = Attr("window", "Keys that a row sees of k, the last of them its own; None: all up to it.", default=None)
 LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
+RESIDUAL = Array(
+    "residual",
+    "Tokens behind those of the last compressed key, of every sequence: the position of the last row then counts from "
+    "them, and k may hold a part of the keys. None: it is that of the last key.",
+    True,
+)
 COMPRESSED_TABLE = replace(
     TABLE,
     name="compressed_table",
@@ -82,6 +88,21 @@ RULES = (
         given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
     ),
     one_length_each("actual_seq_qlen", "compressed_len"),
+    of_lengths(
+        "residual is None or len(residual) in (B, len(compressed_len or ()))",
+        "residual",
+        "one for each sequence",
+        text="as many numbers as there are sequences",
+        invalid={"residual": [0, 0, 0]},
+    ),
+    invalid(
+        "residual is None or all(0 <= n < ratio for n in residual)",
+        "residual",
+        "more tokens would close another compressed key",
+        text="numbers from 0 to ratio - 1",
+        given={"residual": [0, 1]},
+        invalid={"residual": [0, 3]},
+    ),
     presence(
         "(value is None) == (value_compressed is None)",
         "value_compressed",
@@ -114,7 +135,7 @@ RULES = (
         invalid={"sparse_indices": torch.tensor([0, -1, 0], dtype=torch.int32).expand(2, 4, 1, 3)},
     ),
     doubt(
-        "keys_closed(c_len, kv_len, ratio)",
+        "residual is not None or keys_closed(c_len, kv_len, ratio)",
         "compressed_len",
         "a compressed key is there from its last token on",
         text="the tokens of the keys // ratio",
@@ -165,19 +186,27 @@ RECORD = V1.version(
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
         *(spelled(KEY, "k"), KEY_COMPRESSED, LISTS, RATIO, WINDOW),
-        *(spelled(VALUE, "v"), VALUE_COMPRESSED, LAYOUT, sparse.Q_LENGTHS, sparse.KV_LENGTHS, LENGTHS_COMPRESSED),
+        *(
+            spelled(VALUE, "v"),
+            VALUE_COMPRESSED,
+            LAYOUT,
+            sparse.Q_LENGTHS,
+            sparse.KV_LENGTHS,
+            LENGTHS_COMPRESSED,
+            RESIDUAL,
+        ),
         sparse.OPTIONAL_SCALE,
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),
     rules=(*(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),),
-    formula="""s_j = scale * q . k_j           over the keys of the row's window
-s_e = scale * q . k_compressed_e                over the compressed keys that it lists, or all, e < (position + 1) // ratio
+    formula="""s_j = scale * q . k_j              over the keys of the row's window
+s_e = scale * q . k_compressed_e   over the compressed keys e < (position + 1) // ratio, those that it lists, or all
 out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
     tex="",
     rulings=(1, 2, 6, 10, 11, 12),
     neutral={**NEUTRAL, **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc")), "cumulative": False, "sparse_mode": 3},
     lower=lower,
-    trains={name: (*DIFFERENTIABLE, *COMPRESSED) for name in ("attention_out", "softmax_max")},
+    trains=dict.fromkeys(("attention_out", "softmax_max"), (*DIFFERENTIABLE, *COMPRESSED)),
     blank_is_absent=False,
     derive=derive,
     functions={**FUNCTIONS, "keys_closed": keys_closed},
