@@ -85,7 +85,7 @@ def test_the_gradient_of_lse_reaches_both_sources() -> None:
     q, k, c, sink = (torch.randn(*shape).double() for shape in ((1, 5, 2, 8), (1, 8, 1, 8), (1, 4, 1, 8), (2,)))
 
     def lse(*leaves: torch.Tensor) -> torch.Tensor:
-        given = {"sink": leaves[3], "ratio": 2, "window": 3, "return_lse": True, "backend": "golden"}
+        given = {"sink": leaves[3], "ratio": 2, "band": fa.Band.window(2), "return_lse": True, "backend": "golden"}
         result: torch.Tensor = fa.compressed_attention(*leaves[:3], **given)[1]
         return result
 
@@ -125,7 +125,8 @@ def test_packed_sequences_and_threads_change_no_bit() -> None:
 def test_without_compressed_keys_it_is_attention(window: int | None) -> None:
     q, k, sink = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(4)
     none = k[:, :0]
-    out = fa.compressed_attention(q, k, none, ratio=16, window=window, sink=sink)
+    band = fa.Band.window(window - 1) if window else None
+    out = fa.compressed_attention(q, k, none, ratio=16, band=band, sink=sink)
     visible = torch.ones(6, 9).tril(3).triu(4 - (window or 9)).bool()
 
     def windowed() -> tuple[torch.Tensor]:
@@ -173,7 +174,9 @@ def test_keys_that_no_row_sees_may_be_anything() -> None:
 
 BAD = [
     ({"ratio": 0}, r"ratio: expected ratio >= 1, got 0"),
-    ({"window": 0}, r"window: expected at least 1, or None, got 0"),
+    ({"band": fa.Band.prefix_causal([1])}, r"band: expected a band of whole numbers, its prefix empty or one per"),
+    ({"residual": [0, 2]}, r"residual: expected numbers from 0 to ratio - 1"),
+    ({"residual": [0]}, r"residual: expected as many numbers as there are sequences"),
     ({"k_compressed": torch.ones(2, 4, 1, 9)}, r"k_compressed: expected axis 3 to be D=8 as in q, got 9"),
     ({"k_compressed": torch.ones(2, 4, 1, 8).half()}, r"k_compressed: expected float32"),
     ({"v": torch.ones(2, 9, 1, 8)}, r"v_compressed: expected compressed values beside v, and nowhere else"),

@@ -55,7 +55,7 @@ class Both:
             lists = fa.pack_lists(order.masked_fill(~shown, -1))[:, :, None] if compressed else None
         residual = [self.tokens % self.ratio] * len(q)
         return fa.compressed_attention(
-            q, k, c, lists, ratio=self.ratio, window=WINDOW, residual=residual, scale=scaling, sink=module.sinks,
+            q, k, c, lists, ratio=self.ratio, band=fa.Band.window(WINDOW - 1), residual=residual, scale=scaling, sink=module.sinks,
             backend="golden",
         )  # fmt: skip
 

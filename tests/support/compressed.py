@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import bind
+from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.fa_record import RECORD
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
 from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, part
@@ -93,7 +94,7 @@ def arguments(case: CompressedCase) -> Args:
         "sparse_indices": _lists(case, make) if case.lists else None,
         "sinks": make.draw(case.heads_q) if case.sink else None,
         "ratio": case.ratio,
-        "window": case.window,
+        "band": Band.window(case.window - 1) if case.window else None,
         "layout": case.layout,
         "scale_value": case.scale,
         "block_table": table,

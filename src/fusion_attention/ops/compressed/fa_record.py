@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from fusion_attention.contract import Array, Attr, Rule, Tensor
+from fusion_attention.ir.mask import Band
 from fusion_attention.ops.compressed.lower import lower
+from fusion_attention.ops.shared.checks import band_fits
 from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
 from fusion_attention.ops.shared.rules import doubt, group, invalid, needed, of_lengths, one_length_each, presence
 from fusion_attention.ops.sparse import fa_record as sparse
@@ -55,7 +57,7 @@ LISTS = replace(
     spelled="indices",
 )
 RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1", bad=0)
-WINDOW = Attr("window", "Keys that a row sees of k, the last of them its own; None: all up to it.", default=None)
+BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
 LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
 RESIDUAL = Array(
     "residual",
@@ -111,12 +113,12 @@ RULES = (
         given={"value": True, "value_compressed": True},
         invalid={"value_compressed": None},
     ),
-    invalid(
-        "window is None or window >= 1",
-        "window",
-        "a row's own key is one of them",
-        text="at least 1, or None",
-        invalid={"window": 0},
+    Rule(
+        "band is None or band_fits(band, len(q_len))",
+        "band",
+        "one prefix for each sequence",
+        text="a band of whole numbers, its prefix empty or one per sequence",
+        invalid={"band": Band.prefix_causal([1, 2, 3])},
     ),
     Rule(
         "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)",
@@ -181,11 +183,11 @@ def derive(names: dict[str, Any]) -> dict[str, Any]:
 
 RECORD = V1.version(
     "compressed_attention",
-    "Softmax attention over a window of keys and over compressed keys, together.",
+    "Softmax attention over a band of keys and over compressed keys, together.",
     source="",
     params=(
         spelled(QUERY, "q", dtypes=OWN_FLOATS),
-        *(spelled(KEY, "k"), KEY_COMPRESSED, LISTS, RATIO, WINDOW),
+        *(spelled(KEY, "k"), KEY_COMPRESSED, LISTS, RATIO, BAND),
         *(
             spelled(VALUE, "v"),
             VALUE_COMPRESSED,
@@ -199,7 +201,7 @@ RECORD = V1.version(
         *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
     ),
     rules=(*(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),),
-    formula="""s_j = scale * q . k_j              over the keys of the row's window
+    formula="""s_j = scale * q . k_j              over the keys of its band
 s_e = scale * q . k_compressed_e   over the compressed keys e < (position + 1) // ratio, those that it lists, or all
 out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
     tex="",
@@ -209,7 +211,7 @@ out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + s
     trains=dict.fromkeys(("attention_out", "softmax_max"), (*DIFFERENTIABLE, *COMPRESSED)),
     blank_is_absent=False,
     derive=derive,
-    functions={**FUNCTIONS, "keys_closed": keys_closed},
+    functions={**FUNCTIONS, "keys_closed": keys_closed, "band_fits": band_fits},
     sizes={**V1.sizes, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1},
     samples={
         "BSND": {"value": True, "value_compressed": True, "ratio": 3},

@@ -39,8 +39,8 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     A compressed key is seen from the last token on that it stands for, so its bound follows the causal diagonal.
     """
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
-    band = Band.causal() if n["window"] is None else Band.window(n["window"] - 1)
-    extents = Extents(q_len, kv_len, *band.resolve(q_len, kv_len), none)
+    band = (n["band"] or Band.causal()).resolve(q_len, kv_len)
+    extents = Extents(q_len, kv_len, *band, none)
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
     return extents, Extents(q_len, n["c_len"], none, none, none, none)
