@@ -14,10 +14,10 @@ import torch
 from fusion_attention.api.attention import attention
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
-METADATA = 1024  # elements, as there
 _CUT = "cut the packed rows instead"
 
 
@@ -27,7 +27,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    made = [flash_attn, flash_attn_metadata, lightning_indexer_metadata, *_indexer(functions), *_around(functions)]
+    made = [flash_attn, *_indexer(functions), *_around(functions), *SHARED_KEYS, *METADATA]
     names = {one.__name__: one for one in made}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
@@ -36,14 +36,19 @@ def _refused(op: str, param: str, expected: str, got: object, advice: str) -> Co
     return ContractError([Failure(op, param, expected, str(got), advice)])
 
 
-def flash_attn_metadata(num_heads_q: int, num_heads_kv: int, head_dim: int, **_: Any) -> Tensor:
-    """What flash_attn takes as its metadata: nothing is shared out here."""
-    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+def _metadata(of: str, elements: int = 1024) -> Callable[..., Tensor]:
+    def function(*_: Any, **__: Any) -> Tensor:
+        return torch.zeros(elements, dtype=torch.int32, device="npu")
+
+    function.__name__ = function.__qualname__ = f"{of}_metadata"
+    function.__doc__ = f"Returns the metadata of {of}: zeros. Work is not divided before a call here."
+    return function
 
 
-def lightning_indexer_metadata(num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, **_: Any) -> Tensor:
-    """What lightning_indexer takes as its metadata: nothing is shared out here."""
-    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+METADATA = (
+    *map(_metadata, ("flash_attn", "lightning_indexer", "sparse_flash_mla", "sparse_flash_mla_grad")),
+    _metadata("sparse_flash_mla_softmax_l1_norm", 64),
+)
 
 
 def flash_attn(
