@@ -182,6 +182,18 @@ def test_a_layer_on_device_npu_trains(cann: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("tokens", [21, 24])
+def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> None:
+    q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)
+    words = {"mask_mode": 3, "cmp_ratio": RATIO, "cmp_residual_k": residual(tokens)}
+    indices, values = cann.lightning_indexer(q, k, w, 3, return_value=1, **words)
+    closed = ((torch.arange(tokens) + 1) // RATIO).expand(2, tokens)
+    want, scores = fa.lightning_indexer(q, k, w, 3, visible=closed)
+    same_bits(indices, want)
+    same_bits(values, scores.float())
+    assert cann.lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ori_kv": None}, r"ori_kv: expected rows of keys"),
     ({"ori_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)}, r"ori_sparse_indices: expected None"),
