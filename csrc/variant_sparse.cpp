@@ -11,34 +11,34 @@
 namespace fusion {
 namespace {
 
-template <class Format> std::size_t scratch_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return SparseScratch<Format>(p, Sizes<Format>(p), heads, longest, nullptr).bytes;
+template <class Format> std::size_t scratch_bytes(const SparseProblem &p, std::int64_t heads) {
+    return SparseScratch<Format>(p, Sizes<Format>(p), heads, nullptr).bytes;
 }
 
 template <class Format>
-GradientScratch<Format> gradient_scratch(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return {p, Sizes<Format>(p), heads, longest, nullptr};
+GradientScratch<Format> gradient_scratch(const SparseProblem &p, std::int64_t heads) {
+    return {p, Sizes<Format>(p), heads, nullptr};
 }
 
-template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    const auto gradient = gradient_scratch<Format>(p, heads, longest);
-    return gradient.bytes + (p.indexes ? IndexListScratch<Format>(p, gradient, longest, nullptr).bytes : 0);
+template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::int64_t heads) {
+    const auto gradient = gradient_scratch<Format>(p, heads);
+    return gradient.bytes + (p.indexes ? IndexListScratch<Format>(p, gradient, nullptr).bytes : 0);
 }
 
 template <class Format>
-std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest) {
+std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index) {
     if (index.select_count) {
-        return gradient_bytes<Format>(index, index.heads_q, longest) +
-               ListScratch<Format>(attention, index, longest, nullptr).bytes;
+        return gradient_bytes<Format>(index, index.heads_q) +
+               ListScratch<Format>(attention, index, nullptr).bytes;
     }
-    return gradient_scratch<Format>(index, index.heads_q, longest).bytes +
+    return gradient_scratch<Format>(index, index.heads_q).bytes +
            TileScratch<Format>(attention, index, nullptr).bytes;
 }
 
-template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    const auto gradient = gradient_scratch<Format>(p, heads, longest);
-    if (p.indexes) return IndexNotes<Format>(p, gradient, longest, nullptr).bytes;
-    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, longest, nullptr).bytes;
+template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads) {
+    const auto gradient = gradient_scratch<Format>(p, heads);
+    if (p.indexes) return IndexNotes<Format>(p, gradient, nullptr).bytes;
+    return GradientNotes<Format>(p, Sizes<Format>(p), gradient, nullptr).bytes;
 }
 
 template <class Format, class T>

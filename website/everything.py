@@ -24,6 +24,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "ascend_calls": ascend.calls,
     "ascend_calls_tall": partial(ascend.calls, tall=True),
     "bands": masks.bands,
+    "compressed_keys": masks.two_sources,
     "sparse_modes": masks.gallery,
     "layouts": pictures.layouts,
     "packing": pictures.packing,

@@ -131,3 +131,36 @@ def bands() -> Picture:
         picture.text(x, y + 12, name, size=14, mono=True)
         picture.grid(x, y + 28, [["a" if s else "off" for s in row] for row in of_band(band).tolist()], 20)
     return picture
+
+
+def two_sources() -> Picture:
+    """What a row reads of a window and of compressed keys: all of them, or those of a list."""
+    tokens, ratio, window = 16, 4, 6
+    q, width = torch.zeros(1, tokens, 1, 32), tokens + tokens // ratio
+    values = torch.eye(width, 32)[None, :, None]
+    k = torch.zeros_like(values)
+    row, entry = torch.arange(tokens)[:, None], torch.arange(tokens // ratio)
+    chosen = ((entry + 1) * ratio <= row + 1) & ((row // 2 + entry) % 3 > 0)
+    lists = fa.pack_lists(entry.expand_as(chosen).masked_fill(~chosen, -1))[None, :, None]
+    sources = {
+        "v": values[:, :tokens],
+        "v_compressed": values[:, tokens:],
+        "ratio": ratio,
+        "band": fa.Band.window(window - 1),
+    }
+    picture = Picture(960, 404, "Which tokens and which compressed keys a row sees")
+    shown = (("all compressed keys", "heavily compressed", None), ("those of a list", "compressed sparse", lists))
+    for place, (name, kind, indices) in enumerate(shown):
+        x = 32 + place * 480
+        out = fa.compressed_attention(q, k[:, :tokens], k[:, tokens:], indices, **sources)
+        seen_keys = (out[0, :, 0, :width] > 0).tolist()
+        picture.text(x, 30, name, size=17, bold=True)
+        picture.text(x, 50, f"{kind}: window {window}, ratio {ratio}", size=12.5, fill="soft")
+        near = [["a" if s else "off" for s in row[:tokens]] for row in seen_keys]
+        far = [["c" if s else "off" for s in row[tokens:]] for row in seen_keys]
+        picture.grid(x, 66, near, 16)
+        picture.grid(x + 18 * tokens + 16, 66, far, 16)
+        picture.text(x, 374, "tokens", size=13, fill="soft")
+        picture.text(x + 18 * tokens + 16, 374, "compressed", size=13, fill="soft")
+    picture.text(32, 396, "rows are queries, columns are keys", size=13, fill="soft")
+    return picture

@@ -46,7 +46,14 @@ PAGES = {
         (
             (
                 "fusion_attention",
-                ("lightning_indexer", "sparse_attention", "pack_lists", "indexer_loss", "divided_rope"),
+                (
+                    "lightning_indexer",
+                    "sparse_attention",
+                    "compressed_attention",
+                    "pack_lists",
+                    "indexer_loss",
+                    "divided_rope",
+                ),
             ),
         ),
     ),

@@ -165,7 +165,8 @@ inline fusion::Problem problem_of(const nb::tuple &t) {
 
 // Sequences, or parts of longer ones: then three arrays more. heads: of queries, by which dropout counts streams.
 inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std::int64_t heads = 0) {
-    if (extents.size() != 6 && extents.size() != 9) refuse("extents are six arrays, or nine");
+    if (extents.size() != 6 && extents.size() != 8 && extents.size() != 9)
+        refuse("extents are six arrays, eight with those of a second key source, or nine with a part's");
     const std::size_t count = length_of(extents[0]);
     const Longs q_len(extents[0], "q_len", count), kv_len(extents[1], "kv_len", count), lo(extents[2], "lo", count),
         hi(extents[3], "hi", count), prefix(extents[4], "prefix", count), shift(extents[5], "shift", count);
@@ -176,6 +177,13 @@ inline std::vector<fusion::Sequence> sequences_of(const nb::tuple &extents, std:
         sequences[b].stream = static_cast<std::int64_t>(b) * heads;
     }
     if (extents.size() == 6) return sequences;
+    if (extents.size() == 8) {
+        const Longs len(extents[6], "compressed_len", count), end(extents[7], "compressed_hi", count);
+        for (std::size_t b = 0; b < count; ++b) {
+            sequences[b].compressed_len = len.data()[b], sequences[b].compressed_hi = end.data()[b];
+        }
+        return sequences;
+    }
     const Longs first_row(extents[6], "first_row", count), first_key(extents[7], "first_key", count),
         stream(extents[8], "stream", count);
     for (std::size_t b = 0; b < count; ++b) {

@@ -16,7 +16,7 @@ using fusion::SparseProblem;
 // of the table, its stride, page_size and stride_page.
 struct KeysArgument {
     RowsArgument rows;
-    fusion::Keys keys;
+    fusion::KeySource keys;
 
     KeysArgument(const nb::object &from, const char *name, std::int64_t dim, std::size_t sequences)
         : rows(plain(from), name, dim, sequences) {
@@ -43,7 +43,7 @@ private:
 };
 
 SparseProblem sparse_problem_of(const nb::tuple &t) {
-    if (t.size() != 14) refuse("a problem of selected keys has 14 fields");
+    if (t.size() != 15) refuse("a problem of selected keys has 15 fields");
     SparseProblem p{};
     p.heads_q = item<std::int64_t>(t, 0);
     p.heads_kv = item<std::int64_t>(t, 1);
@@ -59,6 +59,7 @@ SparseProblem sparse_problem_of(const nb::tuple &t) {
     p.indexes = item<bool>(t, 11);
     p.weights_dtype = static_cast<Dtype>(choice(t[12], "weights_dtype", 3));
     p.wide_values = item<bool>(t, 13);
+    p.compressed_ratio = item<std::int64_t>(t, 14);
     return p;
 }
 
@@ -68,6 +69,8 @@ struct SparseArgument {
     RowsArgument q, q_rope, indices;
     KeysArgument k, k_rope, v;
     RowsArgument out, max, sum, weights, values, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights;
+    KeysArgument k_compressed, v_compressed;  // of a second source
+    RowsArgument dk_compressed, dv_compressed;
     fusion::SparseOperands operands;
 
     enum class Of { forward, backward, loss };  // a loss starts from no gradient; its attention is that of a forward
@@ -88,16 +91,20 @@ struct SparseArgument {
           dq_rope(at(t, 14), "dq_rope", writes ? p.dim_rope : 0, n), dk(at(t, 15), "dk", writes ? p.dim_qk : 0, n),
           dk_rope(at(t, 16), "dk_rope", writes ? p.dim_rope : 0, n),
           dv(at(t, 17), "dv", writes && !p.shares_kv ? p.dim_v : 0, n),
-          dweights(at(t, 18), "dweights", writes && p.indexes ? p.heads_q : 0, n) {
+          dweights(at(t, 18), "dweights", writes && p.indexes ? p.heads_q : 0, n),
+          k_compressed(at(t, 22), "k_compressed", p.compressed_ratio ? p.dim_qk : 0, n),
+          v_compressed(at(t, 23), "v_compressed", p.compressed_ratio ? p.dim_v : 0, n),
+          dk_compressed(at(t, 24), "dk_compressed", p.compressed_ratio && writes ? p.dim_qk : 0, n),
+          dv_compressed(at(t, 25), "dv_compressed", p.compressed_ratio && writes && !p.shares_kv ? p.dim_v : 0, n) {
         const auto sink = item<std::uintptr_t>(t, 19), dsink = item<std::uintptr_t>(t, 20);
         if (p.has_sink != (sink != 0)) refuse(p.has_sink ? "sink is missing" : "sink belongs to no operand");
         if ((p.has_sink && of == Of::backward) != (dsink != 0)) refuse("dsink is missing, or belongs to no operand");
         operands = {q.rows,
                     q_rope.rows,
                     indices.rows,
-                    k.keys,
-                    k_rope.keys,
-                    v.keys,
+                    {k.keys, k_compressed.keys},
+                    {k_rope.keys},
+                    {v.keys, v_compressed.keys},
                     out.rows,
                     max.rows,
                     sum.rows,
@@ -112,13 +119,15 @@ struct SparseArgument {
                     dk_rope.rows,
                     dv.rows,
                     dweights.rows,
+                    dk_compressed.rows,
+                    dv_compressed.rows,
                     reinterpret_cast<float *>(dsink),
                     item<bool>(t, 21)};
     }
 
 private:
     static nb::object at(const nb::tuple &t, std::size_t i) {
-        if (t.size() != 22) refuse("operands of selected keys are 22 values");
+        if (t.size() != 26) refuse("operands of selected keys are 26 values");
         return nb::borrow(t[i]);
     }
 };

@@ -81,6 +81,8 @@ struct Gradients {
 // first row and key stand there, as dropout counts them, and the stream that dropout draws of for head 0.
 struct Sequence {
     std::int64_t q_len, kv_len, lo, hi, prefix, shift, first_row = 0, first_key = 0, stream = 0;
+    // Of a second key source: how many keys it has, and that row i sees the first (i + compressed_hi) / ratio of them.
+    std::int64_t compressed_len = 0, compressed_hi = 0;
 };
 
 struct Tile {  // query rows [row0, row1) of a sequence, which meet keys [begin, end)

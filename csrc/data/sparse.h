@@ -8,10 +8,17 @@ namespace fusion {
 
 // Rows of keys: where `table` is given, token t lies in slot t % page_size of page table[b * stride_table +
 // t / page_size], and addresses and strides count from that page.
-struct Keys {
+struct KeySource {
     Rows rows;
     const std::int32_t *table = nullptr;
     std::int64_t stride_table = 0, page_size = 0, stride_page = 0;
+};
+
+// Where a problem has two key sources, those of the second are numbered behind the first's: key j of sequence b is key
+// j - kv_len[b] of `compressed` from kv_len[b] on.
+struct Keys : KeySource {
+    KeySource compressed = {};
+    const std::int64_t *kv_len = nullptr;  // null: there is one source
 };
 
 // Attention to selected keys, or (weights_dtype is used, dim_v is 0) the lightning indexer.
@@ -20,11 +27,15 @@ struct SparseProblem {
     Dtype dtype;
     double scale;
     bool has_sink, shares_kv;
-    std::int64_t select_count;  // entries of a row's list; 0: no list
+    std::int64_t select_count;  // entries of a row's list; 0: no list (two sources: all of the second that it sees)
     std::int64_t select_block;  // keys that an entry stands for
     bool indexes;               // the lightning indexer
     Dtype weights_dtype;        // of its weights
     bool wide_values = false;   // its values are float32, whatever dtype is
+    // Rows for which one key of a second source is added to those that a row sees: it reads its whole band of the first
+    // source, and lists name keys of the second. 0: one source.
+    std::int64_t compressed_ratio = 0;
+    std::int64_t most_keys = 0;  // that a row reads, at most: a plan finds it
 };
 
 struct SparseOperands {
@@ -34,9 +45,9 @@ struct SparseOperands {
     const float *sink = nullptr;                    // [heads_q]
     Rows weights, values;                           // of the indexer
     Rows dout, dlse, dq, dq_rope, dk, dk_rope, dv;  // dout: of the indexer, dvalues; dlse: as in Gradients
-    Rows dweights;
+    Rows dweights, dk_compressed, dv_compressed;
     float *dsink = nullptr;  // [heads_q]
-    bool wide_keys = false;  // dk, dk_rope and dv are float32, whatever dtype is
+    bool wide_keys = false;  // dk, dk_rope, dv and those of a second source are float32, whatever dtype is
 };
 
 struct SparseJob {

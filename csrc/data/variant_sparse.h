@@ -9,12 +9,12 @@ namespace fusion {
 
 struct SparseKernels {  // sizes are bytes and multiples of 64
     std::int64_t panel;
-    std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);
+    std::size_t (*scratch_bytes)(const SparseProblem &, std::int64_t heads);
     std::int64_t (*attend)(const SparseJob &, const SparseItem &, void *scratch);  // returns 1 where no key is seen
     // The backward, and the loss where rows have lists: what an item adds to sums of keys is noted, and added by
     // add_keys, a range of keys at a time, while notes that are added next, unless they are null, are asked for.
-    std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);
-    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads, std::int64_t longest);  // without starts
+    std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads);
+    std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads);  // without starts
     std::int64_t (*sum_columns)(const SparseProblem &);  // floats of a row of KeySums
     // dsink_share: [heads of the item], what the row adds to dsink.
     void (*gradient)(const SparseJob &, const SparseItem &, const Notes &, float *dsink_share, void *scratch);
@@ -23,7 +23,7 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
                      const KeySums &, void *scratch);
     void (*store_keys)(const SparseJob &, std::int64_t seq, std::int64_t head_kv, const KeySums &, std::int64_t first,
                        std::int64_t end);
-    std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest);
+    std::size_t (*loss_bytes)(const SparseProblem &attention, const SparseProblem &index);
     // The loss without selection, of the loss_tile_rows rows from an item on.
     void (*tile_loss)(const SparseJob &, const SparseItem &, const Turn &, const KeySums &, double *loss,
                       void *scratch);

@@ -44,6 +44,8 @@ Batches::Pace pace_of(int team, std::size_t bytes) {
     return {items, lag, items + lag + ahead, least_keys};
 }
 
+std::int64_t keys_of(const Sequence &seq) { return seq.kv_len + seq.compressed_len; }
+
 // How far an item of the backward is: keys below `next` and beyond `last` need no waiting for it.
 struct Progress {
     std::atomic<std::int64_t> next, last;
@@ -97,7 +99,7 @@ SparsePlan::SparsePlan(const SparseVariant &variant, const SparseProblem &proble
                        bool backward)
     : kernels_(variant.kernels(problem.dtype)), problem_(problem), sequences_(std::move(sequences)),
       backward_(backward) {
-    require(problem_.select_count > 0, "nothing is selected");
+    require(problem_.select_count > 0 || problem_.compressed_ratio > 0, "nothing is selected");
     divide();
 }
 
@@ -117,6 +119,8 @@ void SparsePlan::divide() {
     require.dims(p.dim_qk > 0 && (p.dim_v > 0 || p.indexes) && p.dim_rope >= 0);
     require(p.select_count >= 0 && p.select_block > 0, "a size of the selection is negative");
     require(!p.shares_kv || p.dim_v <= p.dim_qk, "shared values are longer than keys");
+    require(!p.compressed_ratio || (p.compressed_ratio > 0 && !p.dim_rope && !p.indexes && !attention_),
+            "two key sources have no rope tails, and no indexer");
     const std::int64_t group = p.heads_q / p.heads_kv;
     const auto columns = static_cast<std::size_t>(kernels_.sum_columns(p));
     std::size_t used = 0;
@@ -124,13 +128,19 @@ void SparsePlan::divide() {
         const Sequence &seq = sequences_[b];
         require.lengths(seq);
         require(seq.kv_len < never >> 33 && p.select_block < never >> 33, "a sequence is longer than 2^30 keys");
+        require(seq.compressed_len >= 0 && seq.compressed_len < never >> 33 &&
+                    (p.compressed_ratio || !seq.compressed_len),
+                "lengths of a second key source do not fit");
         first_row_.push_back(rows_);
         rows_ += seq.q_len;
-        longest_ = std::max(longest_, seq.kv_len);
+        const std::int64_t keys = keys_of(seq);
+        if (p.compressed_ratio) kv_len_.push_back(seq.kv_len);
+        longest_ = std::max(longest_, keys);
+        problem_.most_keys = std::max(problem_.most_keys, most_keys_of(seq));
         // Few rows leave cores idle, unless they share the heads.
         const std::int64_t tile = seq.q_len * p.heads_kv < 8 && !p.indexes ? std::min<std::int64_t>(group, 32) : group;
         most_heads_ = std::max(most_heads_, tile);
-        const std::size_t bytes = lines(static_cast<std::size_t>(seq.kv_len) * columns * sizeof(float));
+        const std::size_t bytes = lines(static_cast<std::size_t>(keys) * columns * sizeof(float));
         for (std::int64_t head = 0; backward_ && head < p.heads_kv; ++head) {
             if (waves_.empty() || (used && used + bytes > wave_bytes)) {
                 waves_.push_back({units_.size(), units_.size(), 0});
@@ -149,6 +159,21 @@ void SparsePlan::divide() {
     first_row_.push_back(rows_);
 }
 
+// The most keys that a row of a sequence reads.
+std::int64_t SparsePlan::most_keys_of(const Sequence &seq) const {
+    const SparseProblem &p = problem_;
+    if (!p.compressed_ratio) {
+        return std::min(p.select_count, ceil_div(seq.kv_len, p.select_block)) * p.select_block;
+    }
+    std::int64_t band = 0;
+    for (std::int64_t row = 0; row < seq.q_len && band < seq.kv_len; ++row) {
+        const std::int64_t first = std::max<std::int64_t>(row + seq.lo, 0);
+        band = std::max(band, std::min(std::max(row + seq.hi, seq.prefix), seq.kv_len) - first);
+    }
+    const std::int64_t listed = std::min(p.select_count, ceil_div(seq.compressed_len, p.select_block));
+    return band + (p.select_count ? listed * p.select_block : seq.compressed_len);
+}
+
 // Heads of an item of the forward. A head's bits do not depend on it, so it may depend on the number of threads.
 std::int64_t SparsePlan::forward_tile(int threads) const {
     const std::int64_t group = problem_.heads_q / problem_.heads_kv, items = rows_ * problem_.heads_kv;
@@ -160,7 +185,7 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     Layout at;
     if (!backward_) {
         const std::int64_t tile = forward_tile(threads), tiles = ceil_div(problem_.heads_q / problem_.heads_kv, tile);
-        at.scratch = kernels_.scratch_bytes(problem_, tile, longest_);
+        at.scratch = kernels_.scratch_bytes(problem_, tile);
         at.team = team_size(threads, rows_ * problem_.heads_kv * tiles);
         return at;
     }
@@ -168,8 +193,8 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
     at.sums = sums_bytes_;
     at.shares = lines(items * (attention_ ? sizeof(double) : heads * sizeof(float)));
-    at.scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_, longest_)
-                            : kernels_.gradient_bytes(problem_, most_heads_, longest_);
+    at.scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_)
+                            : kernels_.gradient_bytes(problem_, most_heads_);
     at.team = team_size(threads, std::max(most_items_, ceil_div(longest_, keys_per_item)));
     if (in_turns()) {
         at.progress = lines(items * sizeof(Progress));
@@ -179,7 +204,7 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const auto edges = static_cast<std::size_t>(ceil_div(longest_, at.strip_keys) + 1);
     at.starts = lines(edges * sizeof(std::int32_t));
     at.scratch = std::max(at.scratch, lines(edges * sizeof(std::int64_t)));  // as Batches::work() needs it
-    at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_, longest_);
+    at.notes = at.starts + kernels_.notes_bytes(problem_, most_heads_);
     at.pace = pace_of(at.team, at.notes);
     at.pace.slots = std::min(at.pace.slots, std::max<std::int64_t>(most_items_, 1));
     return at;
@@ -205,7 +230,9 @@ const SparsePlan::Unit &SparsePlan::unit_of(const Wave &wave, std::int64_t item)
     return *(std::upper_bound(units_.begin() + wave.first, units_.begin() + wave.end, item, before) - 1);
 }
 
-void SparsePlan::run(const SparseOperands &operands, int threads) const {
+void SparsePlan::run(const SparseOperands &given, int threads) const {
+    SparseOperands operands = given;
+    if (problem_.compressed_ratio) operands.k.kv_len = operands.v.kv_len = kv_len_.data();
     const SparseJob job = {&problem_, &operands, sequences_.data()};
     if (backward_) return run_backward(job, threads, nullptr);
     const Lease memory = lease_for(threads, [&](int n) { return workspace_bytes(n); });
@@ -276,8 +303,8 @@ void SparsePlan::share_keys(const Team &team, const Wave &wave, const State &sta
     const std::int64_t blocks = ceil_div(longest_, keys_per_item);
     const auto share = [&](std::int64_t i) {
         const Unit &unit = units_[wave.first + static_cast<std::size_t>(i / blocks)];
-        const std::int64_t first = i % blocks * keys_per_item, kv_len = sequences_[unit.seq].kv_len;
-        const std::int64_t end = std::min(first + keys_per_item, kv_len);
+        const std::int64_t first = i % blocks * keys_per_item, keys = keys_of(sequences_[unit.seq]);
+        const std::int64_t end = std::min(first + keys_per_item, keys);
         if (first < end) body(unit, reinterpret_cast<float *>(state.sums + unit.offset), first, end);
     };
     team.share(units * blocks, share, 4);
@@ -336,9 +363,9 @@ void SparsePlan::descend_lists(const Team &team, const Wave &wave, State &state,
 std::vector<Batches::Unit> SparsePlan::work_of(const Wave &wave, const Layout &at) const {
     std::vector<Batches::Unit> units;
     for (std::size_t u = wave.first; u < wave.end; ++u) {
-        const std::int64_t kv_len = sequences_[units_[u].seq].kv_len;
-        const std::int64_t ranges = std::max<std::int64_t>(at.team, ceil_div(kv_len, range_keys));
-        units.push_back({units_[u].items, ceil_div(kv_len, at.strip_keys), ranges});
+        const std::int64_t keys = keys_of(sequences_[units_[u].seq]);
+        const std::int64_t ranges = std::max<std::int64_t>(at.team, ceil_div(keys, range_keys));
+        units.push_back({units_[u].items, ceil_div(keys, at.strip_keys), ranges});
     }
     return units;
 }

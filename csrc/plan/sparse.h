@@ -57,6 +57,7 @@ private:
     struct State;  // of a run
 
     void divide();
+    std::int64_t most_keys_of(const Sequence &seq) const;
     std::int64_t forward_tile(int threads) const;
     void run_backward(const SparseJob &job, int threads, float *loss) const;
     Layout layout(int threads) const;
@@ -76,6 +77,7 @@ private:
     SparseProblem problem_;
     std::optional<SparseProblem> attention_;  // of a loss
     std::vector<Sequence> sequences_;
+    std::vector<std::int64_t> kv_len_;  // of each sequence, where there are two key sources
     bool backward_;
     std::int64_t tile_rows_ = 1;  // rows of an item
     std::int64_t rows_ = 0, longest_ = 0, most_items_ = 0, most_heads_ = 0;

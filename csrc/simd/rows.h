@@ -44,5 +44,8 @@ FUSION_INLINE std::int64_t end_key(const Sequence &seq, std::int64_t row) {
     return least(most(row + seq.hi, seq.prefix), seq.kv_len);
 }
 
+// Keys of both sources.
+FUSION_INLINE std::int64_t all_keys(const Sequence &seq) { return seq.kv_len + seq.compressed_len; }
+
 }  // namespace
 }  // namespace fusion

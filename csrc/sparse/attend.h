@@ -31,8 +31,7 @@ template <class Format> struct SparseScratch {
     float *sum, *peak, *shift, *fade;   // [head]
     std::size_t bytes;
 
-    SparseScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
-                  void *memory)
+    SparseScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, void *memory)
         : chunk(sparse_chunk(sizes, p.heads_q / p.heads_kv)), padded_heads(round_up(heads, head_unit<Format>)),
           deep(chunk / Format::depth) {
         const std::int64_t rounded = round_up<std::int64_t>(padded_heads, block_rows);
@@ -47,7 +46,7 @@ template <class Format> struct SparseScratch {
         carver.take(peak, rounded);
         carver.take(shift, rounded);
         carver.take(fade, rounded);
-        carver.take(keys, most_keys(p, longest));
+        carver.take(keys, p.most_keys);
         bytes = carver.bytes();
     }
 };
@@ -66,7 +65,7 @@ template <class Format> struct SparseWork {  // an item and all that it needs
 
     SparseWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
-          s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch), scale_pass(!(p.scale > 1e-30)),
+          s(p, sizes, item.heads, scratch), scale_pass(!(p.scale > 1e-30)),
           natural(scale_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e),
           streams(suits_stream<Format>(p) && p.dim_v <= p.dim_qk && p.dim_v % (lanes * Format::depth) == 0 &&
                   same_rows(o.k, o.v, item.seq, item.head_kv)) {}

@@ -18,10 +18,17 @@
 namespace fusion {
 namespace {
 
-template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t b, std::int64_t head, std::int64_t j) {
+template <class T>
+FUSION_INLINE const T *row_of(const KeySource &keys, std::int64_t b, std::int64_t head, std::int64_t j) {
     if (!keys.table) return row_of<const T>(keys.rows, b, head, j);
     const std::int64_t page = keys.table[b * keys.stride_table + j / keys.page_size];
     return row_of<const T>(keys.rows, b, head, j % keys.page_size) + page * keys.stride_page;
+}
+
+template <class T> FUSION_INLINE const T *row_of(const Keys &keys, std::int64_t b, std::int64_t head, std::int64_t j) {
+    const std::int64_t behind = keys.kv_len ? j - keys.kv_len[b] : -1;
+    return behind < 0 ? row_of<T>(static_cast<const KeySource &>(keys), b, head, j)
+                      : row_of<T>(keys.compressed, b, head, behind);
 }
 
 // The indexer's weights of one row, zeros behind them up to `pitch`.
@@ -35,32 +42,43 @@ inline void load_weights(const SparseProblem &p, const Rows &weights, std::int64
 
 // ---------------------------------------------------------------------------------------------------------- selection
 
-// The keys that a row's list names, in its order; returns their number. A list ends at its first negative entry, and
-// entries behind those that the visible keys could fill are not read.
+// How many keys of the second source a row sees.
+inline std::int64_t compressed_end(const SparseProblem &p, const Sequence &seq, std::int64_t row) {
+    return least(most<std::int64_t>(row + seq.compressed_hi, 0) / p.compressed_ratio, seq.compressed_len);
+}
+
+// The keys that a row reads: those of its list in its order, of two sources the band of the first before them. Returns
+// their number. A list ends at its first negative entry, and entries behind those that the visible keys could fill are
+// not read.
 inline std::int64_t expand(const SparseJob &job, const SparseItem &item, std::int32_t *keys) {
     const SparseProblem &p = *job.problem;
     const Sequence &seq = job.sequences[item.seq];
-    const std::int64_t first = first_key(seq, item.row), end = end_key(seq, item.row), block = p.select_block;
+    std::int64_t first = first_key(seq, item.row), end = end_key(seq, item.row), block = p.select_block;
+    std::int64_t count = 0, before = 0;
+    if (p.compressed_ratio) {
+        for (std::int64_t j = first; j < end; ++j) keys[count++] = static_cast<std::int32_t>(j);
+        first = 0;
+        end = compressed_end(p, seq, item.row);
+        before = seq.kv_len;
+        if (!p.select_count) {
+            for (std::int64_t j = 0; j < end; ++j) keys[count++] = static_cast<std::int32_t>(before + j);
+            return count;
+        }
+    }
     const std::int32_t *list = row_of<const std::int32_t>(job.operands->indices, item.seq, item.head_kv, item.row);
     const std::int64_t slots = least(p.select_count, end <= 0 ? 0 : (end + block - 1) / block);
-    std::int64_t count = 0;
     if (block == 1) {
         for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
-            keys[count] = list[s];
+            keys[count] = static_cast<std::int32_t>(before + list[s]);
             count += list[s] >= first && list[s] < end;
         }
         return count;
     }
     for (std::int64_t s = 0; s < slots && list[s] >= 0; ++s) {
         const std::int64_t start = list[s] * block, stop = least(start + block, end);
-        for (std::int64_t j = most(start, first); j < stop; ++j) keys[count++] = static_cast<std::int32_t>(j);
+        for (std::int64_t j = most(start, first); j < stop; ++j) keys[count++] = static_cast<std::int32_t>(before + j);
     }
     return count;
-}
-
-// The most that expand() can give.
-inline std::int64_t most_keys(const SparseProblem &p, std::int64_t longest) {
-    return least(p.select_count, (longest + p.select_block - 1) / p.select_block) * p.select_block;
 }
 
 // Heads are counted in whole vectors; where weights of heads are multiplied by tiles, in as many as a tile takes.
@@ -251,11 +269,16 @@ struct Chunk {  // `count` keys from the list's `at` on; `left` keys of the list
 };
 
 // Whether token t lies at the same place in both.
-inline bool same_rows(const Keys &a, const Keys &b, std::int64_t seq, std::int64_t head) {
+inline bool same_rows(const KeySource &a, const KeySource &b, std::int64_t seq, std::int64_t head) {
     return a.table == b.table && a.stride_table == b.stride_table && a.page_size == b.page_size &&
            a.stride_page == b.stride_page && a.rows.base == b.rows.base && a.rows.address[seq] == b.rows.address[seq] &&
            a.rows.stride_token == b.rows.stride_token &&
            head * a.rows.stride_head[seq] == head * b.rows.stride_head[seq];
+}
+
+inline bool same_rows(const Keys &a, const Keys &b, std::int64_t seq, std::int64_t head) {
+    return same_rows(static_cast<const KeySource &>(a), static_cast<const KeySource &>(b), seq, head) &&
+           (!a.kv_len || same_rows(a.compressed, b.compressed, seq, head));
 }
 
 // Keys i and, with two elements per word, i + 1 of a chunk: rows of n elements, `words` words of them to every `stride`

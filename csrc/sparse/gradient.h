@@ -39,11 +39,10 @@ template <class Format> struct GradientScratch {
     float **sums;                        // [key]
     std::size_t bytes;
 
-    GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, std::int64_t longest,
-                    void *memory)
+    GradientScratch(const SparseProblem &p, const Sizes<Format> &sizes, std::int64_t heads, void *memory)
         : padded_heads(round_up(heads, head_unit<Format>)), pitch(round_up<std::int64_t>(heads, 2 * lanes)),
           head_words(pitch / Format::depth) {
-        const std::int64_t rounded = round_up<std::int64_t>(pitch, block_rows), listed = most_keys(p, longest);
+        const std::int64_t rounded = round_up<std::int64_t>(pitch, block_rows), listed = p.most_keys;
         const bool apart = !p.shares_kv || p.dim_v % Format::depth != 0;  // half a word is no part of a key's row
         Carver carver(memory);
         carver.take(q, padded_heads * sizes.words);
@@ -84,7 +83,7 @@ template <class Format> struct SparseGradientWork {  // an item of the backward 
 
     SparseGradientWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
         : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
-          s(p, sizes, item.heads, job.sequences[item.seq].kv_len, scratch),
+          s(p, sizes, item.heads, scratch),
           values_in_keys(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
                          (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
           streams(suits_stream<Format>(p) && values_in_keys) {}
@@ -212,13 +211,13 @@ template <class Format> struct GradientNotes {
     std::size_t bytes;
 
     GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
-                  std::int64_t longest, void *memory)
+                  void *memory)
         : q_words(s.padded_heads / Format::depth * sizes.columns),
           dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
         Carver carver(memory);
         // Chunks are weighed whole; blocks of keys that begin anywhere are read whole.
-        const std::int64_t weighed = round_up<std::int64_t>(most_keys(p, longest), s.chunk) + block_rows;
-        carver.take(keys, most_keys(p, longest));
+        const std::int64_t weighed = round_up<std::int64_t>(p.most_keys, s.chunk) + block_rows;
+        carver.take(keys, p.most_keys);
         carver.take(q_rows, q_words);
         carver.take(dout_rows, dout_words);
         carver.take(probs, weighed * head_words);
@@ -258,15 +257,15 @@ void add_gradient(const SparseJob &job, const SparseItem &item, const Notes &not
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const std::int64_t longest = job.sequences[item.seq].kv_len, main = w.sizes.main_columns, hw = s.head_words;
+    const std::int64_t main = w.sizes.main_columns, hw = s.head_words;
     const std::int64_t depth = words_of<Format>(item.heads);
     const auto scale = static_cast<float>(w.p.scale);
-    const GradientNotes<Format> own(w.p, w.sizes, s, longest, notes.memory);
+    const GradientNotes<Format> own(w.p, w.sizes, s, notes.memory);
     const NotedKeys noted(notes, range);
     PrefetchQueue queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const GradientNotes<Format> other(w.p, w.sizes, s, longest, next->memory);
+        const GradientNotes<Format> other(w.p, w.sizes, s, next->memory);
         const NotedKeys there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
         queue.add(other.dout_rows, other.dout_words * sizeof *other.dout_rows);
@@ -356,7 +355,7 @@ template <class Format> std::int64_t sort_keys(const SparseGradientWork<Format> 
         while (w.p.indexes && entries[slot] != w.s.keys[i]) ++slot;  // passes over entries that the row does not see
         w.s.list[i] = static_cast<std::uint64_t>(w.s.keys[i]) << 32 | static_cast<std::uint64_t>(slot);
     }
-    const int bits = bits_for(w.job.sequences[w.item.seq].kv_len);
+    const int bits = bits_for(all_keys(w.job.sequences[w.item.seq]));
     sorted = sort_upward(w.s.list, w.s.spare, count, 32, 32 + bits, w.s.histogram);
     for (std::int64_t i = 0; i < count; ++i) w.s.keys[i] = static_cast<std::int32_t>(sorted[i] >> 32);
     return count;
@@ -365,7 +364,7 @@ template <class Format> std::int64_t sort_keys(const SparseGradientWork<Format> 
 // The same where places do not matter: keys listed once, as nearly always, are marked and read off.
 template <class Format> std::int64_t order_keys(const SparseGradientWork<Format> &w) {
     std::uint32_t *const marks = w.s.histogram;
-    const std::int64_t words = (w.job.sequences[w.item.seq].kv_len + 31) / 32;
+    const std::int64_t words = (all_keys(w.job.sequences[w.item.seq]) + 31) / 32;
     std::uint64_t *sorted;
     if (words > std::int64_t{1} << digit_bits) return sort_keys(w, sorted);
     const std::int64_t count = expand(w.job, w.item, w.s.keys);
@@ -408,10 +407,9 @@ void select_gradient(const SparseJob &job, const SparseItem &item, const Notes &
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const std::int64_t kv_len = job.sequences[item.seq].kv_len;
-    const GradientNotes<Format> left(w.p, w.sizes, s, kv_len, notes.memory);
+    const GradientNotes<Format> left(w.p, w.sizes, s, notes.memory);
     const std::int64_t count = order_keys(w), rounded = round_up<std::int64_t>(s.pitch, block_rows);
-    find_strips(notes, s.keys, count, kv_len);
+    find_strips(notes, s.keys, count, all_keys(job.sequences[item.seq]));
     std::memcpy(left.keys, s.keys, count * sizeof *s.keys);
     std::memset(s.dq, 0, rounded * w.sizes.columns * sizeof *s.dq);
     load_statistics<Format, T>(w, dsink);
@@ -450,9 +448,15 @@ void store_sums_as(const SparseJob &job, std::int64_t b, std::int64_t head, cons
     const SparseProblem &p = *job.problem;
     const SparseOperands &o = *job.operands;
     const Sizes<Format> sizes(p);
-    const std::int64_t pitch = sum_columns<Format>(p);
+    const std::int64_t pitch = sum_columns<Format>(p), kv_len = job.sequences[b].kv_len;
     for (std::int64_t j = first; j < end; ++j) {
         const float *from = table.memory + j * pitch;
+        if (j >= kv_len) {
+            store_scaled(row_of<Out>(o.dk_compressed, b, head, j - kv_len), from, p.dim_qk, 1.0f);
+            if (!p.shares_kv)
+                store_scaled(row_of<Out>(o.dv_compressed, b, head, j - kv_len), from + sizes.columns, p.dim_v, 1.0f);
+            continue;
+        }
         store_scaled(row_of<Out>(o.dk, b, head, j), from, p.dim_qk, 1.0f);
         if (p.dim_rope) store_scaled(row_of<Out>(o.dk_rope, b, head, j), from + sizes.main_columns, p.dim_rope, 1.0f);
         if (p.indexes || p.shares_kv) continue;

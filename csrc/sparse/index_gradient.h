@@ -26,9 +26,9 @@ template <class Format> struct IndexNotes {
     bool *nonfinite;         // whether elements of heads were, in whose places are zeros
     std::size_t bytes;
 
-    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory)
+    IndexNotes(const SparseProblem &index, const GradientScratch<Format> &s, void *memory)
         : q_words(s.padded_heads / Format::depth * Sizes<Format>(index).columns) {
-        const std::int64_t most = most_keys(index, longest);
+        const std::int64_t most = index.most_keys;
         Carver carver(memory);
         carver.take(keys, most);
         carver.take(q_rows, q_words);
@@ -46,8 +46,8 @@ template <class Format> struct IndexListScratch {  // beside that of a gradient
     Word *dscores;    // of a chunk, [key / depth][pitch of the gradient]
     std::size_t bytes;
 
-    IndexListScratch(const SparseProblem &index, const GradientScratch<Format> &s, std::int64_t longest, void *memory) {
-        const std::int64_t most = most_keys(index, longest);
+    IndexListScratch(const SparseProblem &index, const GradientScratch<Format> &s, void *memory) {
+        const std::int64_t most = index.most_keys;
         Carver carver(memory);
         carver.take(products, (round_up<std::int64_t>(most, block_rows) + lanes) * s.pitch);
         carver.take(across, round_up<std::int64_t>(most, s.chunk) / Format::depth * Sizes<Format>(index).columns);
@@ -63,8 +63,8 @@ template <class Format> struct IndexListWork {  // a row and all that its gradie
 
     IndexListWork(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch)
         : gradient(job, item, scratch),
-          list(gradient.p, gradient.s, job.sequences[item.seq].kv_len, static_cast<char *>(scratch) + gradient.s.bytes),
-          left(gradient.p, gradient.s, job.sequences[item.seq].kv_len, notes.memory) {}
+          list(gradient.p, gradient.s, static_cast<char *>(scratch) + gradient.s.bytes),
+          left(gradient.p, gradient.s, notes.memory) {}
 
     std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
 };
@@ -256,14 +256,14 @@ void add_index_gradient(const SparseJob &job, const SparseItem &item, const Note
     [[maybe_unused]] const ProductRegion<Format> region;
     const SparseGradientWork<Format> w(job, item, scratch);
     const auto &s = w.s;
-    const std::int64_t longest = job.sequences[item.seq].kv_len, columns = w.sizes.columns;
+    const std::int64_t columns = w.sizes.columns;
     const std::int64_t depth = words_of<Format>(item.heads);
-    const IndexNotes<Format> own(w.p, s, longest, notes.memory);
+    const IndexNotes<Format> own(w.p, s, notes.memory);
     const NotedKeys noted(notes, range);
     PrefetchQueue queue;  // other cores may have written what is added next
     const auto meanwhile = [&](std::int64_t) __attribute__((always_inline)) { queue.step(); };
     if (next) {
-        const IndexNotes<Format> other(w.p, s, longest, next->memory);
+        const IndexNotes<Format> other(w.p, s, next->memory);
         const NotedKeys there(*next, range);
         queue.add(other.q_rows, other.q_words * sizeof *other.q_rows);
         queue.add(other.keys + there.first, there.count() * sizeof *other.keys);

@@ -159,7 +159,7 @@ template <class Format> struct ListScratch {  // of the attention, beside that o
     float *target;                  // [key], of the whole list
     std::size_t bytes;
 
-    ListScratch(const SparseProblem &attention, const SparseProblem &index, std::int64_t longest, void *memory)
+    ListScratch(const SparseProblem &attention, const SparseProblem &index, void *memory)
         : pitch(round_up(attention.heads_q / attention.heads_kv, head_unit<Format>)) {
         const Sizes<Format> sizes(attention);
         Carver carver(memory);
@@ -168,7 +168,7 @@ template <class Format> struct ListScratch {  // of the attention, beside that o
         carver.take(scores, round_up<std::int64_t>(chunk, lanes) * pitch);
         carver.take(shift, pitch);
         carver.take(share, pitch);
-        carver.take(target, most_keys(index, longest) + lanes);
+        carver.take(target, index.most_keys + lanes);
         bytes = carver.bytes();
     }
 };
@@ -228,8 +228,7 @@ void list_loss(const SparseJob &job, const SparseItem &item, const Notes &notes,
     [[maybe_unused]] const ProductRegion<Format> region;
     const IndexListWork<Format> work(job, item, notes, scratch);
     const auto &w = work.gradient;
-    const ListScratch<Format> s(*job.attention, w.p, job.sequences[item.seq].kv_len,
-                                static_cast<char *>(scratch) + work.bytes());
+    const ListScratch<Format> s(*job.attention, w.p, static_cast<char *>(scratch) + work.bytes());
     float *const given = work.left.given;
     const std::int64_t count = order_keys(w);
     find_strips(notes, w.s.keys, count, job.sequences[item.seq].kv_len);

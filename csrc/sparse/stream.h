@@ -139,7 +139,7 @@ private:
 
     FUSION_INLINE void point(const Keys &from, const std::int64_t (&keys)[block_rows],
                              const T *(&to)[block_rows]) const {
-        if (from.table) {
+        if (from.table || from.kv_len) {
             for (int r = 0; r < block_rows; ++r) to[r] = row_of<T>(from, item_.seq, item_.head_kv, keys[r]);
             return;
         }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_attention.api.attention import attention
     from fusion_attention.api.cache import CacheFullError, PagedKVCache
+    from fusion_attention.api.compressed import compressed_attention
     from fusion_attention.api.decode import decode_attention
     from fusion_attention.api.int8_rope import divided_rope
     from fusion_attention.api.sparse import indexer_loss, lightning_indexer, pack_lists, sparse_attention
@@ -39,6 +40,7 @@ __all__ = [
     "Replay",
     "attention",
     "capture",
+    "compressed_attention",
     "decode_attention",
     "diagnose",
     "divided_rope",
@@ -68,6 +70,7 @@ _HOMES = {
     "Replay": "judging.replay",
     "attention": "api.attention",
     "capture": "captures.capture",
+    "compressed_attention": "api.compressed",
     "decode_attention": "api.decode",
     "diagnose": "judging.judge",
     "divided_rope": "api.int8_rope",

@@ -334,6 +334,9 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
         "flash_attn: mask_mode": lambda: ops.flash_attn(q, k, k, mask_mode=1),
         "flash_attn: seqused_q": lambda: ops.flash_attn(q, k, k, cu_seqlens_q=ends, seqused_q=ends[1:]),
         "lightning_indexer: cmp_ratio": lambda: ops.lightning_indexer(q, k, w, 2, cmp_ratio=4),
+        "lightning_indexer: cmp_residual_k": lambda: ops.lightning_indexer(
+            q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([4])
+        ),
         "lightning_indexer: output_idx_offset": lambda: ops.lightning_indexer(q, k, w, 2, output_idx_offset=ends),
         "lightning_indexer: seqused_q": lambda: ops.lightning_indexer(q, k, w, 2, layout_q="TND", seqused_q=ends),
         "lightning_indexer: seqused_k": lambda: ops.lightning_indexer(q, k, w, 2, layout_k="TND", seqused_k=ends),
@@ -342,5 +345,5 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
     for message, call in refused.items():
         with pytest.raises(fa.ContractError, match=message):
             call()
-    with pytest.raises(AttributeError, match=r"no sparse_flash_mla; instead: fusion_attention\.sparse_attention"):
-        ops.sparse_flash_mla  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no compressor; instead: fusion_attention\.compressed_attention"):
+        ops.compressor  # noqa: B018

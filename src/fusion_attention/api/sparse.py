@@ -182,7 +182,7 @@ def sparse_attention(
     dispatch.autocast(args, ("query", "key", "value", "query_rope", "key_rope"))
     results = dispatch.results(sparse.RECORD, args, backend, complete=return_lse)
     out = results["attention_out"]
-    return (out, _lse(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
+    return (out, lse_of(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out
 
 
 def pack_lists(indices: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ def indexer_loss(
     return dispatch.results(indexer_loss_record.RECORD, args, backend)["loss"].reshape(())
 
 
-def _lse(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
+def lse_of(max_: Tensor, sum_: Tensor, layout: str) -> Tensor:
     """[B, N1, S1] or [T1, N1], from statistics in CANN's order."""
     lse = max_ + sum_.detach().log()  # 0 and 0 in a row without keys: -inf
     return lse.movedim(0, 1).flatten(1) if layout == "TND" else lse.mT.flatten(1, 2)

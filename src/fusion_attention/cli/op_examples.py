@@ -290,6 +290,13 @@ latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # key rows that are val
 out, lse = fa.sparse_attention(q, latent, None, indices, return_lse=True)
 out.sum().backward()
 """,
+    "compressed_attention": """
+q = torch.randn(2, 128, 8, 64, requires_grad=True)
+latent = torch.randn(2, 128, 1, 64, requires_grad=True)  # key rows that are values too
+fours = latent.unflatten(1, (32, 4)).mean(2)  # a compressed key for every four tokens
+out, lse = fa.compressed_attention(q, latent, fours, ratio=4, band=fa.Band.window(15), return_lse=True)
+out.sum().backward()
+""",
     "indexer_loss": """
 rows, keys = torch.randn(2, 128, 4, 32, requires_grad=True), torch.randn(2, 128, 1, 32)
 weights = torch.rand(2, 128, 4)

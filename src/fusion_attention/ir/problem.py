@@ -81,6 +81,10 @@ class Problem(_Typed):
             becomes -softcap, so its key is seen.
         wide_results: what a run writes in rows of dtype (out; the gradients of rows and keys) is float32, to be added
             up partial results. The saved out that a backward reads is rows of dtype all the same.
+        compressed_ratio: a second source of keys (k_compressed, v_compressed; Extents.compressed) joins the softmax,
+            one key of which stands for so many tokens: a row sees one more of them every compressed_ratio rows, beside
+            the keys of its band. Lists select keys of this source alone; where select_count is 0, a row reads all of
+            it that it sees. 0: there is one source.
     """
 
     heads_q: int
@@ -111,16 +115,25 @@ class Problem(_Typed):
     softcap: float = 0.0
     has_blocked_tiles: bool = False
     wide_results: bool = False
+    compressed_ratio: int = 0
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv
 
+    @property
+    def selects(self) -> bool:
+        """Whether rows read keys one by one: those of lists, or of two sources."""
+        return bool(self.select_count or self.compressed_ratio)
+
     def flops(self, extents: Extents, backward: bool = False) -> int:
         """Multiply-adds counted twice, over visible pairs of the band only: two matmuls forward, five backward."""
         qk, v = self.dim_qk + self.dim_rope, self.dim_v
-        return 2 * self.heads_q * extents.visible_pairs * (3 * qk + 2 * v if backward else qk + v)
+        pairs = extents.visible_pairs
+        if self.compressed_ratio:
+            pairs += extents.compressed_pairs(self.compressed_ratio, self.select_count * self.select_block)
+        return 2 * self.heads_q * pairs * (3 * qk + 2 * v if backward else qk + v)
 
     def __str__(self) -> str:
         values = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -149,12 +162,24 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
+class Compressed:
+    """Lengths and bounds of a second source of keys: host int64 arrays, one number per sequence.
+
+    Row i sees its first min(kv_len, (i + hi) // ratio) keys, where that is positive; Problem.compressed_ratio is ratio.
+    """
+
+    kv_len: np.ndarray
+    hi: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Extents:
     """Lengths and bands per sequence: host int64 arrays, all of one length.
 
     Row i of sequence b sees the keys max(0, i + lo) <= j < min(kv_len, max(prefix, i + hi)); a prefix goes only with
     lo = -INFINITE. shift is the distance origin of computed biases: |j - i + shift|. part: None where sequences are
-    whole; parts have no bias tables, no drop bits and no blocked tiles.
+    whole; parts have no bias tables, no drop bits and no blocked tiles. compressed: of a second source of keys, which
+    are numbered behind the kv_len of the first.
     """
 
     q_len: np.ndarray
@@ -164,6 +189,7 @@ class Extents:
     prefix: np.ndarray
     shift: np.ndarray
     part: Part | None = None
+    compressed: Compressed | None = None
 
     def __len__(self) -> int:
         return len(self.q_len)
@@ -172,6 +198,8 @@ class Extents:
     def key(self) -> bytes:
         """What a cache of plans compares."""
         own = b"".join(getattr(self, name).tobytes() for name in EXTENT_ROWS)
+        if self.compressed is not None:
+            return b"compressed" + own + self.compressed.kv_len.tobytes() + self.compressed.hi.tobytes()
         if self.part is None:
             return own
         # Four bytes more: no batch of whole sequences has a key of that length.
@@ -219,6 +247,20 @@ class Extents:
         first = np.maximum(row + self.lo[b], 0)
         end = np.minimum(np.maximum(row + self.hi[b], self.prefix[b]), self.kv_len[b])
         return first, end
+
+    def compressed_end(self, b: int, row: np.ndarray, ratio: int) -> np.ndarray:
+        """How many keys of the second source the given rows of sequence b see."""
+        assert self.compressed is not None
+        return np.clip((row + self.compressed.hi[b]) // ratio, 0, self.compressed.kv_len[b])
+
+    def all_keys(self, b: int) -> int:
+        """Keys of sequence b in both sources."""
+        return int(self.kv_len[b]) + (0 if self.compressed is None else int(self.compressed.kv_len[b]))
+
+    def compressed_pairs(self, ratio: int, listed: int) -> int:
+        """How many pairs of a row and a key of the second source are read; listed: keys of a list, 0 for none."""
+        ends = (self.compressed_end(b, np.arange(self.q_len[b]), ratio) for b in range(len(self)))
+        return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 
     @functools.cached_property
     def visible_pairs(self) -> int:
@@ -272,6 +314,8 @@ class Operands:
     # has no bits blocks all.
     blocked_tiles: MatrixView | None = None
     blocked_bits: torch.Tensor | None = None  # uint8 [n, 128, 16], a bit per pair, lowest first; 1 = not seen
+    k_compressed: RowView | PagedView | None = None
+    v_compressed: RowView | PagedView | None = None  # k_compressed, narrowed to dim_v, where the problem shares them
 
 
 @dataclass(eq=False)
@@ -298,6 +342,8 @@ class Grads:
     dsink: torch.Tensor | None = None  # float32 [heads_q], overwritten
     owns_dbias: bool = False
     dlse: RowView | None = None
+    dk_compressed: RowView | None = None
+    dv_compressed: RowView | None = None  # None where dk_compressed receives it
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,12 @@ def measured(
     for unit in pieces:
         wanted = computed(setting, unit, list(outputs), grade, with_baseline=with_baseline, exact=complete)
         heads = of_heads(setting, unit)
-        place = (unit.b, heads, unit.rows) if complete else None
         for tallies_of, results in ((tallies, outputs), *((others[who], results) for who, results in beside.items())):
             for o in results:
-                if o.name in wanted and o.by_keys == unit.by_keys and o.view is not None:
+                if o.name in wanted and o.of_unit(unit):
+                    before = o.before(setting.extents, unit.b)
+                    rows = slice(unit.rows.start - before, unit.rows.stop - before)
+                    place = (unit.b, heads, rows) if complete else None
                     tallies_of[o.name].add(place, o.rows(setting, unit.b, heads, unit.rows), wanted[o.name])
     if complete:
         for o in outputs:
@@ -90,8 +92,8 @@ def _tally(setting: Setting, o: Output, *, complete: bool) -> Tally:
     if o.view is None:
         columns = o.tensor.shape[-1] if o.tensor.dim() > 1 else 1
         return Tally(o.tensor.dtype, Errors([o.tensor.numel() // max(columns, 1)], 1, columns), terms)
-    lengths, heads = (e.kv_len, p.heads_kv) if o.by_keys else (e.q_len, p.heads_q)
-    return Tally(o.tensor.dtype, Errors([int(n) for n in lengths] if complete else [], heads, o.view.dim), terms)
+    heads = p.heads_kv if o.by_keys else p.heads_q
+    return Tally(o.tensor.dtype, Errors(o.lengths(e) if complete else [], heads, o.view.dim), terms)
 
 
 def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
@@ -103,7 +105,7 @@ def _of_total(o: Output, wanted: Wanted) -> tuple[Tensor, Wanted]:
 
 def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, generator: torch.Generator) -> list[Unit]:
     """Pieces of where outputs fail, and of where they do not: a few heads and rows each, the first failure too."""
-    results: set[tuple[int, int, int, int, int, bool]] = set()
+    results: set[tuple[int, int, int, int, int, bool, bool]] = set()
     for o in outputs:
         if o.name not in maps:
             continue
@@ -115,7 +117,7 @@ def drawn(maps: dict[str, Map], outputs: Sequence[Output], setting: Setting, gen
             order = torch.randperm(len(cells), generator=generator).tolist()
             chosen = [cells[0], cells[-1], *(cells[i] for i in order[: count - 2])] if cells else []
             results |= {_unit_of(setting, o, place) for place in chosen}
-    return [Unit(b, slice(h, z), slice(first, end), by) for b, h, z, first, end, by in sorted(results)]
+    return [Unit(b, slice(h, z), slice(first, end), *of) for b, h, z, first, end, *of in sorted(results)]
 
 
 def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[int]]:
@@ -128,10 +130,9 @@ def _some(marks: Tensor, count: int, generator: torch.Generator) -> list[list[in
     return [[int(n) // marks.shape[1], int(n) % marks.shape[1]] for n in both]
 
 
-def _unit_of(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool]:
+def _unit_of(setting: Setting, o: Output, place: tuple[int, int, int]) -> tuple[int, int, int, int, int, bool, bool]:
     b, head, row = place
-    group, e = setting.group, setting.extents
-    length = int((e.kv_len if o.by_keys else e.q_len)[b])
+    group, length, before = setting.group, o.lengths(setting.extents)[b], o.before(setting.extents, b)
     heads = (head * group, head * group + group) if o.by_keys else (head, head + 1)
     first = row // 4 * 4
-    return b, *heads, first, min(first + 4, length), o.by_keys
+    return b, *heads, before + first, before + min(first + 4, length), o.by_keys, o.second

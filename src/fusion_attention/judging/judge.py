@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,11 +147,11 @@ def _looks(setting: Setting, o: Output, tally: Tally) -> list[str]:
     if o.view is None:
         return most(tally, o.tensor.shape) + looks_like(tally, "row" if tally.errors.columns > 1 else "number")
     p, e, word = setting.problem, setting.extents, "key" if o.by_keys else "row"
-    heads, lengths = (p.heads_kv, e.kv_len) if o.by_keys else (p.heads_q, e.q_len)
-    several = tally.errors.columns > 1
+    heads, lengths = p.heads_kv if o.by_keys else p.heads_q, o.lengths(e)
+    several, before = tally.errors.columns > 1, partial(o.before, e)
     return looks_like(
         tally, word if several else "number",
-        (lambda b: o.rows(setting, b, slice(0, heads), slice(0, int(lengths[b])))) if several else None,
+        (lambda b: o.rows(setting, b, slice(0, heads), slice(before(b), before(b) + lengths[b]))) if several else None,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fusion_attention.ir import bias
 from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
 from fusion_attention.judging import expected_error, formulas
 from fusion_attention.judging.expected_error import KERNEL, Grade
 from fusion_attention.judging.formulas import Precision
@@ -29,7 +30,8 @@ PAIRS = 1 << 21
 _KEYS = ("dk", "dv", "dk_rope")
 TOTALS = ("dsink", "dpse")  # to which all sequences add
 _GRADS = {"dquery": "dq", "dkey": "dk", "dvalue": "dv", "dquery_rope": "dq_rope", "dkey_rope": "dk_rope",
-          "dsinks": "dsink"}  # fmt: skip
+          "dsinks": "dsink", "dkey_compressed": "dk_compressed", "dvalue_compressed": "dv_compressed"}  # fmt: skip
+_SECOND = "_compressed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class Output:
         name: as its record has it. kind: "out", "max", "sum", "lse", or a gradient's name in the formulas.
         view: its rows; None: it has none, all sequences add up to it.
         tensor: where it lies; form: how its family returns statistics ("training", "sparse", "own").
+        second: of by_keys, its keys are those of the second source.
     """
 
     name: str
@@ -47,28 +50,49 @@ class Output:
     tensor: Tensor
     view: RowView | None
     form: str = "own"
+    second: bool = False
 
     @property
     def by_keys(self) -> bool:
         """Its rows are tokens of the key side."""
         return self.kind in _KEYS
 
+    def of_unit(self, unit: Unit) -> bool:
+        """Whether a unit has rows of it."""
+        return self.view is not None and (self.by_keys, self.second) == (unit.by_keys, unit.second)
+
+    def lengths(self, extents: Extents) -> list[int]:
+        """Its rows in every sequence."""
+        counted = extents.kv_len if self.by_keys else extents.q_len
+        if self.second:
+            assert extents.compressed is not None
+            counted = extents.compressed.kv_len
+        result: list[int] = counted.tolist()
+        return result
+
     def rows(self, setting: Setting, b: int, heads: slice, rows: slice) -> Tensor:
-        """[heads, rows, elements] of sequence b."""
+        """[heads, rows, elements] of sequence b; rows of a second source count from the first one's first key."""
         assert self.view is not None
-        p, e = setting.problem, setting.extents
-        count, length = (p.heads_kv, e.kv_len[b]) if self.by_keys else (p.heads_q, e.q_len[b])
-        return self.view.sequence(b, count, int(length))[heads, rows]
+        count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
+        every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
+        before = self.before(setting.extents, b)
+        return every[heads, rows.start - before : rows.stop - before]
+
+    def before(self, extents: Extents, b: int) -> int:
+        """Keys of the first source that are numbered before its rows."""
+        return int(extents.kv_len[b]) if self.second else 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece that is computed at once: query heads and rows (or, of by_keys, keys) of a sequence."""
+    """A piece that is computed at once: query heads and rows (or, of by_keys, keys) of a sequence; second: the keys
+    are of a second source, which are numbered behind those of the first."""
 
     b: int
     heads: slice
     rows: slice
     by_keys: bool = False
+    second: bool = False
 
 
 def setting_of(call: Any, captured: Mapping[str, Tensor]) -> tuple[Setting, list[Output]]:
@@ -120,23 +144,26 @@ def _gradients(call: Any, shown: Any, captured: Mapping[str, Tensor]) -> Iterato
         if kind in TOTALS:
             yield Output(name, kind, tensor, None)
         elif getattr(shown, kind, None) is not None and tensor.numel():
-            yield Output(name, kind, tensor, getattr(shown, kind))
+            second = kind.endswith(_SECOND)
+            yield Output(name, kind.removesuffix(_SECOND), tensor, getattr(shown, kind), second=second)
 
 
 def units(setting: Setting, outputs: list[Output]) -> Iterator[Unit]:
     """Every piece of a call, each of about PAIRS scores."""
     p, e = setting.problem, setting.extents
-    kinds = {o.by_keys for o in outputs}
+    kinds = {(o.by_keys, o.second) for o in outputs}
     for b in range(len(e)):
-        q_len, kv_len = int(e.q_len[b]), int(e.kv_len[b])
-        for by_keys in sorted(kinds):
-            length, other = (kv_len, q_len) if by_keys else (q_len, kv_len)
+        q_len, kv_len = int(e.q_len[b]), e.all_keys(b)
+        for by_keys, second in sorted(kinds):
+            before = int(e.kv_len[b]) if second else 0
+            end = kv_len if second or not by_keys else int(e.kv_len[b])
+            length, other = (end - before, q_len) if by_keys else (q_len, kv_len)
             heads = min(p.heads_q, max(p.group, PAIRS // max(length * other, 1) // p.group * p.group))
             step = min(max(length, 1), max(1, PAIRS // max(heads * other, 1)))
             for head in range(0, p.heads_q, heads):
                 for first in range(0, length, step):
-                    rows = slice(first, min(first + step, length))
-                    yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys)
+                    rows = slice(before + first, before + min(first + step, length))
+                    yield Unit(b, slice(head, min(head + heads, p.heads_q)), rows, by_keys, second)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +208,7 @@ def _values(
     narrow = formulas.narrowed(block, precision)
     softmax = formulas.softmax(narrow)
     raw = formulas.forward(block, precision, softmax)
-    keyless = int(setting.extents.kv_len[unit.b]) == 0
+    keyless = setting.extents.all_keys(unit.b) == 0
     values = {o.name: _as_returned(o, raw, block, precision, keyless=keyless) for o in outputs}
     for change in setting.returns:
         values = {o.name: change(o.kind, values[o.name], raw, block, precision) for o in outputs}
@@ -227,7 +254,7 @@ def _gradient(
 ) -> dict[str, Wanted]:
     """Gradients of rows, or of keys: a sum over all rows that meet them, some rows at a time."""
     problem, length = setting.problem, int(setting.extents.q_len[unit.b])
-    wanted = [o for o in outputs if o.by_keys == unit.by_keys and o.view is not None]
+    wanted = [o for o in outputs if o.of_unit(unit)]
     if not unit.by_keys:
         values, variances = _of_block(setting, unit, unit.rows, None, grade, p, exact=True)
     else:
@@ -248,7 +275,7 @@ def _gradient(
         values = {name: _by_key_head(value, problem.group, setting.of_group) for name, value in values.items()}
         variances = {name: _by_key_head(value, problem.group, "sum") for name, value in variances.items()}
     pieces: dict[str, Wanted] = {}
-    terms = length * problem.group if unit.by_keys else int(setting.extents.kv_len[unit.b])
+    terms = length * problem.group if unit.by_keys else setting.extents.all_keys(unit.b)
     for o in wanted:
         if o.kind in values:
             value = variance = p.stored(values[o.kind])
@@ -324,7 +351,7 @@ def _delta(setting: Setting, unit: Unit, rows: slice, keys: slice | None, grade:
         setting.deltas[at] = empty.double()
     delta = setting.deltas[at]
     if bool(delta[:, rows].isnan().any()):
-        step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * int(setting.extents.kv_len[unit.b]), 1))
+        step = max(1, PAIRS // max((unit.heads.stop - unit.heads.start) * setting.extents.all_keys(unit.b), 1))
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
             if not exact:

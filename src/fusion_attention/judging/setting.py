@@ -119,7 +119,7 @@ class Setting:
         """This setting on other lengths or bands."""
         e = self.extents
         arrays = {n: fields.get(n, getattr(e, n)) for n in ("q_len", "kv_len", "lo", "hi", "prefix", "shift")}
-        return self.changed(extents=Extents(**arrays))
+        return self.changed(extents=Extents(**arrays, compressed=e.compressed))
 
     def of_operands(self, **fields: Any) -> Setting:
         """This setting on other memory."""
@@ -134,11 +134,14 @@ class Setting:
         """Rows and heads of sequence b; keys None: those that the rows may see."""
         p, e, o = self.problem, self.extents, self.operands
         first, end = e.row_interval(b, np.arange(rows.start, rows.stop))
-        kv_len = int(e.kv_len[b])
+        kv_len = e.all_keys(b)
         keys = _keys(p, first, end, kv_len) if keys is None else keys
         position = torch.arange(keys.start, keys.stop)
         low, high = (torch.from_numpy(edge)[:, None] for edge in (first, end))
         visible = ((position >= low) & (position < high))[None]
+        if p.compressed_ratio:
+            behind = int(e.kv_len[b])
+            visible = visible | ((position >= behind) & (position < behind + self._listed(b, rows)[0]))
         visible = self._unblocked(visible, b, heads, rows, keys)
         times = self._times(b, heads, rows, keys)
         kv = self._kv_heads()[heads]
@@ -223,6 +226,9 @@ class Setting:
         common = {"k": o.k_common, "v": o.v_common}.get(name)
         if common is not None and shared:
             rows = torch.cat((self._unpacked(common, 0, shared, name), rows), 1)
+        compressed = {"k": o.k_compressed, "v": o.v_compressed}.get(name)
+        if compressed is not None:
+            rows = torch.cat((rows, compressed.sequence(b, p.heads_kv, self.extents.all_keys(b) - length)), 1)
         for key in [key for key in self.cached if key[0] != b]:
             del self.cached[key]
         self.cached[b, name] = rows
@@ -256,10 +262,21 @@ class Setting:
             return None
         entries = self.operands.indices.sequence(b, p.heads_kv, int(e.q_len[b]))
         entries = entries[torch.from_numpy(self._kv_heads()[heads])][:, rows].long()
-        _, end = e.row_interval(b, np.arange(rows.start, rows.stop))
-        blocks = torch.from_numpy(-(-np.maximum(end, 0) // p.select_block))[:, None]
-        read = (torch.arange(entries.shape[2]) < blocks) & (entries >= 0).cumprod(-1).bool()
-        return selected_times(entries, read, int(e.kv_len[b]), p.select_block)[..., keys]
+        end, listed = self._listed(b, rows)
+        read = (torch.arange(entries.shape[2]) < -(-end // p.select_block)) & (entries >= 0).cumprod(-1).bool()
+        times = selected_times(entries, read, listed, p.select_block)
+        if p.compressed_ratio:  # beside the whole band of the first source
+            times = torch.nn.functional.pad(times, (int(e.kv_len[b]), 0), value=1.0)
+        return times[..., keys]
+
+    def _listed(self, b: int, rows: slice) -> tuple[Tensor, int]:
+        """(how many of the keys that lists name each row sees [rows, 1], how many there are)."""
+        p, e, row = self.problem, self.extents, np.arange(rows.start, rows.stop)
+        if p.compressed_ratio:
+            end, count = e.compressed_end(b, row, p.compressed_ratio), e.all_keys(b) - int(e.kv_len[b])
+        else:
+            end, count = np.maximum(e.row_interval(b, row)[1], 0), int(e.kv_len[b])
+        return torch.from_numpy(end)[:, None], count
 
     def _bias(self, b: int, heads: slice, rows: slice, keys: slice) -> Tensor | None:
         p, o, e = self.problem, self.operands, self.extents
@@ -320,7 +337,7 @@ def _keys(p: Problem, first: np.ndarray, end: np.ndarray, kv_len: int) -> slice:
     """The keys that rows may see, or all where an empty row may need their mean."""
     means = p.empty_rows == "mean" or (p.empty_rows != "zero" and (p.has_blocked or p.bias != "none"))
     some = end > first
-    if means or p.has_blocked_tiles or p.select_count or not some.any():
+    if means or p.has_blocked_tiles or p.selects or not some.any():
         return slice(0, kv_len)
     return slice(int(first[some].min()), int(end[some].max()))
 

@@ -49,10 +49,9 @@ def sizes(
         wanted = computed(setting, unit, outputs, grade)
         heads = of_heads(setting, unit)
         for o in outputs:
-            if o.by_keys == unit.by_keys and o.name in wanted:
-                counts = (problem.heads_kv, extents.kv_len) if o.by_keys else (problem.heads_q, extents.q_len)
-                rows = views[o.name].sequence(unit.b, counts[0], int(counts[1][unit.b]))
-                rows[heads, unit.rows] = wanted[o.name].variance.sqrt()
+            if o.of_unit(unit) and o.name in wanted:
+                place = replace(o, view=views[o.name])
+                place.rows(setting, unit.b, heads, unit.rows)[:] = wanted[o.name].variance.sqrt()
     if grads is not None:
         for kind, tensor in (("dsink", grads.dsink), ("dpse", None if grads.dbias is None else grads.dbias.keep)):
             if tensor is not None:
@@ -93,7 +92,7 @@ def expected_of(call: Any, golden: Mapping[str, Tensor] | None = None, grade: Gr
     results = {o.name: torch.zeros(indices[o.name].numel(), dtype=torch.float64) for o in outputs}
     values = {o.name: torch.full_like(results[o.name], math.inf if o.kind == "lse" else 0) for o in outputs}
     for unit in units(setting, [o for o in outputs if o.view is not None]):
-        here = [o for o in outputs if o.view is not None and o.by_keys == unit.by_keys]
+        here = [o for o in outputs if o.of_unit(unit)]
         wanted = computed(setting, unit, here, grade)
         for o in here:
             if o.name not in wanted:  # keys that no row meets have no gradient

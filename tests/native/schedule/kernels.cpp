@@ -172,8 +172,8 @@ const std::int32_t *list_of(const SparseJob &job, const SparseItem &item) {
     return static_cast<const std::int32_t *>(rows.base) + rows.address[item.seq] + item.row * rows.stride_token;
 }
 
-std::size_t sparse_scratch(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    return lines(heads * (p.dim_qk + p.dim_v) * 8 + longest * 12);
+std::size_t sparse_scratch(const SparseProblem &p, std::int64_t heads) {
+    return lines(heads * (p.dim_qk + p.dim_v) * 8 + p.most_keys * 12);
 }
 
 std::int64_t sparse_attend(const SparseJob &job, const SparseItem &item, void *) {
@@ -226,8 +226,8 @@ void add_keys(const SparseJob &job, const SparseItem &item, const Notes &notes, 
     advance(products(p.dtype, keys * static_cast<double>(item.heads) * columns, sparse_backward_share));
 }
 
-std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads, std::int64_t longest) {
-    const std::int64_t keys = std::min(p.select_count, longest);
+std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads) {
+    const std::int64_t keys = p.most_keys;
     const std::int64_t a_key = p.indexes ? 8 + heads / 8 : 4 + 2 * heads * item(p.dtype);
     const std::int64_t columns = p.dim_qk + p.dim_rope + p.dim_v;
     return lines(keys * a_key + heads * columns * item(p.dtype));
@@ -240,8 +240,8 @@ void store_key_sums(const SparseJob &job, std::int64_t, std::int64_t, const KeyS
 
 // ------------------------------------------------------------------------------------------------- the indexer's loss
 
-std::size_t loss_bytes(const SparseProblem &, const SparseProblem &index, std::int64_t longest) {
-    return lines(longest * (index.heads_q * 4 + 64) + (std::int64_t{4} << 20));
+std::size_t loss_bytes(const SparseProblem &, const SparseProblem &index) {
+    return lines(index.most_keys * (index.heads_q * 4 + 64) + (std::int64_t{4} << 20));
 }
 
 double attended_products(const SparseJob &job) {  // of a row and a key

@@ -16,6 +16,7 @@ from fusion_attention._native import (
     PreparedIndexer,
     SparsePlan,
 )
+from fusion_attention.backends import PLAIN_SELECTION
 from fusion_attention.backends.cpu import decode, full_int8
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
@@ -56,26 +57,18 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     ]
     if not isinstance(problem, Problem):
         table.append(("weights_dtype", problem.weights_dtype, DTYPES))
-    elif problem.select_count:
+    elif problem.selects:
         table += [
-            ("bias with select_count", problem.bias, ("none",)),
-            ("has_blocked with select_count", problem.has_blocked, (False,)),
-            ("has_blocked_tiles with select_count", problem.has_blocked_tiles, (False,)),
-            ("dropout with select_count", problem.dropout, ("none",)),
-            ("empty_rows with select_count", problem.empty_rows, ("zero",)),
-            ("kv_dtype with select_count", problem.kv_dtype, ("",)),
-            ("out_quant with select_count", problem.out_quant, ("none",)),
-            ("common_keys with select_count", problem.common_keys, (0,)),
-            ("has_row_scale with select_count", problem.has_row_scale, (False,)),
-            ("has_weight_scale with select_count", problem.has_weight_scale, (False,)),
-            ("softcap with select_count", problem.softcap, (0.0,)),
+            (f"{name} with select_count", getattr(problem, name), (value,)) for name, value in PLAIN_SELECTION.items()
         ]
+        if problem.compressed_ratio:
+            table.append(("dim_rope with compressed_ratio", problem.dim_rope, (0,)))
     listed = [
         f"the cpu back end computes {what} {', '.join(map(str, accepted))}, not {given}."
         for what, given, accepted in table
         if given not in accepted
     ]
-    if isinstance(problem, Problem) and not problem.select_count:
+    if isinstance(problem, Problem) and not problem.selects:
         listed += (full_int8 if problem.has_weight_scale else decode).reasons_against(problem)
     return listed
 
@@ -91,7 +84,7 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str, variant: str |
         return plan_indexer_loss(problem, extents, variant)
     if isinstance(problem, IndexerProblem):
         return plan_indexer(problem, extents, op_kind, variant)
-    if problem.select_count:
+    if problem.selects:
         return plan_sparse(problem, extents, backward, variant)
     if problem.has_weight_scale:
         return full_int8.plan(problem)

@@ -103,12 +103,10 @@ def problem_of(p: Problem) -> tuple[Any, ...]:
 
 
 def extents_of(extents: Extents) -> tuple[np.ndarray, ...]:
-    extents_rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
-    return (
-        extents_rows
-        if extents.part is None
-        else (*extents_rows, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
-    )
+    rows = tuple(getattr(extents, name) for name in EXTENT_ROWS)
+    if extents.compressed is not None:
+        return *rows, extents.compressed.kv_len, extents.compressed.hi
+    return rows if extents.part is None else (*rows, *(getattr(extents.part, name) for name in PART_ROWS[:3]))
 
 
 @dataclass(eq=False)

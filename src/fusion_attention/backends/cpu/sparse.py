@@ -19,6 +19,7 @@ def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str
     p, dtype = problem, DTYPES[problem.torch_dtype]
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
     fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype, False
+    fields = *fields, p.compressed_ratio
     return _native.SparsePlan(fields, extents_of(extents), backward, variant)
 
 
@@ -41,6 +42,8 @@ def run_sparse_backward(plan: _native.SparsePlan, problem: Problem, operands: Op
         "dk": rows_of(g.dk, wide or dtype),
         "dk_rope": rows_of(g.dk_rope, wide or dtype) if p.dim_rope and g.dk_rope else None,
         "dv": rows_of(g.dv, wide or dtype) if g.dv and not p.shares_kv else None,
+        "dk_compressed": rows_of(g.dk_compressed, wide or dtype) if g.dk_compressed else None,
+        "dv_compressed": rows_of(g.dv_compressed, wide or dtype) if g.dv_compressed and not p.shares_kv else None,
         "wide_keys": wide is not None,
     }
     with Floats() as floats:
@@ -56,8 +59,10 @@ def wide_keys(dk: RowView, dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dk.keep[0].dtype == torch.float32 != dtype else None
 
 
-def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...]:
+def key_rows(view: RowView | PagedView | None, dtype: torch.dtype, sequences: int) -> tuple[Any, ...] | None:
     """Rows of keys as the core takes them: at addresses, or in pages."""
+    if view is None:
+        return None
     if not isinstance(view, PagedView):
         return rows_of(view, dtype)
     if view.pool.dtype is not dtype or view.table.dtype is not torch.int32:
@@ -76,10 +81,12 @@ def _arguments(p: Problem, o: Operands, **more: Any) -> tuple[Any, ...]:
     return arguments(
         q=rows_of(o.q, dtype),
         q_rope=rows_of(o.q_rope, dtype) if p.dim_rope and o.q_rope else None,
-        indices=rows_of(o.indices, torch.int32),
+        indices=rows_of(o.indices, torch.int32) if o.indices else None,
         k=key_rows(o.k, dtype, sequences),
         k_rope=key_rows(o.k_rope, dtype, sequences) if p.dim_rope and o.k_rope else None,
         v=key_rows(o.v, dtype, sequences),
+        k_compressed=key_rows(o.k_compressed, dtype, sequences),
+        v_compressed=key_rows(o.v_compressed, dtype, sequences),
         out=rows_of(o.out, dtype),
         max_=rows_of(o.stats.max, torch.float32),
         sum_=rows_of(o.stats.sum, torch.float32),
@@ -92,8 +99,10 @@ def arguments(
     q: Any, k: Any, indices: Any = None, q_rope: Any = None, k_rope: Any = None, v: Any = None,
     out: Any = None, max_: Any = None, sum_: Any = None, weights: Any = None, values: Any = None, dout: Any = None,
     dlse: Any = None, dq: Any = None, dq_rope: Any = None, dk: Any = None, dk_rope: Any = None, dv: Any = None,
-    dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False,
+    dweights: Any = None, sink: int = 0, dsink: int = 0, wide_keys: bool = False, k_compressed: Any = None,
+    v_compressed: Any = None, dk_compressed: Any = None, dv_compressed: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """What a plan of selected keys or of the indexer reads and writes, in the core's order."""
     read = q, q_rope, indices, k, k_rope, v, out, max_, sum_, weights, values
-    return *read, dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
+    written = dout, dlse, dq, dq_rope, dk, dk_rope, dv, dweights, sink, dsink, wide_keys
+    return *read, *written, k_compressed, v_compressed, dk_compressed, dv_compressed

@@ -50,10 +50,13 @@ def _seen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(seen, in_band) of sequence b."""
     q_len, kv_len = int(extents.q_len[b]), int(extents.kv_len[b])
-    edges = extents.row_interval(b, np.arange(q_len))
-    first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
-    key = torch.arange(kv_len, device=device)
+    row = np.arange(q_len)
+    first, end = (torch.from_numpy(edge).to(device)[:, None] for edge in extents.row_interval(b, row))
+    key = torch.arange(extents.all_keys(b), device=device)
     seen = ((key >= first) & (key < end)).expand(problem.heads_q, -1, -1)
+    if problem.compressed_ratio:
+        bound = torch.from_numpy(extents.compressed_end(b, row, problem.compressed_ratio)).to(device)[:, None]
+        seen = seen | ((key >= kv_len) & (key < kv_len + bound))
     if problem.has_blocked:
         assert operands.blocked is not None
         free = operands.blocked.sequence(b, problem.heads_q, q_len, kv_len) == 0
@@ -70,11 +73,19 @@ def _times(problem: Problem, extents: Extents, operands: Operands, b: int, devic
     if not problem.select_count:
         return torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     assert operands.indices is not None
-    entries, read = scanned(operands.indices, extents, b, problem.heads_kv, problem.select_block)
-    kv_len = int(extents.kv_len[b])
-    times = added_up(read.double(), entries, read, -(-kv_len // problem.select_block))
+    row, block, kv_len = np.arange(int(extents.q_len[b])), problem.select_block, int(extents.kv_len[b])
+    if problem.compressed_ratio:
+        assert extents.compressed is not None
+        end, listed = extents.compressed_end(b, row, problem.compressed_ratio), int(extents.compressed.kv_len[b])
+    else:
+        end, listed = extents.row_interval(b, row)[1], kv_len
+    entries, read = scanned(operands.indices, end, b, problem.heads_kv, block)
+    times = added_up(read.double(), entries, read, -(-listed // block))
     # A block is all of its keys; the band clips the one that the end of what a row sees runs through.
-    return times.repeat_interleave(problem.select_block, -1)[..., :kv_len][_kv_heads(problem, device)]
+    times = times.repeat_interleave(block, -1)[..., :listed]
+    if problem.compressed_ratio:
+        times = F.pad(times, (kv_len, 0), value=1.0)
+    return times[_kv_heads(problem, device)]
 
 
 def _bias(problem: Problem, extents: Extents, operands: Operands, b: int) -> torch.Tensor:
@@ -96,7 +107,7 @@ def _keep(
 ) -> tuple[torch.Tensor, float]:
     """(keep, keep_factor) of sequence b."""
     heads = problem.heads_q
-    lengths = int(extents.q_len[b]), int(extents.kv_len[b])
+    lengths = int(extents.q_len[b]), extents.all_keys(b)
     if problem.dropout == "none":
         return torch.ones(heads, *lengths, dtype=torch.bool, device=device), 1.0
     if problem.dropout == "bits":
@@ -160,12 +171,20 @@ def _load(problem: Problem, extents: Extents, operands: Operands, b: int) -> _Se
     def query(view: RowView) -> torch.Tensor:
         return view.sequence(b, problem.heads_q, q_len).double()
 
-    def key(view: RowView | PagedView, common: RowView | None, dequant: Dequant | None) -> torch.Tensor:
-        return _meant(problem, (view, common), b, kv_len, dequant)[kv_heads]
+    def key(
+        view: RowView | PagedView,
+        common: RowView | None,
+        dequant: Dequant | None,
+        compressed: RowView | PagedView | None,
+    ) -> torch.Tensor:
+        rows = _meant(problem, (view, common), b, kv_len, dequant)
+        if compressed is not None:
+            rows = torch.cat((rows, _stored(problem, compressed, b, extents.all_keys(b) - kv_len)), dim=1)
+        return rows[kv_heads]
 
     q = query(operands.q)
-    k = key(operands.k, operands.k_common, operands.dequant_k)
-    v = key(operands.v, operands.v_common, operands.dequant_v)
+    k = key(operands.k, operands.k_common, operands.dequant_k, operands.k_compressed)
+    v = key(operands.v, operands.v_common, operands.dequant_v, operands.v_compressed)
     q_rope = k_rope = None
     scores = q @ k.mT
     if problem.dim_rope:
@@ -291,9 +310,9 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
         dv = None
         if grads.dv is not None or problem.shares_kv:
             dv = weighted_sum(probabilities.mT * s.keep_factor, (live & s.keep).mT, dout)
-        _store_qk(problem, grads, b, s, dscores, softmax, dv if problem.shares_kv else None)
+        _store_qk(problem, extents, grads, b, s, dscores, softmax, dv if problem.shares_kv else None)
         if grads.dv is not None and dv is not None:
-            _store_shared(problem, grads.dv, b, dv)
+            _store_shared(problem, (grads.dv, grads.dv_compressed), b, int(extents.kv_len[b]), dv)
         if grads.dbias is not None:
             _add_bias_gradient(problem, grads, b, dscores)
         if grads.dsink is not None:
@@ -306,6 +325,7 @@ def attention_backward(problem: Problem, extents: Extents, schedule: None, opera
 
 def _store_qk(
     problem: Problem,
+    extents: Extents,
     grads: Grads,
     b: int,
     s: _Sequence,
@@ -321,20 +341,26 @@ def _store_qk(
     for dq, k in ((grads.dq, s.k), (grads.dq_rope, s.k_rope)):
         if dq is not None and k is not None:
             dq.sequence(b, problem.heads_q, s.q.shape[1]).copy_(weighted_sum(weights, softmax, k))
-    for dk, q, also in ((grads.dk, s.q, dv), (grads.dk_rope, s.q_rope, None)):
+    for dk, more, q, also in ((grads.dk, grads.dk_compressed, s.q, dv), (grads.dk_rope, None, s.q_rope, None)):
         if dk is not None and q is not None:
             gradient = weighted_sum(weights.mT, softmax.mT, q)
             if also is not None:
                 gradient[..., : problem.dim_v] += also
-            _store_shared(problem, dk, b, gradient)
+            _store_shared(problem, (dk, more), b, int(extents.kv_len[b]), gradient)
 
 
-def _store_shared(problem: Problem, view: RowView, b: int, per_query_head: torch.Tensor) -> None:
-    """Sums [heads_q, kv_len, dim] over the query heads that share a key/value head, and stores it."""
-    _, kv_len, dim = per_query_head.shape
-    total = per_query_head.new_zeros(problem.heads_kv, kv_len, dim)
+def _store_shared(
+    problem: Problem, views: tuple[RowView, RowView | None], b: int, kv_len: int, per_query_head: torch.Tensor
+) -> None:
+    """Sums [heads_q, keys, dim] over the query heads that share a key/value head, and stores the first kv_len keys and
+    those of a second source in their views."""
+    _, keys, dim = per_query_head.shape
+    total = per_query_head.new_zeros(problem.heads_kv, keys, dim)
     total.index_add_(0, _kv_heads(problem, total.device), per_query_head)
-    view.sequence(b, problem.heads_kv, kv_len).copy_(total)
+    first, compressed = views
+    first.sequence(b, problem.heads_kv, kv_len).copy_(total[:, :kv_len])
+    if compressed is not None:
+        compressed.sequence(b, problem.heads_kv, keys - kv_len).copy_(total[:, kv_len:])
 
 
 def _add_bias_gradient(problem: Problem, grads: Grads, b: int, dscores: torch.Tensor) -> None:

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 
 from fusion_attention.ir.kv import RowView
-from fusion_attention.ir.problem import Extents
 
 
-def scanned(view: RowView, extents: Extents, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def scanned(view: RowView, end: np.ndarray, b: int, heads: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(entries, read) of sequence b, both [heads, q_len, entries of a list]: int64, and whether a row reads them.
 
-    A row that sees the keys before `end` reads the first ceil(end / block) entries at most, and none from the first
+    A row that sees the keys before its `end` reads the first ceil(end / block) entries at most, and none from the first
     negative one on.
     """
-    entries = view.sequence(b, heads, int(extents.q_len[b])).long()
-    _, end = extents.row_interval(b, np.arange(entries.shape[1]))
+    entries = view.sequence(b, heads, len(end)).long()
     blocks = torch.from_numpy(-(-np.maximum(end, 0) // block)).to(entries.device)[:, None]
     slot = torch.arange(entries.shape[2], device=entries.device)
     return entries, (slot < blocks) & (entries >= 0).cumprod(-1).bool()

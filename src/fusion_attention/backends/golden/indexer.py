@@ -64,8 +64,8 @@ def indexer_backward(
     for b in range(len(extents)):
         q, k, weights, dots = dots_of(problem.heads, extents, operands, b)
         heads, q_len, kv_len = dots.shape
-        entries, read = scanned(operands.indices, extents, b, 1, 1)
         _, end = extents.row_interval(b, np.arange(q_len))
+        entries, read = scanned(operands.indices, end, b, 1, 1)
         read = read & (entries < torch.from_numpy(end).to(q.device)[:, None])
         dvalues = grads.dvalues.sequence(b, 1, q_len).double()
         chosen = added_up(read.double(), entries, read, kv_len) > 0  # [1, q_len, kv_len]

@@ -77,7 +77,8 @@ def _times(problem: IndexerLossProblem, extents: Extents, operands: IndexerLossO
     if not problem.select_count:
         return shown
     assert operands.index.indices is not None
-    entries, read = scanned(operands.index.indices, extents, b, 1, 1)
+    _, end = extents.row_interval(b, np.arange(len(shown)))
+    entries, read = scanned(operands.index.indices, end, b, 1, 1)
     return added_up(read.double(), entries, read, shown.shape[1])[0] * shown
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusion_attention.backends import PLAIN_SELECTION
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import (
@@ -138,17 +139,8 @@ def against_selection(problem: Problem) -> list[str]:
     return refused(
         (
             ("dtype", p.dtype, DTYPES),
-            ("bias with select_count", p.bias, ("none",)),
-            ("has_blocked with select_count", p.has_blocked, (False,)),
-            ("has_blocked_tiles with select_count", p.has_blocked_tiles, (False,)),
-            ("dropout with select_count", p.dropout, ("none",)),
-            ("empty_rows with select_count", p.empty_rows, ("zero",)),
-            ("kv_dtype with select_count", p.kv_dtype, ("",)),
-            ("out_quant with select_count", p.out_quant, ("none",)),
-            ("common_keys with select_count", p.common_keys, (0,)),
-            ("has_row_scale with select_count", p.has_row_scale, (False,)),
-            ("has_weight_scale with select_count", p.has_weight_scale, (False,)),
-            ("softcap with select_count", p.softcap, (0.0,)),
+            *((f"{name} with select_count", getattr(p, name), (value,)) for name, value in PLAIN_SELECTION.items()),
+            ("compressed_ratio", p.compressed_ratio, (0,)),
         )
     )
 
@@ -169,7 +161,7 @@ def reasons_against(problem: AnyProblem, device: torch.device | str, op_kind: st
     if isinstance(p, IndexerProblem | IndexerLossProblem):
         against += refused((("dtype", p.dtype, DTYPES), ("weights_dtype", p.weights_dtype, DTYPES)))
         return against + against_family(p, where, op_kind)
-    if p.select_count:
+    if p.selects:
         return against + against_selection(p) + against_family(p, where, op_kind)
     return against + against_dense(p) + against_shape(p, where, op_kind) + against_cache(p)
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from fusion_attention.api.attention import attention
+from fusion_attention.api.sparse import lightning_indexer as lightning_indexer_of_rows
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
-METADATA = 1024  # elements, as there
 _SLICE_ADVICE = "cut the packed rows instead"
 
 
@@ -27,7 +28,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    operators = [flash_attn, flash_attn_metadata, lightning_indexer_metadata, *_indexer(functions), *_around(functions)]
+    operators = [flash_attn, *_indexer(functions), *_around(functions), *SHARED_KEYS, *METADATA]
     names = {one.__name__: one for one in operators}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
@@ -36,14 +37,19 @@ def _refused(op: str, param: str, expected: str, got: object, advice: str) -> Co
     return ContractError([Failure(op, param, expected, str(got), advice)])
 
 
-def flash_attn_metadata(num_heads_q: int, num_heads_kv: int, head_dim: int, **_: Any) -> Tensor:
-    """What flash_attn takes as its metadata: nothing is shared out here."""
-    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+def _metadata(of: str, elements: int = 1024) -> Callable[..., Tensor]:
+    def function(*_: Any, **__: Any) -> Tensor:
+        return torch.zeros(elements, dtype=torch.int32, device="npu")
+
+    function.__name__ = function.__qualname__ = f"{of}_metadata"
+    function.__doc__ = f"Returns the metadata of {of}: zeros. Work is not divided before a call here."
+    return function
 
 
-def lightning_indexer_metadata(num_heads_q: int, num_heads_k: int, head_dim: int, topk: int, **_: Any) -> Tensor:
-    """What lightning_indexer takes as its metadata: nothing is shared out here."""
-    return torch.zeros(METADATA, dtype=torch.int32, device="npu")
+METADATA = (
+    *map(_metadata, ("flash_attn", "lightning_indexer", "sparse_flash_mla", "sparse_flash_mla_grad")),
+    _metadata("sparse_flash_mla_softmax_l1_norm", 64),
+)
 
 
 def flash_attn(
@@ -110,6 +116,18 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
     return ends.diff()
 
 
+def _closed(name: str, q: Tensor, k: Tensor, ratio: int, residual: Tensor | None) -> Tensor:
+    """[B, S1]: how many compressed keys each row sees; the last row stands `residual` tokens behind the last of them."""
+    if ratio < 1:
+        raise _refused(name, "cmp_ratio", "at least 1", ratio, "tokens of a compressed key")
+    behind = torch.zeros(len(q), dtype=torch.int64, device=q.device) if residual is None else residual.to(torch.int64)
+    if bool(((behind < 0) | (behind >= ratio)).any()):
+        expected = "numbers from 0 to cmp_ratio - 1"
+        raise _refused(name, "cmp_residual_k", expected, behind.tolist(), "tokens % cmp_ratio")
+    ends = k.shape[1] * ratio + behind[:, None] - q.shape[1] + 1 + torch.arange(q.shape[1], device=q.device)
+    return torch.div(ends.clamp(min=0), ratio, rounding_mode="floor").clamp(max=k.shape[1])
+
+
 def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
     choose = functions["npu_lightning_indexer"]
 
@@ -136,10 +154,16 @@ def _indexer(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
     ) -> tuple[Tensor, Tensor]:
         """The keys with the largest scores of every row, and float32 scores if asked for."""
         name = "lightning_indexer"
-        if cmp_ratio != 1 or cmp_residual_k is not None:
-            raise _refused(name, "cmp_ratio", "1, and no cmp_residual_k", cmp_ratio, "keys are not compressed here")
         if output_idx_offset is not None:
             raise _refused(name, "output_idx_offset", "None", "a tensor", "add it to the indices")
+        if cmp_ratio != 1 or cmp_residual_k is not None:
+            given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
+            if (layout_q, layout_k, mask_mode) != ("BSND", "BSND", 3) or any(t is not None for t in given):
+                expected = "1, or padded sequences (BSND) without lengths in mask_mode 3"
+                raise _refused(name, "cmp_ratio", expected, cmp_ratio, "compressed keys of others are not chosen here")
+            visible = _closed(name, q, k, cmp_ratio, cmp_residual_k)
+            indices, values = lightning_indexer_of_rows(q, k, w, topk, visible=visible)
+            return indices, values.float() if return_value else values.new_zeros(0, dtype=torch.float32)
         for side, used, layout in (("q", seqused_q, layout_q), ("k", seqused_k, layout_k)):
             if used is not None and layout == "TND":
                 raise _refused(name, f"seqused_{side}", "None beside cu_seqlens", "a tensor", _SLICE_ADVICE)

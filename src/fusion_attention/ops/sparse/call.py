@@ -16,14 +16,16 @@ from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Grads, Operands, Problem, Stats
 from fusion_attention.memory import empty
 from fusion_attention.ops.shared.call import OfCall, Results, Run, TensorCall
-from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.shared.layouts import covered, row_view
 from fusion_attention.ops.sparse.checks import PAGED
 
 Tensor = torch.Tensor
-# Inputs with a gradient, in the order of their gradients, and those without.
+# Inputs with a gradient, in the order of their gradients, and those without; then those of a second source of keys.
 DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
 GRADIENTS = ("dquery", "dkey", "dvalue", "dquery_rope", "dkey_rope", "dsinks")
 OTHERS = ("sparse_indices", "block_table")
+COMPRESSED = ("key_compressed", "value_compressed")
+GRADIENT_OF = dict(zip((*DIFFERENTIABLE, *COMPRESSED), (*GRADIENTS, *(f"d{n}" for n in COMPRESSED)), strict=True))
 STATISTICS = ("softmax_max", "softmax_sum")
 RESULTS = ("attention_out", *STATISTICS)
 
@@ -35,11 +37,13 @@ class Sparse(TensorCall):
     Args:
         layout_kv: of key rows.
         stats: statistics are returned beside attention_out.
+        second: of a second source of keys, its layout, and its lengths as the kv_len of extents; None: there is none.
     """
 
     problem: Problem
     layout_kv: str
     stats: bool
+    second: tuple[str, Extents] | None = None
     op_kind = "attention_forward"
 
     def keys(self, tensor: Tensor, dim: int = 0) -> RowView | PagedView:
@@ -47,12 +51,27 @@ class Sparse(TensorCall):
         view = key_view(tensor, self.layout_kv, self.problem.heads_kv, self.extents, self.tensors["block_table"])
         return replace(view, dim=dim) if dim else view
 
+    def compressed(self, tensor: Tensor | None, dim: int = 0) -> RowView | PagedView | None:
+        """The same of the second source; None without a tensor."""
+        if self.second is None or tensor is None:
+            return None
+        layout, extents = self.second
+        view = key_view(tensor, layout, self.problem.heads_kv, extents, self.tensors["compressed_table"])
+        return replace(view, dim=dim) if dim else view
+
+    def covers(self, tensor: Tensor, side: str = "q") -> bool:
+        """As it is everywhere; side "compressed": the second source."""
+        if side == "compressed" and self.second is not None:
+            return covered(tensor, self.layout, self.second[1], "kv")
+        return super().covers(tensor, side)
+
     def operands(self, out: Tensor, max_: Tensor, sum_: Tensor) -> Operands:
         """The views of the call's tensors, its output, and its statistics [.., N1] as kernels keep them."""
         p, t = self.problem, self.tensors
         k, v, indices, q_rope, k_rope = (t[n] for n in ("key", "value", "sparse_indices", "query_rope", "key_rope"))
         assert k is not None
-        assert indices is not None
+        k_compressed, v_compressed = (t.get(name) for name in COMPRESSED)
+        shares = v_compressed is None
         return Operands(
             q=self.rows(self.given("query"), p.heads_q),
             k=self.keys(k),
@@ -62,7 +81,9 @@ class Sparse(TensorCall):
             q_rope=None if q_rope is None else self.rows(q_rope, p.heads_q),
             k_rope=None if k_rope is None else self.keys(k_rope),
             sink=t["sinks"],
-            indices=self.rows(narrow(indices), p.heads_kv),
+            indices=None if indices is None else self.rows(narrow(indices), p.heads_kv),
+            k_compressed=self.compressed(k_compressed),
+            v_compressed=self.compressed(k_compressed if shares else v_compressed, p.dim_v if shares else 0),
         )
 
     def grouped(self, stats: Tensor) -> Tensor:
@@ -85,7 +106,7 @@ class Sparse(TensorCall):
         """The gradients of a call with statistics."""
         unpaged(self.problem.page_size)
         result = run(self.backward(results, upstream))
-        return {t: result[name] for name, t in zip(GRADIENTS, DIFFERENTIABLE, strict=True) if name in result}
+        return {t: result[name] for t, name in GRADIENT_OF.items() if name in result}
 
     def results(self) -> dict[str, Tensor]:
         """Fresh memory."""
@@ -94,7 +115,7 @@ class Sparse(TensorCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors; kernels write statistics in their own order."""
-        return _ForwardRun(self, outputs)
+        return SparseForward(self, outputs)
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +172,9 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(RESULTS, (out, *stats), strict=True))
 
 
-class _ForwardRun(Filled):
+class SparseForward(Filled):
+    """A forward call laid on memory; statistics are written in the order of kernels."""
+
     __slots__ = ("call", "stats")
 
     def __init__(self, call: Sparse, outputs: Mapping[str, Tensor]) -> None:
@@ -186,7 +209,7 @@ def unpaged(page_size: int) -> None:
 
 def fresh_gradients(n: Mapping[str, Any]) -> dict[str, Tensor]:
     """Memory for the gradients of all tensors that are given."""
-    given = ((name, n[source]) for name, source in zip(GRADIENTS, DIFFERENTIABLE, strict=True))
+    given = ((name, n.get(source)) for source, name in GRADIENT_OF.items())
     return {name: empty(t, t.shape) for name, t in given if t is not None}
 
 
@@ -233,8 +256,11 @@ class _BackwardRun(Filled):
             dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
             dlse=None if dlse is None else self._ungrouped(dlse),
+            dk_compressed=call.compressed(g.get("dkey_compressed")),
+            dv_compressed=call.compressed(g.get("dvalue_compressed")),
         )
         sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
+        sides |= {f"d{name}": "compressed" for name in COMPRESSED}
         of_rows = [(g[name], side) for name, side in sides.items() if name in g]
         clears = [tensor for tensor, side in of_rows if not call.covers(tensor, side)]
         if "dsinks" in g and not len(call.extents):

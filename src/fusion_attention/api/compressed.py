@@ -1,0 +1,134 @@
+"""The Python API of attention to a window of keys beside compressed keys, as DeepSeek-V4's layers attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+
+from fusion_attention.api.sparse import lse_of
+from fusion_attention.backends import BackendName
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.compressed.fa_record import RECORD
+from fusion_attention.torch_ops import dispatch
+from fusion_attention.torch_ops.aliases import aliased
+
+__all__ = ["compressed_attention"]
+
+Tensor = torch.Tensor
+Lengths = Sequence[int] | Tensor | None
+Layout = Literal["BSND", "TND"]
+_CAST = ("query", "key", "key_compressed", "value", "value_compressed")
+
+
+# fmt: off
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, band: Band | None = None,
+    v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: Literal[False] = False, backend: BackendName = "auto",
+) -> Tensor: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, band: Band | None = None,
+    v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: Literal[True], backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, k_compressed: Tensor, indices: Tensor | None = None, *, ratio: int, band: Band | None = None,
+    v: Tensor | None = None, v_compressed: Tensor | None = None, layout: Layout = "BSND", q_len: Lengths = None,
+    kv_len: Lengths = None, compressed_len: Lengths = None, residual: Lengths = None, scale: float | None = None,
+    sink: Tensor | None = None, page_table: Tensor | None = None, compressed_page_table: Tensor | None = None,
+    return_lse: bool, backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+@aliased
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    k_compressed: Tensor,
+    indices: Tensor | None = None,
+    *,
+    ratio: int,
+    band: Band | None = None,
+    v: Tensor | None = None,
+    v_compressed: Tensor | None = None,
+    layout: Layout = "BSND",
+    q_len: Lengths = None,
+    kv_len: Lengths = None,
+    compressed_len: Lengths = None,
+    residual: Lengths = None,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    page_table: Tensor | None = None,
+    compressed_page_table: Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendName = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over a band of keys and over compressed keys, together.
+
+        s_j = scale * q . k_j,  j in the band of the row
+        t_e = scale * q . k_compressed_e,  e < (position + 1) // ratio, all of them or those that the row lists
+        out = (sum_j exp(s_j) v_j + sum_e exp(t_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(t_e) + exp(sink))
+
+    The last row's position is that of the last key. Compressed key e stands for the tokens e * ratio to
+    e * ratio + ratio - 1 and is seen from the last of them on; a token may count in both sources. Differentiable in q,
+    k, k_compressed, v, v_compressed and sink. docs/sparse_attention.md has a picture.
+
+    Args:
+        q: query rows, [B, S1, N1, D]; float16, bfloat16 or float32 (float64: backend="golden").
+        k: key rows, [B, S2, N2, D]; N1 is a multiple of N2.
+        k_compressed: compressed key rows, [B, S3, N2, D].
+        indices: int32 or int64 [B, S1, N2, K], the compressed keys that every row reads, -1 behind the last;
+            [B, S1, 1, K]: one list for all heads; None: all that it sees.
+        ratio: tokens that a compressed key stands for.
+        band: the keys of k that each row sees, Band.window(127) of the last 128; None: all up to its own.
+        v, v_compressed: value rows [B, S2, N2, Dv], [B, S3, N2, Dv]; None: the key rows, whose gradients hold both.
+        layout: "BSND", or packed "TND": [T1, N1, D], [T2, N2, D], [T3, N2, D], [T1, N2, K].
+        q_len, kv_len, compressed_len: tokens of every sequence (not cumulative). Packed: needed (kv_len defaults to
+            q_len).
+        residual: tokens of every sequence behind those of its last compressed key, 0 to ratio - 1. The last row's
+            position then counts from them, and k may hold the last keys alone, as a cache of a window does.
+        scale: factor on the dot products; None: 1 / sqrt(D).
+        sink: [N1], of any floating dtype; one more logit per row and head in the denominator.
+        page_table, compressed_page_table: int32 or int64 [B, M], the pages of every sequence: keys are pages
+            [P, page, N2, D]. No gradient.
+        return_lse: also return log(sum(exp(s))) over both sources and the sink: float32 [B, N1, S1], packed [T1, N1].
+        backend: "auto", "cpu" or "golden".
+
+    Returns:
+        out as q with Dv elements per head, or (out, lse); rows without keys are 0, with lse -inf.
+
+    Raises:
+        ContractError: a call that `fusion-attention ops compressed_attention` does not allow; an index out of range is
+            named by batch, row and slot.
+        BackendError: no back end computes it, and why.
+
+    Source: this library; the same problem as CANN's SparseFlashMla.
+
+    Example:
+        >>> q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 1, 16)
+        >>> pairs = k.unflatten(1, (4, 2)).mean(2)
+        >>> compressed_attention(q, k, pairs, ratio=2, band=Band.window(2)).shape
+        torch.Size([1, 8, 4, 16])
+    """
+    if isinstance(indices, Tensor) and indices.dim() > 2 and indices.shape[-2] == 1:
+        indices = indices.expand(*indices.shape[:-2], k.shape[-2], -1)
+    args: dict[str, Any] = {
+        "query": q, "key": k, "key_compressed": k_compressed, "sparse_indices": indices, "ratio": ratio,
+        "band": band, "value": v, "value_compressed": v_compressed, "layout": layout, "actual_seq_qlen": q_len,
+        "actual_seq_kvlen": kv_len, "compressed_len": compressed_len, "residual": residual, "scale_value": scale,
+        "sinks": sink, "block_table": page_table, "compressed_table": compressed_page_table,
+    }  # fmt: skip
+    dispatch.autocast(args, _CAST)
+    results = dispatch.results(RECORD, args, backend, complete=return_lse)
+    out = results["attention_out"]
+    return (out, lse_of(results["softmax_max"], results["softmax_sum"], layout)) if return_lse else out

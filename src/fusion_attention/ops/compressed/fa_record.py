@@ -1,0 +1,221 @@
+"""The record of this library's own `compressed_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Array, Attr, Rule, Tensor
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.compressed.lower import lower
+from fusion_attention.ops.shared.checks import band_fits
+from fusion_attention.ops.shared.params import OWN_FLOATS, spelled
+from fusion_attention.ops.shared.rules import doubt, group, invalid, needed, of_lengths, one_length_each, presence
+from fusion_attention.ops.sparse import fa_record as sparse
+from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE
+from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED, keys_in
+from fusion_attention.ops.sparse.records import INDICES, KEY, LAYOUT, NEUTRAL, QUERY, SINKS, TABLE, V1, VALUE
+from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
+
+IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}
+SHARED = ("query", "key", "value", "sinks")
+
+
+def layout_of(names: Mapping[str, Any]) -> str:
+    """The layout of compressed keys in a call."""
+    return keys_in(names.get("layout", ""), None, names.get("compressed_table"))
+
+
+def _rows(dim: str) -> dict[str, str]:
+    return {"BSND": f"B S3 N2 {dim}", "TND": f"T3 N2 {dim}", PAGED: f"Pc Pcs N2 {dim}"}
+
+
+KEY_COMPRESSED = Tensor(
+    "key_compressed",
+    "Compressed key rows: row e stands for the tokens e * ratio to e * ratio + ratio - 1.",
+    spelled="k_compressed",
+    dtypes="=query",
+    shape=_rows("D"),
+    form=layout_of,
+)
+VALUE_COMPRESSED = replace(
+    KEY_COMPRESSED,
+    name="value_compressed",
+    spelled="v_compressed",
+    text="Compressed value rows; None with v: the key rows.",
+    optional=True,
+    shape=_rows("Dv"),
+)
+LISTS = replace(
+    INDICES,
+    text="Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list. None: all that "
+    "it sees.",
+    optional=True,
+    spelled="indices",
+)
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", domain="ratio >= 1", bad=0)
+BAND = Attr("band", "The interval of k's keys that each row sees; None: Band.causal().", type=Band, default=None)
+LENGTHS_COMPRESSED = Array("compressed_len", "Compressed keys of every sequence (TND, pages: needed).", True)
+RESIDUAL = Array(
+    "residual",
+    "Tokens behind those of the last compressed key, of every sequence: the position of the last row then counts from "
+    "them, and k may hold a part of the keys. None: it is that of the last key.",
+    True,
+)
+COMPRESSED_TABLE = replace(
+    TABLE,
+    name="compressed_table",
+    text="The pages of every sequence: compressed keys are pages.",
+    spelled="compressed_page_table",
+    shape="R Mc",
+)
+
+LAID = "keys_in(layout, None, compressed_table)"
+RULES = (
+    of_lengths(
+        f"keys_fit(compressed_len, {LAID}, False, B, S3, T3, compressed_table, Pcs)",
+        "compressed_len",
+        "one for each sequence: the tokens of its keys // ratio",
+        text="the lengths of the sequences in the tensor of compressed keys",
+        invalid={"compressed_len": [2, 13]},
+    ),
+    needed(
+        "compressed_len",
+        "packed and paged keys do not show where a sequence ends",
+        text="the lengths of packed or paged compressed keys",
+        when=f"{LAID} in ('TND', '{PAGED}')",
+        given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
+    ),
+    one_length_each("actual_seq_qlen", "compressed_len"),
+    of_lengths(
+        "residual is None or len(residual) in (B, len(compressed_len or ()))",
+        "residual",
+        "one for each sequence",
+        text="as many numbers as there are sequences",
+        invalid={"residual": [0, 0, 0]},
+    ),
+    invalid(
+        "residual is None or all(0 <= n < ratio for n in residual)",
+        "residual",
+        "more tokens would close another compressed key",
+        text="numbers from 0 to ratio - 1",
+        given={"residual": [0, 1]},
+        invalid={"residual": [0, 3]},
+    ),
+    presence(
+        "(value is None) == (value_compressed is None)",
+        "value_compressed",
+        "values lie in the key rows of both sources, or in rows of their own",
+        text="compressed values beside v, and nowhere else",
+        given={"value": True, "value_compressed": True},
+        invalid={"value_compressed": None},
+    ),
+    Rule(
+        "band is None or band_fits(band, len(q_len))",
+        "band",
+        "one prefix for each sequence",
+        text="a band of whole numbers, its prefix empty or one per sequence",
+        invalid={"band": Band.prefix_causal([1, 2, 3])},
+    ),
+    Rule(
+        "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)",
+        "sparse_indices",
+        "positions count from the sequence's own first compressed key; -1 ends a list",
+        text="-1 or the number of a compressed key of the row's own sequence",
+        reads=True,
+        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
+    ),
+    doubt(
+        "sparse_indices is None or unbroken(sparse_indices)",
+        "sparse_indices",
+        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
+        text="no entry behind a -1",
+        reads=True,
+        invalid={"sparse_indices": torch.tensor([0, -1, 0], dtype=torch.int32).expand(2, 4, 1, 3)},
+    ),
+    doubt(
+        "residual is not None or keys_closed(c_len, kv_len, ratio)",
+        "compressed_len",
+        "a compressed key is there from its last token on",
+        text="the tokens of the keys // ratio",
+        invalid={"ratio": 1},
+    ),
+    *group(
+        Rule(
+            "len(compressed_table) == len(q_len)",
+            "compressed_table",
+            "a row of pages for each",
+            text="one row per sequence",
+            when="compressed_table is not None",
+            invalid={"compressed_table": "3 Mc", "compressed_len": [2, 3, 3]},
+        ),
+        Rule(
+            "pages_exist(compressed_table, c_len, Pcs, Pc)",
+            "compressed_table",
+            "entries behind a sequence's last page are not read",
+            text="numbers of pages",
+            when="compressed_table is not None and len(compressed_table) == len(q_len)",
+            reads=True,
+            invalid={"Pc": 0},
+        ),
+        given=IN_PAGES,
+    ),
+)
+
+
+def keys_closed(c_len: Any, kv_len: Any, ratio: int) -> bool:
+    """Whether every sequence has the compressed keys that its tokens close."""
+    return bool((c_len == kv_len // ratio).all())
+
+
+def derive(names: dict[str, Any]) -> dict[str, Any]:
+    """Lengths and axes of both sources; without a value its rows are the key's."""
+    result = sparse.derive(names | {"causal": True})
+    given = names["compressed_len"]
+    if given is None:
+        given = result["q_len"] * 0 + (names["S3"] or 0)
+    result["c_len"] = given
+    return result | ({"Dv": names["D"]} if names["value"] is None else {})
+
+
+RECORD = V1.version(
+    "compressed_attention",
+    "Softmax attention over a band of keys and over compressed keys, together.",
+    source="",
+    params=(
+        spelled(QUERY, "q", dtypes=OWN_FLOATS),
+        *(spelled(KEY, "k"), KEY_COMPRESSED, LISTS, RATIO, BAND),
+        *(
+            spelled(VALUE, "v"),
+            VALUE_COMPRESSED,
+            LAYOUT,
+            sparse.Q_LENGTHS,
+            sparse.KV_LENGTHS,
+            LENGTHS_COMPRESSED,
+            RESIDUAL,
+        ),
+        sparse.OPTIONAL_SCALE,
+        *(spelled(SINKS, "sink", dtypes=OWN_FLOATS), spelled(TABLE, "page_table"), COMPRESSED_TABLE),
+    ),
+    rules=(*(*LENGTHS, sparse.PAGED_KEYS, sparse.PACKED_KEYS, *sparse.COVERED, *TABLES, *SHAPES, *RULES),),
+    formula="""s_j = scale * q . k_j              over the keys of its band
+s_e = scale * q . k_compressed_e   over the compressed keys e < (position + 1) // ratio, those that it lists, or all
+out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
+    tex="",
+    rulings=(1, 2, 6, 10, 11, 12),
+    neutral={**NEUTRAL, **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc")), "cumulative": False, "sparse_mode": 3},
+    lower=lower,
+    trains=dict.fromkeys(("attention_out", "softmax_max"), (*DIFFERENTIABLE, *COMPRESSED)),
+    blank_is_absent=False,
+    derive=derive,
+    functions={**FUNCTIONS, "keys_closed": keys_closed, "band_fits": band_fits},
+    sizes={**V1.sizes, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1},
+    samples={
+        "BSND": {"value": True, "value_compressed": True, "ratio": 3},
+        "TND": {"value": True, "value_compressed": True, "ratio": 3, **sparse.SAMPLE, "compressed_len": [1, 2]},
+    },
+)
+RECORDS = (RECORD,)

@@ -1,0 +1,220 @@
+"""A window of keys beside compressed keys: golden by autograd, every back end by golden, what must not change a bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.compressed import CompressedCase, arguments, compute, golden, lowered, wanted, witness
+from support.selected import close
+
+import fusion_attention as fa
+from fusion_attention.testing import check
+from fusion_attention.testing.drawn import compare_with
+
+DTYPES = ("float32", "float16", "bfloat16")
+PACKED = CompressedCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
+CASES = [
+    *(CompressedCase(dtype=d, layout=layout, sink=True) for d in DTYPES for layout in ("BSND", "TND")),
+    *(CompressedCase(lists=lists, count=5, heads_kv=2) for lists in ("all", "repeated", "wild", "holes", "none")),
+    *(replace(PACKED, lists=lists, count=7, dtype="bfloat16", sink=True) for lists in ("all", "wild")),
+    *(CompressedCase(dtype=d, lists="all", count=9, heads_q=8, dim_qk=32, window=1, sink=True) for d in DTYPES),
+    *(CompressedCase(ratio=r, q_len=(9, 5), kv_len=(9, 5), c_len=(9 // r, 5 // r)) for r in (1, 3, 4)),
+    CompressedCase(ratio=128, q_len=(9, 2), kv_len=(400, 260), window=100, dim_qk=64, dtype="bfloat16"),
+    CompressedCase(ratio=128, q_len=(5, 5), kv_len=(9, 9), window=4),  # no compressed key
+    CompressedCase(window=None, shares_kv=False, heads_q=6, heads_kv=3, dim_qk=7, dim_v=5, sink=True),
+    CompressedCase(shares_kv=False, dim_v=12, dtype="float16", lists="all", count=3, wide=True),
+    CompressedCase(q_len=(9, 9), kv_len=(4, 4), lists="all"),  # rows without keys
+    CompressedCase(q_len=(9, 9), kv_len=(4, 4), sink=True, dtype="bfloat16"),
+    replace(PACKED, q_len=(9, 2, 0, 3), kv_len=(4, 0, 5, 8), q_rest=2, kv_rest=3, c_rest=2, lists="all", sink=True),
+    CompressedCase(q_len=(5, 2, 0), kv_len=(3, 9, 4), q_rest=1, kv_rest=2, c_rest=2, dtype="bfloat16"),
+    CompressedCase(q_len=(0, 0), kv_len=(4, 4)),
+    CompressedCase(q_len=(4, 4), kv_len=(0, 0), c_len=(2, 2), sink=True),  # keys of the second source alone
+    CompressedCase(q_len=(130,), kv_len=(150,), ratio=4, count=16, heads_q=3, lists="all", window=40),
+    CompressedCase(q_len=(3, 5), kv_len=(33, 7), page=16, lists="all", count=6, dtype="bfloat16", dim_qk=32),
+    replace(PACKED, q_len=(3, 9), kv_len=(33, 7), page=16, heads_kv=2, sink=True),
+]
+SMALL = [case for case in CASES if max(case.q_len) * max(case.kv_len) < 5000]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_golden_against_autograd(case: CompressedCase) -> None:
+    args = arguments(case)
+    want, got = witness(case, args), golden(case, args)
+    close({name: got[name] for name in want if name in got}, {name: want[name] for name in want if name in got})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_back_end_differs_from_golden_by_roundings(case: CompressedCase) -> None:
+    args = arguments(case)
+    check(case.id, compute(case, lowered(args), args["dy"], "cpu"), wanted(case, args))
+
+
+def test_the_error_bound_sees_every_output() -> None:
+    case = CASES[0]
+    args = arguments(case)
+    results, want = compute(case, lowered(args), args["dy"], "cpu"), wanted(case, args)
+    for name in ("out", "dquery", "dkey", "dkey_compressed", "dsinks"):
+        with pytest.raises(AssertionError, match=name):
+            check(case.id, {**results, name: results[name] * 1.01}, want)
+
+
+def shown(case: CompressedCase, args: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The arguments of compressed_attention()."""
+    names = {"query": "q", "key": "k", "key_compressed": "k_compressed", "sparse_indices": "indices", "sinks": "sink",
+             "value": "v", "value_compressed": "v_compressed", "actual_seq_qlen": "q_len", "scale_value": "scale",
+             "actual_seq_kvlen": "kv_len", "block_table": "page_table"}  # fmt: skip
+    return {names.get(name, name): value for name, value in args.items() if name != "dy"}
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6], CASES[16]], ids=lambda case: case.id)
+@pytest.mark.parametrize("backend", ["cpu", "golden"])
+def test_the_function_has_the_bits_of_the_lowered_call(case: CompressedCase, backend: str) -> None:
+    args = arguments(case)
+    want = compute(case, lowered(args), args["dy"], backend)
+    leaves = {n: args[n].detach().clone().requires_grad_() for n in ("query", "key", "key_compressed")}
+    out, lse = fa.compressed_attention(**shown(case, {**args, **leaves}), return_lse=True, backend=backend)
+    same_bits(out, want["out"], "out")
+    gradients = torch.autograd.grad((out * args["dy"]).nan_to_num().sum(), tuple(leaves.values()))
+    for name, gradient in zip(leaves, gradients, strict=True):
+        same_bits(gradient, want[f"d{name}"], name)
+    assert lse.shape == (out.shape[:2] if case.packed else (len(out), out.shape[2], out.shape[1]))
+
+
+def test_the_gradient_of_lse_reaches_both_sources() -> None:
+    q, k, c, sink = (torch.randn(*shape).double() for shape in ((1, 5, 2, 8), (1, 8, 1, 8), (1, 4, 1, 8), (2,)))
+
+    def lse(*leaves: torch.Tensor) -> torch.Tensor:
+        given = {"sink": leaves[3], "ratio": 2, "band": fa.Band.window(2), "return_lse": True, "backend": "golden"}
+        result: torch.Tensor = fa.compressed_attention(*leaves[:3], **given)[1]
+        return result
+
+    leaves = [t.requires_grad_() for t in (q, k, c, sink)]
+    assert torch.autograd.gradcheck(lse, leaves)
+
+
+def test_lists_of_all_that_a_row_sees_change_no_bit() -> None:
+    listed = CompressedCase(lists="all", count=4, heads_q=6, heads_kv=2, sink=True, dtype="bfloat16")
+    args = arguments(listed)
+    order = args["sparse_indices"].sort(-1, descending=True).values.flip(-1)
+    order = torch.stack([fa.pack_lists(lists) for lists in order])
+    every = compute(listed, lowered({**args, "sparse_indices": None}), args["dy"], "cpu")
+    same_bits(compute(listed, lowered({**args, "sparse_indices": order}), args["dy"], "cpu"), every)
+    mixed = compute(listed, lowered(args), args["dy"], "cpu")
+    check("mixed", mixed, wanted(listed, args))
+
+
+def test_packed_sequences_and_threads_change_no_bit() -> None:
+    case = CompressedCase(q_len=(7, 7), kv_len=(9, 9), ratio=2, window=4, heads_q=8, dim_qk=32, sink=True)
+    args = arguments(case)
+    want = compute(case, lowered(args), args["dy"], "cpu")
+    flat = {n: t.flatten(0, 1) if isinstance(t, torch.Tensor) and t.dim() > 2 else t for n, t in args.items()}
+    flat = {**flat, "layout": "TND"}
+    packed = compute(replace(case, layout="TND"), lowered(flat), flat["dy"], "cpu")
+    for name in ("out", "dquery", "dkey", "dkey_compressed", "dsinks"):
+        same_bits(packed[name].view(want[name].shape), want[name], name)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        same_bits(compute(case, lowered(args), args["dy"], "cpu"), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [1, 4, None])
+def test_without_compressed_keys_it_is_attention(window: int | None) -> None:
+    q, k, sink = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(4)
+    none = k[:, :0]
+    band = fa.Band.window(window - 1) if window else None
+    out = fa.compressed_attention(q, k, none, ratio=16, band=band, sink=sink)
+    visible = torch.ones(6, 9).tril(3).triu(4 - (window or 9)).bool()
+
+    def windowed() -> tuple[torch.Tensor]:
+        by_heads = q.double().transpose(1, 2), k.double().transpose(1, 2)
+        scores = (by_heads[0] @ by_heads[1].mT / 4).masked_fill(~visible, -torch.inf)
+        scores = torch.cat((scores, sink.double()[:, None, None].expand(2, 4, 6, 1)), -1)
+        return ((scores.softmax(-1)[..., :-1] @ by_heads[1]).transpose(1, 2),)
+
+    compare_with("window", (out,), windowed)
+
+
+def test_a_list_for_all_heads() -> None:
+    case = CompressedCase(lists="all", count=3, heads_q=4, heads_kv=2)
+    args = shown(case, arguments(case))
+    one = args["indices"][:, :, :1]
+    both = fa.compressed_attention(**{**args, "indices": one.expand(-1, -1, 2, -1)})
+    same_bits(fa.compressed_attention(**{**args, "indices": one}), both, "one list")
+
+
+def test_one_graph_with_the_same_bits() -> None:
+    case = CompressedCase(lists="all", count=3, sink=True, dtype="bfloat16")
+    args = shown(case, arguments(case))
+    leaves = {n: args[n].detach().clone().requires_grad_() for n in ("q", "k", "k_compressed", "sink")}
+
+    def attend(**leaves: torch.Tensor) -> torch.Tensor:
+        return fa.compressed_attention(**{**args, **leaves})
+
+    want, got = attend(**leaves), torch.compile(attend, backend="aot_eager", fullgraph=True)(**leaves)
+    same_bits(got, want, "out")
+    dy = torch.randn_like(want)
+    pairs = (torch.autograd.grad(out, tuple(leaves.values()), dy) for out in (got, want))
+    for name, (compiled, eager) in zip(leaves, zip(*pairs, strict=True), strict=True):
+        same_bits(compiled, eager, name)
+
+
+def test_keys_that_no_row_sees_may_be_anything() -> None:
+    case = CompressedCase(q_len=(3,), kv_len=(12,), window=2, ratio=2, lists="all", count=2)
+    args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments(case).items()}
+    args["sparse_indices"].remainder_(4)
+    want = compute(case, lowered(args), args["dy"], "cpu")
+    args["key"][:, :8] = torch.nan
+    args["key_compressed"][:, 4:] = torch.inf
+    same_bits(compute(case, lowered(args), args["dy"], "cpu"), want)
+
+
+BAD = [
+    ({"ratio": 0}, r"ratio: expected ratio >= 1, got 0"),
+    ({"band": fa.Band.prefix_causal([1])}, r"band: expected a band of whole numbers, its prefix empty or one per"),
+    ({"residual": [0, 2]}, r"residual: expected numbers from 0 to ratio - 1"),
+    ({"residual": [0]}, r"residual: expected as many numbers as there are sequences"),
+    ({"k_compressed": torch.ones(2, 4, 1, 9)}, r"k_compressed: expected axis 3 to be D=8 as in q, got 9"),
+    ({"k_compressed": torch.ones(2, 4, 1, 8).half()}, r"k_compressed: expected float32"),
+    ({"v": torch.ones(2, 9, 1, 8)}, r"v_compressed: expected compressed values beside v, and nowhere else"),
+    ({"compressed_len": [4, 5]}, r"compressed_len: expected the lengths of the sequences in the tensor"),
+    ({"indices": torch.full((2, 5, 1, 2), 4)}, r"indices: expected .* got 4 at batch 0, row 0, slot 0"),
+    ({"indices": torch.full((2, 5, 1, 2), -2)}, r"indices: expected .* got -2 at batch 0"),
+    ({"sink": torch.ones(3)}, r"sink: expected axis 0 to be N1=2 as in q, got 3"),
+    ({"layout": "TND"}, r"compressed_attention: "),
+    (
+        {"compressed_page_table": torch.zeros(2, 1, dtype=torch.int32)},
+        r"compressed_len: expected the lengths of packed",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), BAD, ids=[str(sorted(change)) + str(n) for n, (change, _) in enumerate(BAD)]
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, object], message: str) -> None:
+    given = {
+        "q": torch.ones(2, 5, 2, 8),
+        "k": torch.ones(2, 9, 1, 8),
+        "k_compressed": torch.ones(2, 4, 1, 8),
+        "ratio": 2,
+    }
+    with pytest.raises(fa.ContractError, match=message):
+        fa.compressed_attention(**{**given, **change})
+
+
+def test_more_compressed_keys_than_tokens_close_are_doubted() -> None:
+    q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 9, 1, 8)
+    with pytest.warns(fa.ContractWarning, match="expected the tokens of the keys // ratio"):
+        fa.compressed_attention(q, k, k[:, :5], ratio=2)
+
+
+def test_keys_in_pages_have_no_gradient() -> None:
+    case = replace(CASES[-1], sink=False)
+    args = shown(case, arguments(case))
+    q = args["q"].detach().clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="keys in pages have no gradient"):
+        fa.compressed_attention(**{**args, "q": q}).nan_to_num().sum().backward()

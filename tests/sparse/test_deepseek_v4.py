@@ -1,0 +1,117 @@
+"""compressed_attention() is what transformers' own DeepSeek-V4 layers compute: of every kind, whole and step by step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.deepseek_v4 import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+import fusion_attention as fa
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+RATES, WINDOW = {CSA: 4, HCA: 8}, 6
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def layer(kind: str) -> tuple[Any, Any]:
+    """An attention layer in float64, with sinks that matter."""
+    config = DeepseekV4Config(
+        hidden_size=32, num_attention_heads=4, head_dim=16, q_lora_rank=24, o_groups=2, o_lora_rank=8,
+        index_n_heads=2, index_head_dim=16, index_topk=3, sliding_window=WINDOW, compress_rates=RATES,
+        num_hidden_layers=1, layer_types=[kind], mlp_layer_types=["moe"], attn_implementation="eager",
+    )  # fmt: skip
+    module = modeling.DeepseekV4Attention(config, 0).double().eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return config, module
+
+
+@dataclass
+class Both:
+    """Runs every attention of a layer in both ways."""
+
+    ratio: int
+    before: Any
+    pairs: list[Pair] = field(default_factory=list)
+
+    def __call__(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **words: Any) -> Any:
+        theirs, weights = self.before(module, query, key, value, mask, scaling, **words)
+        self.pairs.append((self.ours(module, query, key, mask, scaling), theirs))
+        return theirs, weights
+
+    def ours(self, module: Any, query: Any, key: Any, mask: Any, scaling: float) -> torch.Tensor:
+        q, every = query.transpose(1, 2), key.transpose(1, 2)
+        rows = q.shape[1]
+        compressed = 0 if module.compressor is None else self.tokens // self.ratio
+        k, c = every.split([every.shape[1] - compressed, compressed], 1)
+        lists = None
+        if module.layer_type == CSA:
+            shown = (mask[:, 0, :, k.shape[1] :] == 0) if mask is not None else torch.ones(len(q), rows, compressed) > 0
+            order = torch.arange(compressed).expand_as(shown)
+            lists = fa.pack_lists(order.masked_fill(~shown, -1))[:, :, None] if compressed else None
+        residual = [self.tokens % self.ratio] * len(q)
+        return fa.compressed_attention(
+            q, k, c, lists, ratio=self.ratio, band=fa.Band.window(WINDOW - 1), residual=residual, scale=scaling, sink=module.sinks,
+            backend="golden",
+        )  # fmt: skip
+
+    tokens: int = 0  # of the sequence, with those of the present call
+
+
+@pytest.fixture
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+    result = Both(RATES.get(request.param, 4), modeling.eager_attention_forward)
+    monkeypatch.setattr(modeling, "eager_attention_forward", result)
+    yield result
+
+
+def run(config: Any, module: Any, hidden: torch.Tensor, first: int = 0, cache: Any = None) -> torch.Tensor:
+    rows = hidden.shape[1]
+    position = torch.arange(first, first + rows)[None]
+    rotary = modeling.DeepseekV4RotaryEmbedding(config)
+    turned = {name: rotary(hidden, position_ids=position, layer_type=name) for name in ("main", "compress")}
+    mask = None
+    if rows > 1:
+        visible = torch.ones(rows, rows).tril().triu(1 - WINDOW) > 0
+        mask = torch.zeros(len(hidden), 1, rows, rows, dtype=torch.float64).masked_fill(~visible, -torch.inf)
+    result: torch.Tensor = module(hidden, turned, position, mask, past_key_values=cache)[0]
+    return result
+
+
+@pytest.mark.parametrize(("both", "kind"), [(kind, kind) for kind in (SLIDING, CSA, HCA)], indirect=["both"])
+@pytest.mark.parametrize("rows", [3, 8, 21])
+def test_a_layer_and_its_gradients(both: Both, kind: str, rows: int) -> None:
+    config, module = layer(kind)
+    both.tokens = rows
+    hidden = torch.randn(2, rows, 32, dtype=torch.float64, requires_grad=True)
+    run(config, module, hidden)
+    ((ours, theirs),) = both.pairs
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    leaves = [hidden, *(p for n, p in module.named_parameters() if "indexer" not in n and not n.startswith("o_"))]
+    upstream = torch.randn_like(theirs)
+    gradients = (
+        torch.autograd.grad(out, leaves, upstream, retain_graph=True, allow_unused=True) for out in (ours, theirs)
+    )
+    for mine, other in zip(*gradients, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("both", "kind"), [(kind, kind) for kind in (SLIDING, CSA, HCA)], indirect=["both"])
+def test_steps_of_a_decode(both: Both, kind: str) -> None:
+    """Every residual is met; the cache holds the window's keys alone."""
+    config, module = layer(kind)
+    hidden = torch.randn(1, 26, 32, dtype=torch.float64)
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        for first, end in [(0, 9), *((n, n + 1) for n in range(9, 26))]:
+            both.tokens = end
+            run(config, module, hidden[:, first:end], first, cache)
+    assert len(both.pairs) == 18
+    for ours, theirs in both.pairs:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

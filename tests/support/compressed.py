@@ -1,0 +1,166 @@
+"""Cases of attention to a window of keys beside compressed keys, and a witness that computes them row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import bind
+from fusion_attention.ir.mask import Band
+from fusion_attention.ops.compressed.fa_record import RECORD
+from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, Sparse, SparseBackward
+from fusion_attention.testing.sparse import Maker, SparseCase, expected, in_float64, keys_of, part
+from fusion_attention.torch_ops.eager import run
+
+Args = dict[str, Any]
+Results = dict[str, torch.Tensor]
+LEAVES = (*DIFFERENTIABLE, *COMPRESSED)
+
+
+@dataclass(frozen=True)
+class CompressedCase(SparseCase):
+    """One call, forward and backward.
+
+    Args:
+        ratio, window: of the call.
+        c_len: compressed keys of every sequence; (): those that its tokens close.
+        c_rest: of no sequence behind them.
+        lists: "" (no list), or as of SparseCase, of compressed keys; "holes" has -1 in the middle.
+    """
+
+    ratio: int = 2
+    window: int | None = 3
+    c_len: tuple[int, ...] = ()
+    c_rest: int = 0
+    shares_kv: bool = True
+    lists: str = ""
+
+    def lengths(self, side: str) -> tuple[int, ...]:
+        if side != "c":
+            return super().lengths(side)
+        return self.c_len or tuple(n // self.ratio for n in self.kv_len)
+
+    def tokens(self, side: str) -> int:
+        if side != "c":
+            return super().tokens(side)
+        lengths = self.lengths("c")
+        return self.c_rest + (sum(lengths) if self.packed else max(lengths, default=3))
+
+    def closed(self, b: int, row: int) -> int:
+        """How many compressed keys a row of sequence b sees."""
+        position = self.kv_len[b] - self.q_len[b] + row
+        return min(max(position + 1, 0) // self.ratio, self.lengths("c")[b])
+
+
+def _lists(case: CompressedCase, make: Maker) -> torch.Tensor:
+    tensor = make.empty("q", case.heads_kv, case.count, dtype=torch.int64 if case.wide else torch.int32)
+    for b, rows in enumerate(case.q_len):
+        lists = part(case, tensor, "q", b)
+        lists.fill_(-1)
+        every = case.lengths("c")[b]
+        for row in range(rows):
+            for head in range(case.heads_kv):
+                mixed = torch.randperm(case.closed(b, row), generator=make.generator)
+                if case.lists == "wild" and every:
+                    mixed = torch.randint(0, every, (case.count,), generator=make.generator)
+                elif case.lists == "repeated" and len(mixed):
+                    mixed = mixed[:2][torch.randint(0, len(mixed[:2]), (case.count,), generator=make.generator)]
+                elif case.lists == "holes" and len(mixed) > 1:
+                    mixed[len(mixed) // 2] = -1
+                lists[row, head, : len(mixed[: case.count])] = mixed[: case.count].to(tensor.dtype)
+    return tensor
+
+
+@cache
+def arguments(case: CompressedCase) -> Args:
+    """By canonical name, with dy: strided views in poisoned memory."""
+    make = Maker(case)
+    table = make.table() if case.page else None
+
+    def keys(side: str, dim: int) -> torch.Tensor:
+        rows = make.rows(side, case.heads_kv, dim)
+        return rows if table is None or side == "c" else make.paged(rows, table)
+
+    given: Args = {
+        "query": make.rows("q", case.heads_q, case.dim_qk),
+        "key": keys("kv", case.dim_qk),
+        "key_compressed": keys("c", case.dim_qk),
+        "value": None if case.shares_kv else keys("kv", case.dim_v),
+        "value_compressed": None if case.shares_kv else keys("c", case.dim_v),
+        "dy": make.rows("q", case.heads_q, case.dim_qk if case.shares_kv else case.dim_v),
+        "sparse_indices": _lists(case, make) if case.lists else None,
+        "sinks": make.draw(case.heads_q) if case.sink else None,
+        "ratio": case.ratio,
+        "band": Band.window(case.window - 1) if case.window else None,
+        "layout": case.layout,
+        "scale_value": case.scale,
+        "block_table": table,
+    }
+    lengths = {"actual_seq_qlen": "q", "actual_seq_kvlen": "kv", "compressed_len": "c"}
+    return given | {name: list(case.lengths(side)) for name, side in lengths.items()}
+
+
+def lowered(args: Args) -> Sparse:
+    call: Sparse = RECORD.lower(bind(RECORD, {p.name: args.get(p.name) for p in RECORD.params}))
+    return call.complete()
+
+
+def compute(case: CompressedCase, call: Sparse, dy: torch.Tensor, backend: str) -> Results:
+    """out, max, sum and (without pages) the gradients."""
+    results = run(call, backend)
+    result = dict(zip(("out", "max", "sum"), results.values(), strict=True))
+    return result if case.page else result | run(SparseBackward(call, dy, *results.values()), backend)
+
+
+def golden(case: CompressedCase, args: Args) -> Results:
+    return compute(case, in_float64(lowered(args)), args["dy"].double(), "golden")
+
+
+def wanted(case: CompressedCase, args: Args) -> Any:
+    return expected(lowered(args), None if case.page else args["dy"])
+
+
+def read(case: CompressedCase, entries: list[int], b: int, row: int) -> list[int]:
+    """The compressed keys that a row reads, each as often as it is listed."""
+    closed = case.closed(b, row)
+    first = entries[: entries.index(-1)] if -1 in entries else entries
+    return [e for e in first[:closed] if e < closed]
+
+
+def witness(case: CompressedCase, args: Args) -> Results:
+    """out and gradients by torch.autograd in float64, row by row; nothing of the package computes."""
+    leaves = {n: args[n].detach().double().requires_grad_() for n in LEAVES if args.get(n) is not None}
+    given = {**args, **leaves}
+    out = torch.zeros(args["dy"].shape, dtype=torch.float64)
+    group, total = case.heads_q // case.heads_kv, torch.zeros((), dtype=torch.float64)
+    for b, rows in enumerate(case.q_len):
+        for row in range(rows):
+            end = case.kv_len[b] - rows + row + 1
+            first = max(0, end - case.window) if case.window else 0
+            for head in range(case.heads_q):
+                kv = head // group
+                listed = list(range(case.closed(b, row)))
+                if case.lists:
+                    entries = part(case, args["sparse_indices"], "q", b)[row, kv].tolist()
+                    listed = read(case, entries, b, row)
+                near, far = (
+                    [keys_of(case, given, name, b)[first : max(end, 0), kv],
+                     part(case, given[f"{name}_compressed"], "c", b)[listed, kv]]
+                    for name in ("key", "key" if case.shares_kv else "value")
+                )  # fmt: skip
+                k, v = torch.cat(near), torch.cat(far)
+                if not len(k):
+                    continue
+                s = case.scale * (k @ part(case, given["query"], "q", b)[row, head])
+                s = torch.cat((s, given["sinks"][head][None])) if case.sink else s
+                result = s.softmax(-1)[: len(k)] @ v
+                part(case, out, "q", b)[row, head] = result.detach()
+                total = total + (result * part(case, args["dy"].double(), "q", b)[row, head]).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
+    found = {
+        f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
+    }
+    return {"out": out, **found}
