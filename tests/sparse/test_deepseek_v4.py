@@ -1,6 +1,5 @@
-"""compressed_attention() is what transformers' own DeepSeek-V4 layers compute: of every kind, whole and step by step."""
+"""compressed_attention() computes transformers' own DeepSeek-V4 layers of every kind, whole and step by step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,18 +54,18 @@ class Both:
             lists = fa.pack_lists(order.masked_fill(~shown, -1))[:, :, None] if compressed else None
         residual = [self.tokens % self.ratio] * len(q)
         return fa.compressed_attention(
-            q, k, c, lists, ratio=self.ratio, band=fa.Band.window(WINDOW - 1), residual=residual, scale=scaling, sink=module.sinks,
-            backend="golden",
+            q, k, c, lists, ratio=self.ratio, band=fa.Band.window(WINDOW - 1), residual=residual, scale=scaling,
+            sink=module.sinks, backend="golden",
         )  # fmt: skip
 
     tokens: int = 0  # of the sequence, with those of the present call
 
 
 @pytest.fixture
-def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Both]:
+def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Both:
     result = Both(RATES.get(request.param, 4), modeling.eager_attention_forward)
     monkeypatch.setattr(modeling, "eager_attention_forward", result)
-    yield result
+    return result
 
 
 def run(config: Any, module: Any, hidden: torch.Tensor, first: int = 0, cache: Any = None) -> torch.Tensor:

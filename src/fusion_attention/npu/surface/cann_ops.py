@@ -117,7 +117,7 @@ def _lengths(op: str, which: str, ends: Tensor | None, used: Tensor | None) -> T
 
 
 def _closed(name: str, q: Tensor, k: Tensor, ratio: int, residual: Tensor | None) -> Tensor:
-    """[B, S1]: how many compressed keys each row sees; the last row stands `residual` tokens behind the last of them."""
+    """[B, S1]: how many compressed keys each row sees; the last row is `residual` tokens behind the last of them."""
     if ratio < 1:
         raise _refused(name, "cmp_ratio", "at least 1", ratio, "tokens of a compressed key")
     behind = torch.zeros(len(q), dtype=torch.int64, device=q.device) if residual is None else residual.to(torch.int64)

@@ -89,7 +89,7 @@ RULES = (
         when=f"{LAID} in ('TND', '{PAGED}')",
         given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
     ),
-    one_length_each("actual_seq_qlen", "compressed_len"),
+    replace(one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
     of_lengths(
         "residual is None or len(residual) in (B, len(compressed_len or ()))",
         "residual",
@@ -150,7 +150,7 @@ RULES = (
             "a row of pages for each",
             text="one row per sequence",
             when="compressed_table is not None",
-            invalid={"compressed_table": "3 Mc", "compressed_len": [2, 3, 3]},
+            invalid={"compressed_table": "3 Mc"},
         ),
         Rule(
             "pages_exist(compressed_table, c_len, Pcs, Pc)",

@@ -196,7 +196,7 @@ RULES = (
         "block_table",
         "it says which pages a sequence has",
         text=f"a table where keys are {PAGES}, and nowhere else",
-        invalid={"layout_kv": PAGES, "block_table": None},
+        invalid={"block_table": "2 M"},
     ),
     presence(
         f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
@@ -262,8 +262,15 @@ RULES = (
 )
 FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees
 out = sum_j exp(s_j - lse) x_j,  lse = log(sum_j exp(s_j) + exp(sink))"""
-SAMPLE: dict[str, Any] = {"sinks": True, "key_compressed": True, "ratio": 3, "cmp_mask_mode": 3, "ori_mask_mode": 4,
-                          "ori_win_left": 2, "ori_win_right": 0, "cmp_residual_kv": [0, 0]}  # fmt: skip
+SAMPLE: dict[str, Any] = {
+    **dict.fromkeys(("sinks", "key", "key_compressed"), True),
+    "ratio": 3,
+    "cmp_mask_mode": 3,
+    "cmp_residual_kv": [0, 0],
+    "ori_mask_mode": 4,
+    "ori_win_left": 2,
+    "ori_win_right": 0,
+}
 PACKED = {
     "layout_kv": "TND",
     "cu_seqlens_q": [0, 3, 8],
@@ -301,6 +308,10 @@ TORCH = V1.version(
         **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc", "value", "value_compressed", "compressed_table")),
         "cumulative": True,
         "sparse_mode": 3,
+        "ori_mask_mode": 0,
+        "ori_win_left": -1,
+        "ori_win_right": -1,
+        "ratio": 1,
     },
     derive=derive,
     functions={**FUNCTIONS, "ends_fit": ends_fit},
