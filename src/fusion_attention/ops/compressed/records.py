@@ -15,7 +15,7 @@ from fusion_attention.ops.compressed.call import LSE, OUT, FlashMla, replace_sta
 from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.lower import call_of
 from fusion_attention.ops.shared.params import output, spelled
-from fusion_attention.ops.shared.rules import limit, needed, of_lengths, presence, typed
+from fusion_attention.ops.shared.rules import invalid, limit, needed, of_lengths, presence, typed
 from fusion_attention.ops.sparse.call import SparseBackward, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, keys_in
 from fusion_attention.ops.sparse.records import KEY, LAYOUT, NEUTRAL, QUERY, SINKS, STATISTICS, TABLE, V1
@@ -93,6 +93,17 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> bool | str:
     return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
 
 
+def used_fit(used: np.ndarray | None, batch: int | None, ends: np.ndarray | None, longest: int | None) -> bool | str:
+    """Whether there is a length for every sequence, from 0 to the longest; None: packed rows do not show it."""
+    if used is None:
+        return True
+    count = batch if ends is None else len(ends) - 1
+    if len(used) != count:
+        return f"{len(used)} lengths for {count} sequences"
+    outside = np.flatnonzero((used < 0) | (used > (UNLIMITED if longest is None else longest)))
+    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {longest}]"
+
+
 def _length(n: dict[str, Any], side: str, padded: int | None, count: int) -> np.ndarray:
     ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
     if used is not None:
@@ -117,6 +128,9 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     result["residual"] = np.zeros_like(c_len) if residual is None else np.asarray(residual, np.int64)
     if packed:
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
+    for axis, lengths, table in (("S2", kv_len, "block_table"), ("S3", c_len, "compressed_table")):
+        if packed or n[table] is not None:
+            result[axis] = int(lengths.max(initial=0))
     return result
 
 
@@ -166,6 +180,77 @@ RULES = (
             only=("TND",),
         )
         for side, _ in SIDES
+    ),
+    *(
+        of_lengths(
+            f"cu_seqlens_{side} is None or cu_seqlens_q is None or len(cu_seqlens_{side}) == len(cu_seqlens_q)",
+            f"cu_seqlens_{side}",
+            "one end per sequence in all",
+            text="as many ends as cu_seqlens_q has",
+            only=("TND",),
+            invalid={f"cu_seqlens_{side}": [0, tokens]},
+        )
+        for side, tokens in (("ori_kv", 12), ("cmp_kv", 4))
+    ),
+    *(
+        of_lengths(
+            f"used_fit({name}, B, None, {longest})",
+            name,
+            "one for each sequence",
+            text="a length for every sequence, within its tensor",
+            only=("BSND",),
+            invalid={name: [1, 1, 99]},
+        )
+        for name, longest in (
+            ("seqused_q", "S1"),
+            ("seqused_ori_kv", "S2 if block_table is None else block_table.shape[1] * (Ps or 0)"),
+            ("seqused_cmp_kv", "S3 if compressed_table is None else compressed_table.shape[1] * (Pcs or 0)"),
+            ("cmp_residual_kv", "None"),
+        )
+    ),
+    *(
+        of_lengths(
+            f"cu_seqlens_q is None or used_fit({name}, None, cu_seqlens_q, {longest})",
+            name,
+            "one for each sequence",
+            text="a number for every sequence",
+            only=("TND",),
+            needs=() if name == "cmp_residual_kv" else ("block_table",),
+            given={}
+            if name == "cmp_residual_kv"
+            else IN_PAGES | {"cu_seqlens_ori_kv": None, "cu_seqlens_cmp_kv": None},
+            invalid={name: [1, 1, 1]},
+        )
+        for name, longest in (
+            ("seqused_ori_kv", "None if block_table is None else block_table.shape[1] * (Ps or 0)"),
+            ("seqused_cmp_kv", "None if compressed_table is None else compressed_table.shape[1] * (Pcs or 0)"),
+            ("cmp_residual_kv", "None"),
+        )
+    ),
+    Rule(
+        "len(block_table) == len(q_len)",
+        "block_table",
+        "a row of pages for each",
+        text="one row per sequence",
+        when="block_table is not None",
+        given=IN_PAGES,
+        invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
+    ),
+    *(
+        Rule(
+            f"pages_exist({table}, {lengths}, {size}, {pages})",
+            table,
+            "entries behind a sequence's last page are not read",
+            text="numbers of pages",
+            when=f"{table} is not None and len({table}) == len(q_len)",
+            reads=True,
+            given=IN_PAGES,
+            invalid={pages: 0},
+        )
+        for table, lengths, size, pages in (
+            ("block_table", "kv_len", "Ps", "P"),
+            ("compressed_table", "c_len", "Pcs", "Pc"),
+        )
     ),
     *(
         needed(
@@ -314,7 +399,7 @@ TORCH = V1.version(
         "ratio": 1,
     },
     derive=derive,
-    functions={**FUNCTIONS, "ends_fit": ends_fit},
+    functions={**FUNCTIONS, "ends_fit": ends_fit, "used_fit": used_fit},
     lower=lower,
     results=(OUT, LSE),
     fresh=_fresh,
@@ -356,6 +441,17 @@ TORCH_GRAD = TORCH.version(
         *MODES,
         *LAYOUTS_OF,
         *GRADIENTS,
+    ),
+    rules=(
+        *RULES,
+        invalid(
+            "N2 * G == N1",
+            "softmax_lse",
+            "it has a number for every query head",
+            text="a last axis of N1",
+            when="N2 == 1",
+            invalid={"G": 3},
+        ),
     ),
     neutral={**TORCH.neutral, "return_softmax_lse": True},
     results=tuple(p.name for p in GRADIENTS),
