@@ -52,10 +52,10 @@ def asked_for(tensor: torch.Tensor) -> list[tuple[int, int]]:
         if borders := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
             begin, end = (int(border, 16) - first for border in borders.groups())
         elif line.startswith("VmFlags:") and "hg" in line.split() and begin < most and end > least:
-            part = max(begin, least), min(end, most)
-            if results and results[-1][1] == part[0]:
-                part = results.pop()[0], part[1]
-            results.append(part)
+            marked = max(begin, least), min(end, most)
+            if results and results[-1][1] == marked[0]:
+                marked = results.pop()[0], marked[1]
+            results.append(marked)
     return results
 
 

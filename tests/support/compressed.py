@@ -160,7 +160,7 @@ def witness(case: CompressedCase, args: Args) -> Results:
                 part(case, out, "q", b)[row, head] = result.detach()
                 total = total + (result * part(case, args["dy"].double(), "q", b)[row, head]).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if total.requires_grad else ()
-    found = {
+    gradients_by_name = {
         f"d{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), gradients, strict=False)
     }
-    return {"out": out, **found}
+    return {"out": out, **gradients_by_name}

@@ -91,7 +91,7 @@ HIDDEN = [
 ]
 
 
-def made(family: Family, case: Any, positive: bool) -> Args:
+def arguments_of(family: Family, case: Any, positive: bool) -> Args:
     """Arguments; positive: of rows whose products are all above 0, so that minus infinity makes them all -inf."""
     arguments = {attention: sparse.arguments, values: sparse.indexer_arguments, loss: indexer_loss.arguments}[family]
     args = cloned(arguments(case))
@@ -114,13 +114,13 @@ def strides(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
 def hides(what: Any, name: str, at: tuple[int, ...], fill: float, run: Run) -> None:
     """Of a row of HIDDEN."""
     family, case, _ = what
-    args = made(family, case, positive=True)
+    args = arguments_of(family, case, positive=True)
     args[name][at] = fill
     family(case, args, run)
 
 
 def every_tensor(family: Family, case: Any, names: tuple[str, ...], positive: bool, run: Run) -> None:
-    full = made(family, case, positive)
+    full = arguments_of(family, case, positive)
     for name in names:
         for at in strides(full[name]) if full[name] is not None else ():
             for fill in FILLS:
@@ -145,7 +145,7 @@ def outlasts(dtype: str, run: Run) -> None:
 def entries_that_do_not_count(run: Run) -> None:
     """The gradient of a value whose entry names no key that the row sees may be anything."""
     case = IndexerCase("TND", q_len=(3,), kv_len=(7,), top_k=4)
-    args = made(values, case, positive=False)
+    args = arguments_of(values, case, positive=False)
     args["lists"][0, 0, 1], args["lists"][1, 0, 2] = 6, -1
     args["dy"][0, 0, 1] = args["dy"][1, 0, 2:] = math.nan
     result = values(case, args, run)

@@ -33,20 +33,6 @@ SHAPES = "meta"  # the device without memory, and what serves all calls there
 BACKENDS = (*AUTO, "golden")
 BackendName = Literal["auto", "cpu", "triton", "golden"]  # for type checkers
 _GOLDEN = ' golden computes it, in float64: backend="golden", or a block with fusion_attention.use_backend("golden").'
-# What no problem has beside lists or a second source of keys, in any kernel.
-PLAIN_SELECTION: dict[str, object] = {
-    "bias": "none",
-    "has_blocked": False,
-    "has_blocked_tiles": False,
-    "dropout": "none",
-    "empty_rows": "zero",
-    "kv_dtype": "",
-    "out_quant": "none",
-    "common_keys": 0,
-    "has_row_scale": False,
-    "has_weight_scale": False,
-    "softcap": 0.0,
-}
 Accepted = Any  # a problem against which a back end has no reason
 
 

@@ -20,6 +20,21 @@ EXTENT_ROWS = ("q_len", "kv_len", "lo", "hi", "prefix", "shift")
 CUT = 64
 PART_ROWS = ("first_row", "first_key", "stream", "q_len", "kv_len")
 
+# Fields that every kernel of lists, or of a second source of keys, takes with these values alone.
+PLAIN_SELECTION: dict[str, object] = {
+    "bias": "none",
+    "has_blocked": False,
+    "has_blocked_tiles": False,
+    "dropout": "none",
+    "empty_rows": "zero",
+    "kv_dtype": "",
+    "out_quant": "none",
+    "common_keys": 0,
+    "has_row_scale": False,
+    "has_weight_scale": False,
+    "softcap": 0.0,
+}
+
 
 class _Typed:
     """A problem's dtype in torch's words."""

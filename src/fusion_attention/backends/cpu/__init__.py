@@ -16,7 +16,6 @@ from fusion_attention._native import (
     PreparedIndexer,
     SparsePlan,
 )
-from fusion_attention.backends import PLAIN_SELECTION
 from fusion_attention.backends.cpu import decode, full_int8
 from fusion_attention.backends.cpu.indexer import (
     plan_indexer,
@@ -30,6 +29,7 @@ from fusion_attention.backends.cpu.mean_rows import add_mean_gradients, add_mean
 from fusion_attention.backends.cpu.native import KeptOperands, plan_backward, prepare_forward, run_backward, run_forward
 from fusion_attention.backends.cpu.sparse import plan_sparse, run_sparse_backward, run_sparse_forward
 from fusion_attention.ir.problem import (
+    PLAIN_SELECTION,
     AnyProblem,
     Extents,
     Grads,

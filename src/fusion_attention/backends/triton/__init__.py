@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusion_attention.backends import PLAIN_SELECTION
 from fusion_attention.backends.triton.common import shapes
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
 from fusion_attention.ir.problem import (
+    PLAIN_SELECTION,
     AnyProblem,
     Extents,
     Grads,

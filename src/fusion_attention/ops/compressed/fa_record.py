@@ -204,7 +204,11 @@ RECORD = V1.version(
     formula="""s_j = scale * q . k_j              over the keys of its band
 s_e = scale * q . k_compressed_e   over the compressed keys e < (position + 1) // ratio, those that it lists, or all
 out = (sum_j exp(s_j) v_j + sum_e exp(s_e) v_compressed_e) / (sum_j exp(s_j) + sum_e exp(s_e) + exp(sink))""",
-    tex="",
+    tex=r"""\begin{aligned}
+s_j &= scale\; q \cdot k_j \quad j \text{ in the row's band}, \qquad
+t_e = scale\; q \cdot k^{compressed}_e \quad e < \lfloor (position + 1) / ratio \rfloor \text{, all or those listed} \\
+out &= \frac{\sum_j e^{s_j} v_j + \sum_e e^{t_e} v^{compressed}_e}{\sum_j e^{s_j} + \sum_e e^{t_e} + e^{sink}}
+\end{aligned}""",
     rulings=(1, 2, 6, 10, 11, 12),
     neutral={**NEUTRAL, **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc")), "cumulative": False, "sparse_mode": 3},
     lower=lower,
