@@ -17,9 +17,9 @@ from fusion_attention.memory import empty
 def plan_sparse(problem: Problem, extents: Extents, backward: bool, variant: str | None) -> _native.SparsePlan:
     """The core's plan; variant: None for the strongest instruction set that runs here, or one of the runnable ones."""
     p, dtype = problem, DTYPES[problem.torch_dtype]
+    sizes = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope
     selection = p.has_sink, p.shares_kv, p.select_count, p.select_block
-    fields = p.heads_q, p.heads_kv, p.dim_qk, p.dim_v, p.dim_rope, dtype, p.scale, *selection, False, dtype, False
-    fields = *fields, p.compressed_ratio
+    fields = *sizes, dtype, p.scale, *selection, False, dtype, False, p.compressed_ratio
     return _native.SparsePlan(fields, extents_of(extents), backward, variant)
 
 

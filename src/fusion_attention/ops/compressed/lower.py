@@ -39,8 +39,8 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     A compressed key is seen from the last token on that it stands for, so its bound follows the causal diagonal.
     """
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
-    band = (n["band"] or Band.causal()).resolve(q_len, kv_len)
-    extents = Extents(q_len, kv_len, *band, none)
+    lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
+    extents = Extents(q_len, kv_len, lo, hi, prefix, none)
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
     return extents, Extents(q_len, n["c_len"], none, none, none, none)

@@ -247,6 +247,9 @@ class _BackwardRun(Filled):
         def keys(name: str) -> Any:
             return call.keys(g[name]) if name in g else None
 
+        def compressed(name: str) -> Any:
+            return call.compressed(g.get(name))
+
         grads = Grads(
             dout=call.rows(dout, heads),
             dq=call.rows(g["dquery"], heads),
@@ -256,8 +259,8 @@ class _BackwardRun(Filled):
             dk_rope=keys("dkey_rope"),
             dsink=g.get("dsinks"),
             dlse=None if dlse is None else self._ungrouped(dlse),
-            dk_compressed=call.compressed(g.get("dkey_compressed")),
-            dv_compressed=call.compressed(g.get("dvalue_compressed")),
+            dk_compressed=compressed("dkey_compressed"),
+            dv_compressed=compressed("dvalue_compressed"),
         )
         sides = {"dquery": "q", "dkey": "kv", "dvalue": "kv", "dquery_rope": "q", "dkey_rope": "kv"}
         sides |= {f"d{name}": "compressed" for name in COMPRESSED}
