@@ -28,11 +28,9 @@ template <class Format> std::size_t gradient_bytes(const SparseProblem &p, std::
 template <class Format>
 std::size_t loss_bytes(const SparseProblem &attention, const SparseProblem &index) {
     if (index.select_count) {
-        return gradient_bytes<Format>(index, index.heads_q) +
-               ListScratch<Format>(attention, index, nullptr).bytes;
+        return gradient_bytes<Format>(index, index.heads_q) + ListScratch<Format>(attention, index, nullptr).bytes;
     }
-    return gradient_scratch<Format>(index, index.heads_q).bytes +
-           TileScratch<Format>(attention, index, nullptr).bytes;
+    return gradient_scratch<Format>(index, index.heads_q).bytes + TileScratch<Format>(attention, index, nullptr).bytes;
 }
 
 template <class Format> std::size_t notes_bytes(const SparseProblem &p, std::int64_t heads) {

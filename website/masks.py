@@ -142,7 +142,7 @@ def two_sources() -> Picture:
     row, entry = torch.arange(tokens)[:, None], torch.arange(tokens // ratio)
     chosen = ((entry + 1) * ratio <= row + 1) & ((row // 2 + entry) % 3 > 0)
     lists = fa.pack_lists(entry.expand_as(chosen).masked_fill(~chosen, -1))[None, :, None]
-    sources = {
+    sources: dict[str, Any] = {
         "v": values[:, :tokens],
         "v_compressed": values[:, tokens:],
         "ratio": ratio,

@@ -15,7 +15,7 @@ struct SparseKernels {  // sizes are bytes and multiples of 64
     // add_keys, a range of keys at a time, while notes that are added next, unless they are null, are asked for.
     std::size_t (*gradient_bytes)(const SparseProblem &, std::int64_t heads);
     std::size_t (*notes_bytes)(const SparseProblem &, std::int64_t heads);  // without starts
-    std::int64_t (*sum_columns)(const SparseProblem &);  // floats of a row of KeySums
+    std::int64_t (*sum_columns)(const SparseProblem &);                     // floats of a row of KeySums
     // dsink_share: [heads of the item], what the row adds to dsink.
     void (*gradient)(const SparseJob &, const SparseItem &, const Notes &, float *dsink_share, void *scratch);
     void (*list_loss)(const SparseJob &, const SparseItem &, const Notes &, double *loss, void *scratch);

@@ -128,9 +128,9 @@ void SparsePlan::divide() {
         const Sequence &seq = sequences_[b];
         require.lengths(seq);
         require(seq.kv_len < never >> 33 && p.select_block < never >> 33, "a sequence is longer than 2^30 keys");
-        require(seq.compressed_len >= 0 && seq.compressed_len < never >> 33 &&
-                    (p.compressed_ratio || !seq.compressed_len),
-                "lengths of a second key source do not fit");
+        require(
+            seq.compressed_len >= 0 && seq.compressed_len < never >> 33 && (p.compressed_ratio || !seq.compressed_len),
+            "lengths of a second key source do not fit");
         first_row_.push_back(rows_);
         rows_ += seq.q_len;
         const std::int64_t keys = keys_of(seq);
@@ -193,8 +193,8 @@ SparsePlan::Layout SparsePlan::layout(int threads) const {
     const auto heads = static_cast<std::size_t>(problem_.has_sink ? most_heads_ : 0);
     at.sums = sums_bytes_;
     at.shares = lines(items * (attention_ ? sizeof(double) : heads * sizeof(float)));
-    at.scratch = attention_ ? kernels_.loss_bytes(*attention_, problem_)
-                            : kernels_.gradient_bytes(problem_, most_heads_);
+    at.scratch =
+        attention_ ? kernels_.loss_bytes(*attention_, problem_) : kernels_.gradient_bytes(problem_, most_heads_);
     at.team = team_size(threads, std::max(most_items_, ceil_div(longest_, keys_per_item)));
     if (in_turns()) {
         at.progress = lines(items * sizeof(Progress));

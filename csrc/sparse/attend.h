@@ -64,9 +64,9 @@ template <class Format> struct SparseWork {  // an item and all that it needs
     const bool streams;     // blocks are gathered while others are multiplied
 
     SparseWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
-        : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
-          s(p, sizes, item.heads, scratch), scale_pass(!(p.scale > 1e-30)),
-          natural(scale_pass ? 1.0f : static_cast<float>(p.scale)), factor(natural * log2_e),
+        : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p), s(p, sizes, item.heads, scratch),
+          scale_pass(!(p.scale > 1e-30)), natural(scale_pass ? 1.0f : static_cast<float>(p.scale)),
+          factor(natural * log2_e),
           streams(suits_stream<Format>(p) && p.dim_v <= p.dim_qk && p.dim_v % (lanes * Format::depth) == 0 &&
                   same_rows(o.k, o.v, item.seq, item.head_kv)) {}
 };

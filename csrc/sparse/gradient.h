@@ -82,8 +82,7 @@ template <class Format> struct SparseGradientWork {  // an item of the backward 
     const bool streams;         // blocks are gathered while others are multiplied
 
     SparseGradientWork(const SparseJob &job_, const SparseItem &item_, void *scratch)
-        : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p),
-          s(p, sizes, item.heads, scratch),
+        : job(job_), p(*job.problem), o(*job.operands), item(item_), sizes(p), s(p, sizes, item.heads, scratch),
           values_in_keys(!p.indexes && p.dim_v % Format::depth == 0 && p.dim_v <= p.dim_qk &&
                          (p.shares_kv || same_rows(o.k, o.v, item.seq, item.head_kv))),
           streams(suits_stream<Format>(p) && values_in_keys) {}
@@ -210,8 +209,7 @@ template <class Format> struct GradientNotes {
     bool *nonfinite;           // whether elements of heads were, in whose places are zeros
     std::size_t bytes;
 
-    GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s,
-                  void *memory)
+    GradientNotes(const SparseProblem &p, const Sizes<Format> &sizes, const GradientScratch<Format> &s, void *memory)
         : q_words(s.padded_heads / Format::depth * sizes.columns),
           dout_words(s.padded_heads / Format::depth * sizes.value_columns), head_words(s.head_words) {
         Carver carver(memory);

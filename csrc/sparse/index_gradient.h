@@ -62,8 +62,7 @@ template <class Format> struct IndexListWork {  // a row and all that its gradie
     const IndexNotes<Format> left;
 
     IndexListWork(const SparseJob &job, const SparseItem &item, const Notes &notes, void *scratch)
-        : gradient(job, item, scratch),
-          list(gradient.p, gradient.s, static_cast<char *>(scratch) + gradient.s.bytes),
+        : gradient(job, item, scratch), list(gradient.p, gradient.s, static_cast<char *>(scratch) + gradient.s.bytes),
           left(gradient.p, gradient.s, notes.memory) {}
 
     std::size_t bytes() const { return gradient.s.bytes + list.bytes; }
