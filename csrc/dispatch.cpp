@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <deque>
 #include <iterator>
-#include <sstream>
 #include <stdexcept>
 
 #if __has_include("variants.h")  // the rows of CMakeLists.txt's table that are built
@@ -32,9 +31,14 @@ namespace {
 
 using Names = std::vector<std::string>;
 
+// Words with blanks between them; without a stream, whose locales want symbols of a newer glibc.
 Names words_of(const std::string &text) {
-    std::istringstream stream(text);
-    return {std::istream_iterator<std::string>(stream), {}};
+    Names words;
+    for (std::size_t from = 0, end; from < text.size(); from = end + 1) {
+        end = std::min(text.find(' ', from), text.size());
+        if (end > from) words.push_back(text.substr(from, end - from));
+    }
+    return words;
 }
 
 std::vector<Built> list_rows() {

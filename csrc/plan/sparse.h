@@ -30,7 +30,7 @@ public:
     std::size_t workspace_bytes(int threads) const;
 
     // Throws std::bad_alloc before anything is written.
-    void run(const SparseOperands &operands, int threads) const;
+    void run(const SparseOperands &given, int threads) const;
     void run(const SparseOperands &operands, const SparseOperands &attended, float *loss, int threads) const;
 
     const SparseProblem &problem() const { return problem_; }

@@ -147,7 +147,7 @@ class Problem(_Typed):
         qk, v = self.dim_qk + self.dim_rope, self.dim_v
         pairs = extents.visible_pairs
         if self.compressed_ratio:
-            pairs += extents.compressed_pairs(self.compressed_ratio, self.select_count * self.select_block)
+            pairs += _compressed_pairs(extents, self.compressed_ratio, self.select_count * self.select_block)
         return 2 * self.heads_q * pairs * (3 * qk + 2 * v if backward else qk + v)
 
     def __str__(self) -> str:
@@ -272,11 +272,6 @@ class Extents:
         """Keys of sequence b in both sources."""
         return int(self.kv_len[b]) + (0 if self.compressed is None else int(self.compressed.kv_len[b]))
 
-    def compressed_pairs(self, ratio: int, listed: int) -> int:
-        """How many pairs of a row and a key of the second source are read; listed: keys of a list, 0 for none."""
-        ends = (self.compressed_end(b, np.arange(self.q_len[b]), ratio) for b in range(len(self)))
-        return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
-
     @functools.cached_property
     def visible_pairs(self) -> int:
         """How many (row, key) pairs the bands leave, over all sequences."""
@@ -285,6 +280,12 @@ class Extents:
             first, end = self.row_interval(b, np.arange(self.q_len[b]))
             total += int(np.maximum(end - first, 0).sum())
         return total
+
+
+def _compressed_pairs(extents: Extents, ratio: int, listed: int) -> int:
+    """How many pairs of a row and a key of the second source are read; listed: keys of a list, 0 for none."""
+    ends = (extents.compressed_end(b, np.arange(extents.q_len[b]), ratio) for b in range(len(extents)))
+    return sum(int((np.minimum(end, listed) if listed else end).sum()) for end in ends)
 
 
 @dataclass(eq=False)

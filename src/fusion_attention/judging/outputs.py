@@ -75,6 +75,8 @@ class Output:
         assert self.view is not None
         count = setting.problem.heads_kv if self.by_keys else setting.problem.heads_q
         every = self.view.sequence(b, count, self.lengths(setting.extents)[b])
+        if not self.second:
+            return every[heads, rows]
         before = self.before(setting.extents, b)
         return every[heads, rows.start - before : rows.stop - before]
 

@@ -225,9 +225,10 @@ def _function(op: Op) -> Any:
         from fusion_attention import npu
 
         return getattr(npu, op.name)
-    from fusion_attention.api import attention, decode, sparse
+    from fusion_attention.api import attention, compressed, decode, sparse
 
-    return next(getattr(module, op.name) for module in (attention, decode, sparse) if hasattr(module, op.name))
+    modules = (attention, compressed, decode, sparse)
+    return next(getattr(module, op.name) for module in modules if hasattr(module, op.name))
 
 
 def _wrong_words(op: Op, function: Any, given: Mapping[str, Any], error: str) -> Finding:
