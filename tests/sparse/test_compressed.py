@@ -121,6 +121,26 @@ def test_packed_sequences_and_threads_change_no_bit() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "golden"])
+def test_compressed_keys_alone(backend: str) -> None:
+    """A sequence may have none of its own keys left: statistics and gradients are those of the compressed ones."""
+    q, c, sink = torch.randn(1, 2, 2, 8), torch.randn(1, 3, 1, 8, requires_grad=True), torch.randn(2)
+    given = {"ratio": 2, "residual": [1], "sink": sink, "return_lse": True, "backend": backend}
+    out, lse = fa.compressed_attention(q, c[:, :0], c, **given)
+    (gradient,) = torch.autograd.grad(out.sum(), (c,))
+
+    def formula() -> tuple[torch.Tensor, ...]:
+        keys = c.detach().double().requires_grad_()
+        scores = torch.einsum("bshd,bkhd->bhsk", q.double(), keys.expand(1, 3, 2, 8)) * 8**-0.5
+        scores = torch.cat((scores, sink.double()[:, None, None].expand(1, 2, 2, 1)), -1)
+        rows = torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1)[..., :3], keys.expand(1, 3, 2, 8))
+        return rows, scores.logsumexp(-1)
+
+    compare_with(backend, (out.detach(), lse.detach()), lambda: tuple(t.detach() for t in formula()))
+    assert gradient.isfinite().all()
+    assert gradient.any()
+
+
 @pytest.mark.parametrize("window", [1, 4, None])
 def test_without_compressed_keys_it_is_attention(window: int | None) -> None:
     q, k, sink = torch.randn(2, 6, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(4)

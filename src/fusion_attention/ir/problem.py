@@ -228,7 +228,8 @@ class Extents:
     @functools.cached_property
     def keyless(self) -> list[int]:
         """The sequences that have rows but no keys."""
-        result: list[int] = np.flatnonzero((self.kv_len == 0) & (self.q_len > 0)).tolist()
+        keys = self.kv_len if self.compressed is None else self.kv_len + self.compressed.kv_len
+        result: list[int] = np.flatnonzero((keys == 0) & (self.q_len > 0)).tolist()
         return result
 
     @functools.cached_property
