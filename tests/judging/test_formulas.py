@@ -1,11 +1,12 @@
 """The judge's formulas, piece by piece, are the golden back end's: of every family, forward and backward."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support import cases as dense
-from support import decode_cases, fused_cases
+from support import compressed, decode_cases, fused_cases
 from support.fused import arguments as fused_arguments
 
 from fusion_attention.contract import bind
@@ -41,7 +42,7 @@ def agree(call: Any) -> dict[str, torch.Tensor]:
     for unit in units(setting, outputs):
         result = computed(setting, unit, outputs)
         for o in outputs:
-            if o.view is not None and o.name in result and o.by_keys == unit.by_keys and result[o.name].value.numel():
+            if o.of_unit(unit) and o.name in result and result[o.name].value.numel():
                 ours = o.rows(setting, unit.b, of_heads(setting, unit), unit.rows)
                 judged.add(o.name)
                 wanted = result[o.name]
@@ -64,6 +65,22 @@ def test_training(case: Any) -> None:
     agree(DenseBackward(call, saved, call.extras[2]))
 
 
+DROPPED = replace(dense.PACKED, dim_rope=2, dtype="float16", sparse_mode=4, mask="compressed", pre=1, next=1,
+                  dropout="philox", keep_prob=0.4)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "dy"])
+def test_elements_that_are_not_finite(name: str, value: float) -> None:
+    """They reach no row that does not see them, nor one that drops them: 0 times NaN is NaN."""
+    args = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in dense.operands(DROPPED).items()}
+    args[name][::3, 0] = value
+    forward = DenseForward(lowered(DROPPED, args), FORWARD, lanes=True)
+    out = agree(forward)
+    saved = args["dy"], out["attention_out"], out["softmax_max"], out["softmax_sum"]
+    agree(DenseBackward(forward.call, saved, forward.call.extras[2]))
+
+
 @pytest.mark.parametrize("case", decode_cases.CASES[::2], ids=lambda case: case.id)
 def test_decoding(case: Any) -> None:
     op = RECORDS["npu_incre_flash_attention"]
@@ -84,6 +101,16 @@ def test_selections(changes: dict[str, Any]) -> None:
     case = selections.SparseCase(**changes)
     args = selections.arguments(case)
     call = selections.lowered(args)
+    result = agree(call)
+    agree(SparseBackward(call, args["dy"], *result.values()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sink": True}, {"lists": "all"}, {"layout": "TND"}, {"shares_kv": False}], ids=str
+)
+def test_two_sources_of_keys(changes: dict[str, Any]) -> None:
+    args = compressed.arguments(compressed.CompressedCase(**changes))
+    call = compressed.lowered(args)
     result = agree(call)
     agree(SparseBackward(call, args["dy"], *result.values()))
 

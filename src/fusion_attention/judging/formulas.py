@@ -197,10 +197,10 @@ def scored(x: Block, p: Precision = GOLDEN) -> Scored:
     """dS = P (dP - delta), delta = dout . out - dlse, from the saved statistics and the saved output."""
     s = saved_softmax(x)
     dout, out = x.saved[:2]
-    dropped_weights = s.weights if x.keep is None else s.weights * x.keep * x.keep_factor
+    dropped_weights = s.weights if x.keep is None else (s.weights * x.keep_factor).masked_fill(~x.keep, 0)
     upstream = dout @ x.v.mT
     if x.keep is not None:
-        upstream = upstream * x.keep * x.keep_factor
+        upstream = (upstream * x.keep_factor).masked_fill(~x.keep, 0)  # 0 times NaN is NaN
     delta = (dout * out).sum(-1, keepdim=True)
     delta = delta if x.dlse is None else delta - x.dlse
     dscores = (s.weights * (upstream if x.no_delta else upstream - delta)).masked_fill(~s.softmax, 0)
@@ -212,11 +212,14 @@ def gradients(x: Block, p: Precision = GOLDEN, g: Scored | None = None) -> dict[
     rounded where sums go on."""
     x = narrowed(x, p)
     g = scored(x, p) if g is None else g
-    dout = x.saved[0]
+    dout, visible = x.saved[0], g.softmax.softmax
     scale = x.scores_by if x.gradient_scale is None else x.gradient_scale
-    results = {"dq": scale * (g.dx @ x.k), "dk": (scale * g.dx).mT @ x.q, "dv": p.narrow(g.dropped_weights).mT @ dout}
-    if x.q_rope is not None and x.k_rope is not None:
-        results |= {"dq_rope": scale * (g.dx @ x.k_rope), "dk_rope": (scale * g.dx).mT @ x.q_rope}
+    live = g.softmax.live if x.keep is None else g.softmax.live & x.keep
+    results = {"dv": _summed(p.narrow(g.dropped_weights).mT, live.mT, dout)}
+    for name, q, k in (("", x.q, x.k), ("_rope", x.q_rope, x.k_rope)):
+        if q is not None and k is not None:
+            results[f"dq{name}"] = scale * _summed(g.dx, visible, k)
+            results[f"dk{name}"] = _summed((scale * g.dx).mT, visible.mT, q)
     if x.sink is not None:
         results["dsink"] = -(g.delta * at_sink(x, g.softmax)).sum((1, 2))
     return results
