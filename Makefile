@@ -56,7 +56,6 @@ test-variants: $(VENV)/.extra-test $(VENV)/.extra-demo ## what ends in the nativ
 	for name in $(VARIANTS); do \
 	  FUSION_ATTENTION_CPU=$$name OMP_WAIT_POLICY=passive \
 	  $(BIN)/python -m pytest -n auto --dist worksteal $(OPTIONS) $(VARIANT_TESTS) || exit 1; done
-	$(MAKE) test-amx
 
 # The model of tiles is no part of the module that is installed: a build of its own has it.
 AMX := $(VENV)-amx
@@ -75,9 +74,10 @@ OTHER_TRITONS := $(filter-out build/triton/$(shell sed -n 's/^triton==//p' const
 build/triton/%:
 	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --no-deps $(PIP_ARGS) --target $@ triton==$*
 
-test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, and the mutants that tests must catch
+test-all: $(VENV)/.extra-test $(VENV)/.extra-demo $(OTHER_TRITONS) ## the suite with its slow tests, the other instruction sets, and the mutants that tests must catch
 	$(call both,-m "")
 	$(foreach folder,$(OTHER_TRITONS),PYTHONPATH=$(folder) $(BIN)/python -m pytest -m "" tests/backends/test_triton_ahead.py && ) true
+	$(MAKE) test-variants test-amx
 	$(BIN)/python tests/repository/mutants.py
 
 # Both take a Python with torch (CUDA) and triton as it is; the package's sources, nothing built: make test-gpu GPU_PYTHON=python3
