@@ -158,6 +158,23 @@ def test_without_compressed_keys_it_is_attention(window: int | None) -> None:
     compare_with("window", (out,), windowed)
 
 
+def test_positions_count_from_the_compressed_keys() -> None:
+    """Rows of a cache that keeps the window's keys alone are those of a cache with all keys, padded and packed."""
+    case = CompressedCase(layout="TND", q_len=(2, 3), kv_len=(9, 12), ratio=4, window=3, sink=True)
+    args = shown(case, arguments(case))
+    want = fa.compressed_attention(**args)
+    kept = torch.cat((args["k"][9 - 4 : 9], args["k"][9 + 12 - 5 : 9 + 12]))
+    given = {**args, "k": kept, "kv_len": [4, 5], "residual": [1, 0]}
+    same_bits(fa.compressed_attention(**given), want, "packed")
+    lengths = {"layout": "BSND", "q_len": None, "kv_len": None, "compressed_len": None}
+    q, k, c = args["q"][None, 2:5], kept[None, 4:], args["k_compressed"][None, 2:5]
+    one = {**given, **lengths, "q": q, "k": k, "k_compressed": c, "residual": [0]}
+    same_bits(fa.compressed_attention(**one)[0], want[2:5], "padded")
+    both = {**one, "q": q.expand(2, -1, -1, -1), "k": k.expand(2, -1, -1, -1), "k_compressed": c.expand(2, -1, -1, -1)}
+    out = fa.compressed_attention(**{**both, "compressed_len": [3, 3], "residual": [0, 0]})
+    same_bits(out[1], want[2:5], "two sequences")
+
+
 def test_a_list_for_all_heads() -> None:
     case = CompressedCase(lists="all", count=3, heads_q=4, heads_kv=2)
     args = shown(case, arguments(case))

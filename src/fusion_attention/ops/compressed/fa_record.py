@@ -21,7 +21,6 @@ from fusion_attention.ops.sparse.records import INDICES, KEY, LAYOUT, NEUTRAL, Q
 from fusion_attention.ops.sparse.rules import LENGTHS, SHAPES, TABLES
 
 IN_PAGES = {"compressed_table": "2 Mc", "compressed_len": [2, 3], "actual_seq_kvlen": [6, 6]}
-SHARED = ("query", "key", "value", "sinks")
 
 
 def layout_of(names: Mapping[str, Any]) -> str:
@@ -73,10 +72,10 @@ COMPRESSED_TABLE = replace(
     shape="R Mc",
 )
 
-LAID = "keys_in(layout, None, compressed_table)"
+COMPRESSED_KEYS = "keys_in(layout, None, compressed_table)"
 RULES = (
     of_lengths(
-        f"keys_fit(compressed_len, {LAID}, False, B, S3, T3, compressed_table, Pcs)",
+        f"keys_fit(compressed_len, {COMPRESSED_KEYS}, False, B, S3, T3, compressed_table, Pcs)",
         "compressed_len",
         "one for each sequence: the tokens of its keys // ratio",
         text="the lengths of the sequences in the tensor of compressed keys",
@@ -86,17 +85,19 @@ RULES = (
         "compressed_len",
         "packed and paged keys do not show where a sequence ends",
         text="the lengths of packed or paged compressed keys",
-        when=f"{LAID} in ('TND', '{PAGED}')",
+        when=f"{COMPRESSED_KEYS} in ('TND', '{PAGED}')",
         given={"layout": "TND", **sparse.SAMPLE, "compressed_len": [1, 2]},
     ),
     replace(one_length_each("actual_seq_qlen", "compressed_len"), invalid={"compressed_len": [3]}),
     of_lengths(
-        "residual is None or len(residual) in (B, len(compressed_len or ()))",
+        "residual is None or len(residual) == B",
         "residual",
         "one for each sequence",
         text="as many numbers as there are sequences",
+        only=("BSND",),
         invalid={"residual": [0, 0, 0]},
     ),
+    replace(one_length_each("actual_seq_qlen", "residual"), invalid={"residual": [0]}),
     invalid(
         "residual is None or all(0 <= n < ratio for n in residual)",
         "residual",
