@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks.gpu.compressed import compressed
 from benchmarks.gpu.lists import indexer, loss, selected
 from benchmarks.gpu.row import Call, Row
 from fusion_attention import Band, attention
@@ -182,4 +183,4 @@ def _cache(p: Problem, batch: int, length: int) -> tuple[Operands, Extents]:
 
 
 GROUPS = {"dense": dense, "masks": masks, "decode": decode}
-GROUPS |= {"lists": selected, "indexer": indexer, "loss": loss}
+GROUPS |= {"lists": selected, "compressed": compressed, "indexer": indexer, "loss": loss}

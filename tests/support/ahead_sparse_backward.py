@@ -18,7 +18,8 @@ from fusion_attention.backends.triton.selected.selection import read_lists
 from fusion_attention.ir.problem import Problem
 
 COUNT = 2048
-ROWS = ("q", "k", "v", "dout", "q_rope", "k_rope", "x", "also", "weights", "weights_also", "ds", "out", "o", "rows")
+ROWS = ("q", "k", "v", "k_compressed", "v_compressed", "dout", "q_rope", "k_rope", "x", "also", "out", "o", "rows")
+WEIGHTS = ("weights", "weights_also", "ds")
 SMALL = pointers("i32", "keys", "ids", "used", "noted", "tokens", "indices", "tiles")
 TABLES = {"strides": "*i64", "lengths": "*i64", "flat": "*fp32", "max_": "*fp32", "sum_": "*fp32", "sink": "*fp32"}
 
@@ -34,13 +35,14 @@ APART = {"dim": 128, "dim_rope": 64, "dim_v": 128, "shares_kv": False}
 
 def types_of(p: Problem, atomic: bool) -> dict[str, str]:
     """Of the kernels' arguments."""
-    result = pointers(p.dtype, *ROWS) | SMALL | TABLES | {"partials": "*fp32"}
+    result = pointers(p.dtype, *ROWS, *WEIGHTS) | SMALL | TABLES | {"partials": "*fp32"}
     if p.dtype == "float16":
         result["large"] = "*i32"
     if atomic or launched.rows_dtype(p, float32_rows=False).itemsize == 4:
         result["rows"] = "*fp32"
     absent = {"q_rope", "k_rope"} if not p.dim_rope else set()
-    absent |= {"v"} if p.shares_kv else set()
+    absent |= {"v", "v_compressed"} if p.shares_kv else set()
+    absent |= set() if p.compressed_ratio else {"k_compressed", "v_compressed"}
     return {name: kind for name, kind in result.items() if name not in absent}
 
 
@@ -50,7 +52,9 @@ def step(kernel: Any, p: Problem, which: int = 0, *, align: int = 0, atomic: boo
     def compiled(chip: int) -> Compiled:
         alignment = align or shapes.widest(p)
         tiles = {name: cuts.cut_of(name, p, chip, alignment) for name in cuts.KERNELS}
-        steps = launched.launches(p, tiles, alignment, launched.slots_of(p, tiles), atomic)
+        band, slots = (128, 128) if p.compressed_ratio else (0, 0)
+        slots += -(-p.select_count * p.select_block // 128) * 128
+        steps = launched.launches(p, tiles, alignment, (band, slots), atomic)
         one = [one for one in steps if one.kernel is kernel][which]
         tile_of_step = one.tile
         if kernel in (read_lists, recompute_rows, recompute_slots):
@@ -83,7 +87,7 @@ def of_rows(kernel: Any, dtype: str = "bfloat16") -> Config:
 def written() -> Config:
     """The sums as gradients."""
     types = {"total": "*fp32", "out": "*bf16", **SMALL, **TABLES}
-    constexprs = {"VIEW": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
+    constexprs = {"VIEW": 0, "IDS": 0, "COLUMNS": 576, "FIRST": 0, "DIM": 512, "W": 256, "BN": launch_key_sum.WRITE.BN}
     return lambda _: Compiled(key_sum.write_rows, constexprs, types, launch_key_sum.WRITE, counted=False)
 
 
@@ -108,6 +112,13 @@ def configs() -> dict[str, Config]:
         results[f"sparse {what} float32"] = step(kernel, problem(16, dtype="float32"))
         results[f"sparse {what} 128 odd strides"] = step(kernel, problem(128), align=1)
         results[f"sparse {what} 40 grouped"] = step(kernel, problem(80, heads_kv=2, select_block=16, **APART), ahead=2)
+        two = problem(64, dim_rope=0, select_count=512, compressed_ratio=4)
+        results[f"sparse {what} two sources"] = step(kernel, two, ahead=2)
+    results["sparse two sources apart"] = step(
+        kernels.weigh_slots, problem(64, **APART | {"dim_rope": 0}, compressed_ratio=4), ahead=2
+    )
+    results["sparse lists two sources"] = step(read_lists, problem(64, dim_rope=0, compressed_ratio=4))
+    results["sparse recompute rows two sources"] = step(recompute_rows, problem(64, dim_rope=0, compressed_ratio=4))
     results["sparse weights 576"] = step(kernels.weigh_slots, problem(128, dim=576, dim_rope=0), ahead=2)
     results["sparse slots 576"] = step(kernels.backward_slots, problem(128, dim=576, dim_rope=0), 1, ahead=2)
     results["sparse rows 128 rope"] = step(kernels.backward_rows, problem(128), -1, ahead=2)

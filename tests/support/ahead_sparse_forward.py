@@ -37,12 +37,19 @@ def config(align: int = 0, recomputes: bool = False, split: bool = False, **more
         types |= pointers(p.dtype, "q_rope", "k_rope") if p.dim_rope else {}
         types |= {} if shapes_sparse.shared(p) else pointers(p.dtype, "v")
         types |= pointers("i32", "table") if p.page_size else {}
+        pages = p.page_size // 4 if p.compressed_ratio else 0
+        if p.compressed_ratio:
+            types |= pointers(p.dtype, "k_compressed", *(() if shapes_sparse.shared(p) else ("v_compressed",)))
+            types |= pointers("i32", *(("table_compressed",) if pages else ()))
+        types = {name: kind for name, kind in types.items() if name != "indices" or p.select_count}
         if recomputes:
-            constexprs = launch_sparse.recompute_constants(p, align or shapes.widest(p))
+            constexprs = launch_sparse.recompute_constants(p, align or shapes.widest(p), page_compressed=pages)
             return Compiled(
                 recompute_lists, constexprs, types, shapes.recompute_tile("recompute_out", p), counted=False
             )
-        constexprs = launch_sparse.forward_constants(p, tile, align or shapes.widest(p), split=split)
+        constexprs = launch_sparse.forward_constants(
+            p, tile, align or shapes.widest(p), split=split, page_compressed=pages
+        )
         return Compiled(
             sparse_forward, constexprs, types, tile, ahead=tile.num_stages - 1 if tile.num_stages > 2 else 0
         )
@@ -79,7 +86,18 @@ CONFIGS |= {
     ),
     "lists latent odd pages": config(align=1, **LATENT, page_size=16, select_block=3),
 }
-EVERYDAY = ("lists latent 64 heads", "lists 128 recomputed")
+TWO: dict[str, Any] = {"dim": 512, "shares_kv": True, "select_count": 512, "compressed_ratio": 4}
+CONFIGS |= {
+    **{f"two sources {heads} heads": config(**TWO, heads_q=heads) for heads in (64, 32, 16)},
+    **{f"two sources {heads} heads split": config(**TWO, heads_q=heads, split=True) for heads in (64, 16)},
+    "two sources all": config(**TWO | {"select_count": 0, "compressed_ratio": 128}, heads_q=64),
+    "two sources pages": config(**TWO, heads_q=64, page_size=64, split=True),
+    "two sources odd strides": config(align=1, **TWO, heads_q=64),
+    "two sources 128 apart": config(dim=128, compressed_ratio=4, heads_q=64, dtype="float16"),
+    "two sources float32": config(dtype="float32", **TWO, heads_q=64),
+    "two sources recomputed": config(recomputes=True, **TWO, heads_q=64, page_size=64),
+}
+EVERYDAY = ("lists latent 64 heads", "two sources 64 heads", "lists 128 recomputed")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
 SPILLED = {

@@ -134,13 +134,12 @@ def against_dense(problem: Problem) -> list[str]:
 
 
 def against_selection(problem: Problem) -> list[str]:
-    """What no kernel computes that meets the keys of lists."""
-    p = problem
+    """What no kernel of selected keys computes."""
+    p, what = problem, "select_count" if problem.select_count else "compressed_ratio"
     return refused(
         (
             ("dtype", p.dtype, DTYPES),
-            *((f"{name} with select_count", getattr(p, name), (value,)) for name, value in PLAIN_SELECTION.items()),
-            ("compressed_ratio", p.compressed_ratio, (0,)),
+            *((f"{name} with {what}", getattr(p, name), (value,)) for name, value in PLAIN_SELECTION.items()),
         )
     )
 
@@ -171,7 +170,7 @@ def schedule(problem: AnyProblem, extents: Extents, op_kind: str) -> Schedule:
     from fusion_attention.backends.triton.common import launching
     from fusion_attention.backends.triton.decode import launch as launch_decode
 
-    if isinstance(problem, Problem) and op_kind == "attention_forward" and not problem.select_count:
+    if isinstance(problem, Problem) and op_kind == "attention_forward" and not problem.selects:
         return launching.plan(extents, op_kind, launch_decode.serves(problem, extents))
     return launching.plan(extents, op_kind)
 
@@ -194,8 +193,8 @@ def workspace_bytes(problem: AnyProblem, extents: Extents, op_kind: str) -> int:
     if op_kind == "attention_forward":
         from fusion_attention.backends.triton.selected import launch as launch_sparse
 
-        return launch_sparse.workspace_bytes(problem, planned) if problem.select_count else 0
-    if problem.select_count:
+        return launch_sparse.workspace_bytes(problem, planned) if problem.selects else 0
+    if problem.selects:
         from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
         return launch_sparse_backward.workspace_bytes(problem, planned)
@@ -227,7 +226,7 @@ def attention_forward(problem: Problem, extents: Extents, schedule: Schedule, op
     if not len(extents):
         return
     run = launch_decode.run if schedule.decodes else launch_dense.run_forward
-    if problem.select_count:
+    if problem.selects:
         run = launch_sparse.run
     with layout_table.on(layout_table.tensor_of(operands.q).device):
         run(problem, extents, schedule, operands)
@@ -247,7 +246,7 @@ def attention_backward(
             grads.dsink.zero_()
         return
     with layout_table.on(layout_table.tensor_of(operands.q).device):
-        if problem.select_count:
+        if problem.selects:
             from fusion_attention.backends.triton.selected import launch_backward as launch_sparse_backward
 
             launch_sparse_backward.run(problem, extents, schedule, operands, grads)

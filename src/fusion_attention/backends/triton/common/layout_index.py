@@ -18,3 +18,6 @@ DVALUES, DWEIGHTS = tl.constexpr(AT["dvalues"]), tl.constexpr(AT["dweights"])
 INDEX_Q, INDEX_K, INDEX_MAX, INDEX_SUM = (
     tl.constexpr(AT[name]) for name in ("index_q", "index_k", "index_max", "index_sum")
 )
+K_COMPRESSED, V_COMPRESSED, IDS_COMPRESSED = (
+    tl.constexpr(AT[name]) for name in ("k_compressed", "v_compressed", "ids_compressed")
+)

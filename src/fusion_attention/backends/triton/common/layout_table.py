@@ -29,12 +29,14 @@ VIEWS = (
     "ids",
     # Lists, the indexer and its loss: index_q and index_k stand beside attention's own q and k alone.
     *("indices", "weights", "values", "dvalues", "dweights"),
-    *("index_q", "index_k", "index_max", "index_sum", "ids"),
+    *("index_q", "index_k", "index_max", "index_sum"),
+    # A second source of keys.
+    *("k_compressed", "v_compressed", "dk_compressed", "dv_compressed", "ids_compressed"),
 )
 # Views of whole rows: where all of them are aligned, kernels load 16 bytes at a time.
 ROWS = (
     *("q", "k", "v", "out", "q_rope", "k_rope", "dout", "dq", "dk", "dv", "dq_rope", "dk_rope"),
-    *("index_q", "index_k"),
+    *("index_q", "index_k", "k_compressed", "v_compressed", "dk_compressed", "dv_compressed"),
 )
 FIELDS = 4
 TILE_FIELDS = 8
@@ -259,5 +261,8 @@ def padded(table: np.ndarray, rows: int) -> np.ndarray:
 
 
 def lengths(extents: Extents) -> np.ndarray:
-    """[6, sequences] int64: the rows of EXTENT_ROWS."""
-    return np.stack([getattr(extents, name) for name in EXTENT_ROWS]).astype(np.int64)
+    """[6, sequences] int64: the rows of EXTENT_ROWS; with a second source of keys [8, sequences]: its kv_len and hi."""
+    rows = [getattr(extents, name) for name in EXTENT_ROWS]
+    if extents.compressed is not None:
+        rows += [extents.compressed.kv_len, extents.compressed.hi]
+    return np.stack(rows).astype(np.int64)

@@ -253,7 +253,8 @@ def gradient_buffers(sizes: Sizes, tokens: int) -> dict[str, tuple[int, torch.dt
 
 def list_constants(slots: int) -> Constants:
     """What read_lists knows while compiling, of lists of tokens."""
-    return {"SELECT": slots, "BLOCK": 1, "SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
+    widths = {"SLOTS": slots, "N": min(ENTRIES, shapes.power(slots))}
+    return {"SELECT": slots, "BLOCK": 1, "RATIO": 0, "BAND": 0} | widths
 
 
 def gradient_constants(sizes: Sizes, tile: Tile, align: int) -> Constants:
@@ -341,7 +342,7 @@ def ready_backward(
     """The launches of run_backward() on memory as these views and arguments lie."""
     device_tables, capacity = schedule.device_tables, schedule.device_tables.capacity
     device = layout_table.one_device(given)
-    where = layout_table.strides(views | {"ids": numbered(given["q"], capacity, 1)}, len(e))
+    where = layout_table.strides(views | {"ids": numbered(given["q"], capacity.kv_len, 1)}, len(e))
     align = layout_table.alignment({name: views[name] for name in ("q", "k", "dq")}, where)
     tile, sizes = tile_on(shapes_sparse.gradient_tile, p, device, align), shapes_sparse.sizes_of_gradient(p)
     strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)

@@ -154,7 +154,7 @@ def ready_selected(
 ) -> Gradient:
     """The launches of run_loss() over selected keys, on memory as these views lie."""
     e, device = device_tables.capacity, layout_table.one_device(given)
-    table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e, 1)}, len(e))
+    table = layout_table.strides(views | {"ids": launch_key_sum.numbered(given["q"], e.kv_len, 1)}, len(e))
     t, align = tiles_on(p, device), layout_table.alignment(views, table)
     constexprs, sizes = selected_constants(p, t, align), shapes_sparse.sizes_of_gradient(p)
     tables = (

@@ -3,9 +3,11 @@
     P = 2^(S * log2(e) - lse),  dP = dout . v,  dS = scale * P * (dP - D)        of a token, its heads and its slots
     dq = dS k                   rows = dS^T q (dk), P^T dout (dv): one row for each slot, summed over the heads
 
-A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() says once which
-key is in each slot, or that none is (selection.py); what follows loads zeros there. No more than one accumulator stands
-across a loop: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+A slot is a place for one key: an entry of a row's list has as many as a block has tokens. read_lists() writes once
+which key is in each slot, or that none is (selection.py); the other kernels load zeros there. A loop has one
+accumulator: P and dS go through memory, and nothing spills. lse and D are those of the dense backward's prepare().
+
+With a second source of keys (RATIO > 0) slots before BAND, which whole tiles hold, are those of the band's keys.
 
 dS of float16 is held 256 times smaller where some |dout| of a key head's rows exceeds 256, as in the dense backward.
 
@@ -60,12 +62,37 @@ def keys_of(strides, count, b, hk, j, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     return at + j.to(tl.int64) * stride
 
 
+@triton.jit
+def sources_of(rows, rows_compressed, strides, count, b, hk, RATIO: tl.constexpr, VIEW: tl.constexpr,
+               VIEW_COMPRESSED: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """(memory of a head's rows, stride of a token) of both sources of keys; of the only one twice."""
+    at, stride = rows_at(strides, count, b, hk, VIEW, ALIGN)
+    first, second = (rows + at, stride), (rows + at, stride)
+    if RATIO:
+        at, stride = rows_at(strides, count, b, hk, VIEW_COMPRESSED, ALIGN)
+        second = (rows_compressed + at, stride)
+    return first, second
+
+
+@triton.jit
+def source_of(sources, slot, RATIO: tl.constexpr, BAND: tl.constexpr, ALIGN: tl.constexpr):
+    """(memory, stride of a token) of the source that a tile of slots from `slot` on reads."""
+    memory, stride = sources[0]
+    if RATIO:
+        memory = tl.where(slot < BAND, memory, sources[1][0])
+        stride = tl.where(slot < BAND, stride, sources[1][1])
+        if ALIGN > 1:
+            stride = tl.multiple_of(stride, ALIGN)
+    return memory, stride
+
+
 @triton.jit(do_not_specialize=["count", "first", "plane"])
-def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds, strides, tokens,
-                count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32, exponent: tl.float32,
-                GROUP: tl.constexpr, HEADS_KV: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr,
-                DIM_ROPE: tl.constexpr, DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
-                BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def weigh_slots(q, k, v, k_compressed, v_compressed, dout, q_rope, k_rope, flat, large, keys, used, noted, weights, ds,
+                strides, tokens, count: tl.int32, first: tl.int64, plane: tl.int64, scale: tl.float32,
+                exponent: tl.float32, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, RATIO: tl.constexpr,
+                BAND: tl.constexpr, SHARED: tl.constexpr, DIM: tl.constexpr, DIM_ROPE: tl.constexpr,
+                DIM_V: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+                BC: tl.constexpr):  # fmt: skip
     """Writes P and dS of BH heads and BN slots; grid (tiles of slots, tiles of heads, tokens * heads_kv)."""
     token_head = tl.program_id(2).to(tl.int64)
     if tl.program_id(0) * BN < tl.load(used + token_head):
@@ -78,21 +105,27 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
         chosen = j >= 0
         at_q = (q, heads_of(strides, count, b, row, head, layout_index.Q, ALIGN), valid)
         at_do = (dout, heads_of(strides, count, b, row, head, layout_index.DOUT, ALIGN), valid)
-        at_k = (k, keys_of(strides, count, b, hk, j, layout_index.K, ALIGN), chosen)
+        both = sources_of(k, k_compressed, strides, count, b, hk, RATIO, layout_index.K, layout_index.K_COMPRESSED,
+                          ALIGN)  # fmt: skip
+        keys_k, stride_k = source_of(both, tl.program_id(0) * BN, RATIO, BAND, ALIGN)
+        at_k = (keys_k, j.to(tl.int64) * stride_k, chosen)
         s, dp = tl.zeros([BH, BN], tl.float32), tl.zeros([BH, BN], tl.float32)
         # The first elements of a key are its value: they are loaded once for both products.
         BOTH: tl.constexpr = DIM_V // BC * BC if SHARED else 0
         for c0 in tl.range(0, BOTH, BC):
             c = c0 + tl.arange(0, BC)
-            both = tl.trans(load_tile(at_k[0], at_k[1], chosen, c, DIM, False))
-            s = tl.dot(load_tile(q, at_q[1], valid, c, DIM, False), both, s, input_precision="ieee")
-            dp = tl.dot(load_tile(dout, at_do[1], valid, c, DIM, False), both, dp, input_precision="ieee")
+            key = tl.trans(load_tile(at_k[0], at_k[1], chosen, c, DIM, False))
+            s = tl.dot(load_tile(q, at_q[1], valid, c, DIM, False), key, s, input_precision="ieee")
+            dp = tl.dot(load_tile(dout, at_do[1], valid, c, DIM, False), key, dp, input_precision="ieee")
         if BOTH < DIM:
             s = inner(s, at_q, at_k, BOTH, DIM, BC)
         if BOTH < DIM_V:
             at_v = at_k
             if not SHARED:
-                at_v = (v, keys_of(strides, count, b, hk, j, layout_index.V, ALIGN), chosen)
+                both = sources_of(v, v_compressed, strides, count, b, hk, RATIO, layout_index.V,
+                                  layout_index.V_COMPRESSED, ALIGN)  # fmt: skip
+                keys_v, stride_v = source_of(both, tl.program_id(0) * BN, RATIO, BAND, ALIGN)
+                at_v = (keys_v, j.to(tl.int64) * stride_v, chosen)
             dp = inner(dp, at_do, at_v, BOTH, DIM_V, BC)
         if DIM_ROPE:
             at_qr = (q_rope, heads_of(strides, count, b, row, head, layout_index.Q_ROPE, ALIGN), valid)
@@ -120,10 +153,11 @@ def weigh_slots(q, k, v, dout, q_rope, k_rope, flat, large, keys, used, noted, w
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int32, first: tl.int64,
-                  GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
-                  ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, FIRST: tl.constexpr,
-                  BH: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+def backward_rows(k, k_compressed, out, large, keys, used, ds, strides, tokens, count: tl.int32, first: tl.int64,
+                  GROUP: tl.constexpr, HEADS_KV: tl.constexpr, RATIO: tl.constexpr, BAND: tl.constexpr,
+                  DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr, READ: tl.constexpr,
+                  WRITTEN: tl.constexpr, FIRST: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr,
+                  BC: tl.constexpr):  # fmt: skip
     """Writes columns from FIRST on of dq, or of its rope tail, of BH heads: dS k over all slots.
 
     Grid (panels of BC columns, tiles of heads, tokens * heads_kv). READ, WRITTEN: the views of k and of dq.
@@ -135,7 +169,7 @@ def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int3
     valid, head = h < GROUP, hk * GROUP + h
     c = FIRST + tl.program_id(0) * BC + tl.arange(0, BC)
     end = tl.load(used + token_head)
-    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
+    both = sources_of(k, k_compressed, strides, count, b, hk, RATIO, READ, layout_index.K_COMPRESSED, ALIGN)
     keys += token_head * SLOTS
     ds += token_head * GROUP * SLOTS
     acc = tl.zeros([BH, BC], tl.float32)
@@ -145,7 +179,8 @@ def backward_rows(k, out, large, keys, used, ds, strides, tokens, count: tl.int3
         slot = slot0 + tl.arange(0, BN)
         j = ahead
         ahead = tl.load(keys + slot + BN, mask=slot + BN < SLOTS, other=-1)
-        key = load_tile(k + at_k, j.to(tl.int64) * stride, j >= 0, c, DIM, DIM % BC != 0)
+        rows, stride = source_of(both, slot0, RATIO, BAND, ALIGN)
+        key = load_tile(rows, j.to(tl.int64) * stride, j >= 0, c, DIM, DIM % BC != 0)
         offset = h[:, None] * SLOTS + slot[None, :]
         weights = tl.load(ds + offset, mask=valid[:, None], other=0.0)
         acc = tl.dot(weights, key, acc, input_precision="ieee")

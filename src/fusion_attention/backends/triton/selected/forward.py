@@ -1,9 +1,11 @@
-"""Attention to lists of selected keys: one token's heads that share a list meet the rows that it names.
+"""Attention to selected keys: the heads of a token that share a key head attend to the rows of its list, or to those
+of a band and of a second source of keys.
 
-Where tokens are few, programs share out a list, and decode.join() joins what they found.
+If tokens are few, several programs compute one token, and decode.join() merges their results.
 
-Entries are loaded two turns before the rows that they name, page numbers one turn before: so rows can be loaded ahead.
-Every value that a turn hands on is computed in it: of a loop that only passes one on, Triton loads nothing ahead.
+Entries are loaded two iterations before the rows that they name, page numbers one iteration before, so rows can be
+loaded ahead. Every loop-carried value is computed in its iteration: Triton loads nothing ahead in a loop that only
+passes one on.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,6 +30,7 @@ from fusion_attention.backends.triton.decode.kernel import share_at, write_rows
 from fusion_attention.backends.triton.dense.forward import weigh
 from fusion_attention.backends.triton.selected.selection import (
     band_of,
+    compressed_end,
     entry_ahead,
     in_band,
     list_at,
@@ -36,6 +39,9 @@ from fusion_attention.backends.triton.selected.selection import (
     token_at,
 )
 
+# Arguments of which no value is compiled into a kernel.
+PAGES = ("width", "step", "last", "width_compressed", "step_compressed", "last_compressed")
+NUMBERS = ("count", "heads_kv", *PAGES, "per")
 COPIES = tl.constexpr(4)  # of an entry, as it is loaded
 
 
@@ -75,6 +81,15 @@ def offset_within(cache, key, page, PAGE: tl.constexpr, NEAR: tl.constexpr):
 
 
 @triton.jit
+def key_of(entry, n, slots, first, end, LISTED: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 keys of slots n: those that their entries name, or those from `first` on; in_band() says which count."""
+    if LISTED:
+        return named(entry, n, end, BLOCK)
+    else:
+        return tl.where(n < slots, first + n, -1)
+
+
+@triton.jit
 def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
     """(key head, int64 query heads, whether each is there) of the part-th program of a token; there are no more than
     GROUP query heads, of which those that are not there are the last again."""
@@ -84,58 +99,30 @@ def heads_of(program, GROUP: tl.constexpr, BM: tl.constexpr):
     return hk, hk * GROUP + tl.minimum(g, GROUP - 1), g < GROUP
 
 
-@triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last", "per"])
-def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, table, partials, strides, lengths, tokens,
-                   count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32, per: tl.int32,
-                   scale: tl.float32, exponent: tl.float32, unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr,
-                   SINK: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr,
-                   PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-                   DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-                   V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr, SPLIT: tl.constexpr,
-                   ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, shares of a list).
-
-    Programs of a token are neighbours: what one of them reads of its list's rows the next finds in the cache. SHARED:
-    values are the first parts of the keys. CUT: one share of `per` slots, of which (weighted values, max, sum) go into
-    `partials`, BUFFER floats of each head.
-    """
-    programs = heads_kv * ((GROUP + BM - 1) // BM)
-    b, row = token_at(tokens, tl.program_id(0) // programs)
-    hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
-    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    if PAGE:
-        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
-        table += b * step
-    first, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, strides, count, b, hk, row)
-    slots = slots_read(entries, end, SELECT, BLOCK)
-
-    at_q, head_q, token_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
-    query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
-    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
-    cache_v, cache_r, rope = cache_k, cache_k, query[0]
-    if not SHARED:
-        cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
-    if R:
-        at_r, head_r, token_r = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
-        rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
-        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
-
-    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
-    m = tl.full([BM], -float("inf"), tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    begin = 0
-    if SPLIT:
-        begin = tl.program_id(1) * per
-        slots = tl.minimum(slots, begin + per)
+@triton.jit
+def attend(state, query, rope, memory, caches, entries, table, last, first, end, begin, slots, scale, exponent,
+           LISTED: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, RAW: tl.constexpr, PAGE: tl.constexpr,
+           NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
+           R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+           DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """The state of an online softmax (weighted values in three parts, max, sum) after slots [begin, slots) of one
+    source of keys, whose rows are in `memory` (k, v, k_rope) at `caches`."""
+    acc0, acc1, acc2, m, l = state
+    k, v, k_rope = memory
+    cache_k, cache_v, cache_r = caches
     n = tl.arange(0, BN)
-    key = named(entry_once(entries, begin + n, slots, BLOCK), begin + n, end, BLOCK)
+    entry, entry_next = n, n
+    if LISTED:
+        entry = entry_once(entries, begin + n, slots, BLOCK)
+    key = key_of(entry, begin + n, slots, first, end, LISTED, BLOCK)
     page = page_of(table, key, in_band(key, first, end), last, PAGE)
-    entry_next = entry_once(entries, begin + BN + n, slots, BLOCK)
+    if LISTED:
+        entry_next = entry_once(entries, begin + BN + n, slots, BLOCK)
     for n0 in tl.range(begin, slots, BN):
-        key_next = named(entry_next, n0 + BN + n, end, BLOCK)
+        key_next = key_of(entry_next, n0 + BN + n, slots, first, end, LISTED, BLOCK)
         page_next = page_of(table, key_next, in_band(key_next, first, end), last, PAGE)
-        entry_next = entry_once(entries, n0 + 2 * BN + n, slots, BLOCK)
+        if LISTED:
+            entry_next = entry_once(entries, n0 + 2 * BN + n, slots, BLOCK)
         there = in_band(key, first, end)
         keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), there, True, D0, D1, D2, DIM)
         s = inner_three(query, keys, D1, D2)
@@ -158,6 +145,82 @@ def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, sink, indices, tabl
             values = load_three(v + cache_v[0], offset, there, True, V0, V1, V2, DIM_V)
         acc0, acc1, acc2 = add_three((acc0, acc1, acc2), p, values, V1, V2)
         key, page = key_next, page_next
+    return acc0, acc1, acc2, m, l
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def sparse_forward(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_compressed, sink, indices, table,
+                   table_compressed, partials, strides, lengths, tokens, count: tl.int32, heads_kv: tl.int32,
+                   width: tl.int32, step: tl.int64, last: tl.int32, width_compressed: tl.int32,
+                   step_compressed: tl.int64, last_compressed: tl.int32, per: tl.int32, scale: tl.float32,
+                   exponent: tl.float32, unit: tl.float32, GROUP: tl.constexpr, RAW: tl.constexpr, SINK: tl.constexpr,
+                   SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, SHARED: tl.constexpr,
+                   PAGE: tl.constexpr, PAGE_COMPRESSED: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr,
+                   D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr,
+                   V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, BUFFER: tl.constexpr,
+                   SPLIT: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Writes out, max and sum of BM heads of a token; grid (tokens * programs of a token, splits of its slots).
+
+    Programs of a token are neighbours: rows that one of them reads are in the cache for the next. SHARED: values are
+    the first parts of the keys. SPLIT: a program computes `per` slots, and writes (weighted values, max, sum) to
+    `partials`, BUFFER floats of each head. With a second source (RATIO), slots of the band come first.
+    """
+    programs = heads_kv * ((GROUP + BM - 1) // BM)
+    b, row = token_at(tokens, tl.program_id(0) // programs)
+    hk, h, valid = heads_of(tl.program_id(0) % programs, GROUP, BM)
+    _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
+    if PAGE:
+        kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
+        table += b * step
+    first, end = band_of(row, kv_len, lo, hi, prefix)
+    entries = indices
+    if SELECT:
+        entries = list_at(indices, strides, count, b, hk, row)
+    slots = tl.maximum(end - first, 0)
+    if not RATIO:
+        slots = slots_read(entries, end, SELECT, BLOCK)
+
+    at_q, head_q, token_q = heads_at(strides, count, b, layout_index.Q, ALIGN)
+    query = load_three(q + at_q + row * token_q, h * head_q, valid, True, D0, D1, D2, DIM)
+    cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
+    cache_v, cache_r, rope = cache_k, cache_k, query[0]
+    if not SHARED:
+        cache_v = cache_at(strides, count, b, hk, layout_index.V, ALIGN)
+    if R:
+        at_r, head_r, token_r = heads_at(strides, count, b, layout_index.Q_ROPE, ALIGN)
+        rope = load_part(q_rope + at_r + row * token_r, h * head_r, valid, 0, R, DIM_ROPE, True)
+        cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
+
+    acc0, acc1, acc2 = zeros_three(BM, V0, V1, V2)
+    m = tl.full([BM], -float("inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    begin, last_slot = 0, slots
+    if SPLIT:
+        begin = tl.program_id(1) * per
+        last_slot = tl.minimum(slots, begin + per)
+    acc0, acc1, acc2, m, l = attend(
+        (acc0, acc1, acc2, m, l), query, rope, (k, v, k_rope), (cache_k, cache_v, cache_r), entries, table, last,
+        first, end, begin, last_slot, scale, exponent, not RATIO, BLOCK, SHARED, RAW, PAGE, NEAR, D0, D1, D2, DIM, R,
+        DIM_ROPE, V0, V1, V2, DIM_V, BN)  # fmt: skip
+    if RATIO:
+        end = compressed_end(lengths, count, b, row, RATIO)
+        if PAGE_COMPRESSED:
+            end = tl.minimum(end, width_compressed * PAGE_COMPRESSED)
+            table_compressed += b * step_compressed
+        last_slot = end
+        if SELECT:
+            last_slot = slots_read(entries, end, SELECT, BLOCK)
+        if SPLIT:
+            last_slot = tl.minimum(last_slot, begin + per - slots)
+            begin = tl.maximum(begin - slots, 0)
+        cache_k = cache_at(strides, count, b, hk, layout_index.K_COMPRESSED, ALIGN)
+        cache_v = cache_k
+        if not SHARED:
+            cache_v = cache_at(strides, count, b, hk, layout_index.V_COMPRESSED, ALIGN)
+        acc0, acc1, acc2, m, l = attend(
+            (acc0, acc1, acc2, m, l), query, rope, (k_compressed, v_compressed, k_rope), (cache_k, cache_v, cache_k),
+            entries, table_compressed, last_compressed, first * 0, end, begin, last_slot, scale, exponent, SELECT > 0,
+            BLOCK, SHARED, RAW, PAGE_COMPRESSED, NEAR, D0, D1, D2, DIM, 0, 0, V0, V1, V2, DIM_V, BN)  # fmt: skip
     # Read and formed again: across the loop they would take registers. No sequence has a number below 0.
     at = tokens + tl.program_id(0) // programs * 2
     b, row = tl.load(at, volatile=True).to(tl.int64), tl.load(at + 1, volatile=True).to(tl.int64)

@@ -14,7 +14,6 @@ any number of chunks.
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton.common import layout_index
 from fusion_attention.backends.triton.common.kernels import PER_TILE, rows_at
 
 TURN = tl.constexpr(8)  # rows whose loads are in flight together
@@ -129,15 +128,19 @@ def add_rows(rows, marked, starts, strides, parts, total, count: tl.int32, COLUM
 
 
 @triton.jit(do_not_specialize=["count"])
-def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, COLUMNS: tl.constexpr,
-               FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Writes DIM columns of `total` from FIRST on to the rows of a view; grid (tiles of keys, heads, panels)."""
+def write_rows(total, out, strides, tiles, count: tl.int32, VIEW: tl.constexpr, IDS: tl.constexpr,
+               COLUMNS: tl.constexpr, FIRST: tl.constexpr, DIM: tl.constexpr, W: tl.constexpr,
+               BN: tl.constexpr):  # fmt: skip
+    """Writes DIM columns of `total` from FIRST on to the rows of a view, whose ids the view IDS has.
+
+    Grid (tiles of keys, heads, panels).
+    """
     tile = tiles + tl.program_id(0).to(tl.int64) * PER_TILE
     b, h = tl.load(tile).to(tl.int64), tl.program_id(1).to(tl.int64)
     j = tl.load(tile + 1) + tl.arange(0, BN)
     c = tl.program_id(2) * W + tl.arange(0, W)
     there = (j < tl.load(tile + 2))[:, None] & (c < DIM)[None, :]
-    first, step = rows_at(strides, count, b, h, layout_index.IDS, 1)
+    first, step = rows_at(strides, count, b, h, IDS, 1)
     key = first + j.to(tl.int64) * step
     sums = tl.load(total + key[:, None] * COLUMNS + FIRST + c[None, :], mask=there, other=0.0)
     at, stride = rows_at(strides, count, b, h, VIEW, 1)

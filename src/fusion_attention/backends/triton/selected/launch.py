@@ -1,9 +1,10 @@
-"""Launches of attention to lists of selected keys: one program for a token and a few heads, several where such programs
-are too few for the chip.
+"""Launches of attention to selected keys: one program for a token and a few heads, several where such programs are too
+few for the chip.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,18 @@ from fusion_attention.backends.triton.decode import launch as launch_decode
 from fusion_attention.backends.triton.decode.kernel import MOST_SHARES, join
 from fusion_attention.backends.triton.dense import launch as launch_dense
 from fusion_attention.backends.triton.selected import shapes as shapes_sparse
-from fusion_attention.backends.triton.selected.forward import sparse_forward
+from fusion_attention.backends.triton.selected.forward import PAGES, sparse_forward
 from fusion_attention.backends.triton.selected.recompute import recompute_lists
 from fusion_attention.ir.kv import PagedView, RowView
 from fusion_attention.ir.problem import Extents, Operands, Problem
 
 FAMILY = launching.Family(sparse_forward, join, recompute_lists)
-ABSENT: dict[str, Any] = dict.fromkeys(("v", "q_rope", "k_rope", "sink", "table", "partials", "work")) | dict.fromkeys(
-    ("width", "step", "last", "per", "rows"), 0
-)
+ABSENT: dict[str, Any] = dict.fromkeys(
+    ("v", "q_rope", "k_rope", "sink", "indices", "table", "partials", "work", "k_compressed", "v_compressed",
+     "table_compressed")
+) | dict.fromkeys((*PAGES, "per", "rows"), 0)  # fmt: skip
 NEAR = 1 << 31  # elements: int32 counts to them
-KEYS = ("k", "v", "k_rope")
+KEYS = ("k", "v", "k_rope", "k_compressed", "v_compressed")
 
 
 def tokens(extents: Extents) -> np.ndarray:
@@ -34,9 +36,21 @@ def tokens(extents: Extents) -> np.ndarray:
     return np.stack((seq, row), 1).astype(np.int32)
 
 
+def slots(problem: Problem, extents: Extents) -> tuple[int, int]:
+    """(keys of its band, keys that its list names or compressed keys) of a row, at most."""
+    p, listed = problem, problem.select_count * problem.select_block
+    if extents.compressed is None:
+        return 0, listed
+    e = extents
+    band = np.minimum(e.kv_len, np.maximum(e.hi - e.lo, e.prefix))
+    return max(int(band.max(initial=0)), 0), listed if p.select_count else int(e.compressed.kv_len.max(initial=0))
+
+
 def near(views: dict[str, layout_table.View | None], extents: Extents) -> bool:
     """Whether int32 holds every offset of a key's row from its sequence's first, or from the pool's."""
     most = int(extents.kv_len.max(initial=0))
+    if extents.compressed is not None:
+        most = max(most, int(extents.compressed.kv_len.max(initial=0)))
     for view in (views[name] for name in KEYS):
         if isinstance(view, PagedView):
             if view.pool.untyped_storage().nbytes() >= NEAR * view.pool.element_size():
@@ -54,7 +68,9 @@ def views_of(problem: Problem, o: Operands) -> dict[str, layout_table.View | Non
         "max": o.stats.max, "sum": o.stats.sum,
         "q_rope": o.q_rope if p.dim_rope else None,
         "k_rope": o.k_rope if p.dim_rope else None,
-        "indices": o.indices,
+        "indices": o.indices if p.select_count else None,
+        "k_compressed": o.k_compressed if p.compressed_ratio else None,
+        "v_compressed": o.v_compressed if p.compressed_ratio and not shapes_sparse.shared(p) else None,
     }  # fmt: skip
 
 
@@ -66,6 +82,7 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
         "RAW": launch_dense.raw(p),
         "SELECT": p.select_count,
         "BLOCK": p.select_block,
+        "RATIO": p.compressed_ratio,
         "ALIGN": align,
         "BM": tile.BM,
         "BN": tile.BN,
@@ -73,12 +90,21 @@ def constants(problem: Problem, tile: shapes.Tile, align: int) -> launching.Cons
 
 
 def forward_constants(
-    problem: Problem, tile: shapes.Tile, align: int, is_near: bool = True, split: bool = False
+    problem: Problem,
+    tile: shapes.Tile,
+    align: int,
+    is_near: bool = True,
+    split: bool = False,
+    page_compressed: int = 0,
 ) -> launching.Constants:
-    """The compile-time values of the forward kernel; split: programs share out a list."""
+    """The compile-time values of the forward kernel.
+
+    split: several programs compute a token; page_compressed: tokens of a page of compressed keys, 0 without pages.
+    """
     p = problem
     more = {"SINK": p.has_sink, "SHARED": shapes_sparse.shared(p), "PAGE": p.page_size, "NEAR": is_near}
-    return constants(p, tile, align) | more | {"BUFFER": launch_decode.buffer(p), "SPLIT": split}
+    more |= {"BUFFER": launch_decode.buffer(p), "SPLIT": split, "PAGE_COMPRESSED": page_compressed}
+    return constants(p, tile, align) | more
 
 
 def join_constants(problem: Problem, align: int) -> launching.Constants:
@@ -87,9 +113,12 @@ def join_constants(problem: Problem, align: int) -> launching.Constants:
     return {name: constexprs[name] for name in ("GROUP", "SINK", "V0", "V1", "V2", "DIM_V", "BUFFER", "ALIGN")}
 
 
-def recompute_constants(problem: Problem, align: int, is_near: bool = True) -> launching.Constants:
+def recompute_constants(
+    problem: Problem, align: int, is_near: bool = True, page_compressed: int = 0
+) -> launching.Constants:
     """The compile-time values of the kernel that recomputes."""
-    constexprs = forward_constants(problem, shapes.recompute_tile("recompute_out", problem), align, is_near)
+    tile = shapes.recompute_tile("recompute_out", problem)
+    constexprs = forward_constants(problem, tile, align, is_near, page_compressed=page_compressed)
     return {name: value for name, value in constexprs.items() if name not in ("RAW", "SINK", "BUFFER", "SPLIT")}
 
 
@@ -98,18 +127,18 @@ def programs(problem: Problem, tile: shapes.Tile) -> int:
     return problem.heads_kv * -(-problem.group // tile.BM)
 
 
-def share_of(problem: Problem, rows: int, tile: shapes.Tile, processors: int) -> int:
-    """Slots of a list that one program of so many tokens meets: of few tokens fewer than a list has, so that shares,
-    which are all alike, fill the chip once."""
+def share_of(problem: Problem, most: int, rows: int, tile: shapes.Tile, processors: int) -> int:
+    """Slots that one program of so many tokens computes, of `most` of a token: of few tokens fewer than all, so that
+    programs, which are all alike, fill the chip once."""
     p = problem
-    turns = -(-p.select_count * p.select_block // tile.BN)
+    turns = -(-most // tile.BN)
     shares = max(min(processors // max(rows * programs(p, tile), 1), MOST_SHARES.value), 1)
     return max(-(-turns // shares), launch_decode.LEAST_TILES) * tile.BN
 
 
-def shares_of(problem: Problem, keys_per_split: int) -> int:
-    """Of a list."""
-    return -(-problem.select_count * problem.select_block // keys_per_split)
+def shares_of(most: int, keys_per_split: int) -> int:
+    """Programs that compute a token of so many slots."""
+    return -(-most // keys_per_split)
 
 
 def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
@@ -126,8 +155,8 @@ def work(problem: Problem, extents: Extents, shares: int) -> np.ndarray:
 def workspace_bytes(problem: Problem, schedule: launching.Schedule) -> int:
     """At most: with the tile that cuts a list into the most shares, on a chip of as many processors as any has."""
     p = problem
-    tile = shapes.Tile(64, shapes.NARROWEST, 0, 0)
-    shares = shares_of(p, share_of(p, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
+    tile, most = shapes.Tile(64, shapes.NARROWEST, 0, 0), sum(slots(p, schedule.device_tables.capacity))
+    shares = shares_of(most, share_of(p, most, schedule.rows, tile, launch_decode.MOST_PROCESSORS))
     return 4 * schedule.rows * shares * p.heads_q * launch_decode.buffer(p) if shares > 1 else 0
 
 
@@ -137,10 +166,44 @@ def run(problem: Problem, extents: Extents, schedule: launching.Schedule, o: Ope
     given = launch_dense.given_by(problem, o, views)
     if isinstance(o.k, PagedView):
         given["table"] = o.k.table
+    if isinstance(o.k_compressed, PagedView):
+        given["table_compressed"] = o.k_compressed.table
     result = schedule.once(
         layout_table.layout(views, given), lambda: ready(problem, extents, schedule.device_tables, views, given)
     )
     result.run(given)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The page table of one source of keys as kernels take it: without pages, or without any, no key is read."""
+
+    size: int
+    width: int
+    step: int
+    last: int
+
+    @classmethod
+    def of(cls, size: int, table: torch.Tensor | None, last: int) -> Pages:
+        """Of a table whose numbers go up to `last`; None: there are no pages."""
+        if table is None:
+            return cls(0, 0, 0, last)
+        return cls(size, table.shape[1] if last >= 0 else 0, table.stride(0), last)
+
+    def arguments(self, suffix: str = "") -> dict[str, int]:
+        """The numbers, by the kernels' names."""
+        return {f"width{suffix}": self.width, f"step{suffix}": self.step, f"last{suffix}": self.last}
+
+
+def pages(problem: Problem, views: dict[str, layout_table.View | None]) -> tuple[Pages, Pages]:
+    """Those of the keys, and those of compressed keys."""
+    p, second = problem, views["k_compressed"]
+    first = Pages.of(p.page_size, *launch_decode.pages(p, views))
+    if not isinstance(second, PagedView):
+        return first, Pages.of(0, None, 0)
+    of_second = {"k": second, "v": views["v_compressed"]}
+    size = second.page_size
+    return first, Pages.of(size, *launch_decode.pages(replace(p, page_size=size), of_second))
 
 
 def ready(
@@ -151,7 +214,7 @@ def ready(
     given: dict[str, Any],
 ) -> launching.Ready:
     """The launches of run() on memory as these views and arguments lie."""
-    table, last = launch_decode.pages(p, views)
+    first, second = pages(p, views)
     device, where = layout_table.one_device(given), layout_table.strides(views, len(e))
     align = layout_table.alignment(views, where)
     listed = device_tables.on(device, "tokens", tokens)
@@ -159,26 +222,26 @@ def ready(
         return launching.Ready([], ())
     tile = tile_on(p, device, align)
     strides, lengths = layout_table.Copied.of(where, device), device_tables.on(device, "lengths", layout_table.lengths)
-    # Without a page no key is read.
-    width, stride = (0, 0) if table is None else (table.shape[1] if last >= 0 else 0, table.stride(0))
     numbers = launch_dense.numbers(p)
     arguments = ABSENT | {name: numbers[name] for name in ("scale", "exponent", "unit")} | {
-        "width": width, "step": stride, "last": last, "count": len(e), "heads_kv": p.heads_kv,
+        **first.arguments(), **second.arguments("_compressed"), "count": len(e), "heads_kv": p.heads_kv,
         "strides": strides.tensor, "lengths": lengths.tensor, "tokens": listed.tensor,
     }  # fmt: skip
     is_near, recompute = near(views, device_tables.capacity), shapes.recompute_tile("recompute_out", p)
-    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near)
-    keys_per_split = share_of(p, count, tile, launch_decode.processors(device))
+    count, recomputed = len(listed.tensor), recompute_constants(p, align, is_near, second.size)
+    most = sum(slots(p, device_tables.capacity))
+    keys_per_split = share_of(p, most, count, tile, launch_decode.processors(device))
     tables: tuple[layout_table.Copied, ...] = strides, lengths, listed
-    shares, names = shares_of(p, keys_per_split), list(given)
-    constexprs = forward_constants(p, tile, align, is_near, split=shares > 1)
+    shares, names = shares_of(most, keys_per_split), list(given)
+    constexprs = forward_constants(p, tile, align, is_near, shares > 1, second.size)
     scratch: dict[str, tuple[int, ...]] = {}
     if shares > 1:
         joined = device_tables.on(device, f"shares {shares}", lambda e: work(p, e, shares))
         arguments |= {"work": joined.tensor, "rows": p.group, "per": keys_per_split}
         scratch["partials"] = (count * shares * p.heads_q * launch_decode.buffer(p),)
         tables, names = (*tables, joined), [*names, "partials"]
-    launches = [FAMILY.launch(sparse_forward, (count * programs(p, tile), shares), arguments, names, constexprs, tile)]
+    grid = count * programs(p, tile), max(shares, 1)
+    launches = [FAMILY.launch(sparse_forward, grid, arguments, names, constexprs, tile)]
     if shares > 1:
         grid, of_join = (count * p.group, p.heads_kv), join_constants(p, align)
         launches.append(FAMILY.launch(join, grid, arguments, names, of_join, launch_decode.JOIN))

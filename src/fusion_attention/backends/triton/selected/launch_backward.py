@@ -6,7 +6,7 @@ changes no bit: what a token computes is its own, and key_sum.py adds to a key's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from fusion_attention.backends.triton.dense.launch import PLANES, query_tiles, w
 from fusion_attention.backends.triton.selected import launch_key_sum
 from fusion_attention.backends.triton.selected import shapes_backward as cuts
 from fusion_attention.backends.triton.selected.backward import backward_rows, backward_slots, weigh_slots
+from fusion_attention.backends.triton.selected.launch import slots
 from fusion_attention.backends.triton.selected.launch import tokens as listed_tokens
 from fusion_attention.backends.triton.selected.launch_key_sum import KeySum, Where
 from fusion_attention.backends.triton.selected.recompute_gradients import recompute_rows, recompute_slots
@@ -50,10 +51,17 @@ def columns_of(problem: Problem) -> tuple[dict[str, int], int]:
     return result, columns
 
 
-def slots_of(problem: Problem, tiles: dict[str, SlotTile]) -> int:
-    """Slots of a token: whole tiles that hold its entries."""
-    most = max(tile.BN for tile in tiles.values())
-    return -(-problem.select_count * problem.select_block // most) * most
+def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> tuple[int, int]:
+    """(slots of a band's keys, all slots) of a token: whole tiles that hold its keys.
+
+    Kernels have these numbers as constants. Those that follow from lengths are rounded up to powers of two, so that few
+    kernels are compiled; kernels of a list need its slots alone.
+    """
+    size = max(tile.BN for tile in tiles.values())
+    band, others = (-(-most // size) for most in slots(problem, extents))
+    if problem.compressed_ratio:
+        band, others = (shapes.power(tiles_of_source) if tiles_of_source else 0 for tiles_of_source in (band, others))
+    return band * size, (band + others) * size
 
 
 def rows_dtype(problem: Problem, float32_rows: bool) -> torch.dtype:
@@ -81,11 +89,12 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     if not schedule.rows:
         return 0
     row = rows_dtype(p, float32_rows=True)
-    slots = slots_of(p, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
+    capacity = schedule.device_tables.capacity
+    _, slots = slots_of(p, capacity, {kernel: table[80, 2][-1] for kernel, table in cuts.TABLES.items()})
     tokens_in_chunk, of_token = tokens_of(p, schedule.rows, slots, row), p.heads_kv * slots
     chunk = tokens_in_chunk * bytes_of_token(p, slots, row)
     notes = 4 * p.heads_q * (PLANES * schedule.rows + (len(e) + schedule.rows // PREPARE.BM if p.has_sink else 0))
-    keys = int(schedule.device_tables.capacity.kv_len.sum()) * p.heads_kv
+    keys = keys_of(capacity) * p.heads_kv
     flags = 4 * len(e) * p.heads_kv if p.dtype == "float16" else 0
     return (
         chunk
@@ -95,17 +104,26 @@ def workspace_bytes(problem: Problem, schedule: Schedule) -> int:
     )
 
 
+def keys_of(extents: Extents) -> int:
+    """Keys of all sequences, in both sources."""
+    return sum(extents.all_keys(b) for b in range(len(extents)))
+
+
 def views_of(problem: Problem, o: Operands, g: Grads) -> dict[str, Any]:
     """The views that the kernels read and write, by their names in the table of places."""
     p = problem
     results = {
-        "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum, "indices": o.indices,
+        "q": o.q, "k": o.k, "out": o.out, "max": o.stats.max, "sum": o.stats.sum,
+        "indices": o.indices if p.select_count else None,
         "dout": g.dout, "dlse": g.dlse, "dq": g.dq, "dk": g.dk,
     }  # fmt: skip
     if not p.shares_kv:
         results |= {"v": o.v, "dv": g.dv}
     if p.dim_rope:
         results |= {"q_rope": o.q_rope, "k_rope": o.k_rope, "dq_rope": g.dq_rope, "dk_rope": g.dk_rope}
+    if p.compressed_ratio:
+        results |= {"k_compressed": o.k_compressed, "dk_compressed": g.dk_compressed}
+        results |= {} if p.shares_kv else {"v_compressed": o.v_compressed, "dv_compressed": g.dv_compressed}
     return results
 
 
@@ -118,14 +136,17 @@ class Prepared:
     by_row: layout_table.Copied
     tokens: layout_table.Copied
     by_key: layout_table.Copied
+    by_compressed_key: layout_table.Copied | None
     align: int
     cuts: dict[str, SlotTile]
+    slots: tuple[int, int]
     keys: int  # of all sequences and heads
 
     def read(self) -> None:
         """Says that what comes next reads the tables."""
-        for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key):
-            table.read()
+        for table in (self.strides, self.lengths, self.by_row, self.tokens, self.by_key, self.by_compressed_key):
+            if table is not None:
+                table.read()
 
 
 def prepare_layout(
@@ -140,19 +161,28 @@ def prepare_layout(
     device, like = layout_table.one_device(given), given["q"]
     total = np.full(count, 1, np.int64)
     flat = RowView((like,), extents.q_start * p.heads_q, p.heads_q, total, 1)
-    ids = launch_key_sum.numbered(like, device_tables.capacity, p.heads_kv)
-    table = layout_table.strides(views | {"flat": flat, "ids": ids}, count)
+    capacity = device_tables.capacity
+    ids = {"ids": launch_key_sum.numbered(like, capacity.kv_len, p.heads_kv)}
+    second = None
+    if capacity.compressed is not None:
+        lengths, first = capacity.compressed.kv_len, int(capacity.kv_len.sum())
+        ids["ids_compressed"] = launch_key_sum.numbered(like, lengths, p.heads_kv, first)
+        second = device_tables.on(device, "compressed keys", launch_key_sum.compressed_tiles)
+    table = layout_table.strides(views | {"flat": flat} | ids, count)
     align, chip = layout_table.alignment(views, table), shapes.chip_of(device)
     assert chip is not None  # reasons_against() has looked
+    tiles = {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS}
     return Prepared(
         layout_table.Copied.of(table, device),
         device_tables.on(device, "lengths", layout_table.lengths),
         device_tables.on(device, f"query {PREPARE}", lambda e: query_tiles(e, PREPARE)),
         device_tables.on(device, "tokens", listed_tokens),
         device_tables.on(device, "keys", launch_key_sum.key_tiles),
+        second,
         align,
-        {kernel: cuts.cut_of(kernel, p, chip, align) for kernel in cuts.KERNELS},
-        int(device_tables.capacity.kv_len.sum()) * p.heads_kv,
+        tiles,
+        slots_of(p, capacity, tiles),
+        keys_of(capacity) * p.heads_kv,
     )
 
 
@@ -172,12 +202,16 @@ def run(problem: Problem, extents: Extents, schedule: Schedule, o: Operands, g: 
     partials = note_rows(p, prepared, given, o)
     sums, float32_rows = KeySum(like, prepared.keys, columns_of(p)[1]), given["dk"].dtype == torch.float32
     if tokens:
-        buffer = Buffer.of(p, tokens, prepared.cuts, rows_dtype(p, float32_rows), like)
+        buffer = Buffer.of(p, tokens, prepared.slots[1], rows_dtype(p, float32_rows), like)
         for first in range(0, tokens, buffer.tokens):
             run_chunk(p, prepared, buffer, sums, given | {"first": first}, min(buffer.tokens, tokens - first))
     where = Where(prepared.strides.tensor, prepared.by_key.tensor, len(extents))
     for name, first in columns_of(p)[0].items():
         sums.write(given[name], name, first, result[name].dim, p.heads_kv, where)
+        if prepared.by_compressed_key is not None:
+            second = replace(where, tiles=prepared.by_compressed_key.tensor, ids="ids_compressed")
+            name = f"{name}_compressed"
+            sums.write(given[name], name, first, result[name].dim, p.heads_kv, second)
     if g.dsink is not None:
         g.dsink.copy_(torch.zeros_like(g.dsink) if partials is None else partials.sum(0))
 
@@ -209,9 +243,8 @@ class Buffer:
     rows: torch.Tensor | None
 
     @classmethod
-    def of(cls, p: Problem, tokens: int, tiles: dict[str, SlotTile], row: torch.dtype, like: torch.Tensor) -> Buffer:
+    def of(cls, p: Problem, tokens: int, slots: int, row: torch.dtype, like: torch.Tensor) -> Buffer:
         """Memory for a chunk, which serves one after the other."""
-        slots = slots_of(p, tiles)
         tokens_in_chunk = tokens_of(p, tokens, slots, row)
         lists, pairs = tokens_in_chunk * p.heads_kv * slots, tokens_in_chunk * p.heads_q * slots
         keys, ids = (empty(like, (lists,), torch.int32) for _ in range(2))
@@ -226,10 +259,10 @@ def run_chunk(p: Problem, prepared: Prepared, buffer: Buffer, sums: KeySum, give
     rows = sums.total if buffer.rows is None else buffer.rows
     given = given | {name: getattr(buffer, name) for name in ("keys", "ids", "used", "noted", "weights", "ds")}
     given |= {"rows": rows, "scale": p.scale, "exponent": p.scale * common.LOG2E.value}
-    for name in ("v", "q_rope", "k_rope"):
+    for name in ("v", "q_rope", "k_rope", "indices", "k_compressed", "v_compressed"):
         given.setdefault(name, None)
     token_heads = tokens * p.heads_kv
-    for one in launches(p, prepared.cuts, prepared.align, buffer.slots, buffer.rows is None):
+    for one in launches(p, prepared.cuts, prepared.align, prepared.slots, buffer.rows is None):
         grid = tuple({"tokens": tokens, "heads_kv": p.heads_kv, "token_heads": token_heads}.get(n, n) for n in one.grid)
         named = {name: given[source] for name, source in one.renamed.items()}
         launch_some(one.kernel, grid, given | named, one.constexprs, one.tile)
@@ -250,17 +283,20 @@ class Step:
     renamed: dict[str, str]
 
 
-def launches(problem: Problem, tiles: dict[str, SlotTile], align: int, slots: int, atomic: bool = False) -> list[Step]:
-    """The launches of a chunk, in their order."""
-    p = problem
-    shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
+def launches(
+    problem: Problem, tiles: dict[str, SlotTile], align: int, slots: tuple[int, int], atomic: bool = False
+) -> list[Step]:
+    """The launches of a chunk, in their order; slots: of slots_of()."""
+    p, (band, slots_of_token) = problem, slots
+    shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots_of_token, "ALIGN": align}
+    sources = {"RATIO": p.compressed_ratio, "BAND": band}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots_of_token, "N": cuts.ENTRIES} | sources
     tile = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
-    grid = slots // tile.BN, -(-p.group // tile.BH), "token_heads"
+    grid = slots_of_token // tile.BN, -(-p.group // tile.BH), "token_heads"
     results = [
         Step(read_lists, ("tokens", "heads_kv"), lists, cuts.LISTS, {}),
-        Step(weigh_slots, grid, shared | sizes | known_of(tile), tile, {}),
+        Step(weigh_slots, grid, shared | sources | sizes | known_of(tile), tile, {}),
     ]
     tile = tiles["backward_rows"]
     for read, written, dim in (("k", "dq", p.dim_qk), ("k_rope", "dq_rope", p.dim_rope)):
@@ -273,8 +309,9 @@ def launches(problem: Problem, tiles: dict[str, SlotTile], align: int, slots: in
                 "FIRST": first,
             } | known_of(panel)
             grid = count, -(-p.group // tile.BH), "token_heads"
-            results.append(Step(backward_rows, grid, shared | constexprs, panel, {"k": read, "out": written}))
-    results += slot_launches(p, tiles["backward_slots"], shared, slots, atomic)
+            step = Step(backward_rows, grid, shared | sources | constexprs, panel, {"k": read, "out": written})
+            results.append(step)
+    results += slot_launches(p, tiles["backward_slots"], shared, slots_of_token, atomic)
     return results + recomputed(results, atomic)
 
 

@@ -10,7 +10,7 @@ The number of a key, its id, counts the keys of all sequences and heads: numbere
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,20 +33,30 @@ HOT = 1024  # rows of a chunk for a key, beyond which several programs sum them
 
 @dataclass(frozen=True, eq=False)
 class Where:
-    """Tables on a device: of places, with `ids` and the views that are written; key_tiles(); how many sequences."""
+    """Tables on a device: of addresses, with the ids and the views that are written; key_tiles(); how many sequences.
+
+    ids: the view of the ids of its keys.
+    """
 
     strides: torch.Tensor
     tiles: torch.Tensor
     count: int
+    ids: str = "ids"
 
 
-def numbered(like: torch.Tensor, capacity: Extents, heads: int) -> RowView:
-    """`ids` of the table of places: key j of head h of sequence b has the id (first[b] + j) * heads + h.
+def numbered(like: torch.Tensor, lengths: np.ndarray, heads: int, first: int = 0) -> RowView:
+    """`ids` of the table of addresses: key j of head h of sequence b has the id (first + start[b] + j) * heads + h.
 
-    capacity: lengths that later ones do not exceed (layout_table.Kept): an id stays a key's.
+    lengths: keys of the sequences, which later ones do not exceed (DeviceTables.capacity), so an id stays a key's.
     """
-    ones = np.ones(len(capacity), np.int64)
-    return RowView((like,), capacity.kv_start * heads, heads, ones, 1)
+    start = first + np.cumsum(lengths) - lengths
+    return RowView((like,), start * heads, heads, np.ones(len(lengths), np.int64), 1)
+
+
+def compressed_tiles(extents: Extents) -> np.ndarray:
+    """key_tiles() of the compressed keys."""
+    assert extents.compressed is not None
+    return key_tiles(replace(extents, kv_len=extents.compressed.kv_len))
 
 
 def key_tiles(extents: Extents) -> np.ndarray:
@@ -131,11 +141,13 @@ class KeySum:
         w = min(PANEL, shapes.power(dim))
         constexprs = {
             "VIEW": layout_index.AT[name],
+            "IDS": layout_index.AT[where.ids],
             "COLUMNS": self.total.shape[1],
             "FIRST": first,
             "DIM": dim,
             "W": w,
             "BN": WRITE.BN,
         }
-        arguments = {"total": self.total, "out": out, **vars(where)}
+        tables = {"strides": where.strides, "tiles": where.tiles, "count": where.count}
+        arguments = {"total": self.total, "out": out, **tables}
         launch_named(write_rows, (len(where.tiles), heads, -(-dim // w)), arguments, constexprs, WRITE)

@@ -1,7 +1,7 @@
-"""Rows of attention to lists whose results are not finite, computed once more, head by head, as recompute.py does it.
+"""Rows of attention to selected keys whose results are not finite, computed once more, head by head.
 
-A slot that weighs nothing still multiplies: 0 * inf is NaN. That happens where a key's score is -inf, or where a weight
-is too small for a float; this kernel follows the other, and returns where all that it reads is a number.
+A slot of weight 0 still multiplies: 0 * inf is NaN. The weight is 0 if a key's score is -inf, or if it is too small for
+a float. This kernel follows the forward kernel, and returns at once where all results are finite.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,8 +28,15 @@ from fusion_attention.backends.triton.dense.recompute import (
     recomputed_three,
     wrong_three,
 )
-from fusion_attention.backends.triton.selected.forward import heads_of, offset_within, page_of
-from fusion_attention.backends.triton.selected.selection import band_of, key_ahead, list_at, slots_read, token_at
+from fusion_attention.backends.triton.selected.forward import NUMBERS, heads_of, offset_within, page_of
+from fusion_attention.backends.triton.selected.selection import (
+    band_of,
+    compressed_end,
+    key_ahead,
+    list_at,
+    slots_read,
+    token_at,
+)
 
 
 @triton.jit
@@ -39,14 +46,56 @@ def row_of(strides, count, b, row, VIEW: tl.constexpr, ALIGN: tl.constexpr):
     return at + row * token, head
 
 
-@triton.jit(do_not_specialize=["count", "heads_kv", "width", "step", "last"])
-def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, strides, lengths, tokens,
-                    count: tl.int32, heads_kv: tl.int32, width: tl.int32, step: tl.int64, last: tl.int32,
-                    scale: tl.float32, GROUP: tl.constexpr, SELECT: tl.constexpr, BLOCK: tl.constexpr,
-                    SHARED: tl.constexpr, PAGE: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr,
-                    D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr,
-                    DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-                    DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+@triton.jit
+def add_finite(acc, query, rope, memory, caches, entries, table, last, first, end, slots, peak, scale, at_out, there,
+               LISTED: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr,
+               NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DIM: tl.constexpr,
+               R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+               DIM_V: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """acc + the weighted values of one row's slots of one source, until each element that is NaN at `at_out` (memory,
+    offset) is NaN in it; weights of 0 select nothing."""
+    acc0, acc1, acc2 = acc
+    k, v, k_rope = memory
+    cache_k, cache_v, cache_r = caches
+    n0 = tl.zeros([], tl.int32)
+    while n0 < slots:
+        n = n0 + tl.arange(0, BN)
+        if LISTED:
+            key = key_ahead(entries, n, slots, first, end, BLOCK)
+        else:
+            key = tl.where(n < slots, first + n, -1)
+        counted = key >= 0
+        page = page_of(table, key, counted, last, PAGE)
+        keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), counted, True, D0, D1, D2,
+                          DIM)  # fmt: skip
+        s = products(query, keys, D1, D2)
+        if R:
+            offset = offset_within(cache_r, key, page, PAGE, NEAR)
+            tail = load_part(k_rope + cache_r[0], offset, counted, 0, R, DIM_ROPE, True)
+            s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
+        s = s * scale
+        values = keys
+        if not SHARED:
+            offset = offset_within(cache_v, key, page, PAGE, NEAR)
+            values = load_three(v + cache_v[0], offset, counted, True, V0, V1, V2, DIM_V)
+        p = tl.exp2((s - peak) * LOG2E)[:, None]
+        counted = (counted & (s != -float("inf")))[:, None]
+        acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, outlasting(p), counted, values, V1, V2)
+        more = left_three((acc0, acc1, acc2), at_out[0], at_out[1], there, False, V0, V1, V2, DIM_V)
+        n0 = tl.where(more > 0, n0 + BN, slots)
+    return acc0, acc1, acc2
+
+
+@triton.jit(do_not_specialize=NUMBERS[:-1])
+def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, k_compressed, v_compressed, indices, table,
+                    table_compressed, strides, lengths, tokens, count: tl.int32, heads_kv: tl.int32, width: tl.int32,
+                    step: tl.int64, last: tl.int32, width_compressed: tl.int32, step_compressed: tl.int64,
+                    last_compressed: tl.int32, scale: tl.float32, GROUP: tl.constexpr, SELECT: tl.constexpr,
+                    BLOCK: tl.constexpr, RATIO: tl.constexpr, SHARED: tl.constexpr, PAGE: tl.constexpr,
+                    PAGE_COMPRESSED: tl.constexpr, NEAR: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+                    D2: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, DIM_ROPE: tl.constexpr, V0: tl.constexpr,
+                    V1: tl.constexpr, V2: tl.constexpr, DIM_V: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr,
+                    BN: tl.constexpr):  # fmt: skip
     """Computes rows of out anew from the statistics; grid (tokens * tiles of BM heads of a token)."""
     programs = heads_kv * ((GROUP + BM - 1) // BM)
     b, row = token_at(tokens, tl.program_id(0) // programs)
@@ -63,14 +112,25 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, st
         kv_len = tl.minimum(kv_len, width.to(tl.int64) * PAGE)
         table += b * step
     first, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, strides, count, b, hk, row)
+    entries = indices
+    if SELECT:
+        entries = list_at(indices, strides, count, b, hk, row)
+    seen = end
+    if RATIO:
+        seen = compressed_end(lengths, count, b, row, RATIO)
+        if PAGE_COMPRESSED:
+            seen = tl.minimum(seen, width_compressed * PAGE_COMPRESSED)
+            table_compressed += b * step_compressed
     for one in tl.range(begin, tl.where(some, tl.minimum(begin + BM, (hk + 1) * GROUP), begin).to(tl.int32)):
         head = one + tl.zeros([1], tl.int64)
         there = head >= 0
         bad = wrong_three(out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V) > 0
         peak, total = tl.load(max_ + at_max + head * head_max), tl.load(sum_ + at_sum + head * head_sum)
         bad = bad & (total == total) & (peak != -float("inf"))
-        slots = slots_read(entries, tl.where(tl.max(bad.to(tl.int32), 0) > 0, end, 0), SELECT, BLOCK)
+        any_bad = tl.max(bad.to(tl.int32), 0) > 0
+        slots = tl.where(any_bad, tl.maximum(end - first, 0), 0)
+        if not RATIO:
+            slots = slots_read(entries, tl.where(any_bad, end, 0), SELECT, BLOCK)
         at_q, head_q = row_of(strides, count, b, row, layout_index.Q, ALIGN)
         query = load_three(q + at_q, head * head_q, there, True, D0, D1, D2, DIM)
         cache_k = cache_at(strides, count, b, hk, layout_index.K, ALIGN)
@@ -81,28 +141,23 @@ def recompute_lists(q, k, v, out, max_, sum_, q_rope, k_rope, indices, table, st
             at_r, head_r = row_of(strides, count, b, row, layout_index.Q_ROPE, ALIGN)
             rope = load_part(q_rope + at_r, head * head_r, there, 0, R, DIM_ROPE, True)
             cache_r = cache_at(strides, count, b, hk, layout_index.K_ROPE, ALIGN)
-        acc0, acc1, acc2 = zeros_three(1, V0, V1, V2)
-        n0 = tl.zeros([], tl.int32)
-        while n0 < slots:
-            key = key_ahead(entries, n0 + tl.arange(0, BN), slots, first, end, BLOCK)
-            counted = key >= 0
-            page = page_of(table, key, counted, last, PAGE)
-            keys = load_three(k + cache_k[0], offset_within(cache_k, key, page, PAGE, NEAR), counted, True, D0, D1,
-                              D2, DIM)  # fmt: skip
-            s = products(query, keys, D1, D2)
-            if R:
-                offset = offset_within(cache_r, key, page, PAGE, NEAR)
-                tail = load_part(k_rope + cache_r[0], offset, counted, 0, R, DIM_ROPE, True)
-                s += tl.sum(rope.to(tl.float32) * tail.to(tl.float32), 1)
-            s = s * scale
-            values = keys
+        acc = zeros_three(1, V0, V1, V2)
+        at_head = (out + at_out, head * head_out)
+        acc = add_finite(
+            acc, query, rope, (k, v, k_rope), (cache_k, cache_v, cache_r), entries, table, last, first, end, slots,
+            peak, scale, at_head, there, not RATIO, BLOCK, SHARED, PAGE, NEAR, D0, D1, D2, DIM, R, DIM_ROPE, V0, V1,
+            V2, DIM_V, BN)  # fmt: skip
+        if RATIO:
+            slots = tl.where(any_bad, seen, 0)
+            if SELECT:
+                slots = slots_read(entries, slots, SELECT, BLOCK)
+            cache_k = cache_at(strides, count, b, hk, layout_index.K_COMPRESSED, ALIGN)
+            cache_v = cache_k
             if not SHARED:
-                offset = offset_within(cache_v, key, page, PAGE, NEAR)
-                values = load_three(v + cache_v[0], offset, counted, True, V0, V1, V2, DIM_V)
-            p = tl.exp2((s - peak) * LOG2E)[:, None]
-            counted = (counted & (s != -float("inf")))[:, None]
-            acc0, acc1, acc2 = gather_three((acc0, acc1, acc2), p, outlasting(p), counted, values, V1, V2)
-            more = left_three((acc0, acc1, acc2), out + at_out, head * head_out, there, False, V0, V1, V2, DIM_V)
-            n0 = tl.where(more > 0, n0 + BN, slots)
+                cache_v = cache_at(strides, count, b, hk, layout_index.V_COMPRESSED, ALIGN)
+            acc = add_finite(
+                acc, query, rope, (k_compressed, v_compressed, k_rope), (cache_k, cache_v, cache_k), entries,
+                table_compressed, last_compressed, first * 0, seen, slots, peak, scale, at_head, there, SELECT > 0,
+                BLOCK, SHARED, PAGE_COMPRESSED, NEAR, D0, D1, D2, DIM, 0, 0, V0, V1, V2, DIM_V, BN)  # fmt: skip
         rescale = tl.where(total == 0, 1.0, 1.0 / total)[:, None]
-        recomputed_three(out + at_out, head * head_out, bad, (acc0, acc1, acc2), rescale, False, V0, V1, V2, DIM_V)
+        recomputed_three(out + at_out, head * head_out, bad, acc, rescale, False, V0, V1, V2, DIM_V)

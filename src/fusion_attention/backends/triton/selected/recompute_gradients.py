@@ -14,9 +14,10 @@ What was computed at first is wrong only where it is NaN; a sum ends once all of
 import triton
 import triton.language as tl
 
-from fusion_attention.backends.triton.common.kernels import heads_at, rows_at
+from fusion_attention.backends.triton.common import layout_index
+from fusion_attention.backends.triton.common.kernels import heads_at
 from fusion_attention.backends.triton.dense.backward import shrinking
-from fusion_attention.backends.triton.selected.backward import heads_of, load_tile
+from fusion_attention.backends.triton.selected.backward import heads_of, load_tile, source_of, sources_of
 from fusion_attention.backends.triton.selected.selection import token_at
 
 
@@ -33,16 +34,16 @@ def unsettled(old, acc):
 
 
 @triton.jit(do_not_specialize=["count", "first"])
-def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count: tl.int32, first: tl.int64,
-                   GROUP: tl.constexpr, HEADS_KV: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr,
-                   ALIGN: tl.constexpr, READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr,
-                   BC: tl.constexpr):  # fmt: skip
+def recompute_rows(k, k_compressed, out, large, keys, used, noted, ds, strides, tokens, count: tl.int32,
+                   first: tl.int64, GROUP: tl.constexpr, HEADS_KV: tl.constexpr, RATIO: tl.constexpr,
+                   BAND: tl.constexpr, DIM: tl.constexpr, SLOTS: tl.constexpr, ALIGN: tl.constexpr,
+                   READ: tl.constexpr, WRITTEN: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """dq, or its rope tail, of noted tokens: dS k, head by head; grid (tokens * heads_kv). READ, WRITTEN: as in
     backward_rows()."""
     token_head = tl.program_id(0).to(tl.int64)
     hk = token_head % HEADS_KV
     b, row = token_at(tokens, first + token_head // HEADS_KV)
-    at_k, stride = rows_at(strides, count, b, hk, READ, ALIGN)
+    both = sources_of(k, k_compressed, strides, count, b, hk, RATIO, READ, layout_index.K_COMPRESSED, ALIGN)
     heads = tl.where(tl.load(noted + token_head) > 0, GROUP, 0)
     keys += token_head * SLOTS
     ds += token_head * GROUP * SLOTS
@@ -57,7 +58,8 @@ def recompute_rows(k, out, large, keys, used, noted, ds, strides, tokens, count:
             while slot0 < end:
                 slot = slot0 + tl.arange(0, BN)
                 j = tl.load(keys + slot, mask=slot < end, other=-1)
-                key = load_tile(k + at_k, j.to(tl.int64) * stride, j >= 0, c, DIM, True)
+                rows, stride = source_of(both, slot0, RATIO, BAND, ALIGN)
+                key = load_tile(rows, j.to(tl.int64) * stride, j >= 0, c, DIM, True)
                 weight = tl.load(ds + h * SLOTS + slot, mask=slot < end, other=0.0)
                 acc += tl.sum(weighed(weight[:, None], key), 0)
                 slot0 = tl.where(unsettled(old, acc), slot0 + BN, end)

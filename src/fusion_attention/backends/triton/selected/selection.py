@@ -1,8 +1,11 @@
-"""Lists of selected keys, as every kernel that reads one reads it: how many entries count, and which keys they name.
+"""The keys that a row reads one by one: those of its list, or of a band and of a second source of keys.
 
-Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block that entry n // BLOCK
-names. A slot's key is loaded one turn ahead (key_ahead), so that its rows can be. Whatever a list holds, a key outside
-the row's band is row 0, which is not read.
+Loops run over slots: slot n of a list of blocks of BLOCK tokens is token n % BLOCK of the block in entry n // BLOCK. A
+slot's key is loaded one iteration ahead (key_ahead), so that its row can be loaded ahead too. A key outside the row's
+band, which a list may hold, is not read.
+
+With a second source (RATIO > 0) a row has slots of the band's keys, and slots of compressed keys: those of its list, or
+(SELECT = 0) all that it sees.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,6 +33,13 @@ def band_of(row, kv_len, lo, hi, prefix):
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
     end = tl.minimum(tl.maximum(row + hi, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
+
+
+@triton.jit
+def compressed_end(lengths, count, b, row, RATIO: tl.constexpr):
+    """int32: how many compressed keys a row sees, as Extents.compressed_end()."""
+    kv_len, hi = tl.load(lengths + 6 * count + b), tl.load(lengths + 7 * count + b)
+    return tl.minimum(tl.maximum((row + hi) // RATIO, 0), kv_len).to(tl.int32)
 
 
 @triton.jit
@@ -76,29 +86,58 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
     return tl.where(in_band(key, first, end), key, -1)
 
 
+@triton.jit
+def write_keys(keys, ids, id0, step, entries, slots, first, end, FIRST: tl.constexpr, LAST: tl.constexpr,
+               LISTED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Writes the keys and ids of slots FIRST to LAST, -1 where a slot has none; returns the end of those that have one.
+
+    Slots before `slots`, counted from FIRST, hold the keys that a list names, or those from `first` on.
+    """
+    last = tl.zeros([], tl.int32)
+    for n0 in tl.range(0, LAST - FIRST, N):
+        n = n0 + tl.arange(0, N)
+        if LISTED:
+            j = key_ahead(entries, n, slots, first, end, BLOCK)
+        else:
+            j = tl.where(n < slots, first + n, -1)
+        there = n < LAST - FIRST
+        tl.store(keys + FIRST + n, j, mask=there)
+        tl.store(ids + FIRST + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=there)
+        last = tl.maximum(last, tl.max(tl.where((j >= 0) & there, FIRST + n + 1, 0), 0))
+    return last
+
+
 @triton.jit(do_not_specialize=["count", "first"])
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
-               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, RATIO: tl.constexpr, BAND: tl.constexpr,
+               SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
     for kernels that note what is not finite.
 
-    Grid (tokens of a chunk, heads_kv).
+    With a second source, the first BAND slots are those of the band's keys. Grid (tokens of a chunk, heads_kv).
     """
     token_head, hk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     b, row = token_at(tokens, first + token_head)
     token_head = token_head * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
     first_key, end = band_of(row, kv_len, lo, hi, prefix)
-    entries = list_at(indices, strides, count, b, hk, row)
-    slots = slots_read(entries, end, SELECT, BLOCK)
     id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
     keys, ids = keys + token_head * SLOTS, ids + token_head * SLOTS
-    last = tl.zeros([], tl.int32)
-    for n0 in tl.range(0, SLOTS, N):
-        n = n0 + tl.arange(0, N)
-        j = key_ahead(entries, n, slots, first_key, end, BLOCK)
-        tl.store(keys + n, j, mask=n < SLOTS)
-        tl.store(ids + n, tl.where(j >= 0, id0 + j * step, -1).to(tl.int32), mask=n < SLOTS)
-        last = tl.maximum(last, tl.max(tl.where(j >= 0, n + 1, 0), 0))
+    entries = indices
+    if SELECT:
+        entries = list_at(indices, strides, count, b, hk, row)
+    if RATIO:
+        slots = tl.minimum(tl.maximum(end - first_key, 0), BAND)
+        last = write_keys(keys, ids, id0, step, entries, slots, first_key, end, 0, BAND, False, 1, N)
+        id0, step = rows_at(strides, count, b, hk, layout_index.IDS_COMPRESSED, 1)
+        first_key, end = first_key * 0, compressed_end(lengths, count, b, row, RATIO)
+        slots = tl.minimum(end, SLOTS - BAND)
+        if SELECT:
+            slots = slots_read(entries, end, SELECT, BLOCK)
+        last = tl.maximum(last, write_keys(keys, ids, id0, step, entries, slots, first_key, end, BAND, SLOTS,
+                                           SELECT > 0, BLOCK, N))  # fmt: skip
+    else:
+        slots = slots_read(entries, end, SELECT, BLOCK)
+        last = write_keys(keys, ids, id0, step, entries, slots, first_key, end, 0, SLOTS, True, BLOCK, N)
     tl.store(used + token_head, last)
     tl.store(noted + token_head, 0)

@@ -1,0 +1,27 @@
+"""A band of keys beside compressed keys under Triton's interpreter, against golden."""
+
+from __future__ import annotations
+
+import pytest
+from support.compressed import CASES, CompressedCase, arguments, compute, lowered, wanted
+
+from fusion_attention.backends.triton.common import shapes
+from fusion_attention.backends.triton.selected import launch_backward
+from fusion_attention.backends.triton.selected import shapes as shapes_sparse
+from fusion_attention.backends.triton.selected.shapes_backward import SlotTile
+from fusion_attention.testing import check
+
+pytestmark = pytest.mark.filterwarnings("ignore::fusion_attention.contract.ContractWarning")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that a few heads, keys and columns take several."""
+    monkeypatch.setattr(shapes_sparse, "forward_tile", lambda *_: shapes.Tile(16, 16, 4, 1))
+    monkeypatch.setattr(launch_backward.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_cases(case: CompressedCase) -> None:
+    args = arguments(case)
+    check(case.id, compute(case, lowered(args), args["dy"], "triton"), wanted(case, args))
