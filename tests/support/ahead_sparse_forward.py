@@ -100,7 +100,9 @@ CONFIGS |= {
 EVERYDAY = ("lists latent 64 heads", "two sources 64 heads", "lists 128 recomputed")
 # Runs that keep bytes on the stack, and why no tile that keeps none is taken.
 OUTSIDE = "at most 16 bytes, written before the main loop and read behind it"
+FASTER = "1.1 times as fast as the tile without, on an H100"
 SPILLED = {
+    **dict.fromkeys(("two sources 64 heads sm_90", "two sources all sm_90"), FASTER),
     **dict.fromkeys(("lists latent pages sm_90", "lists 576 pages sm_90", "lists latent pages cut sm_86"), OUTSIDE),
     **dict.fromkeys(
         (

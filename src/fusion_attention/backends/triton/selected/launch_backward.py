@@ -60,7 +60,9 @@ def slots_of(problem: Problem, extents: Extents, tiles: dict[str, SlotTile]) -> 
     size = max(tile.BN for tile in tiles.values())
     band, others = (-(-most // size) for most in slots(problem, extents))
     if problem.compressed_ratio:
-        band, others = (shapes.power(tiles_of_source) if tiles_of_source else 0 for tiles_of_source in (band, others))
+        band, others = (
+            1 << (tiles_of_source - 1).bit_length() if tiles_of_source else 0 for tiles_of_source in (band, others)
+        )
     return band * size, (band + others) * size
 
 
