@@ -21,7 +21,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_backward.cuts, "cut_of", lambda *_: SlotTile(16, 16, 16, 4, 1))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+# Every second case of few rows and keys; the others take minutes under the interpreter, and run on a GPU too.
+FEW = [case for case in CASES if sum(case.q_len) * max(case.kv_len) < 120][::2]
+ALL = [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.id if isinstance(case, CompressedCase) else None)
 def test_cases(case: CompressedCase) -> None:
     args = arguments(case)
     check(case.id, compute(case, lowered(args), args["dy"], "triton"), wanted(case, args))
