@@ -15,6 +15,7 @@ from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import lightning_indexer as lightning_indexer_of_rows
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
@@ -27,7 +28,7 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    operators = [flash_attn, *_indexer(functions), *_around(functions), *METADATA]
+    operators = [flash_attn, *_indexer(functions), *_around(functions), *SHARED_KEYS, *METADATA]
     names = {one.__name__: one for one in operators}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
@@ -36,16 +37,19 @@ def _refused(op: str, param: str, expected: str, got: object, advice: str) -> Co
     return ContractError([Failure(op, param, expected, str(got), advice)])
 
 
-def _metadata(of: str) -> Callable[..., Tensor]:
+def _metadata(of: str, elements: int = 1024) -> Callable[..., Tensor]:
     def function(*_: Any, **__: Any) -> Tensor:
-        return torch.zeros(1024, dtype=torch.int32, device="npu")
+        return torch.zeros(elements, dtype=torch.int32, device="npu")
 
     function.__name__ = function.__qualname__ = f"{of}_metadata"
     function.__doc__ = f"Returns the metadata of {of}: zeros. Work is not divided before a call here."
     return function
 
 
-METADATA = tuple(map(_metadata, ("flash_attn", "lightning_indexer")))
+METADATA = (
+    *map(_metadata, ("flash_attn", "lightning_indexer", "sparse_flash_mla", "sparse_flash_mla_grad")),
+    _metadata("sparse_flash_mla_softmax_l1_norm", 64),
+)
 
 
 def flash_attn(
