@@ -10,6 +10,7 @@ from support.records import INTERFACES
 import fusion_attention
 from fusion_attention.captures.capture import HOOKED
 from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
+from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
 # Parameters of our own functions that no record has.
@@ -24,7 +25,7 @@ POSITIONAL = {
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_a_signature_is_its_record(name: str) -> None:
-    op, extra = RECORDS[name], set() if name.startswith("npu") else OURS
+    op, extra = RECORDS[name], set() if name.startswith(("npu", "cann_ops")) else OURS
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     given = [p for p in inspect.signature(INTERFACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
@@ -100,6 +101,8 @@ KEYWORD_ONLY_FROM = {
     "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
     "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
     "indexer_loss": "layout",
+    "cann_ops_transformer.sparse_flash_mla": None,
+    "cann_ops_transformer.sparse_flash_mla_grad": None,
 }
 
 
@@ -181,6 +184,27 @@ def test_torch_npu_signatures(name: str) -> None:
         has_no_default = p.default is p.empty or p.default is None
         results.append(p.name if has_no_default else f"{p.name}={p.default!r}")
     assert results == TORCH_NPU[name].split()
+
+
+# The functions of CANN's package, as its own Python has them.
+LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
+SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
+MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
+CANN_OPS = {
+    "cann_ops_transformer.sparse_flash_mla": "q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table"
+    f" cmp_block_table {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale=1.0 cmp_ratio=1 {MODES_OF_TWO} topk_value_mode=1"
+    " return_softmax_lse=False",
+    "cann_ops_transformer.sparse_flash_mla_grad": "q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices"
+    f" cmp_sparse_indices {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale cmp_ratio {MODES_OF_TWO}",
+}
+
+
+@pytest.mark.parametrize("name", CANN_OPS)
+def test_signatures_of_cann_ops_transformer(name: str) -> None:
+    parameters = inspect.signature(INTERFACES[name]).parameters.values()
+    has_no_default = {p.name for p in parameters if p.default is p.empty or p.default is None}
+    results = [p.name if p.name in has_no_default else f"{p.name}={p.default!r}" for p in parameters]
+    assert results == CANN_OPS[name].split()
 
 
 FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1
@@ -356,9 +380,6 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    shared_keys = {
-        "sparse_flash_mla",
-        "sparse_flash_mla_grad",
-    }  # of cann_ops_transformer: tests/npu/test_shared_keys.py
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} | shared_keys == set(RECORDS)
+    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
+    assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}

@@ -375,7 +375,12 @@ def _function(op: Op, call: Call) -> str:
         by_place = by_place and needed
         if given is not None and not getattr(p, "output", False):
             arguments.append(given if by_place else f"{p.shown}={given}")
-    return _text(["import torch"], [op.name], call, filled(f"{call.returns} = {op.name}(", arguments))
+    lines = filled(f"{call.returns} = {op.called}(", arguments)
+    if op.name == op.called:
+        return _text(["import torch"], [op.name], call, lines)
+    package = op.name.removesuffix(f".{op.called}")
+    installed = ["import torch", "from fusion_attention import npu", "", "npu.install()"]
+    return _text([*installed, f"from {package} import {op.called}"], [], call, lines)
 
 
 def _two_phase(op: Op, call: Call) -> str:

@@ -14,7 +14,7 @@ from fusion_attention.ir.mask import UNLIMITED, Band
 from fusion_attention.ops.compressed.call import LSE, OUT, FlashMla, replace_statistics
 from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.lower import call_of
-from fusion_attention.ops.shared.params import output, spelled
+from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.rules import invalid, limit, needed, of_lengths, presence, typed
 from fusion_attention.ops.sparse.call import SparseBackward, fresh, fresh_gradients
 from fusion_attention.ops.sparse.checks import FUNCTIONS, keys_in
@@ -363,7 +363,7 @@ PACKED = {
     "cu_seqlens_cmp_kv": [0, 1, 4],
 }
 TORCH = V1.version(
-    "sparse_flash_mla",
+    "cann_ops_transformer.sparse_flash_mla",
     "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
     source="CANN's cann_ops_transformer",
     params=(
@@ -407,7 +407,7 @@ TORCH = V1.version(
     sizes={**V1.sizes, "N2": 1, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1},
     samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
     keywords="",
-    declared={},
+    declared=dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST),
     returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
     example="",
 )
@@ -422,7 +422,7 @@ GRADIENTS = (
     output("dsinks", "Gradient of sinks.", "N1", "float32"),
 )
 TORCH_GRAD = TORCH.version(
-    "sparse_flash_mla_grad",
+    "cann_ops_transformer.sparse_flash_mla_grad",
     "Gradients of sparse_flash_mla, from its output and its softmax_lse.",
     params=(
         TENSORS[0],
