@@ -530,6 +530,62 @@ def aclnnSparseFlashAttentionGradGetWorkspaceSize(
 
 aclnnSparseFlashAttentionGrad: _Run
 
+def aclnnSparseFlashMlaGetWorkspaceSize(
+    q: acl.Tensor | None, ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
+    cmp_sparse_indices: acl.Tensor | None, ori_block_table: acl.Tensor | None, cmp_block_table: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, softmax_scale: float,
+    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
+    layout_kv: str, topk_value_mode: int, return_softmax_lse: bool, attn_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention to a window of keys and to compressed keys in one softmax; keys are values. Phase 1: checks, plans,
+    and says how much workspace phase 2 needs."""
+
+aclnnSparseFlashMla: _Run
+
+def aclnnSparseFlashMlaGradGetWorkspaceSize(
+    q: acl.Tensor | None, dout: acl.Tensor | None, attn_out: acl.Tensor | None, softmax_lse: acl.Tensor | None,
+    ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
+    cmp_sparse_indices: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, softmax_scale: float,
+    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
+    layout_kv: str, dq: acl.Tensor | None, dori_kv: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
+    dsinks: acl.Tensor | None, ori_softmax_l1_norm: acl.Tensor | None, cmp_softmax_l1_norm: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of SparseFlashMla, from its output and its softmax_lse. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaGrad: _Run
+
+def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
+    q: acl.Tensor | None, k: acl.Tensor | None, softmax_lse: acl.Tensor | None, sparse_indices: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
+    metadata: acl.Tensor | None, softmax_scale: float, max_seqlen_k: int, cmp_ratio: int, mask_mode: int,
+    layout_q: str, layout_k: str, out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnSparseFlashMlaSoftmaxL1Norm: _Run
+
 def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,
     weights: acl.Tensor | None, sparse_indices: acl.Tensor | None, softmax_max: acl.Tensor | None,

@@ -103,6 +103,7 @@ KEYWORD_ONLY_FROM = {
     "indexer_loss": "layout",
     "cann_ops_transformer.sparse_flash_mla": None,
     "cann_ops_transformer.sparse_flash_mla_grad": None,
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "sparse_indices",
 }
 
 
@@ -196,6 +197,9 @@ CANN_OPS = {
     " return_softmax_lse=False",
     "cann_ops_transformer.sparse_flash_mla_grad": "q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices"
     f" cmp_sparse_indices {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale cmp_ratio {MODES_OF_TWO}",
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k"
+    " seqused_q seqused_k cmp_residual_k topk_length metadata softmax_scale=1.0 max_seqlen_k=0 cmp_ratio=1 mask_mode=0"
+    " layout_q='BSND' layout_k='BSND'",
 }
 
 
@@ -370,6 +374,22 @@ ACLNN = {
         query key query_index key_index weights softmax_max softmax_sum softmax_max_index softmax_sum_index query_rope
         key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
         dquery_index dkey_index dweights loss
+    """,
+    "aclnnSparseFlashMla": """
+        q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table cmp_block_table cu_seqlens_q
+        cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length
+        cmp_topk_length sinks metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right
+        layout_q layout_kv topk_value_mode return_softmax_lse attn_out softmax_lse
+    """,
+    "aclnnSparseFlashMlaGrad": """
+        q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
+        cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length cmp_topk_length sinks
+        metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv dq
+        dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
+    """,
+    "aclnnSparseFlashMlaSoftmaxL1Norm": """
+        q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
+        softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out
     """,
 }
 

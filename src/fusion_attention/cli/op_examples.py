@@ -248,6 +248,55 @@ DENSE_LOSS = Call(
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
+SHARED_KEYS = Call(
+    (
+        "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
+        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # keys that are values too",
+        "key_compressed = torch.randn(1, 16, 1, 512, dtype=torch.bfloat16)  # one for every 4 tokens",
+        "row, entry = torch.arange(64).view(-1, 1), torch.arange(16)",
+        "seen = entry < (row + 1) // 4  # entries whose tokens have all come",
+        "sparse_indices = entry.where(seen, -1).int().view(1, 64, 1, 16)",
+        "sinks = torch.zeros(8)",
+    ),
+    named("query", "key", "key_compressed", "sparse_indices", "sinks")
+    | {"cmp_residual_kv": "[0]", "scale_value": "512**-0.5", "ratio": "4", "ori_mask_mode": "4"}
+    | {"cmp_mask_mode": "3", "ori_win_left": "15", "ori_win_right": "0", "return_softmax_lse": "True"},
+    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 1, 64, 8)"},
+    "out, lse",
+)
+SHARED_KEYS_SAVED = (
+    *SHARED_KEYS.setup,
+    "attention_in, lse = fa.compressed_attention(",
+    "    query, key, key_compressed, sparse_indices, ratio=4, band=fa.Band.window(15), sink=sinks,",
+    "    scale=512**-0.5, return_lse=True,",
+    ")",
+    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], of both sources and the sink",
+)
+SHARED_KEYS_GRAD = Call(
+    (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
+    {**SHARED_KEYS.values, **named("dout", "attention_in", "softmax_lse")},
+    {
+        "dquery": "torch.empty_like(query)",
+        "dkey": "torch.empty_like(key)",
+        "dkey_compressed": "torch.empty_like(key_compressed)",
+        "dsinks": "torch.empty_like(sinks)",
+        "cmp_softmax_l1_norm": "torch.empty(1, 64, 1, 16)",
+    },
+    "dq, dori_kv, dcmp_kv, dsinks, _, cmp_softmax_l1_norm",
+)
+SHARED_KEYS_L1 = Call(
+    SHARED_KEYS_SAVED,
+    named("query", "softmax_lse", "sparse_indices")
+    | {
+        "key": "key_compressed",
+        "cmp_residual_k": "[0]",
+        "scale_value": "512**-0.5",
+        "ratio": "4",
+        "mask_mode": "3",
+    },
+    {"l1_norm": "torch.empty(1, 64, 1, 16)"},
+    "target",
+)
 EXAMPLES = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
@@ -351,6 +400,12 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
     "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
     "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
+    "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
+    "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,
+    "cann_ops_transformer.sparse_flash_mla_grad": SHARED_KEYS_GRAD,
+    "aclnnSparseFlashMla": SHARED_KEYS,
+    "cann_ops_transformer.sparse_flash_mla": SHARED_KEYS,
 }
 
 

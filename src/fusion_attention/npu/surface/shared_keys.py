@@ -2,10 +2,8 @@
 
 import torch
 
-from fusion_attention.contract import bind
 from fusion_attention.npu.interface import Args, from_record
-from fusion_attention.ops.compressed import records
-from fusion_attention.ops.compressed.l1_norm import l1_norm
+from fusion_attention.ops.compressed import l1_norm, records
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -21,13 +19,15 @@ def sparse_flash_mla(args: Args) -> tuple[Tensor, Tensor]:
 
 @from_record(records.TORCH_GRAD)
 def sparse_flash_mla_grad(args: Args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dkey, dcompressed, dsinks = dispatch.in_order(records.TORCH_GRAD, args, args["query"])
-    none = dq.new_empty(0, dtype=torch.float32)
-    listed = none
-    if args["sparse_indices"] is not None:
-        with torch.no_grad():
-            listed = l1_norm(records.call_of_gradient(bind(records.TORCH_GRAD, args)), args[records.LSE])
-    return dq, dkey, dcompressed, dsinks, none, listed
+    q = args["query"]
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    results = dispatch.in_order(records.TORCH_GRAD, args, q)
+    return results
 
 
-SHARED_KEYS = (sparse_flash_mla, sparse_flash_mla_grad)
+@from_record(l1_norm.TORCH)
+def sparse_flash_mla_softmax_l1_norm(args: Args) -> Tensor:
+    return dispatch.results(l1_norm.TORCH, args)[l1_norm.OUT]
+
+
+SHARED_KEYS = (sparse_flash_mla, sparse_flash_mla_grad, sparse_flash_mla_softmax_l1_norm)

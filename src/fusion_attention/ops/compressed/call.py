@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
 from fusion_attention.ir.call import Filled
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
 from fusion_attention.memory import empty
+from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
 from fusion_attention.ops.shared.call import Results
-from fusion_attention.ops.sparse.call import RESULTS, Sparse, SparseBackward, SparseForward, statistics
+from fusion_attention.ops.sparse.call import RESULTS, BackwardRun, Sparse, SparseBackward, SparseForward, statistics
 
 Tensor = torch.Tensor
-OUT, LSE = "attention_out", "softmax_lse"
+OUT, LSE, NORM = "attention_out", "softmax_lse", "cmp_softmax_l1_norm"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Extents):
+    """Extents of packed sequences with rows behind them that are padding.
+
+    Args:
+        starts: the first rows of sequences on the query and on the key side.
+    """
+
+    starts: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def q_start(self) -> np.ndarray:  # type: ignore[override]
+        """The first query row of each sequence."""
+        assert self.starts is not None
+        return self.starts[0]
+
+    @property
+    def kv_start(self) -> np.ndarray:  # type: ignore[override]
+        """The first key row of each sequence."""
+        assert self.starts is not None
+        return self.starts[1]
+
+
+def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
+    """Extents whose packed sequences begin at these rows."""
+    values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
+    return Placed(**values, starts=(q_start, kv_start))
 
 
 class FlashMla(Sparse):
@@ -39,6 +71,25 @@ class FlashMla(Sparse):
         out, lse, dout = results[OUT], results[LSE], upstream.get(OUT)
         dout = torch.zeros_like(out) if dout is None else dout
         return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
+
+    def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
+        """The gradient operator's call, which returns the probabilities of a row's entries too; None: no lists."""
+        result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
+        result.entries = entries
+        return result
+
+    def compressed_rows(self, lse: Tensor) -> CompressedRows:
+        """The call's rows, what they see of the compressed keys, and softmax_lse."""
+        assert self.second is not None
+        _, second = self.second
+        keys = self.compressed(self.given("key_compressed"))
+        assert isinstance(keys, RowView)
+        ends = [
+            self.extents.compressed_end(b, np.arange(count), self.problem.compressed_ratio)
+            for b, count in enumerate(self.extents.q_len.tolist())
+        ]
+        q, lists, lengths = self.given("query"), self.tensors["sparse_indices"], self.extents.q_len.tolist()
+        return CompressedRows(self, self.problem.scale, q, lengths, keys, second.kv_len, ends, lse, lists)
 
     def divisors(self, lse: Tensor) -> Tensor:
         """Sums beside softmax_lse as the maximum: 1, or 0 in rows without keys."""
@@ -75,6 +126,38 @@ def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
     out, top, *_ = (results.get(name) for name in RESULTS)
     assert out is not None
     return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
+
+
+class FlashMlaBackward(SparseBackward):
+    """A gradient call that returns the probabilities of listed entries, a mean over heads."""
+
+    call: FlashMla
+    entries: int | None = None
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        q = self.call.given("query")
+        shape = (*q.shape[:-2], 1, self.entries or 0)
+        return super().results() | ({} if self.entries is None else {NORM: empty(q, shape, torch.float32)})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its results."""
+        gradients = {name: tensor for name, tensor in outputs.items() if name != NORM}
+        return _GradientRun(self, gradients, outputs.get(NORM))
+
+
+class _GradientRun(BackwardRun):
+    __slots__ = ("lse", "norm")
+
+    def __init__(self, of: FlashMlaBackward, gradients: Mapping[str, Tensor], norm: Tensor | None) -> None:
+        super().__init__(of.call, of.saved, of.dlse, gradients)
+        self.lse, self.norm = of.saved[2], norm
+
+    def finish(self) -> None:
+        super().finish()
+        if self.norm is not None and self.norm.numel():
+            assert isinstance(self.call, FlashMla)
+            write_probabilities(self.call.compressed_rows(self.lse), self.norm)
 
 
 class _Run(SparseForward):

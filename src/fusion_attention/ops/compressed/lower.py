@@ -12,6 +12,7 @@ import numpy as np
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Compressed, Extents, Problem
+from fusion_attention.ops.compressed.call import placed
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
@@ -50,10 +51,12 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     """
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
-    extents = Extents(q_len, kv_len, lo, hi, prefix, none)
+    extents, second = Extents(q_len, kv_len, lo, hi, prefix, none), Extents(q_len, n["c_len"], none, none, none, none)
+    if n.get("q_start") is not None:  # of a record whose sequences may end before their rows do
+        extents, second = placed(extents, n["q_start"], n["kv_start"]), placed(second, n["q_start"], n["c_start"])
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
-    return extents, Extents(q_len, n["c_len"], none, none, none, none)
+    return extents, second
 
 
 def _problem(n: Mapping[str, Any]) -> Problem:

@@ -1,4 +1,8 @@
-"""CANN's SparseFlashMla and its gradient, as its package cann_ops_transformer calls them."""
+"""CANN's SparseFlashMla and its gradient: the records of the two-phase interface and of the package
+cann_ops_transformer.
+
+Rules are in rules.py, lowering in lower.py.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusion_attention.contract import Array, Attr, Bound, Rule, Tensor
+from fusion_attention.contract import Array, Attr, Bound, Tensor
 from fusion_attention.ir.mask import UNLIMITED, Band
-from fusion_attention.ops.compressed.call import LSE, OUT, FlashMla, replace_statistics
+from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
+from fusion_attention.ops.compressed.checks import FUNCTIONS
 from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
 from fusion_attention.ops.compressed.lower import call_of
+from fusion_attention.ops.compressed.rules import (
+    COMPRESSED,
+    FORMS,
+    LAYOUT,
+    LAYOUT_OF_GRADIENT,
+    LIMITS,
+    OF_TABLES,
+    PACKED,
+    PAGES,
+    SAVED,
+    SIDES,
+    lengths_of,
+)
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
-from fusion_attention.ops.shared.rules import invalid, limit, needed, of_lengths, presence, typed
-from fusion_attention.ops.sparse.call import SparseBackward, fresh, fresh_gradients
-from fusion_attention.ops.sparse.checks import FUNCTIONS, keys_in
-from fusion_attention.ops.sparse.records import KEY, LAYOUT, NEUTRAL, QUERY, SINKS, STATISTICS, TABLE, V1
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.call import fresh, fresh_gradients
+from fusion_attention.ops.sparse.checks import keys_in
 
-PAGES = "PA_BBND"
-SIDES = (("q", "query"), ("ori_kv", "key"), ("cmp_kv", "key_compressed"))
 INPUTS = ("query", "key", "key_compressed", "sinks")
 
 
@@ -42,13 +58,21 @@ def _mode(side: str, modes: str, bad: int) -> Attr:
     return Attr(f"{side}_mask_mode", modes, default=0, bad=bad)
 
 
-CUMULATIVE = tuple(_ends(*side) for side in SIDES)
-USED = tuple(_used(*side) for side in SIDES)
+CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
+USED = tuple(_used(*side[:2]) for side in SIDES)
 RESIDUAL = Array("cmp_residual_kv", "Tokens behind those of the last compressed key, of every sequence.", True)
-METADATA = Tensor("metadata", "Without effect: nothing is shared out before a call.", True)
-ORI_LISTS = replace(LISTS, name="ori_sparse_indices", spelled="", text="Lists of keys: not computed here.")
+SINKS = sparse.SINKS
+METADATA = Tensor("metadata", "Without effect: no work is divided before a call.", True)
+LISTS_OF_KEYS = {"BSND": "B S1 N2 Ko", "TND": "T1 N2 Ko"}
+ORI_LISTS = replace(
+    LISTS,
+    name="ori_sparse_indices",
+    spelled="",
+    text="Lists of keys (950 only): not computed here.",
+    shape=LISTS_OF_KEYS,
+)
 TOPK = tuple(
-    Tensor(f"{side}_topk_length", "Entries of every row's list: not computed here.", True, dtypes="int32")
+    Tensor(f"{side}_topk_length", "Entries of every row's list (950 only): not computed here.", True, dtypes="int32")
     for side in ("ori", "cmp")
 )
 SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
@@ -63,69 +87,50 @@ MODES = (
     Attr("ori_win_right", "Keys behind the row's own, in mode 4; -1: all.", default=-1),
 )
 LAYOUTS_OF = (
-    spelled(LAYOUT, "layout_q"),
+    spelled(sparse.LAYOUT, "layout_q"),
     Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND"),
 )
 VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1", bad=0)
 RETURN_LSE = Attr("return_softmax_lse", "Return softmax_lse.", type=bool, default=False)
 TENSORS = (
-    spelled(QUERY, "q"),
-    replace(KEY, spelled="ori_kv", text="Key rows, which are values too; needed.", form=_key_layout, optional=True),
+    spelled(sparse.QUERY, "q"),
+    replace(sparse.KEY, spelled="ori_kv", text="Key rows, also values; needed.", form=_key_layout, optional=True),
     replace(KEY_COMPRESSED, spelled="cmp_kv", optional=True, form=layout_of),
     ORI_LISTS,
     spelled(LISTS, "cmp_sparse_indices"),
 )
-TABLES = (spelled(TABLE, "ori_block_table"), spelled(COMPRESSED_TABLE, "cmp_block_table"))
-LSE_OUT = output(LSE, "log(sum(exp(s))) over both sources and the sink; 0 without keys.", STATISTICS, "float32")
+TABLES = (spelled(sparse.TABLE, "ori_block_table"), spelled(COMPRESSED_TABLE, "cmp_block_table"))
+LSE_OUT = output(LSE, "log(sum(exp(s))) over both sources and the sink; 0 without keys.", sparse.STATISTICS, "float32")
 
 
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 
-def ends_fit(ends: np.ndarray | None, tokens: int | None) -> bool | str:
-    """Whether cumulative lengths begin with 0, never fall, and end with the tokens of their tensor."""
-    if ends is None:
-        return True
-    if not len(ends) or ends[0] != 0:
-        return "no 0 before them"
-    if bool((np.diff(ends) < 0).any()):
-        return "a length below 0"
-    return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
-
-
-def used_fit(used: np.ndarray | None, batch: int | None, ends: np.ndarray | None, longest: int | None) -> bool | str:
-    """Whether there is a length for every sequence, from 0 to the longest; None: packed rows do not show it."""
-    if used is None:
-        return True
-    count = batch if ends is None else len(ends) - 1
-    if len(used) != count:
-        return f"{len(used)} lengths for {count} sequences"
-    outside = np.flatnonzero((used < 0) | (used > (UNLIMITED if longest is None else longest)))
-    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {longest}]"
-
-
-def _length(n: dict[str, Any], side: str, padded: int | None, count: int) -> np.ndarray:
+def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, first rows of packed sequences) of a side."""
     ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
-    if used is not None:
-        return np.asarray(used, np.int64)
-    return np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
+    room = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
+    start = np.cumsum(room) - room if ends is None else np.asarray(ends[:-1], np.int64)
+    return (room if used is None else np.asarray(used, np.int64)), start
 
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Lengths, axes, and the band that the modes stand for."""
     q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
-    count = len(q_ends) - 1 if packed and q_ends is not None else n["B"] or 0
-    q_len, kv_len, c_len = (
-        _length(n, side, axis, count)
-        for side, axis in zip(("q", "ori_kv", "cmp_kv"), (n["S1"], n["S2"], n["S3"]), strict=True)
+    count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
+    (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
+        side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES
     )
     left, right = (UNLIMITED if n[f"ori_win_{side}"] < 0 else n[f"ori_win_{side}"] for side in ("left", "right"))
     band = {0: Band.full(), 3: None, 4: Band.window(left, right)}.get(n["ori_mask_mode"])
-    residual = n["cmp_residual_kv"]
     result = {"q_len": q_len, "kv_len": kv_len, "c_len": c_len, "band": band, "Dv": n["D"]}
+    result |= {"q_start": q_start, "kv_start": kv_start, "c_start": c_start}
     if n["ratio"] is None:
         result["ratio"] = 1
-    result["residual"] = np.zeros_like(c_len) if residual is None else np.asarray(residual, np.int64)
+    given = n["cmp_residual_kv"]
+    residual = np.zeros_like(c_len) if given is None else np.asarray(given, np.int64)
+    result["residual"] = residual
+    result["tokens"] = c_len * (n["ratio"] or 1) + residual if len(residual) == len(c_len) else c_len
     if packed:
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
     for axis, lengths, table in (("S2", kv_len, "block_table"), ("S3", c_len, "compressed_table")):
@@ -134,17 +139,17 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def call_of_gradient(bound: Bound) -> FlashMla:
-    """The forward call that a bound gradient belongs to, with softmax_lse."""
-    return call_of(bound, FlashMla).complete()
+def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
+    """derive(), and whether there is softmax_lse: without it it has no axis G."""
+    return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
 
 
-def lower(bound: Bound) -> FlashMla | SparseBackward:
+def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
     """A bound record, forward or gradient."""
+    call = call_of(bound, FlashMla)
     if "dout" not in bound.op.by_name:
-        return call_of(bound, FlashMla)
-    results = {OUT: bound["attention_in"], LSE: bound["softmax_lse"]}
-    return call_of_gradient(bound).backward(results, {OUT: bound["dout"]})
+        return call
+    return call.complete().gradient(bound["attention_in"], bound[LSE], bound["dout"], bound.names["K"])
 
 
 def _fresh(n: Any) -> dict[str, torch.Tensor]:
@@ -152,201 +157,31 @@ def _fresh(n: Any) -> dict[str, torch.Tensor]:
     return result if n["return_softmax_lse"] else {OUT: result[OUT]}
 
 
-# ---------------------------------------------------------------------------------------------------------------- rules
+def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
+    lists = n["sparse_indices"]
+    norm = {} if lists is None else {NORM: torch.empty_like(lists, dtype=torch.float32)}
+    return fresh_gradients(n) | norm
 
-IN_PAGES = {"layout_kv": PAGES, "block_table": "2 M", "compressed_table": "2 Mc", "seqused_ori_kv": [6, 6],
-            "seqused_cmp_kv": [2, 2]}  # fmt: skip
 
-RULES = (
-    needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
-    *(
-        of_lengths(
-            f"ends_fit(cu_seqlens_{side}, {axis})",
-            f"cu_seqlens_{side}",
-            "a 0, then the end of every sequence",
-            text="cumulative lengths of all rows of the tensor",
-            only=("TND",),
-            invalid={f"cu_seqlens_{side}": [0, 3, 999]},
-        )
-        for side, axis in (("q", "T1"), ("ori_kv", "T2"), ("cmp_kv", "T3"))
-    ),
-    *(
-        of_lengths(
-            f"seqused_{side} is None or layout != 'TND' or layout_kv == '{PAGES}' and '{side}' != 'q'",
-            f"seqused_{side}",
-            "cut the packed rows instead",
-            text="None beside cumulative lengths",
-            invalid={f"seqused_{side}": [1, 2]},
-            only=("TND",),
-        )
-        for side, _ in SIDES
-    ),
-    *(
-        of_lengths(
-            f"cu_seqlens_{side} is None or cu_seqlens_q is None or len(cu_seqlens_{side}) == len(cu_seqlens_q)",
-            f"cu_seqlens_{side}",
-            "one end per sequence in all",
-            text="as many ends as cu_seqlens_q has",
-            only=("TND",),
-            invalid={f"cu_seqlens_{side}": [0, tokens]},
-        )
-        for side, tokens in (("ori_kv", 12), ("cmp_kv", 4))
-    ),
-    *(
-        of_lengths(
-            f"used_fit({name}, B, None, {longest})",
-            name,
-            "one for each sequence",
-            text="a length for every sequence, within its tensor",
-            only=("BSND",),
-            invalid={name: [1, 1, 99]},
-        )
-        for name, longest in (
-            ("seqused_q", "S1"),
-            ("seqused_ori_kv", "S2 if block_table is None else block_table.shape[1] * (Ps or 0)"),
-            ("seqused_cmp_kv", "S3 if compressed_table is None else compressed_table.shape[1] * (Pcs or 0)"),
-            ("cmp_residual_kv", "None"),
-        )
-    ),
-    *(
-        of_lengths(
-            f"cu_seqlens_q is None or used_fit({name}, None, cu_seqlens_q, {longest})",
-            name,
-            "one for each sequence",
-            text="a number for every sequence",
-            only=("TND",),
-            needs=() if name == "cmp_residual_kv" else ("block_table",),
-            given={}
-            if name == "cmp_residual_kv"
-            else IN_PAGES | {"cu_seqlens_ori_kv": None, "cu_seqlens_cmp_kv": None},
-            invalid={name: [1, 1, 1]},
-        )
-        for name, longest in (
-            ("seqused_ori_kv", "None if block_table is None else block_table.shape[1] * (Ps or 0)"),
-            ("seqused_cmp_kv", "None if compressed_table is None else compressed_table.shape[1] * (Pcs or 0)"),
-            ("cmp_residual_kv", "None"),
-        )
-    ),
-    Rule(
-        "len(block_table) == len(q_len)",
-        "block_table",
-        "a row of pages for each",
-        text="one row per sequence",
-        when="block_table is not None",
-        given=IN_PAGES,
-        invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
-    ),
-    *(
-        Rule(
-            f"pages_exist({table}, {lengths}, {size}, {pages})",
-            table,
-            "entries behind a sequence's last page are not read",
-            text="numbers of pages",
-            when=f"{table} is not None and len({table}) == len(q_len)",
-            reads=True,
-            given=IN_PAGES,
-            invalid={pages: 0},
-        )
-        for table, lengths, size, pages in (
-            ("block_table", "kv_len", "Ps", "P"),
-            ("compressed_table", "c_len", "Pcs", "Pc"),
-        )
-    ),
-    *(
-        needed(
-            f"seqused_{side}",
-            "pages do not show where a sequence ends",
-            text="the lengths of keys in pages",
-            when=f"layout_kv == '{PAGES}' and {tensor} is not None",
-            given=IN_PAGES,
-        )
-        for side, tensor in SIDES[1:]
-    ),
-    needed(
-        "cu_seqlens_q",
-        "packed rows do not show where a sequence ends",
-        text="the ends of packed sequences",
-        only=("TND",),
-    ),
-    typed(
-        f"layout_kv in (layout, '{PAGES}')",
-        "layout_kv",
-        "keys lie as queries do, or in pages",
-        text=f"what the queries have, or {PAGES}",
-        when="layout in ('BSND', 'TND')",
-        invalid={"layout_kv": "BNSD"},
-    ),
-    presence(
-        f"(block_table is not None) == (layout_kv == '{PAGES}')",
-        "block_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGES}, and nowhere else",
-        invalid={"block_table": "2 M"},
-    ),
-    presence(
-        f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
-        "compressed_table",
-        "it says which pages a sequence has",
-        text=f"a table where keys are {PAGES}, and nowhere else",
-        invalid={"compressed_table": "2 Mc"},
-    ),
-    *(
-        presence(
-            f"{name} is None",
-            name,
-            "lists of keys, and lengths of lists, are not computed here",
-            text="None",
-            invalid={name: sample},
-        )
-        for name, sample in (
-            ("ori_sparse_indices", "B S1 1 K"),
-            ("ori_topk_length", "B S1 1"),
-            ("cmp_topk_length", "B S1 1"),
-        )
-    ),
-    presence(
-        "sparse_indices is None or key_compressed is not None",
-        "sparse_indices",
-        "a list names compressed keys",
-        text="lists beside cmp_kv alone",
-        invalid={"key_compressed": None, "sparse_indices": "B S1 1 K"},
-    ),
-    Rule(
-        "cmp_mask_mode == (0 if key_compressed is None else 3)",
-        "cmp_mask_mode",
-        "other rows of compressed keys are not computed here",
-        text="3 with cmp_kv, 0 without",
-        invalid={"cmp_mask_mode": 0},
-    ),
-    Rule(
-        "ori_mask_mode == 4 or (ori_win_left, ori_win_right) == (-1, -1)",
-        "ori_win_left",
-        "4 is a window",
-        text="-1, and ori_win_right likewise, but in ori_mask_mode 4",
-        invalid={"ori_mask_mode": 3, "ori_win_left": 4},
-    ),
-    Rule("N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
-    Rule(
-        "all(0 <= n < ratio for n in residual)",
-        "cmp_residual_kv",
-        "more tokens would close another compressed key: tokens % cmp_ratio",
-        text="numbers from 0 to cmp_ratio - 1",
-        when="key_compressed is not None",
-        invalid={"cmp_residual_kv": [9, 9]},
-    ),
-    Rule(
-        "sparse_indices is None or entries_fit(sparse_indices, layout, q_len, c_len, 1)",
-        "sparse_indices",
-        "positions count from the sequence's own first compressed key; -1 ends a list",
-        text="-1 or the number of a compressed key of the row's own sequence",
-        reads=True,
-        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
-    ),
-    limit("D == 512", "query", "the chip takes no other dim", invalid={"D": 64}),
-    limit("sinks is not None", "sinks", "the chip takes no call without them", text="sinks", invalid={"sinks": None}),
-)
+# -------------------------------------------------------------------------------------------------------------- records
+
+LENGTHS = lengths_of(SIDES, "cmp_residual_kv", paged=True)
 FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees
 out = sum_j exp(s_j - lse) x_j,  lse = log(sum_j exp(s_j) + exp(sink))"""
+TEX = r"""\begin{aligned}
+s_j &= scale\; q \cdot x_j \qquad j \text{ over the rows of } ori\_kv \text{ in the band and of } cmp\_kv
+  \text{ with } j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor, \quad L = ratio \cdot S_3 + residual \\
+out &= \sum_j e^{s_j - lse}\, x_j, \qquad lse = \ln\Bigl(\sum_j e^{s_j} + e^{sink}\Bigr)
+\end{aligned}"""
+GRAD_FORMULA = """P_j = exp(s_j - lse),  dS_j = P_j * (dout . x_j - dout . out)
+dq = scale * sum_j dS_j x_j,  dx_j += scale * dS_j q + P_j dout,  dsink = -sum exp(sink - lse) * dout . out
+cmp_softmax_l1_norm = sum_h P_(h, listed) / N1"""
+GRAD_TEX = r"""\begin{aligned}
+P_j &= e^{s_j - lse}, \qquad dS_j = P_j\,(dout \cdot x_j - dout \cdot out) \\
+dq &= scale \sum_j dS_j\, x_j, \qquad dx_j \mathrel{+}= scale\; dS_j\, q + P_j\, dout, \qquad
+dsink = -\sum e^{sink - lse}\, dout \cdot out \\
+l1\_norm_j &= \frac{1}{N_1} \sum_h P_{h,j}
+\end{aligned}"""
 SAMPLE: dict[str, Any] = {
     **dict.fromkeys(("sinks", "key", "key_compressed"), True),
     "ratio": 3,
@@ -356,107 +191,107 @@ SAMPLE: dict[str, Any] = {
     "ori_win_left": 2,
     "ori_win_right": 0,
 }
-PACKED = {
-    "layout_kv": "TND",
-    "cu_seqlens_q": [0, 3, 8],
-    "cu_seqlens_ori_kv": [0, 5, 12],
-    "cu_seqlens_cmp_kv": [0, 1, 4],
+NEUTRAL: dict[str, Any] = {
+    **sparse.NEUTRAL,
+    **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc", "Ko", "value", "value_compressed", "compressed_table")),
+    "cumulative": True,
+    "sparse_mode": 3,
+    "ori_mask_mode": 0,
+    "ori_win_left": -1,
+    "ori_win_right": -1,
+    "ratio": 1,
 }
-TORCH = V1.version(
-    "cann_ops_transformer.sparse_flash_mla",
+FLAGS = dict.fromkeys((OUT, LSE), INPUTS)
+V1 = of_cann(
+    "aclnnSparseFlashMla",
     "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
-    source="CANN's cann_ops_transformer",
-    params=(
-        *TENSORS,
-        *TABLES,
-        *CUMULATIVE,
-        *USED,
-        RESIDUAL,
-        *TOPK,
-        SINKS,
-        METADATA,
-        SCALE,
-        RATIO,
-        *MODES,
-        *LAYOUTS_OF,
-        VALUE_MODE,
-        RETURN_LSE,
-        output(OUT, "The output rows.", {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}),
+    (
+        *(*TENSORS, *TABLES, *CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA),
+        *(SCALE, RATIO, *MODES, *LAYOUTS_OF, VALUE_MODE, RETURN_LSE),
+        output(OUT, "The output rows.", {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}, spelled="attn_out"),
         LSE_OUT,
     ),
-    rules=RULES,
+    (*FORMS, *LAYOUT, *LENGTHS, *OF_TABLES, *COMPRESSED, *LIMITS),
     formula=FORMULA,
-    tex="",
-    rulings=(12,),
-    neutral={
-        **NEUTRAL,
-        **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc", "value", "value_compressed", "compressed_table")),
-        "cumulative": True,
-        "sparse_mode": 3,
-        "ori_mask_mode": 0,
-        "ori_win_left": -1,
-        "ori_win_right": -1,
-        "ratio": 1,
-    },
-    derive=derive,
-    functions={**FUNCTIONS, "ends_fit": ends_fit, "used_fit": used_fit},
+    tex=TEX,
+    rulings=(12, 29),
+    layouts=sparse.LAYOUTS,
+    layout_attr="layout",
+    neutral=NEUTRAL,
+    derive=derive_forward,
+    functions=FUNCTIONS,
     lower=lower,
     results=(OUT, LSE),
     fresh=_fresh,
-    trains={OUT: INPUTS, LSE: INPUTS},
-    sizes={**V1.sizes, "N2": 1, "S3": 2, "T3": 4, "Pc": 3, "Pcs": 16, "Mc": 1},
+    trains=FLAGS,
+    sizes={**sparse.V1.sizes, "S3": 2, "T3": 3, "Pc": 3, "Pcs": 16, "Mc": 1},
     samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
-    keywords="",
-    declared=dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST),
-    returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
-    example="",
 )
 ROWS = {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}
 DOUT = Tensor("dout", "Gradient of the output.", dtypes="=query", shape=ROWS)
 OUT_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=ROWS, spelled="attn_out")
-LSE_IN = Tensor(LSE, "As the forward returned it.", dtypes="float32", shape=STATISTICS, make=torch.zeros)
+LSE_IN = Tensor(LSE, "As the forward returned it.", dtypes="float32", shape=sparse.STATISTICS, make=torch.zeros)
 GRADIENTS = (
-    output("dquery", "Gradient of q.", ROWS),
-    output("dkey", "Gradient of ori_kv, as keys and as values.", KEY.shape, form=_key_layout),
-    output("dkey_compressed", "Gradient of cmp_kv.", KEY_COMPRESSED.shape, form=layout_of),
+    output("dquery", "Gradient of q.", ROWS, spelled="dq"),
+    output("dkey", "Gradient of ori_kv, as keys and as values.", sparse.KEY.shape, form=_key_layout, spelled="dori_kv"),
+    output("dkey_compressed", "Gradient of cmp_kv.", KEY_COMPRESSED.shape, form=layout_of, spelled="dcmp_kv"),
     output("dsinks", "Gradient of sinks.", "N1", "float32"),
+    output("ori_softmax_l1_norm", "Empty: of lists of keys (950 only).", LISTS_OF_KEYS, "float32"),
+    output(
+        NORM,
+        "Mean over heads of the probabilities of cmp_sparse_indices' entries; 0 of those that are not read.",
+        LISTS.shape,
+        "float32",
+    ),
 )
-TORCH_GRAD = TORCH.version(
-    "cann_ops_transformer.sparse_flash_mla_grad",
-    "Gradients of sparse_flash_mla, from its output and its softmax_lse.",
+GRAD = V1.version(
+    "aclnnSparseFlashMlaGrad",
+    "Gradients of SparseFlashMla, from its output and its softmax_lse.",
     params=(
-        TENSORS[0],
-        DOUT,
-        OUT_IN,
-        LSE_IN,
-        *TENSORS[1:],
-        *CUMULATIVE,
-        *USED,
-        RESIDUAL,
-        *TOPK,
-        SINKS,
-        METADATA,
-        replace(SCALE, default=None, text="Factor on q . key; None: 1 / sqrt(D)."),
-        replace(RATIO, default=None, domain="ratio is None or ratio >= 1"),
-        *MODES,
-        *LAYOUTS_OF,
-        *GRADIENTS,
+        *(TENSORS[0], DOUT, OUT_IN, LSE_IN, *TENSORS[1:], *CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA),
+        *(SCALE, RATIO, *MODES, *LAYOUTS_OF, *GRADIENTS),
     ),
-    rules=(
-        *RULES,
-        invalid(
-            "N2 * G == N1",
-            "softmax_lse",
-            "it has a number for every query head",
-            text="a last axis of N1",
-            when="N2 == 1",
-            invalid={"G": 3},
-        ),
-    ),
-    neutral={**TORCH.neutral, "return_softmax_lse": True},
+    rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
+    formula=GRAD_FORMULA,
+    tex=GRAD_TEX,
+    neutral={**NEUTRAL, "return_softmax_lse": True},
+    derive=derive,
     results=tuple(p.name for p in GRADIENTS),
-    fresh=fresh_gradients,
+    fresh=_fresh_gradients,
     trains={},
-    returns="(dq, dori_kv, dcmp_kv, dsinks); absent ones are empty.",
 )
-RECORDS = (TORCH, TORCH_GRAD)
+PACKAGE: dict[str, Any] = {
+    "source": "CANN's cann_ops_transformer",
+    "declared": dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST),
+}
+TORCH = V1.version(
+    "cann_ops_transformer.sparse_flash_mla",
+    V1.summary,
+    **PACKAGE,
+    returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
+    example="""\
+>>> q, kv, compressed = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 3, 1, 16)
+>>> out, lse = sparse_flash_mla(q, kv, compressed, sinks=torch.zeros(4), softmax_scale=0.25, cmp_ratio=2,
+...     ori_mask_mode=4, cmp_mask_mode=3, ori_win_left=3, ori_win_right=0, return_softmax_lse=True)
+>>> list(out.shape), list(lse.shape)
+([1, 6, 4, 16], [1, 1, 6, 4])""",
+)
+_OPTIONAL = {
+    "scale_value": replace(SCALE, default=None, text="Factor on q . key; None: 1 / sqrt(D)."),
+    "ratio": replace(RATIO, default=None, domain="ratio is None or ratio >= 1"),
+}
+TORCH_GRAD = GRAD.version(
+    "cann_ops_transformer.sparse_flash_mla_grad",
+    GRAD.summary,
+    **PACKAGE,
+    params=tuple(_OPTIONAL.get(p.name, p) for p in GRAD.params),
+    returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); absent ones are empty.",
+    example="""\
+>>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)
+>>> sinks, words = torch.zeros(4), {"ori_mask_mode": 3, "softmax_scale": 0.25}
+>>> out, lse = sparse_flash_mla(q, kv, sinks=sinks, return_softmax_lse=True, **words)
+>>> dq, dkv, *_ = sparse_flash_mla_grad(q, torch.ones_like(q), out, lse, kv, sinks=sinks, **words)
+>>> list(dkv.shape)
+[1, 6, 1, 16]""",
+)
+RECORDS = (V1, GRAD, TORCH, TORCH_GRAD)

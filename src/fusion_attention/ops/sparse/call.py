@@ -231,10 +231,10 @@ class SparseBackward(OfCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
-        return _BackwardRun(self.call, self.saved, self.dlse, outputs)
+        return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 
-class _BackwardRun(Filled):
+class BackwardRun(Filled):
     __slots__ = ("call", "saved", "stats")
 
     def __init__(
