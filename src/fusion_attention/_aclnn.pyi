@@ -551,7 +551,7 @@ def aclnnSparseFlashMlaGetWorkspaceSize(
 aclnnSparseFlashMla: _Run
 
 def aclnnSparseFlashMlaGradGetWorkspaceSize(
-    q: acl.Tensor | None, dout: acl.Tensor | None, attn_out: acl.Tensor | None, softmax_lse: acl.Tensor | None,
+    query: acl.Tensor | None, dout: acl.Tensor | None, out: acl.Tensor | None, lse: acl.Tensor | None,
     ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
     cmp_sparse_indices: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
     cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
@@ -560,9 +560,9 @@ def aclnnSparseFlashMlaGradGetWorkspaceSize(
     seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
     seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
     cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
-    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, softmax_scale: float,
+    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, scale_value: float,
     cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
-    layout_kv: str, dq: acl.Tensor | None, dori_kv: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
+    layout_kv: str, dquery: acl.Tensor | None, dori_kv: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
     dsinks: acl.Tensor | None, ori_softmax_l1_norm: acl.Tensor | None, cmp_softmax_l1_norm: acl.Tensor | None, *,
     strict: bool = True, check_content: bool = False,
 ) -> tuple[int, int, acl.Executor | None]:

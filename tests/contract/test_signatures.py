@@ -382,10 +382,10 @@ ACLNN = {
         layout_q layout_kv topk_value_mode return_softmax_lse attn_out softmax_lse
     """,
     "aclnnSparseFlashMlaGrad": """
-        q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
+        query dout out lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
         cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length cmp_topk_length sinks
-        metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv dq
-        dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
+        metadata scale_value cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv
+        dquery dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
     """,
     "aclnnSparseFlashMlaSoftmaxL1Norm": """
         q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata

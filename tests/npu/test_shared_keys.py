@@ -9,6 +9,8 @@ from support.bits import same_bits
 from support.compressed import CompressedCase, arguments, wanted
 
 import fusion_attention as fa
+from fusion_attention.contract import Attr, bind
+from fusion_attention.ops import RECORDS
 from fusion_attention.testing import check
 from fusion_attention.testing.drawn import compare_with
 
@@ -196,9 +198,20 @@ def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> N
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ori_kv": None}, r"ori_kv: expected rows of keys"),
-    ({"ori_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)}, r"ori_sparse_indices: expected None"),
-    ({"cmp_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"cmp_topk_length: expected None"),
-    ({"cmp_mask_mode": 0}, r"cmp_mask_mode: expected 3 with cmp_kv, 0 without"),
+    (
+        {"ori_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)},
+        r"ori_sparse_indices: expected None, .*\(this form \(950 only\) is not computed here\)",
+    ),
+    ({"ori_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"ori_topk_length: expected None, .*950 only"),
+    ({"cmp_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"cmp_topk_length: expected None, .*950 only"),
+    ({"cmp_kv": None, "cmp_residual_kv": None}, r"cmp_mask_mode: expected 0 without cmp_kv"),
+    ({"cu_seqlens_q": torch.tensor([0, 8, 16])}, r"cu_seqlens_q: expected None but of packed rows"),
+    (
+        {"seqused_ori_kv": torch.tensor([9, 8])},
+        r"seqused_ori_kv: expected a length .*9 of sequence 0, outside \[0, 8\]",
+    ),
+    ({"layout_q": "BNSD"}, r"layout_q: expected"),
+    ({"cmp_mask_mode": 0}, r"cmp_mask_mode: expected 3 with cmp_kv, .*0: this form \(950 only\) is not"),
     ({"ori_mask_mode": 1}, r"ori_mask_mode: expected ori_mask_mode in \(0, 3, 4\), got 1"),
     ({"ori_mask_mode": 3}, r"ori_win_left: expected -1, and ori_win_right likewise, but in ori_mask_mode 4"),
     ({"cmp_ratio": 0}, r"cmp_ratio: expected cmp_ratio >= 1, got 0"),
@@ -238,7 +251,231 @@ def test_packed_rows_say_where_they_end(cann: Any) -> None:
             torch.tensor([0, 2, 5]),
             "cu_seqlens_cmp_kv: expected .* 5 tokens in all, 4 in the tensor",
         ),
-        ("seqused_q", torch.tensor([7, 8]), "seqused_q: expected None beside cumulative lengths"),
+        ("seqused_q", torch.tensor([9, 8]), r"seqused_q: expected .* 9 of sequence 0, outside \[0, 8\]"),
+        ("seqused_cmp_kv", torch.tensor([2]), "seqused_cmp_kv: expected .* 1 lengths for 2 sequences"),
+        ("cu_seqlens_cmp_kv", None, "cu_seqlens_cmp_kv: expected the ends of packed sequences"),
+        ("layout_kv", "BSND", "layout_kv: expected what the queries have, or PA_BBND"),
     ):
         with pytest.raises(fa.ContractError, match=message):
             cann.sparse_flash_mla(q, k, c, **{**words, name: wrong})
+
+
+# ------------------------------------------------------------------------------------------ the formula, row by row
+
+
+def probabilities(
+    q: torch.Tensor,
+    x: torch.Tensor,
+    c: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+    ratio: int,
+    rest: int,
+    lists: torch.Tensor | None = None,
+    saved: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, mean probabilities of columns) of a sequence [S, N, D] with keys [L, D] and compressed ones, float64;
+    saved: the lse [S, N] of probabilities."""
+    q, x, c, sink = q.double(), x.double(), c.double(), sink.double()
+    count, outs, lses, means = len(q), [], [], []
+    for i in range(count):
+        end = len(x) - count + i + 1
+        near = x[max(end - WINDOW, 0) : max(min(end, len(x)), 0)]
+        bound = min(max((len(c) * ratio + rest - count + i + 1) // ratio, 0), len(c))
+        slots = list(range(bound)) if lists is None else []
+        for entry in [] if lists is None else lists[i, :bound].tolist():
+            if entry < 0:
+                break
+            slots.append(entry)
+        read = [n for n, entry in enumerate(slots) if entry < bound]
+        keys = torch.cat((near, c[[slots[n] for n in read]]))
+        scores = scale * q[i] @ keys.T
+        lse = torch.logaddexp(scores.logsumexp(1), sink) if len(keys) else torch.zeros(len(sink)).double()
+        weights = (scores - (lse if saved is None else saved[i].double())[:, None]).exp()
+        outs.append(weights @ keys)
+        lses.append(lse)
+        mean = torch.zeros(len(c) if lists is None else lists.shape[1]).double()
+        mean[read] = weights[:, len(near) :].mean(0)
+        means.append(mean)
+    return torch.stack(outs), torch.stack(lses), torch.stack(means)
+
+
+ROOM, USED = [(9, 12, 5), (7, 7, 4)], [(6, 11, 3), (0, 7, 2)]  # rows, keys and compressed keys of two sequences
+REST = [2, 1]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
+    """Rows behind seqused are padding: they are not read, and results and gradients of them are 0."""
+    heads, dim, ratio, scale = 4, 16, 3, 0.25
+    q, x, c = (torch.randn(sum(n[side] for n in ROOM), h, dim) for side, h in enumerate((heads, 1, 1)))
+    sinks, names = torch.randn(heads), ("q", "ori_kv", "cmp_kv")
+    ends = [[0, ROOM[0][side], ROOM[0][side] + ROOM[1][side]] for side in range(3)]
+    for tensor, end, side in ((q, ends[0], 0), (x, ends[1], 1), (c, ends[2], 2)):
+        for b in range(2):
+            tensor[end[b] + USED[b][side] : end[b + 1]] = torch.nan
+    lists = torch.full((len(q), 1, 3), -1, dtype=torch.int32)
+    lists[:9, 0, :2] = torch.tensor([2, 0])
+    words: dict[str, Any] = {f"cu_seqlens_{n}": torch.tensor(e) for n, e in zip(names, ends, strict=True)}
+    words |= {f"seqused_{n}": torch.tensor([u[side] for u in USED]) for side, n in enumerate(names)}
+    words |= {"layout_q": "TND", "layout_kv": "TND", "cmp_residual_kv": torch.tensor(REST), "sinks": sinks}
+    words |= {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "cmp_sparse_indices": lists if listed else None}
+    leaves = [t.clone().requires_grad_() for t in (q, x, c)]
+    out, lse = cann.sparse_flash_mla(*leaves, **words, return_softmax_lse=True)
+    used = [slice(ends[0][b], ends[0][b] + USED[b][0]) for b in range(2)]
+    keep = torch.zeros(len(q), dtype=torch.bool)
+    for rows_of in used:
+        keep[rows_of] = True
+    assert not out[~keep].any()
+    assert not lse[:, ~keep].any()
+
+    def of(b: int, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The formula on sequence b."""
+        own = [t[ends[side][b] : ends[side][b] + USED[b][side]] for side, t in enumerate(tensors)]
+        chosen = lists[used[b], 0] if listed else None
+        return probabilities(own[0], own[1][:, 0], own[2][:, 0], sinks, scale, ratio, REST[b], chosen)
+
+    compare_with("out", (out[used[0]].detach(),), lambda: (of(0, [q, x, c])[0],))
+    compare_with("lse", (lse[0, used[0]].detach(),), lambda: (of(0, [q, x, c])[1],))
+    dy = torch.randn_like(q) * keep[:, None, None]
+    grads = torch.autograd.grad(out, leaves, dy)
+    with torch.no_grad():
+        norms = cann.sparse_flash_mla_grad(q, dy, out, lse, x, c, **words)[5]
+    for b in (0, 1):  # the bits of the sequence alone
+        spans = [slice(ends[side][b], ends[side][b] + USED[b][side]) for side in range(3)]
+        for mine, span, side in zip(grads, spans, range(3), strict=True):
+            assert not mine[span.stop : ends[side][b + 1]].any()
+        if not USED[b][0]:
+            continue
+        own = [t[span][None].clone().requires_grad_() for t, span in zip((q, x, c), spans, strict=True)]
+        plain = {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "sinks": sinks}
+        plain |= {"cmp_residual_kv": torch.tensor(REST[b : b + 1])}
+        plain |= {"cmp_sparse_indices": lists[spans[0]][None] if listed else None}
+        alone, lse_alone = cann.sparse_flash_mla(*own, **plain, return_softmax_lse=True)
+        same_bits(out[spans[0]], alone[0])
+        for mine, span, other in zip(grads, spans, torch.autograd.grad(alone, own, dy[spans[0]][None]), strict=True):
+            same_bits(mine[span], other[0])
+        if listed:
+            with torch.no_grad():
+                given = (own[0], dy[spans[0]][None], alone, lse_alone, *own[1:])
+                same_bits(norms[spans[0]], cann.sparse_flash_mla_grad(*given, **plain)[5][0])
+    assert not norms[~keep].any() if listed else norms.numel() == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
+    """Against the formula: what a row does not read is 0, and a row sums to less than 1."""
+    tokens, heads, dim, scale = 14, 4, 16, 0.3
+    q, x, c, sinks = rows(tokens, heads, dim)
+    chosen = lists(tokens) if listed else None
+    words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
+    _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
+    own: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}
+    own["cmp_residual_k"] = residual(tokens).to(device)
+    given = [q, c, lse]
+    if packed:
+        given = [q.flatten(0, 1), c.flatten(0, 1), lse[:, 0].flatten(0, 1)[None]]
+        own |= {"layout_q": "TND", "layout_k": "TND", "max_seqlen_k": 0 if listed else 5}
+        own |= {f"cu_seqlens_{n}": torch.tensor([0, t, 2 * t]) for n, t in (("q", tokens), ("k", tokens // RATIO))}
+        own["sparse_indices"] = None if chosen is None else chosen.flatten(0, 1)
+    own = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in own.items()}
+    norm = cann.sparse_flash_mla_softmax_l1_norm(*(t.to(device) for t in given), **own).cpu()
+    assert norm.dtype == torch.float32
+    assert float(norm.sum(-1).max()) < 1
+    norm = norm.view(2, tokens, -1)
+    if packed and not listed:
+        assert not norm[..., 3:].any()  # behind the sequence's keys
+        norm = norm[..., :3]
+    for b in range(2):
+        own_list = None if chosen is None else chosen[b, :, 0]
+        own_rows = (q[b], x[b, :, 0], c[b, :, 0], sinks, scale, RATIO, tokens % RATIO, own_list, lse[b, 0])
+        compare_with("norm", (norm[b],), lambda given=own_rows: (probabilities(*given)[2],))
+
+
+def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
+    q, _, c, _ = rows(8)
+    lse, chosen = torch.full((2, 1, 8, 4), 4.0), torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
+    every = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse)  # mode 0: a row sees all keys
+    assert (every > 0).all()
+    listed = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen)
+
+    def mean() -> tuple[torch.Tensor]:
+        scores = torch.einsum("bshd,bkd->bskh", q.double(), c[:, :, 0].double())
+        return ((scores - 4).exp().mean(-1)[:, :, None],)
+
+    compare_with("all keys", (every,), mean)
+    compare_with("listed", (listed.flip(-1),), mean)
+    counts = torch.ones(2, 8, 1, dtype=torch.int32)
+    counted = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen, topk_length=counts)
+    same_bits(counted[..., 0], listed[..., 0])
+    assert not counted[..., 1].any()
+    ends = torch.tensor([0, 2, 4])
+    with pytest.raises(fa.ContractError, match=r"max_seqlen_k: expected at least the keys of the longest sequence"):
+        cann.sparse_flash_mla_softmax_l1_norm(
+            q.flatten(0, 1), c.flatten(0, 1), lse.view(1, 16, 4), cu_seqlens_q=ends * 4, cu_seqlens_k=ends,
+            layout_q="TND", layout_k="TND", max_seqlen_k=1,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "message"),
+    [
+        (9, {"cmp_residual_kv": torch.tensor([1, 2])}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (9, {"cmp_residual_kv": None}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (9, {"cmp_ratio": 3}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (
+            8,
+            {"cmp_sparse_indices": torch.tensor([0, -1, 1], dtype=torch.int32).expand(2, 8, 1, 3)},
+            "cmp_sparse_indices: expected no entry behind a -1",
+        ),
+    ],
+)
+def test_what_is_legal_and_doubtful_warns(tokens: int, change: dict[str, Any], message: str, cann: Any) -> None:
+    """A residual that contradicts the lengths, a wrong ratio, a list with a hole; strict calls refuse them."""
+    q, k, c, sinks = rows(tokens)
+    given = {**BOTH, "cmp_residual_kv": residual(tokens), "sinks": sinks, **change}
+    with pytest.warns(fa.ContractWarning, match=message):
+        cann.sparse_flash_mla(q, k, c, **given)
+    half = [t.bfloat16() for t in (q, k, c)]
+    with fa.npu.strict(), pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(*half, **given)
+
+
+def test_entries_past_the_bound_are_counted(cann: Any) -> None:
+    """They are not read; who checks contents hears how many there are."""
+    q, k, c, sinks = rows(8)
+    past = torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
+    op = RECORDS["cann_ops_transformer.sparse_flash_mla"]
+    names = {p.shown: p.name for p in op.params}
+    words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks, "cmp_sparse_indices": past}
+    args = {"query": q, "key": k, "key_compressed": c} | {names[word]: value for word, value in words.items()}
+    # Of 2 entries row 0 to 2 see none, row 3 to 6 one, the second of which is behind their bound, as is key 1.
+    with pytest.raises(fa.ContractError, match=r"got 28 entries past their rows' bound, the first 1 at batch 0, row 0"):
+        bind(op, {p.name: args.get(p.name, p.default if isinstance(p, Attr) else None) for p in op.params},
+             check_content=True)  # fmt: skip
+    out, _ = cann.sparse_flash_mla(q, k, c, **words)
+    ignored = past.clone()
+    ignored[:, :7] = -1
+    same_bits(out, cann.sparse_flash_mla(q, k, c, **{**words, "cmp_sparse_indices": ignored})[0])
+
+
+def test_metadata_of_any_content_changes_nothing(cann: Any) -> None:
+    q, k, c, sinks = rows(8)
+    words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks}
+    want, _ = cann.sparse_flash_mla(q, k, c, **words)
+    for metadata in (torch.full((1024,), -7, dtype=torch.int32), torch.tensor(torch.nan), torch.zeros(3, 0).bool()):
+        same_bits(cann.sparse_flash_mla(q, k, c, **words, metadata=metadata)[0], want)
+
+
+def test_keys_in_pages_have_no_gradient(cann: Any) -> None:
+    q, k, _, sinks = rows(8)
+    out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, return_softmax_lse=True)
+    with pytest.raises(
+        fa.ContractError, match=r"layout_kv: expected what the queries have, got .*keys in pages have no"
+    ):
+        cann.sparse_flash_mla_grad(q, out, out, lse, k, sinks=sinks, layout_kv="PA_BBND")

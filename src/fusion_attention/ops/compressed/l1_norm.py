@@ -24,7 +24,7 @@ from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.shared.rules import limit, no_float32, of_lengths, typed
+from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, typed
 from fusion_attention.ops.sparse import records as sparse
 
 OUT = "l1_norm"
@@ -117,6 +117,8 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     residual = np.zeros_like(k_len) if given is None or ratio == 1 else np.asarray(given, np.int64)
     result = {"q_len": q_len, "kv_len": k_len, "q_start": q_start, "kv_start": k_start, "residual": residual}
     result["tokens"] = k_len * ratio + residual if len(residual) == len(k_len) else k_len
+    if n["sparse_indices"] is not None or n["key"] is not None:
+        result["columns"] = _columns(n)
     if packed:
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(k_len.max(initial=0))}
     return result
@@ -171,6 +173,13 @@ RULES: tuple[Rule, ...] = (
         text="-1 or the number of a compressed key of the row's own sequence",
         reads=True,
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
+    ),
+    invalid(
+        "Kc is None or Kc == columns",
+        OUT,
+        "max_seqlen_k is those of packed rows without lists",
+        text="a column for each entry of a list, or for each compressed key",
+        invalid={OUT: "B S1 N2 3"},
     ),
     no_float32("query"),
     limit("D == 512", "query", "the chip takes no other dim", invalid={"D": 64}),
@@ -227,7 +236,7 @@ V1 = of_cann(
         output(
             OUT,
             "A column for each entry of a list, or for each compressed key; 0 of those that are not read.",
-            {"BSND": "B S1 N2 W", "TND": "T1 N2 W"},
+            {"BSND": "B S1 N2 Kc", "TND": "T1 N2 Kc"},
             "float32",
             spelled="out",
         ),
@@ -240,7 +249,7 @@ j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or thos
     rulings=(42,),
     layouts=sparse.LAYOUTS,
     layout_attr="layout",
-    neutral={**sparse.NEUTRAL, "W": None, "ratio": 1},
+    neutral={**sparse.NEUTRAL, "Kc": None, "ratio": 1, **dict.fromkeys(("sparse_indices", "key"))},
     derive=derive,
     functions=FUNCTIONS | {"longest": longest},
     lower=lower,
@@ -255,7 +264,7 @@ TORCH = V1.version(
     source="CANN's cann_ops_transformer",
     keywords="sparse_indices",
     declared=dict.fromkeys([p.name for p in LENGTHS], TENSOR_FIRST),
-    returns="The mean probabilities, float32 [B, S1, 1, W] or [T1, 1, W]: W entries of a list, or compressed keys.",
+    returns="float32 [B, S1, 1, Kc] or [T1, 1, Kc]: a column for each entry of a list, or for each compressed key.",
     example="""\
 >>> q, compressed, lse = torch.randn(1, 6, 4, 16), torch.randn(1, 3, 1, 16), torch.full((1, 1, 6, 4), 5.0)
 >>> out = sparse_flash_mla_softmax_l1_norm(q, compressed, lse, softmax_scale=0.25, cmp_ratio=2, mask_mode=3)

@@ -214,7 +214,7 @@ V1 = of_cann(
     (*FORMS, *LAYOUT, *LENGTHS, *OF_TABLES, *COMPRESSED, *LIMITS),
     formula=FORMULA,
     tex=TEX,
-    rulings=(12, 29),
+    rulings=(12, 42),
     layouts=sparse.LAYOUTS,
     layout_attr="layout",
     neutral=NEUTRAL,
@@ -232,7 +232,7 @@ DOUT = Tensor("dout", "Gradient of the output.", dtypes="=query", shape=ROWS)
 OUT_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=ROWS, spelled="attn_out")
 LSE_IN = Tensor(LSE, "As the forward returned it.", dtypes="float32", shape=sparse.STATISTICS, make=torch.zeros)
 GRADIENTS = (
-    output("dquery", "Gradient of q.", ROWS, spelled="dq"),
+    output("dquery", "Gradient of the query rows.", ROWS, spelled="dq"),
     output("dkey", "Gradient of ori_kv, as keys and as values.", sparse.KEY.shape, form=_key_layout, spelled="dori_kv"),
     output("dkey_compressed", "Gradient of cmp_kv.", KEY_COMPRESSED.shape, form=layout_of, spelled="dcmp_kv"),
     output("dsinks", "Gradient of sinks.", "N1", "float32"),
@@ -248,8 +248,9 @@ GRAD = V1.version(
     "aclnnSparseFlashMlaGrad",
     "Gradients of SparseFlashMla, from its output and its softmax_lse.",
     params=(
-        *(TENSORS[0], DOUT, OUT_IN, LSE_IN, *TENSORS[1:], *CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA),
-        *(SCALE, RATIO, *MODES, *LAYOUTS_OF, *GRADIENTS),
+        *(sparse.QUERY, DOUT, spelled(OUT_IN, "out"), spelled(LSE_IN, "lse"), *TENSORS[1:]),
+        *(*CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA, spelled(SCALE, ""), RATIO, *MODES, *LAYOUTS_OF),
+        *(spelled(GRADIENTS[0], ""), *GRADIENTS[1:]),
     ),
     rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
     formula=GRAD_FORMULA,
@@ -276,7 +277,8 @@ TORCH = V1.version(
 >>> list(out.shape), list(lse.shape)
 ([1, 6, 4, 16], [1, 1, 6, 4])""",
 )
-_OPTIONAL = {
+_RESPELLED = {
+    **{p.name: p for p in (TENSORS[0], OUT_IN, LSE_IN, GRADIENTS[0])},
     "scale_value": replace(SCALE, default=None, text="Factor on q . key; None: 1 / sqrt(D)."),
     "ratio": replace(RATIO, default=None, domain="ratio is None or ratio >= 1"),
 }
@@ -284,7 +286,7 @@ TORCH_GRAD = GRAD.version(
     "cann_ops_transformer.sparse_flash_mla_grad",
     GRAD.summary,
     **PACKAGE,
-    params=tuple(_OPTIONAL.get(p.name, p) for p in GRAD.params),
+    params=tuple(_RESPELLED.get(p.name, p) for p in GRAD.params),
     returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); absent ones are empty.",
     example="""\
 >>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)

@@ -47,7 +47,10 @@ PACKED: dict[str, Any] = {
     "cmp_residual_kv": [2, 1],
 }
 SAMPLE_TOKENS = {"T2": 12, "T3": 3}
-LISTED = torch.zeros(2, 4, 1, 3, dtype=torch.int32)
+# Lists of padded samples, whose last rows see two compressed keys and all others one: one with a hole, one past them.
+HOLE = torch.full((2, 4, 1, 2), -1, dtype=torch.int32)
+HOLE[:, 3, :, 1] = 0
+PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
 
 
 def _room(rows: str, table: str, page: str) -> str:
@@ -91,7 +94,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
                 + (f"None, {_room(rows, *pages)})" if begins == "" else f"cu_seqlens_{side}, {_room('None', *pages)})"),
                 f"seqused_{side}",
                 "one for each sequence; the rows behind them are padding",
-                text="a length for every sequence, within its rows",
+                text=f"a length for every sequence, within its {'tensor' if begins == '' else 'rows'}",
                 only=only,
                 invalid={f"seqused_{side}": [1, 1, 99]},
             )
@@ -103,7 +106,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
                 f"{begins}used_fit({residual}, {count}, None, None)",
                 residual,
                 "one for each sequence",
-                text="a number for every sequence",
+                text=f"a number for every {'' if begins == '' else 'packed '}sequence",
                 only=only,
                 invalid={residual: [1, 1, 1]},
             )
@@ -145,16 +148,13 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
 
 
 OF_TABLES = group(
-    *(
-        Rule(
-            f"len({table}) == len(q_len)",
-            table,
-            "a row of pages for each",
-            text="one row per sequence",
-            when=f"{table} is not None",
-            invalid={table: wrong},
-        )
-        for (*_, table, _), wrong in zip(KEYS, ("3 M", "3 Mc"), strict=True)
+    Rule(
+        "len(block_table) == len(q_len)",
+        "block_table",
+        "a row of pages for each",
+        text="one row per sequence",
+        when="block_table is not None",
+        invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
     ),
     *(
         Rule(
@@ -287,7 +287,7 @@ COMPRESSED = (
         "a list ends at its first -1: fusion_attention.pack_lists closes holes",
         text="no entry behind a -1",
         reads=True,
-        invalid={"sparse_indices": torch.tensor([0, -1, 0], dtype=torch.int32).expand(2, 4, 1, 3)},
+        invalid={"sparse_indices": HOLE},
     ),
     content(
         "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
@@ -296,7 +296,7 @@ COMPRESSED = (
         text="entries that their rows see",
         when="sparse_indices is not None",
         given={"sparse_indices": "B S1 1 K"},
-        invalid={"sparse_indices": LISTED + 1},
+        invalid={"sparse_indices": PAST},
         reads=True,
     ),
 )

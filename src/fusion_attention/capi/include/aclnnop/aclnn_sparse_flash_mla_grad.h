@@ -39,7 +39,7 @@ extern "C" {
  *   oriWinRight: Keys behind the row's own, in mode 4; -1: all.
  *   layoutQ: Axis order of query rows.
  *   layoutKv: Axis order of key rows: as the queries', or PA_BBND.
- *   dQuery: Gradient of q.
+ *   dQuery: Gradient of the query rows.
  *   dOriKv: Gradient of ori_kv, as keys and as values.
  *   dCmpKv: Gradient of cmp_kv.
  *   dSinks: Gradient of sinks.
