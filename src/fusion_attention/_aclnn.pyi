@@ -571,6 +571,44 @@ def aclnnSparseFlashMlaGradGetWorkspaceSize(
 
 aclnnSparseFlashMlaGrad: _Run
 
+def aclnnSparseFlashMlaMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
+    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
+    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
+    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMla: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaMetadata: _Run
+
+def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
+    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
+    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
+    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMlaGrad: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaGradMetadata: _Run
+
 def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
     q: acl.Tensor | None, k: acl.Tensor | None, softmax_lse: acl.Tensor | None, sparse_indices: acl.Tensor | None,
     cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
@@ -585,6 +623,21 @@ def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
     says how much workspace phase 2 needs."""
 
 aclnnSparseFlashMlaSoftmaxL1Norm: _Run
+
+def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
+    num_heads_q: int, num_heads_k: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_k: int,
+    topk: int, layout_q: str, layout_k: str, mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here. Phase 1: checks, plans, and says
+    how much workspace phase 2 needs."""
+
+aclnnSparseFlashMlaSoftmaxL1NormMetadata: _Run
 
 def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,

@@ -387,6 +387,18 @@ ACLNN = {
         metadata scale_value cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv
         dquery dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
     """,
+    **{
+        f"aclnnSparseFlashMla{suffix}Metadata": """
+        cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
+        ori_topk_length cmp_topk_length num_heads_q num_heads_kv head_dim batch_size max_seqlen_q max_seqlen_ori_kv
+        max_seqlen_cmp_kv ori_topk cmp_topk cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q
+        layout_kv has_ori_kv has_cmp_kv meta_data"""
+        for suffix in ("", "Grad")
+    },
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": """
+        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
+        batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
+    """,
     "aclnnSparseFlashMlaSoftmaxL1Norm": """
         q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
         softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out

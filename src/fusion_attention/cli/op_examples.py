@@ -297,6 +297,9 @@ SHARED_KEYS_L1 = Call(
     {"l1_norm": "torch.empty(1, 64, 1, 16)"},
     "target",
 )
+SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", "head_dim": "512"}
+SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
+L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
 EXAMPLES = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
@@ -400,6 +403,9 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
     "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
     "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
+    "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,
+    "aclnnSparseFlashMlaGradMetadata": SHARED_KEYS_METADATA,
     "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
     "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
     "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,

@@ -12,7 +12,7 @@ import torch
 from fusion_attention.contract import Array, Attr, Bound, Rule, Tensor, dtype_text
 from fusion_attention.ir.call import Filled
 from fusion_attention.ir.kv import RowView
-from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed import records as forward
 from fusion_attention.ops.compressed.call import Placed
@@ -22,6 +22,7 @@ from fusion_attention.ops.compressed.probabilities import CompressedRows, write_
 from fusion_attention.ops.compressed.rules import SAVED, Side, lengths_of
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, typed
@@ -29,8 +30,6 @@ from fusion_attention.ops.sparse import records as sparse
 
 OUT = "l1_norm"
 SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2", "T2", "", ""))
-_NONE = np.zeros(0, np.int64)
-NO_SEQUENCE = Extents(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +138,13 @@ LENGTHS = (
     *(Array(f"seqused_{side}", f"Lengths of {side}'s sequences.", True) for side in ("q", "k")),
     Array("cmp_residual_k", "Tokens behind those of the last compressed key, of every sequence.", True),
 )
+TOPK = Tensor(
+    "topk_length",
+    "Entries of every row's list; None: up to its first -1.",
+    True,
+    dtypes="int32",
+    shape={"BSND": "B S1 N2", "TND": "T1 N2"},
+)
 RULES: tuple[Rule, ...] = (
     *lengths_of(SIDES, "cmp_residual_k"),
     typed(
@@ -208,13 +214,7 @@ V1 = of_cann(
             spelled(LISTS, ""),
         ),
         *LENGTHS,
-        Tensor(
-            "topk_length",
-            "Entries of every row's list; None: up to its first -1.",
-            True,
-            dtypes="int32",
-            shape={"BSND": "B S1 N2", "TND": "T1 N2"},
-        ),
+        TOPK,
         *(forward.METADATA, forward.SCALE),
         Attr(
             "max_seqlen_k",
@@ -271,4 +271,11 @@ TORCH = V1.version(
 >>> (out[0, :, 0] > 0).int().sum(-1).tolist()
 [0, 1, 1, 2, 2, 3]""",
 )
-RECORDS = (V1, TORCH)
+OPAQUE = metadata(
+    V1.name,
+    (*LENGTHS, TOPK),
+    "num_heads_q num_heads_k head_dim batch_size=0 max_seqlen_q=0 max_seqlen_k=0 topk=0 layout_q=BSND layout_k=BSND "
+    "mask_mode=0 cmp_ratio=1",
+    64,
+)
+RECORDS = (V1, TORCH, OPAQUE)

@@ -32,6 +32,7 @@ from fusion_attention.ops.compressed.rules import (
     SIDES,
     lengths_of,
 )
+from fusion_attention.ops.shared.metadata import metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.sparse import records as sparse
@@ -296,4 +297,14 @@ TORCH_GRAD = GRAD.version(
 >>> list(dkv.shape)
 [1, 6, 1, 16]""",
 )
-RECORDS = (V1, GRAD, TORCH, TORCH_GRAD)
+OPAQUE = tuple(
+    metadata(
+        op.name,
+        (*CUMULATIVE, *USED, RESIDUAL, *TOPK),
+        "num_heads_q num_heads_kv head_dim batch_size=0 max_seqlen_q=0 max_seqlen_ori_kv=0 max_seqlen_cmp_kv=0 "
+        "ori_topk=0 cmp_topk=0 cmp_ratio=1 ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 "
+        "layout_q=BSND layout_kv=BSND has_ori_kv=True has_cmp_kv=True",
+    )
+    for op in (V1, GRAD)
+)
+RECORDS = (V1, GRAD, TORCH, TORCH_GRAD, *OPAQUE)

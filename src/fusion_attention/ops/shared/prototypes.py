@@ -194,12 +194,21 @@ _PAGES |= {
         q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
         softmaxScale maxSeqlenK cmpRatio maskMode layoutQ layoutK out""",
 }
+_PAGES |= {
+    f"aclnnSparseFlashMla{suffix}Metadata": f"""
+        {_SHARED_LENGTHS.removesuffix("sinks metadata")} numHeadsQ numHeadsKv headDim batchSize maxSeqlenQ
+        maxSeqlenOriKv maxSeqlenCmpKv oriTopk cmpTopk {_SHARED_MODES} hasOriKv hasCmpKv metaData"""
+    for suffix in ("", "Grad")
+}
+_PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
+    cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength numHeadsQ numHeadsK headDim batchSize maxSeqlenQ
+    maxSeqlenK topk layoutQ layoutK maskMode cmpRatio metaData"""
 # Operators that take lengths as tensors: selections run without asking the host.
 _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
         *("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad"),
-        *("SparseFlashMla", "SparseFlashMlaGrad", "SparseFlashMlaSoftmaxL1Norm"),
+        *(f"SparseFlashMla{part}{suffix}" for part in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
     )
 }
 
