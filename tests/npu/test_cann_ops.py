@@ -33,7 +33,7 @@ def test_every_metadata_function_is_tested() -> None:
 def test_metadata_is_opaque(name: str, operators: Any) -> None:
     """Of both modules and of torch.ops, with lengths and without, of the chip's shape and dtype."""
     elements, given = OPAQUE[name]
-    functions = [getattr(import_module(f"cann_ops_transformer{part}"), name) for part in ("", ".ops")]
+    functions = [getattr(import_module(f"cann_ops_transformer{module}"), name) for module in ("", ".ops")]
     ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="npu")
     for function in (*functions, getattr(operators, name)):
         for lengths in ({}, {"cu_seqlens_q": ends}):

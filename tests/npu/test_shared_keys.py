@@ -57,8 +57,14 @@ def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None
     out, lse = cann.sparse_flash_mla(
         q, k, c, None, indices, sinks=sinks, metadata=metadata, return_softmax_lse=True, **words
     )
-    own = {"ratio": RATIO, "band": fa.Band.window(WINDOW - 1), "scale": case.scale, "sink": sinks, "return_lse": True}
-    want, want_lse = fa.compressed_attention(q, k, c, indices, **own)
+    kwargs: dict[str, Any] = {
+        "ratio": RATIO,
+        "band": fa.Band.window(WINDOW - 1),
+        "scale": case.scale,
+        "sink": sinks,
+        "return_lse": True,
+    }
+    want, want_lse = fa.compressed_attention(q, k, c, indices, **kwargs)
     same_bits(out, want)
     same_bits(lse[:, 0].mT.detach(), want_lse.detach())
     assert lse.shape == (2, 1, tokens, 4)
@@ -67,22 +73,22 @@ def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None
     bound = wanted(case, args)
     check(case.id, named, {name: bound[name] for name in named})
     with torch.no_grad():
-        found = cann.sparse_flash_mla_grad(q, dy, out, lse, k, c, None, indices, sinks=sinks, **words)
-    for mine, other in zip(found[:4], gradients, strict=True):
+        results = cann.sparse_flash_mla_grad(q, dy, out, lse, k, c, None, indices, sinks=sinks, **words)
+    for mine, other in zip(results[:4], gradients, strict=True):
         same_bits(mine, other)
-    assert found[4].numel() == 0
+    assert results[4].numel() == 0
     if not listed:
-        assert found[5].numel() == 0
+        assert results[5].numel() == 0
         return
-    share = found[5]
-    assert share.shape == indices.shape
+    norm = results[5]
+    assert norm.shape == indices.shape
 
     def mean_probabilities() -> tuple[torch.Tensor]:
         listed = c.double()[:, :, 0][torch.arange(2)[:, None, None], indices[:, :, 0].clamp(min=0).long()]
         scores = case.scale * torch.einsum("bshd,bskd->bshk", q.double(), listed) - lse[:, 0, ..., None].double()
         return (scores.exp().mean(2).masked_fill(indices[:, :, 0] < 0, 0)[:, :, None],)
 
-    compare_with("cmp_softmax_l1_norm", (share,), mean_probabilities)
+    compare_with("cmp_softmax_l1_norm", (norm,), mean_probabilities)
 
 
 def test_packed_rows(cann: Any) -> None:
@@ -98,10 +104,10 @@ def test_packed_rows(cann: Any) -> None:
         layout_kv="TND", ori_mask_mode=4, ori_win_left=case.window - 1, ori_win_right=0, cmp_mask_mode=3, cmp_ratio=2,
         cmp_residual_kv=torch.tensor(case.kv_len) % 2, return_softmax_lse=True,
     )  # fmt: skip
-    own = {"layout": "TND", "q_len": case.q_len, "kv_len": case.kv_len, "compressed_len": case.lengths("c")}
+    args = {"layout": "TND", "q_len": case.q_len, "kv_len": case.kv_len, "compressed_len": case.lengths("c")}
     want, want_lse = fa.compressed_attention(
         args["query"], args["key"], args["key_compressed"], ratio=2, band=fa.Band.window(case.window - 1),
-        sink=args["sinks"], scale=case.scale, return_lse=True, **own,
+        sink=args["sinks"], scale=case.scale, return_lse=True, **args,
     )  # fmt: skip
     same_bits(out, want)
     same_bits(lse, want_lse[None])
@@ -153,7 +159,7 @@ def test_rows_without_keys(sunk: bool, cann: Any) -> None:
 
 
 def test_a_layer_on_device_npu_trains(cann: Any) -> None:
-    """A program written for the chip, forward and backward, beside plain torch."""
+    """A program written for the chip, forward and backward, beside torch's operators."""
     tokens, heads, dim = 18, 2, 8
     hidden = torch.randn(1, tokens, 12)
     weights = [torch.randn(12, n) * 0.3 for n in (heads * dim, dim, dim)]
@@ -171,10 +177,10 @@ def test_a_layer_on_device_npu_trains(cann: Any) -> None:
             out, _ = cann.ops.sparse_flash_mla(q, k[:, :, None], c[:, :, None], sinks=leaves[3], **words)
         else:
             row, key, entry = torch.arange(tokens)[:, None], torch.arange(tokens), torch.arange(tokens // RATIO)
-            seen = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
+            visible = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
             every = torch.cat((k, c), 1)
             scores = torch.einsum("bshd,bkd->bhsk", q, every) * dim**-0.5
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = scores.masked_fill(~visible, -torch.inf)
             scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(1, heads, tokens, 1)), -1)
             out = torch.einsum("bhsk,bkd->bshd", scores.softmax(-1)[..., :-1], every)
         return (out, *torch.autograd.grad(out.square().sum(), leaves))
@@ -331,9 +337,9 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
 
     def of(b: int, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The formula on sequence b."""
-        own = [t[ends[side][b] : ends[side][b] + USED[b][side]] for side, t in enumerate(tensors)]
+        args = [t[ends[side][b] : ends[side][b] + USED[b][side]] for side, t in enumerate(tensors)]
         chosen = lists[used[b], 0] if listed else None
-        return probabilities(own[0], own[1][:, 0], own[2][:, 0], sinks, scale, ratio, REST[b], chosen)
+        return probabilities(args[0], args[1][:, 0], args[2][:, 0], sinks, scale, ratio, REST[b], chosen)
 
     compare_with("out", (out[used[0]].detach(),), lambda: (of(0, [q, x, c])[0],))
     compare_with("lse", (lse[0, used[0]].detach(),), lambda: (of(0, [q, x, c])[1],))
@@ -347,18 +353,18 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
             assert not mine[span.stop : ends[side][b + 1]].any()
         if not USED[b][0]:
             continue
-        own = [t[span][None].clone().requires_grad_() for t, span in zip((q, x, c), spans, strict=True)]
-        plain = {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "sinks": sinks}
-        plain |= {"cmp_residual_kv": torch.tensor(REST[b : b + 1])}
-        plain |= {"cmp_sparse_indices": lists[spans[0]][None] if listed else None}
-        alone, lse_alone = cann.sparse_flash_mla(*own, **plain, return_softmax_lse=True)
+        args = [t[span][None].clone().requires_grad_() for t, span in zip((q, x, c), spans, strict=True)]
+        single = {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "sinks": sinks}
+        single |= {"cmp_residual_kv": torch.tensor(REST[b : b + 1])}
+        single |= {"cmp_sparse_indices": lists[spans[0]][None] if listed else None}
+        alone, lse_alone = cann.sparse_flash_mla(*args, **single, return_softmax_lse=True)
         same_bits(out[spans[0]], alone[0])
-        for mine, span, other in zip(grads, spans, torch.autograd.grad(alone, own, dy[spans[0]][None]), strict=True):
+        for mine, span, other in zip(grads, spans, torch.autograd.grad(alone, args, dy[spans[0]][None]), strict=True):
             same_bits(mine[span], other[0])
         if listed:
             with torch.no_grad():
-                given = (own[0], dy[spans[0]][None], alone, lse_alone, *own[1:])
-                same_bits(norms[spans[0]], cann.sparse_flash_mla_grad(*given, **plain)[5][0])
+                given = (args[0], dy[spans[0]][None], alone, lse_alone, *args[1:])
+                same_bits(norms[spans[0]], cann.sparse_flash_mla_grad(*given, **single)[5][0])
     assert not norms[~keep].any() if listed else norms.numel() == 0
 
 
@@ -372,16 +378,16 @@ def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: 
     chosen = lists(tokens) if listed else None
     words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
     _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
-    own: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}
-    own["cmp_residual_k"] = residual(tokens).to(device)
+    args: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}
+    args["cmp_residual_k"] = residual(tokens).to(device)
     given = [q, c, lse]
     if packed:
         given = [q.flatten(0, 1), c.flatten(0, 1), lse[:, 0].flatten(0, 1)[None]]
-        own |= {"layout_q": "TND", "layout_k": "TND", "max_seqlen_k": 0 if listed else 5}
-        own |= {f"cu_seqlens_{n}": torch.tensor([0, t, 2 * t]) for n, t in (("q", tokens), ("k", tokens // RATIO))}
-        own["sparse_indices"] = None if chosen is None else chosen.flatten(0, 1)
-    own = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in own.items()}
-    norm = cann.sparse_flash_mla_softmax_l1_norm(*(t.to(device) for t in given), **own).cpu()
+        args |= {"layout_q": "TND", "layout_k": "TND", "max_seqlen_k": 0 if listed else 5}
+        args |= {f"cu_seqlens_{n}": torch.tensor([0, t, 2 * t]) for n, t in (("q", tokens), ("k", tokens // RATIO))}
+        args["sparse_indices"] = None if chosen is None else chosen.flatten(0, 1)
+    args = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+    norm = cann.sparse_flash_mla_softmax_l1_norm(*(t.to(device) for t in given), **args).cpu()
     assert norm.dtype == torch.float32
     assert float(norm.sum(-1).max()) < 1
     norm = norm.view(2, tokens, -1)

@@ -97,7 +97,7 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     run = _with_int_result(interface) if "int" in schema.rpartition("->")[2] else interface
     run = _apart(interface) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
-    keys = ("CPU", "CUDA", "PrivateUse1")
+    keys: tuple[str, ...] = ("CPU", "CUDA", "PrivateUse1")
     if "Tensor " not in schema:  # Of a call without a tensor torch knows no device.
         keys = ("CompositeExplicitAutograd",)
     register(schema, run, fake, autograd, library, keys=keys)

@@ -43,11 +43,12 @@ def _parameters(words: str) -> list[inspect.Parameter]:
             inspect.Parameter("given", inspect.Parameter.VAR_POSITIONAL),
             inspect.Parameter("named", inspect.Parameter.VAR_KEYWORD),
         ]
-    result, kind = [], inspect.Parameter.POSITIONAL_OR_KEYWORD
+    result, by_keyword = [], False
     for word in words.split():
         if word == "*":
-            kind = inspect.Parameter.KEYWORD_ONLY
+            by_keyword = True
             continue
+        kind = inspect.Parameter.KEYWORD_ONLY if by_keyword else inspect.Parameter.POSITIONAL_OR_KEYWORD
         name, number, default = re.fullmatch(r"(\w+)(:int)?=?(.*)", word).groups()  # type: ignore[union-attr]
         value: Any = inspect.Parameter.empty if number else None
         if default:

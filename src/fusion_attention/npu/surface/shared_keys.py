@@ -4,6 +4,7 @@ import torch
 
 from fusion_attention.npu.interface import Args, from_record
 from fusion_attention.ops.compressed import l1_norm, records
+from fusion_attention.ops.compressed.call import LSE, OUT
 from fusion_attention.torch_ops import dispatch
 
 Tensor = torch.Tensor
@@ -13,8 +14,8 @@ Tensor = torch.Tensor
 def sparse_flash_mla(args: Args) -> tuple[Tensor, Tensor]:
     dispatch.autocast(args, ("query", "key", "key_compressed"))
     results = dispatch.results(records.TORCH, args, complete=args["return_softmax_lse"])
-    out = results[records.OUT]
-    return out, results[records.LSE] if args["return_softmax_lse"] else out.new_zeros((), dtype=torch.float32)
+    out = results[OUT]
+    return out, results[LSE] if args["return_softmax_lse"] else out.new_zeros((), dtype=torch.float32)
 
 
 @from_record(records.TORCH_GRAD)

@@ -31,13 +31,13 @@ class Placed(Extents):
     starts: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
-    def q_start(self) -> np.ndarray:  # type: ignore[override]
+    def q_start(self) -> np.ndarray:
         """The first query row of each sequence."""
         assert self.starts is not None
         return self.starts[0]
 
     @property
-    def kv_start(self) -> np.ndarray:  # type: ignore[override]
+    def kv_start(self) -> np.ndarray:
         """The first key row of each sequence."""
         assert self.starts is not None
         return self.starts[1]
@@ -110,13 +110,13 @@ class FlashMla(Sparse):
             first, end = e.row_interval(b, row)
             closed = e.compressed_end(b, row, p.compressed_ratio)
             reads = torch.from_numpy(end > first).to(rows.device)
-            seen = torch.from_numpy(closed).to(rows.device)[:, None]
+            visible = torch.from_numpy(closed).to(rows.device)[:, None]
             if listed is None:
-                reads = reads | (seen[:, 0] > 0)
+                reads = reads | (visible[:, 0] > 0)
             else:
                 entries = listed.sequence(b, p.heads_kv, count)[0]
                 slots = torch.arange(entries.shape[1], device=rows.device)
-                read = (entries >= 0).cumprod(-1).bool() & (slots < seen) & (entries < seen)
+                read = (entries >= 0).cumprod(-1).bool() & (slots < visible) & (entries < visible)
                 reads = reads | read.any(-1)
             view.sequence(b, heads, count)[..., 0].masked_fill_(~reads, 0)
 

@@ -67,7 +67,7 @@ def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Len
         return True
     for b in range(len(q_len)):
         entries = lists[rows_of(b, layout, q_len, q_start)]
-        wrong = ((entries < -1) | (entries >= int(c_len[b]))).nonzero() if entries.numel() else ()
+        wrong = ((entries < -1) | (entries >= int(c_len[b]))).nonzero()
         if len(wrong):
             row, _, slot = wrong[0].tolist()
             return f"{int(entries[row, 0, slot])} at batch {b}, row {row}, slot {slot}, outside [-1, {c_len[b]})"

@@ -15,7 +15,7 @@ from fusion_attention.ir.kv import RowView
 from fusion_attention.ir.problem import Problem
 from fusion_attention.memory import empty
 from fusion_attention.ops.compressed import records as forward
-from fusion_attention.ops.compressed.call import Placed
+from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
 from fusion_attention.ops.compressed.fa_record import LISTS
 from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
@@ -72,7 +72,7 @@ class _Run(Filled):
     def finish(self) -> None:
         c, q = self.call, self.call.given("query")
         keys = row_view(c.given("key"), c.layout, 1, c.placed, "kv")
-        lengths, lse = c.placed.q_len.tolist(), c.given(forward.LSE)
+        lengths, lse = c.placed.q_len.tolist(), c.given(LSE)
         lists, counts = c.tensors["sparse_indices"], c.tensors["topk_length"]
         rows = CompressedRows(c, c.problem.scale, q, lengths, keys, c.placed.kv_len, c.ends, lse, lists, counts)
         write_probabilities(rows, self.out)
@@ -103,7 +103,7 @@ def lower(bound: Bound) -> L1Norm:
         if n["mask_mode"]:
             end = np.clip((np.arange(count) + n["tokens"][b] - count + 1) // n["ratio"], 0, k_len[b])
         ends.append(end)
-    tensors = {name: n[name] for name in ("query", "key", forward.LSE, "sparse_indices", "topk_length")}
+    tensors = {name: n[name] for name in ("query", "key", LSE, "sparse_indices", "topk_length")}
     return L1Norm(NO_SEQUENCE, n["layout"], tensors, problem, placed, tuple(ends), _columns(n))
 
 
@@ -114,10 +114,16 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
     given, ratio = n["cmp_residual_k"], n["ratio"]
     residual = np.zeros_like(k_len) if given is None or ratio == 1 else np.asarray(given, np.int64)
-    result = {"q_len": q_len, "kv_len": k_len, "q_start": q_start, "kv_start": k_start, "residual": residual}
+    result: dict[str, Any] = {
+        "q_len": q_len,
+        "kv_len": k_len,
+        "q_start": q_start,
+        "kv_start": k_start,
+        "residual": residual,
+    }
     result["tokens"] = k_len * ratio + residual if len(residual) == len(k_len) else k_len
     if n["sparse_indices"] is not None or n["key"] is not None:
-        result["columns"] = _columns(n)
+        result["Kc"] = _columns(n)
     if packed:
         result |= {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(k_len.max(initial=0))}
     return result
@@ -181,7 +187,7 @@ RULES: tuple[Rule, ...] = (
         invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
     ),
     invalid(
-        "Kc is None or Kc == columns",
+        "l1_norm is None or l1_norm.shape[-1] == Kc",
         OUT,
         "max_seqlen_k is those of packed rows without lists",
         text="a column for each entry of a list, or for each compressed key",
@@ -255,7 +261,7 @@ j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or thos
     lower=lower,
     results=(OUT,),
     fresh=lambda n: fresh(n, _columns(n)),
-    sizes=sparse.V1.sizes,
+    sizes={**sparse.V1.sizes, "Kc": sparse.V1.sizes["K"]},
     samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
 )
 TORCH = V1.version(

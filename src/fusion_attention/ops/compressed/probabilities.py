@@ -75,12 +75,12 @@ def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
 def _entries(rows: CompressedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
     """[count, width]: the keys of a sequence's columns, and whether the row reads them."""
     device = rows.query.device
-    seen = torch.from_numpy(rows.ends[b]).to(device)[:, None]
+    visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
     slot = torch.arange(width, device=device).expand(count, -1)
-    read = slot < seen.clamp(max=keys)
+    read = slot < visible.clamp(max=keys)
     if rows.lists is None:
         return slot, read
     if rows.counts is not None:
         read = read & (slot < rows.call.rows(rows.counts.unsqueeze(-1)).sequence(b, 1, count)[0])
     entry = rows.call.rows(rows.lists).sequence(b, 1, count)[0].long()
-    return entry, read & (entry >= 0).cumprod(-1).bool() & (entry < seen)
+    return entry, read & (entry >= 0).cumprod(-1).bool() & (entry < visible)

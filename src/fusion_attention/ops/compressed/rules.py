@@ -59,12 +59,13 @@ def _room(rows: str, table: str, page: str) -> str:
 
 
 def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
-    """What the lengths of every side must be, cumulative and used ones; paged: keys may lie in pages."""
-    keys, (q_side, *_) = sides[1:], sides[0]
-    ends = f"cu_seqlens_{q_side}"
-    # (the layouts that a rule is asked in, what it begins with, how many sequences there are)
-    counts = ((("BSND",), "", "B"), (("TND",), f"{ends} is None or ", f"len({ends}) - 1"))
-    layout_kv = "layout_kv" if paged else "layout_k"
+    """Rules of the lengths of every side, cumulative and used ones; paged: keys may lie in pages."""
+    return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
+
+
+def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
+    """Rules of cumulative lengths."""
+    ends = f"cu_seqlens_{sides[0][0]}"
     return (
         *(
             of_lengths(
@@ -86,41 +87,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
                 only=("TND",),
                 invalid={f"cu_seqlens_{side}": [0, SAMPLE_TOKENS[packed]]},
             )
-            for side, _, _, packed, _, _ in keys
-        ),
-        *(
-            of_lengths(
-                f"{begins}used_fit(seqused_{side}, {count}, "
-                + (f"None, {_room(rows, *pages)})" if begins == "" else f"cu_seqlens_{side}, {_room('None', *pages)})"),
-                f"seqused_{side}",
-                "one for each sequence; the rows behind them are padding",
-                text=f"a length for every sequence, within its {'tensor' if begins == '' else 'rows'}",
-                only=only,
-                invalid={f"seqused_{side}": [1, 1, 99]},
-            )
-            for side, _, rows, _, *pages in sides
-            for only, begins, count in counts
-        ),
-        *(
-            of_lengths(
-                f"{begins}used_fit({residual}, {count}, None, None)",
-                residual,
-                "one for each sequence",
-                text=f"a number for every {'' if begins == '' else 'packed '}sequence",
-                only=only,
-                invalid={residual: [1, 1, 1]},
-            )
-            for only, begins, count in counts
-        ),
-        *(
-            needed(
-                f"cu_seqlens_{side}",
-                "packed rows do not show where a sequence ends",
-                text="the ends of packed sequences",
-                when=f"{layout_kv} == 'TND' and {tensor} is not None" if side != q_side else "",
-                only=("TND",),
-            )
-            for side, tensor, *_ in sides
+            for side, _, _, packed, _, _ in sides[1:]
         ),
         *(
             presence(
@@ -133,6 +100,56 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
             )
             for side, *_ in sides
         ),
+    )
+
+
+def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
+    """Rules of lengths within the rows of a sequence, and of numbers for every sequence."""
+    ends = f"cu_seqlens_{sides[0][0]}"
+    # (layout, what a rule begins with, sequences)
+    counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
+    rules = []
+    for layout, begins, count in counts:
+        padded = layout == "BSND"
+        for side, _, rows, _, *pages in sides:
+            room = f"None, {_room(rows, *pages)}" if padded else f"cu_seqlens_{side}, {_room('None', *pages)}"
+            rules.append(
+                of_lengths(
+                    f"{begins}used_fit(seqused_{side}, {count}, {room})",
+                    f"seqused_{side}",
+                    "one for each sequence; the rows behind them are padding",
+                    text=f"a length for every sequence, within its {'tensor' if padded else 'rows'}",
+                    only=(layout,),
+                    invalid={f"seqused_{side}": [1, 1, 99]},
+                )
+            )
+        rules.append(
+            of_lengths(
+                f"{begins}used_fit({residual}, {count}, None, None)",
+                residual,
+                "one for each sequence",
+                text=f"a number for every {'' if padded else 'packed '}sequence",
+                only=(layout,),
+                invalid={residual: [1, 1, 1]},
+            )
+        )
+    return tuple(rules)
+
+
+def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
+    """Lengths that a call must have."""
+    layout_kv = "layout_kv" if paged else "layout_k"
+    return (
+        *(
+            needed(
+                f"cu_seqlens_{side}",
+                "packed rows do not show where a sequence ends",
+                text="the ends of packed sequences",
+                when="" if (side, tensor) == sides[0][:2] else f"{layout_kv} == 'TND' and {tensor} is not None",
+                only=("TND",),
+            )
+            for side, tensor, *_ in sides
+        ),
         *(
             needed(
                 f"seqused_{side}",
@@ -142,7 +159,7 @@ def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> t
                 needs=("block_table",),
                 given=IN_PAGES,
             )
-            for side, tensor, *_ in (keys if paged else ())
+            for side, tensor, *_ in (sides[1:] if paged else ())
         ),
     )
 

@@ -77,7 +77,7 @@ def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 
         rulings=(42,),
         layouts=("BSND", "TND"),
         layout_attr="layout_q",
-        neutral={},
+        neutral=dict.fromkeys(("B", "S1", "S2", "N1"), 0),
         lower=lower,
         results=(OUT,),
         fresh=lambda n: {OUT: torch.zeros(elements, dtype=torch.int32)},

@@ -208,7 +208,7 @@ _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
     for name in (
         *("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad"),
-        *(f"SparseFlashMla{part}{suffix}" for part in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
+        *(f"SparseFlashMla{kind}{suffix}" for kind in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
     )
 }
 
