@@ -338,6 +338,15 @@ LIMITS = (
     limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
     limit("sinks is not None", "sinks", "the chip takes no call without them", text="sinks", invalid={"sinks": None}),
 )
+RETURNED = invalid(
+    "softmax_lse is None or softmax_lse.shape[-1] == N1",
+    "softmax_lse",
+    "it has a number for every query head",
+    text="a last axis of N1",
+    when="return_softmax_lse and N2 == 1",
+    given={"return_softmax_lse": True},
+    invalid={"softmax_lse": "B N2 S1 3"},
+)
 SAVED = invalid(
     "N2 * G == N1",
     "softmax_lse",
