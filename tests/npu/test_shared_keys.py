@@ -104,10 +104,15 @@ def test_packed_rows(cann: Any) -> None:
         layout_kv="TND", ori_mask_mode=4, ori_win_left=case.window - 1, ori_win_right=0, cmp_mask_mode=3, cmp_ratio=2,
         cmp_residual_kv=torch.tensor(case.kv_len) % 2, return_softmax_lse=True,
     )  # fmt: skip
-    args = {"layout": "TND", "q_len": case.q_len, "kv_len": case.kv_len, "compressed_len": case.lengths("c")}
+    lengths: dict[str, Any] = {
+        "layout": "TND",
+        "q_len": case.q_len,
+        "kv_len": case.kv_len,
+        "compressed_len": case.lengths("c"),
+    }
     want, want_lse = fa.compressed_attention(
         args["query"], args["key"], args["key_compressed"], ratio=2, band=fa.Band.window(case.window - 1),
-        sink=args["sinks"], scale=case.scale, return_lse=True, **args,
+        sink=args["sinks"], scale=case.scale, return_lse=True, **lengths,
     )  # fmt: skip
     same_bits(out, want)
     same_bits(lse, want_lse[None])
