@@ -19,13 +19,13 @@ from fusion_attention.ops.compressed.call import LSE, Placed
 from fusion_attention.ops.compressed.checks import FUNCTIONS
 from fusion_attention.ops.compressed.fa_record import LISTS
 from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
-from fusion_attention.ops.compressed.rules import SAVED, Side, lengths_of
+from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
 from fusion_attention.ops.shared.call import TensorCall
 from fusion_attention.ops.shared.layouts import row_view
 from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
 from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
 from fusion_attention.ops.shared.prototypes import of_cann
-from fusion_attention.ops.shared.rules import invalid, limit, no_float32, of_lengths, typed
+from fusion_attention.ops.shared.rules import invalid, limit, of_lengths, typed
 from fusion_attention.ops.sparse import records as sparse
 
 OUT = "l1_norm"
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
         when="layout in ('BSND', 'TND')",
         invalid={"layout_k": "BNSD"},
     ),
-    Rule("N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
+    *ROWS,
     SAVED,
     Rule(
         "all(0 <= n < ratio for n in residual)",
@@ -193,9 +193,7 @@ RULES: tuple[Rule, ...] = (
         text="a column for each entry of a list, or for each compressed key",
         invalid={OUT: "B S1 N2 3"},
     ),
-    no_float32("query"),
-    limit("D == 512", "query", "the chip takes no other dim", invalid={"D": 64}),
-    limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
+    *LIMITS_OF_ROWS,
     limit("ratio <= 128", "ratio", "the chip takes no more tokens in a key", invalid={"ratio": 129}),
 )
 

@@ -10,12 +10,15 @@ from fusion_attention.contract import Rule
 from fusion_attention.ops.shared.rules import (
     content,
     doubt,
+    elements,
+    finite_scale,
     group,
     invalid,
     limit,
     needed,
     no_float32,
     of_lengths,
+    only_dim,
     presence,
     typed,
 )
@@ -232,6 +235,11 @@ LAYOUT_OF_GRADIENT = typed(
     when="layout in ('BSND', 'TND')",
     invalid={"layout_kv": PAGES},
 )
+ROWS = (
+    Rule("N1 > 0 and N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
+    elements("D", "query"),
+    finite_scale("scale_value"),
+)
 FORMS = (
     needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
     *(
@@ -271,7 +279,7 @@ FORMS = (
         text="-1, and ori_win_right likewise, but in ori_mask_mode 4",
         invalid={"ori_mask_mode": 3, "ori_win_left": 4},
     ),
-    Rule("N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
+    *ROWS,
 )
 COMPRESSED = (
     Rule(
@@ -317,6 +325,11 @@ COMPRESSED = (
         reads=True,
     ),
 )
+LIMITS_OF_ROWS = (
+    no_float32("query"),
+    only_dim("D", 512, "query"),
+    limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
+)
 LIMITS = (
     limit(
         "key_compressed is None or cmp_residual_kv is not None",
@@ -333,9 +346,7 @@ LIMITS = (
         given={"key_compressed": None, "cmp_residual_kv": None, "cmp_mask_mode": 0, "ratio": 1},
         invalid={"ratio": 2},
     ),
-    no_float32("query"),
-    limit("D == 512", "query", "the chip takes no other dim", invalid={"D": 64}),
-    limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
+    *LIMITS_OF_ROWS,
     limit("sinks is not None", "sinks", "the chip takes no call without them", text="sinks", invalid={"sinks": None}),
 )
 RETURNED = invalid(
