@@ -274,41 +274,43 @@ def test_packed_rows_say_where_they_end(cann: Any) -> None:
 # ------------------------------------------------------------------------------------------ the formula, row by row
 
 
-def probabilities(
+def reads(
+    rows: int, keys: int, entries: int, ratio: int, rest: int, lists: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, keys] and [rows, entries]: what a row reads of a sequence's keys and of its compressed keys."""
+    near, far = torch.zeros(rows, keys, dtype=torch.bool), torch.zeros(rows, entries, dtype=torch.bool)
+    for i in range(rows):
+        end = keys - rows + i + 1
+        near[i, max(end - WINDOW, 0) : max(min(end, keys), 0)] = True
+        bound = min(max((entries * ratio + rest - rows + i + 1) // ratio, 0), entries)
+        slots = list(range(bound)) if lists is None else lists[i, :bound].tolist()
+        for entry in slots[: slots.index(-1)] if -1 in slots else slots:
+            far[i, entry] = entry < bound
+    return near, far
+
+
+def formula(
     q: torch.Tensor,
     x: torch.Tensor,
     c: torch.Tensor,
     sink: torch.Tensor,
     scale: float,
-    ratio: int,
-    rest: int,
-    lists: torch.Tensor | None = None,
+    read: tuple[torch.Tensor, ...],
     saved: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, lse, mean probabilities of columns) of a sequence [S, N, D] with keys [L, D] and compressed ones, float64;
+    """(out, lse, mean probabilities [S, entries]) of a sequence [S, N, D], keys [L, D] and compressed ones, float64;
     saved: the lse [S, N] of probabilities."""
-    q, x, c, sink = q.double(), x.double(), c.double(), sink.double()
-    count, outs, lses, means = len(q), [], [], []
-    for i in range(count):
-        end = len(x) - count + i + 1
-        near = x[max(end - WINDOW, 0) : max(min(end, len(x)), 0)]
-        bound = min(max((len(c) * ratio + rest - count + i + 1) // ratio, 0), len(c))
-        slots = list(range(bound)) if lists is None else []
-        for entry in [] if lists is None else lists[i, :bound].tolist():
-            if entry < 0:
-                break
-            slots.append(entry)
-        read = [n for n, entry in enumerate(slots) if entry < bound]
-        keys = torch.cat((near, c[[slots[n] for n in read]]))
-        scores = scale * q[i] @ keys.T
-        lse = torch.logaddexp(scores.logsumexp(1), sink) if len(keys) else torch.zeros(len(sink)).double()
-        weights = (scores - (lse if saved is None else saved[i].double())[:, None]).exp()
-        outs.append(weights @ keys)
-        lses.append(lse)
-        mean = torch.zeros(len(c) if lists is None else lists.shape[1]).double()
-        mean[read] = weights[:, len(near) :].mean(0)
-        means.append(mean)
-    return torch.stack(outs), torch.stack(lses), torch.stack(means)
+    visible, keys = torch.cat(read, 1), torch.cat((x, c)).double()
+    scores = scale * torch.einsum("snd,kd->snk", q.double(), keys)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), sink.double()).where(visible.any(1, keepdim=True), 0)
+    weights = (scores - (lse if saved is None else saved.double())[..., None]).exp()
+    return torch.einsum("snk,kd->snd", weights, keys), lse, weights[..., len(x) :].mean(1)
+
+
+def columns(mean: torch.Tensor, lists: torch.Tensor | None) -> torch.Tensor:
+    """Of [S, entries] what lists [S, K] name, 0 behind them."""
+    return mean if lists is None else mean.gather(1, lists.clamp(min=0).long()).where(lists >= 0, 0)
 
 
 ROOM, USED = [(9, 12, 5), (7, 7, 4)], [(6, 11, 3), (0, 7, 2)]  # rows, keys and compressed keys of two sequences
@@ -340,14 +342,13 @@ def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
     assert not out[~keep].any()
     assert not lse[:, ~keep].any()
 
-    def of(b: int, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The formula on sequence b."""
-        args = [t[ends[side][b] : ends[side][b] + USED[b][side]] for side, t in enumerate(tensors)]
-        chosen = lists[used[b], 0] if listed else None
-        return probabilities(args[0], args[1][:, 0], args[2][:, 0], sinks, scale, ratio, REST[b], chosen)
-
-    compare_with("out", (out[used[0]].detach(),), lambda: (of(0, [q, x, c])[0],))
-    compare_with("lse", (lse[0, used[0]].detach(),), lambda: (of(0, [q, x, c])[1],))
+    sequence = [t[ends[side][0] : ends[side][0] + USED[0][side]] for side, t in enumerate((q, x[:, 0], c[:, 0]))]
+    read = reads(*(len(t) for t in sequence), ratio, REST[0], lists[used[0], 0] if listed else None)
+    compare_with(
+        "attention",
+        (out[used[0]].detach(), lse[0, used[0]].detach()),
+        lambda: formula(*sequence, sinks, scale, read)[:2],
+    )
     dy = torch.randn_like(q) * keep[:, None, None]
     grads = torch.autograd.grad(out, leaves, dy)
     with torch.no_grad():
@@ -400,9 +401,14 @@ def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: 
         assert not norm[..., 3:].any()  # behind the sequence's keys
         norm = norm[..., :3]
     for b in range(2):
-        own_list = None if chosen is None else chosen[b, :, 0]
-        own_rows = (q[b], x[b, :, 0], c[b, :, 0], sinks, scale, RATIO, tokens % RATIO, own_list, lse[b, 0])
-        compare_with("norm", (norm[b],), lambda given=own_rows: (probabilities(*given)[2],))
+        chosen_here = None if chosen is None else chosen[b, :, 0]
+        read = reads(tokens, tokens, tokens // RATIO, RATIO, tokens % RATIO, chosen_here)
+        sequence = (q[b], x[b, :, 0], c[b, :, 0], sinks, scale, read, lse[b, 0])
+        compare_with(
+            "norm",
+            (norm[b],),
+            lambda sequence=sequence, chosen_here=chosen_here: (columns(formula(*sequence)[2], chosen_here),),
+        )
 
 
 def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
