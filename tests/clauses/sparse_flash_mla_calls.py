@@ -72,12 +72,12 @@ def base(
     compressed = [n // ratio for n in tokens]
     lengths = (rows, tokens, compressed)
 
-    def made(side: int, heads: int) -> torch.Tensor:
+    def drawn_rows(side: int, heads: int) -> torch.Tensor:
         t = draw(sum(lengths[side]), heads, D, d=dtype)
         return t if layout == "TND" else t.unflatten(0, (len(rows), -1))
 
     has, total, packed = kind != "window", sum(rows), layout == "TND"
-    query, chosen = made(0, N), torch.full((total, 1, ENTRIES), -1, dtype=I32)
+    query, chosen = drawn_rows(0, N), torch.full((total, 1, ENTRIES), -1, dtype=I32)
     starts = list(accumulate(rows, initial=0))
     for b, count in enumerate(rows):
         for i in range(count):
@@ -90,8 +90,8 @@ def base(
     return filled(
         PROTOTYPE,
         q=query,
-        oriKv=made(1, 1),
-        cmpKv=made(2, 1) if has else None,
+        oriKv=drawn_rows(1, 1),
+        cmpKv=drawn_rows(2, 1) if has else None,
         cmpSparseIndices=(chosen if packed else chosen.unflatten(0, (len(rows), -1))) if kind == "chosen" else None,
         **{name: torch.tensor(values, dtype=I32) for name, values in ends.items() if packed},
         cmpResidualKv=torch.tensor([n % ratio for n in tokens], dtype=I32) if has else None,
