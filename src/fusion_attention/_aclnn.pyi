@@ -530,6 +530,115 @@ def aclnnSparseFlashAttentionGradGetWorkspaceSize(
 
 aclnnSparseFlashAttentionGrad: _Run
 
+def aclnnSparseFlashMlaGetWorkspaceSize(
+    q: acl.Tensor | None, ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
+    cmp_sparse_indices: acl.Tensor | None, ori_block_table: acl.Tensor | None, cmp_block_table: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, softmax_scale: float,
+    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
+    layout_kv: str, topk_value_mode: int, return_softmax_lse: bool, attn_out: acl.Tensor | None,
+    softmax_lse: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Attention to a window of keys and to compressed keys in one softmax; keys are values. Phase 1: checks, plans,
+    and says how much workspace phase 2 needs."""
+
+aclnnSparseFlashMla: _Run
+
+def aclnnSparseFlashMlaGradGetWorkspaceSize(
+    query: acl.Tensor | None, dout: acl.Tensor | None, out: acl.Tensor | None, lse: acl.Tensor | None,
+    ori_kv: acl.Tensor | None, cmp_kv: acl.Tensor | None, ori_sparse_indices: acl.Tensor | None,
+    cmp_sparse_indices: acl.Tensor | None, cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, sinks: acl.Tensor | None, metadata: acl.Tensor | None, scale_value: float,
+    cmp_ratio: int, ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str,
+    layout_kv: str, dquery: acl.Tensor | None, dori_kv: acl.Tensor | None, dcmp_kv: acl.Tensor | None,
+    dsinks: acl.Tensor | None, ori_softmax_l1_norm: acl.Tensor | None, cmp_softmax_l1_norm: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Gradients of SparseFlashMla, from its output and its softmax_lse. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaGrad: _Run
+
+def aclnnSparseFlashMlaMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
+    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
+    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
+    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMla: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaMetadata: _Run
+
+def aclnnSparseFlashMlaGradMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_ori_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_cmp_kv: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_kv: acl.IntArray | acl.Tensor | Sequence[int] | None, ori_topk_length: acl.Tensor | None,
+    cmp_topk_length: acl.Tensor | None, num_heads_q: int, num_heads_kv: int, head_dim: int, batch_size: int,
+    max_seqlen_q: int, max_seqlen_ori_kv: int, max_seqlen_cmp_kv: int, ori_topk: int, cmp_topk: int, cmp_ratio: int,
+    ori_mask_mode: int, cmp_mask_mode: int, ori_win_left: int, ori_win_right: int, layout_q: str, layout_kv: str,
+    has_ori_kv: bool, has_cmp_kv: bool, meta_data: acl.Tensor | None, *, strict: bool = True,
+    check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMlaGrad: zeros, for no work is divided here. Phase 1: checks, plans, and says how much
+    workspace phase 2 needs."""
+
+aclnnSparseFlashMlaGradMetadata: _Run
+
+def aclnnSparseFlashMlaSoftmaxL1NormGetWorkspaceSize(
+    q: acl.Tensor | None, k: acl.Tensor | None, softmax_lse: acl.Tensor | None, sparse_indices: acl.Tensor | None,
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
+    metadata: acl.Tensor | None, softmax_scale: float, max_seqlen_k: int, cmp_ratio: int, mask_mode: int,
+    layout_q: str, layout_k: str, out: acl.Tensor | None, *, strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads. Phase 1: checks, plans, and
+    says how much workspace phase 2 needs."""
+
+aclnnSparseFlashMlaSoftmaxL1Norm: _Run
+
+def aclnnSparseFlashMlaSoftmaxL1NormMetadataGetWorkspaceSize(
+    cu_seqlens_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cu_seqlens_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_q: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    seqused_k: acl.IntArray | acl.Tensor | Sequence[int] | None,
+    cmp_residual_k: acl.IntArray | acl.Tensor | Sequence[int] | None, topk_length: acl.Tensor | None,
+    num_heads_q: int, num_heads_k: int, head_dim: int, batch_size: int, max_seqlen_q: int, max_seqlen_k: int,
+    topk: int, layout_q: str, layout_k: str, mask_mode: int, cmp_ratio: int, meta_data: acl.Tensor | None, *,
+    strict: bool = True, check_content: bool = False,
+) -> tuple[int, int, acl.Executor | None]:
+    """Metadata of SparseFlashMlaSoftmaxL1Norm: zeros, for no work is divided here. Phase 1: checks, plans, and says
+    how much workspace phase 2 needs."""
+
+aclnnSparseFlashMlaSoftmaxL1NormMetadata: _Run
+
 def aclnnSparseLightningIndexerGradKLLossGetWorkspaceSize(
     query: acl.Tensor | None, key: acl.Tensor | None, query_index: acl.Tensor | None, key_index: acl.Tensor | None,
     weights: acl.Tensor | None, sparse_indices: acl.Tensor | None, softmax_max: acl.Tensor | None,

@@ -1,4 +1,4 @@
-"""Five pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
+"""Six pages of CANN, clause by clause: prototypes, and calls with what the page says of them (tests/clauses)."""
 
 import re
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from clauses import (
     incre_flash_attention_v4,
     indexer_grad_kl_loss,
     sparse_flash_attention_grad,
+    sparse_flash_mla,
     table,
     unpadding_score_grad_v3,
 )
@@ -30,6 +31,7 @@ PAGES: dict[Page, int] = {
     flash_attention_score_v2.PAGE: 219,
     incre_flash_attention_v4.PAGE: 245,
     indexer_grad_kl_loss.PAGE: 151,
+    sparse_flash_mla.PAGE: 180,
 }
 ROWS = [
     pytest.param(page, clause, id=f"{page.operator.removeprefix('aclnn')}-{clause.id}")

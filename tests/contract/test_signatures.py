@@ -10,6 +10,7 @@ from support.records import INTERFACES
 import fusion_attention
 from fusion_attention.captures.capture import HOOKED
 from fusion_attention.contract import REQUIRED, Attr, Op, Tensor
+from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
 # Parameters of our own functions that no record has.
@@ -24,7 +25,7 @@ POSITIONAL = {
 
 @pytest.mark.parametrize("name", INTERFACES)
 def test_a_signature_is_its_record(name: str) -> None:
-    op, extra = RECORDS[name], set() if name.startswith("npu") else OURS
+    op, extra = RECORDS[name], set() if name.startswith(("npu", "cann_ops")) else OURS
     inputs = [p for p in op.params if not (isinstance(p, Tensor) and p.output)]
     given = [p for p in inspect.signature(INTERFACES[name]).parameters.values() if p.name not in extra]
     assert [p.name for p in given] == [p.shown for p in inputs]
@@ -100,6 +101,9 @@ KEYWORD_ONLY_FROM = {
     "npu_dense_lightning_indexer_softmax_lse": "actual_seq_qlen",
     "npu_dense_lightning_indexer_grad_kl_loss": "query_rope",
     "indexer_loss": "layout",
+    "cann_ops_transformer.sparse_flash_mla": None,
+    "cann_ops_transformer.sparse_flash_mla_grad": None,
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "sparse_indices",
 }
 
 
@@ -181,6 +185,30 @@ def test_torch_npu_signatures(name: str) -> None:
         has_no_default = p.default is p.empty or p.default is None
         results.append(p.name if has_no_default else f"{p.name}={p.default!r}")
     assert results == TORCH_NPU[name].split()
+
+
+# The functions of CANN's package, as its own Python has them.
+LENGTHS_OF_TWO = "cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv"
+SHARED_TAIL = "cmp_residual_kv ori_topk_length cmp_topk_length sinks metadata"
+MODES_OF_TWO = "ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 layout_q='BSND' layout_kv='BSND'"
+CANN_OPS = {
+    "cann_ops_transformer.sparse_flash_mla": "q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table"
+    f" cmp_block_table {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale=1.0 cmp_ratio=1 {MODES_OF_TWO} topk_value_mode=1"
+    " return_softmax_lse=False",
+    "cann_ops_transformer.sparse_flash_mla_grad": "q dout attn_out softmax_lse ori_kv cmp_kv ori_sparse_indices"
+    f" cmp_sparse_indices {LENGTHS_OF_TWO} {SHARED_TAIL} softmax_scale cmp_ratio {MODES_OF_TWO}",
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": "q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k"
+    " seqused_q seqused_k cmp_residual_k topk_length metadata softmax_scale=1.0 max_seqlen_k=0 cmp_ratio=1 mask_mode=0"
+    " layout_q='BSND' layout_k='BSND'",
+}
+
+
+@pytest.mark.parametrize("name", CANN_OPS)
+def test_signatures_of_cann_ops_transformer(name: str) -> None:
+    parameters = inspect.signature(INTERFACES[name]).parameters.values()
+    has_no_default = {p.name for p in parameters if p.default is p.empty or p.default is None}
+    results = [p.name if p.name in has_no_default else f"{p.name}={p.default!r}" for p in parameters]
+    assert results == CANN_OPS[name].split()
 
 
 FUSED_INPUTS = """query key value pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1
@@ -347,6 +375,34 @@ ACLNN = {
         key_rope actual_seq_lengths_query actual_seq_lengths_key scale_value layout sparse_mode pre_tokens next_tokens
         dquery_index dkey_index dweights loss
     """,
+    "aclnnSparseFlashMla": """
+        q ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices ori_block_table cmp_block_table cu_seqlens_q
+        cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length
+        cmp_topk_length sinks metadata softmax_scale cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right
+        layout_q layout_kv topk_value_mode return_softmax_lse attn_out softmax_lse
+    """,
+    "aclnnSparseFlashMlaGrad": """
+        query dout out lse ori_kv cmp_kv ori_sparse_indices cmp_sparse_indices cu_seqlens_q cu_seqlens_ori_kv
+        cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv ori_topk_length cmp_topk_length sinks
+        metadata scale_value cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q layout_kv
+        dquery dori_kv dcmp_kv dsinks ori_softmax_l1_norm cmp_softmax_l1_norm
+    """,
+    **{
+        f"aclnnSparseFlashMla{suffix}Metadata": """
+        cu_seqlens_q cu_seqlens_ori_kv cu_seqlens_cmp_kv seqused_q seqused_ori_kv seqused_cmp_kv cmp_residual_kv
+        ori_topk_length cmp_topk_length num_heads_q num_heads_kv head_dim batch_size max_seqlen_q max_seqlen_ori_kv
+        max_seqlen_cmp_kv ori_topk cmp_topk cmp_ratio ori_mask_mode cmp_mask_mode ori_win_left ori_win_right layout_q
+        layout_kv has_ori_kv has_cmp_kv meta_data"""
+        for suffix in ("", "Grad")
+    },
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": """
+        cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length num_heads_q num_heads_k head_dim
+        batch_size max_seqlen_q max_seqlen_k topk layout_q layout_k mask_mode cmp_ratio meta_data
+    """,
+    "aclnnSparseFlashMlaSoftmaxL1Norm": """
+        q k softmax_lse sparse_indices cu_seqlens_q cu_seqlens_k seqused_q seqused_k cmp_residual_k topk_length metadata
+        softmax_scale max_seqlen_k cmp_ratio mask_mode layout_q layout_k out
+    """,
 }
 
 
@@ -356,5 +412,6 @@ def test_aclnn_parameter_order(name: str) -> None:
 
 
 def test_every_record_is_compared() -> None:
-    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} == set(RECORDS)
+    assert set(ACLNN) | set(TORCH_NPU) | {"decode_attention", *INTERFACES} | set(CANN_OPS) == set(RECORDS)
+    assert set(CANN_OPS) == {name for name in RECORDS if name.startswith(f"{cann_ops.NAME}.")}
     assert set(TORCH_NPU) == {name for name in RECORDS if name.startswith("npu_")}

@@ -305,19 +305,6 @@ def test_cann_indexer(layout: str, torch_npu: Any) -> None:
         same_bits(values, scores.float())
 
 
-@pytest.mark.parametrize("tokens", [21, 24])
-def test_cann_indexer_of_compressed_keys(tokens: int, torch_npu: Any) -> None:
-    """A row chooses among the compressed keys that its position closes."""
-    q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // 4, 1, 8), torch.rand(2, tokens, 2)
-    words = {"mask_mode": 3, "cmp_ratio": 4, "cmp_residual_k": torch.full((2,), tokens % 4)}
-    indices, values = cann().lightning_indexer(q, k, w, 3, return_value=1, **words)
-    closed = ((torch.arange(tokens) + 1) // 4).expand(2, tokens)
-    want, scores = fa.lightning_indexer(q, k, w, 3, visible=closed)
-    same_bits(indices, want)
-    same_bits(values, scores.float())
-    assert cann().lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
-
-
 def test_cann_operators_around(torch_npu: Any) -> None:
     x, r1, r2 = torch.randn(2, 3, 2, 8), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
     leaf = x.clone().requires_grad_()
@@ -358,5 +345,5 @@ def test_what_of_cann_is_not_here_says_so(torch_npu: Any) -> None:
     for message, call in refused.items():
         with pytest.raises(fa.ContractError, match=message):
             call()
-    with pytest.raises(AttributeError, match=r"no sparse_flash_mla; instead: fusion_attention\.compressed_attention"):
-        ops.sparse_flash_mla  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no compressor; instead: fusion_attention\.compressed_attention"):
+        ops.compressor  # noqa: B018

@@ -6,6 +6,7 @@ from mutant import package
 
 PROGRAMS = "npu/test_npu_programs.py"
 AROUND = "npu/test_npu_surface.py"
+SHARED = "npu/test_shared_keys.py"
 SURFACE = [
     package("a relative import is one of the chip's", "npu/coverage.py",
           "isinstance(node, ast.ImportFrom) and not node.level and node.module",
@@ -33,4 +34,14 @@ SURFACE = [
           f"{AROUND}::test_cann_indexer"),
     package("lse of packed rows token by token", "npu/surface/cann_ops.py",
           "lse.mT.contiguous() if", "lse if", f"{AROUND}::test_cann_attention_of_packed_rows"),
+    package("metadata is not zeros", "npu/surface/metadata.py",
+          "torch.zeros(elements,", "torch.ones(elements,", "npu/test_cann_ops.py::test_metadata_is_opaque"),
+    package("a residual of compressed keys is not counted", "ops/compressed/lower.py",
+          '* n["ratio"] + n["residual"]', '* n["ratio"]', f"{SHARED}::test_padded_rows_and_gradients"),
+    package("packed sequences begin where the lengths before them end", "ops/compressed/lower.py",
+          'if n.get("q_start") is not None:', "if False:", f"{SHARED}::test_packed_sequences_with_padding_rows"),
+    package("probabilities are summed over heads", "ops/compressed/probabilities.py",
+          "scores.exp().mean(1)", "scores.exp().sum(1)", f"{SHARED}::test_the_norm_as_an_operator"),
+    package("a row reads slots behind its bound", "ops/compressed/checks.py",
+          "| (slot >= bound)", "", f"{SHARED}::test_entries_past_the_bound_are_counted"),
 ]  # fmt: skip

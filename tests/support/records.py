@@ -7,11 +7,13 @@ from typing import Any
 import fusion_attention
 from fusion_attention import ContractError, ContractWarning, npu
 from fusion_attention.contract import Failure, Op, Tensor, bind
+from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 from fusion_attention.ops.auxiliary import AUXILIARY
 
 INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in npu.__all__ if name in RECORDS}
 INTERFACES |= {name: getattr(fusion_attention, name) for name in fusion_attention.__all__ if name in RECORDS}
+INTERFACES |= cann_ops.FROM_RECORDS
 del INTERFACES["decode_attention"]  # its cache stands for several of the record's parameters
 AUXILIARY_INTERFACES: dict[str, Callable[..., Any]] = {name: getattr(npu, name) for name in AUXILIARY}
 EVERY_INTERFACE = INTERFACES | AUXILIARY_INTERFACES

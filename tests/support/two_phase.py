@@ -31,6 +31,8 @@ def axes_of(op: Op, args: Args) -> dict[str, int]:
                 factor = size_of("*".join(axis for axis in word.split("*") if axis not in unknown), sizes) or 1
                 if len(unknown) == 1:
                     sizes[unknown[0]] = size // factor
+    if "max_seqlen_k" in op.by_name:  # columns of lists, of packed rows, of padded ones
+        sizes["Kc"] = sizes.get("K") or args["max_seqlen_k"] or sizes.get("S2", 0)
     return {"Dv": sizes.get("D", 0), "L": 1, **sizes}
 
 

@@ -248,6 +248,58 @@ DENSE_LOSS = Call(
     INDEX_OUTPUTS,
     "dquery_index, dkey_index, dweights, loss",
 )
+SHARED_KEYS = Call(
+    (
+        "query = torch.randn(1, 64, 8, 512, dtype=torch.bfloat16)",
+        "key = torch.randn(1, 64, 1, 512, dtype=torch.bfloat16)  # keys that are values too",
+        "key_compressed = torch.randn(1, 16, 1, 512, dtype=torch.bfloat16)  # one for every 4 tokens",
+        "row, entry = torch.arange(64).view(-1, 1), torch.arange(16)",
+        "seen = entry < (row + 1) // 4  # entries whose tokens have all come",
+        "sparse_indices = entry.where(seen, -1).int().view(1, 64, 1, 16)",
+        "sinks = torch.zeros(8)",
+    ),
+    named("query", "key", "key_compressed", "sparse_indices", "sinks")
+    | {"cmp_residual_kv": "[0]", "scale_value": "512**-0.5", "ratio": "4", "ori_mask_mode": "4"}
+    | {"cmp_mask_mode": "3", "ori_win_left": "15", "ori_win_right": "0", "return_softmax_lse": "True"},
+    {"attention_out": "torch.empty_like(query)", "softmax_lse": "torch.empty(1, 1, 64, 8)"},
+    "out, lse",
+)
+SHARED_KEYS_SAVED = (
+    *SHARED_KEYS.setup,
+    "attention_in, lse = fa.compressed_attention(",
+    "    query, key, key_compressed, sparse_indices, ratio=4, band=fa.Band.window(15), sink=sinks,",
+    "    scale=512**-0.5, return_lse=True,",
+    ")",
+    "softmax_lse = lse.mT[:, None].contiguous()  # [B, 1, S, N], of both sources and the sink",
+)
+SHARED_KEYS_GRAD = Call(
+    (*SHARED_KEYS_SAVED, "dout = torch.randn_like(attention_in)"),
+    {**SHARED_KEYS.values, **named("dout", "attention_in", "softmax_lse")},
+    {
+        "dquery": "torch.empty_like(query)",
+        "dkey": "torch.empty_like(key)",
+        "dkey_compressed": "torch.empty_like(key_compressed)",
+        "dsinks": "torch.empty_like(sinks)",
+        "cmp_softmax_l1_norm": "torch.empty(1, 64, 1, 16)",
+    },
+    "dq, dori_kv, dcmp_kv, dsinks, _, cmp_softmax_l1_norm",
+)
+SHARED_KEYS_L1 = Call(
+    SHARED_KEYS_SAVED,
+    named("query", "softmax_lse", "sparse_indices")
+    | {
+        "key": "key_compressed",
+        "cmp_residual_k": "[0]",
+        "scale_value": "512**-0.5",
+        "ratio": "4",
+        "mask_mode": "3",
+    },
+    {"l1_norm": "torch.empty(1, 64, 1, 16)"},
+    "target",
+)
+SIZES_OF_HEADS = {"num_heads_q": "64", "num_heads_kv": "1", "num_heads_k": "1", "head_dim": "512"}
+SHARED_KEYS_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(1024, dtype=torch.int32)"})
+L1_METADATA = Call((), SIZES_OF_HEADS, {"meta_data": "torch.empty(64, dtype=torch.int32)"})
 EXAMPLES = {
     "attention": """
 q = torch.randn(2, 128, 8, 64, requires_grad=True)  # [B, S, N, D]
@@ -351,6 +403,15 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_dense_lightning_indexer_grad_kl_loss": DENSE_LOSS,
     "aclnnDenseLightningIndexerSoftmaxLse": INDEX_LSE,
     "npu_dense_lightning_indexer_softmax_lse": INDEX_LSE,
+    "aclnnSparseFlashMlaSoftmaxL1NormMetadata": L1_METADATA,
+    "aclnnSparseFlashMlaMetadata": SHARED_KEYS_METADATA,
+    "aclnnSparseFlashMlaGradMetadata": SHARED_KEYS_METADATA,
+    "aclnnSparseFlashMlaSoftmaxL1Norm": SHARED_KEYS_L1,
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm": SHARED_KEYS_L1,
+    "aclnnSparseFlashMlaGrad": SHARED_KEYS_GRAD,
+    "cann_ops_transformer.sparse_flash_mla_grad": SHARED_KEYS_GRAD,
+    "aclnnSparseFlashMla": SHARED_KEYS,
+    "cann_ops_transformer.sparse_flash_mla": SHARED_KEYS,
 }
 
 
@@ -375,7 +436,12 @@ def _function(op: Op, call: Call) -> str:
         by_place = by_place and needed
         if given is not None and not getattr(p, "output", False):
             arguments.append(given if by_place else f"{p.shown}={given}")
-    return _text(["import torch"], [op.name], call, filled(f"{call.returns} = {op.name}(", arguments))
+    lines = filled(f"{call.returns} = {op.called}(", arguments)
+    if op.name == op.called:
+        return _text(["import torch"], [op.name], call, lines)
+    package = op.name.removesuffix(f".{op.called}")
+    installed = ["import torch", "from fusion_attention import npu", "", "npu.install()"]
+    return _text([*installed, f"from {package} import {op.called}"], [], call, lines)
 
 
 def _two_phase(op: Op, call: Call) -> str:

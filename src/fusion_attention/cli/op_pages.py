@@ -27,11 +27,12 @@ BY_ANOTHER = {
     r"npu_kv_quant_sparse_flash_attention": "npu_sparse_flash_attention",
 }
 GROUPS = {
-    "This library's own": r"(?!npu_|aclnn).*",
+    "This library's own": r"(?!npu_|aclnn|cann_ops_transformer).*",
     "torch_npu: training": r"npu_fusion_attention.*",
     "torch_npu: inference": r"npu_(incre|prompt|fused_infer).*",
     "torch_npu: sparse": r"npu_(kv_quant_)?(sparse|dense)_.*|npu_(quant_)?lightning.*",
     "torch_npu: around attention": r"_?npu_.*",
+    "cann_ops_transformer": r"cann_ops_transformer\..*",
     "aclnn: training": r"aclnnFlashAttention.*",
     "aclnn: inference": r"aclnn(Incre|Prompt|FusedInfer).*",
     "aclnn: sparse": r"aclnn(Sparse|Dense|Lightning).*",
@@ -108,10 +109,13 @@ def another(name: str) -> str:
 
 
 def function(op: Op) -> Any:
-    """What users call: torch_npu's function, or ours."""
+    """The function that users call: torch_npu's, that of CANN's package, or ours."""
     import fusion_attention
     from fusion_attention import npu
+    from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
 
+    if op.name in FROM_RECORDS:
+        return FROM_RECORDS[op.name]
     return getattr(npu if op.name.startswith(("npu_", "_npu_")) else fusion_attention, op.name)
 
 

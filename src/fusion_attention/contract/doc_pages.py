@@ -43,6 +43,8 @@ AXES = {
     "Pc": "pages of compressed keys",
     "Pcs": "compressed keys of a page",
     "Mc": "pages of a sequence's compressed keys",
+    "Ko": "keys of a row's list",
+    "Kc": "entries of a row's list, or compressed keys",
     "T": "tokens",
     "H": "elements of a token's row",
     "E": "experts",

@@ -235,7 +235,7 @@ class Op:
     """The record of one operator.
 
     Args:
-        name: as the interface names it.
+        name: as the interface names it; of CANN's package: cann_ops_transformer.FUNCTION.
         summary: one sentence; formula: what is computed, as plain text; tex: the same in TeX.
         params: in the interface's order.
         source: who documents it; "" of this library's own. rulings: numbers of docs/rulings.md that decide where that
@@ -339,6 +339,11 @@ class Op:
     def named(self, values: Iterable[Any]) -> dict[str, Any]:
         """Values in the order of the parameters, one for each, by canonical name."""
         return dict(zip(self.names, values, strict=True))
+
+    @property
+    def called(self) -> str:
+        """The name of its function, without that of a package."""
+        return self.name.rpartition(".")[2]
 
     @property
     def page(self) -> str:

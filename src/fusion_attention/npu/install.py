@@ -18,7 +18,7 @@ from fusion_attention.npu.device.build import BuildError
 from fusion_attention.npu.device.process_groups import register
 from fusion_attention.npu.operators import register_all
 from fusion_attention.npu.subprocesses import done
-from fusion_attention.npu.surface import device_module, torchair
+from fusion_attention.npu.surface import cann_ops, device_module, torchair
 from fusion_attention.npu.surface.modules import NAME, beside, build_modules, functions
 from fusion_attention.npu.surface.transfer import Finder
 from fusion_attention.npu.windows import watch
@@ -58,11 +58,13 @@ def _changed(way: _Way, changes: Changes) -> None:
 
     modules = build_modules(way.base, kind)
     changes.play(modules, modules[NAME].__version__)
-    changes.lend(beside(functions()))
+    packages = beside(functions())
+    changes.lend(packages)
     torchair.enter(changes)
     changes.find(Finder(changes), first=True)
     watch(changes)
     register_all(functions())
+    register_all(cann_ops.operators(packages), cann_ops.NAME)
     changes.after(torch.get_device_module.cache_clear)
     changes.set(torch, "npu", modules[f"{NAME}.npu"])
     torch.get_device_module.cache_clear()

@@ -86,7 +86,7 @@ def _reading(op: Op, body: Callable[[Args], R], returns: Any) -> Callable[..., R
             raise misused(call, given, named)
         return body(args)
 
-    call.__name__ = call.__qualname__ = op.name
+    call.__name__ = call.__qualname__ = op.called
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()} | {"return": returns}
     return call

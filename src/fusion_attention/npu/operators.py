@@ -1,5 +1,5 @@
-"""torch.ops.npu and torch.ops.atb: every function of torch_npu that is here, as an operator of torch under its own name
-and schema.
+"""torch.ops.npu, torch.ops.atb and torch.ops.cann_ops_transformer: every function of torch_npu and of CANN's package
+that is here, as an operator of torch under its own name and schema.
 
 A schema is read off the function's signature, so there is one place that says what may be given.
 """
@@ -19,7 +19,7 @@ from fusion_attention.npu.auxiliary import atb, atb_rows
 from fusion_attention.torch_ops.autograd_guards import no_tangents
 from fusion_attention.torch_ops.registration import register
 
-_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb")}
+_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("npu", "atb", "cann_ops_transformer")}
 _OF_ATB = {*atb.__all__, *atb_rows.__all__}
 Interface = Callable[..., Any]
 
@@ -46,14 +46,18 @@ _LISTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register_all(interfaces: Mapping[str, Interface]) -> None:
+def register_all(interfaces: Mapping[str, Interface], namespace: str = "") -> None:
     """Registers every function, and its `.out` where it has one; what others have registered stays theirs.
 
     For good: a graph may hold an operator longer than an installation lasts, and torch crashes where one is called that
     was taken back.
+
+    Args:
+        interfaces: functions by name.
+        namespace: of their operators below torch.ops; "" for torch_npu's two.
     """
     for name, interface in interfaces.items():
-        library = _LIBRARIES["atb" if name in _OF_ATB else "npu"]
+        library = _LIBRARIES[namespace or ("atb" if name in _OF_ATB else "npu")]
         if not hasattr(getattr(torch.ops, library.ns), name):
             _register(".".join(filter(None, (name, _OVERLOADS.get(name)))), interface, library)
             if hasattr(interface, "out"):
@@ -93,7 +97,10 @@ def _register(name: str, interface: Interface, library: torch.library.Library) -
     run = _with_int_result(interface) if "int" in schema.rpartition("->")[2] else interface
     run = _apart(interface) if packet in _HANDS_BACK else run
     fake = _nothing if schema.endswith("-> ()") else run
-    register(schema, run, fake, autograd, library, keys=("CPU", "CUDA", "PrivateUse1"))
+    keys: tuple[str, ...] = ("CPU", "CUDA", "PrivateUse1")
+    if "Tensor " not in schema:  # Of a call without a tensor torch knows no device.
+        keys = ("CompositeExplicitAutograd",)
+    register(schema, run, fake, autograd, library, keys=keys)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fusion_attention.contract import Op
 from fusion_attention.ops.compressed import fa_record as compressed_attention
+from fusion_attention.ops.compressed import l1_norm as compressed_l1_norm
+from fusion_attention.ops.compressed import records as compressed
 from fusion_attention.ops.fused import records as fused_inference
 from fusion_attention.ops.indexer import fa_record as lightning_indexer
 from fusion_attention.ops.indexer import records as indexer
@@ -18,7 +20,7 @@ from fusion_attention.ops.training import records as training
 
 FAMILIES = (
     *(attention, decode_attention, training, inference, fused_inference),
-    *(indexer, lightning_indexer, sparse, sparse_attention, compressed_attention),
+    *(indexer, lightning_indexer, sparse, sparse_attention, compressed, compressed_l1_norm, compressed_attention),
     *(indexer_loss, own_indexer_loss),
 )
 RECORDS: dict[str, Op] = {record.name: record for family in FAMILIES for record in family.RECORDS}

@@ -225,6 +225,10 @@ def _function(op: Op) -> Any:
         from fusion_attention import npu
 
         return getattr(npu, op.name)
+    if op.name != op.called:
+        from fusion_attention.npu.surface.cann_ops import FROM_RECORDS
+
+        return FROM_RECORDS[op.name]
     from fusion_attention.api import attention, compressed, decode, sparse
 
     modules = (attention, compressed, decode, sparse)

@@ -56,6 +56,7 @@ _UNARY: dict[type, Callable[[Any], Any]] = {
     ast.Not: operator.not_,
 }
 PHASE_1 = "GetWorkspaceSize"
+PACKAGE = "cann_ops_transformer"  # CANN's; its records have its name in front
 _FORM = "bf16[2,1024,8,64]"
 
 
@@ -104,8 +105,15 @@ def parse_call(text: str) -> Written:
 
 
 def operator_named(name: str) -> str | None:
-    """The record of a function's name, which may be that of a first phase; None where there is none."""
-    name = name.removesuffix(PHASE_1)
+    """The record of a function's name, which may be that of a first phase; None where there is none.
+
+    Args:
+        name: dotted or not; one that CANN's package alone has needs no package before it.
+    """
+    *packages, name = name.removesuffix(PHASE_1).split(".")
+    of_package = f"{PACKAGE}.{name}"
+    if of_package in RECORDS and (PACKAGE in packages or name not in RECORDS):
+        return of_package
     return name if name in RECORDS else None
 
 
@@ -149,7 +157,7 @@ class _Reader:
         parts = _dotted(call.func).split(".")
         while parts and parts[-1] in ("out", "default"):
             parts.pop()
-        name = operator_named(parts[-1]) if parts else None
+        name = operator_named(".".join(parts))
         if name is None or (name == "attention" and len(parts) > 1 and parts[-2] not in ("fa", "fusion_attention")):
             return False
         positional: list[Any] = []

@@ -1,13 +1,15 @@
-"""CANN's own package of operators, cann_ops_transformer, as far as its functions are ours under other words.
+"""CANN's package of operators, cann_ops_transformer: functions made from records, and those that are ours under other
+words.
 
-Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused). What is made before a call to share
-out work (..._metadata) is a tensor that says nothing.
+Lengths are cumulative ends with a 0 before them (cu_seqlens), or lengths (seqused).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Annotated, Any
 
 import torch
 
@@ -15,9 +17,13 @@ from fusion_attention.api.attention import attention
 from fusion_attention.api.sparse import lightning_indexer as lightning_indexer_of_rows
 from fusion_attention.contract import ContractError, Failure
 from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.npu.surface.metadata import METADATA
+from fusion_attention.npu.surface.shared_keys import SHARED_KEYS
 
 Tensor = torch.Tensor
 NAME = "cann_ops_transformer"
+# By the names of their records.
+FROM_RECORDS: dict[str, Callable[..., Any]] = {f"{NAME}.{one.__name__}": one for one in SHARED_KEYS}
 _SLICE_ADVICE = "cut the packed rows instead"
 
 
@@ -27,25 +33,19 @@ def contents(functions: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         functions: torch_npu's, by name.
     """
-    operators = [flash_attn, *_indexer(functions), *_around(functions), *METADATA]
+    operators = [flash_attn, *_indexer(functions), *_around(functions), *FROM_RECORDS.values(), *METADATA]
     names = {one.__name__: one for one in operators}
     return {NAME: names, f"{NAME}.ops": dict(names)}
 
 
+def operators(modules: Mapping[str, ModuleType]) -> dict[str, Callable[..., Any]]:
+    """The functions of contents() that are operators of torch too, by name, from the modules that hold them."""
+    functions = {name: one for name, one in vars(modules[f"{NAME}.ops"]).items() if not name.startswith("__")}
+    return {name: one for name, one in functions.items() if "named" not in inspect.signature(one).parameters}
+
+
 def _refused(op: str, param: str, expected: str, got: object, advice: str) -> ContractError:
     return ContractError([Failure(op, param, expected, str(got), advice)])
-
-
-def _metadata(of: str) -> Callable[..., Tensor]:
-    def function(*_: Any, **__: Any) -> Tensor:
-        return torch.zeros(1024, dtype=torch.int32, device="npu")
-
-    function.__name__ = function.__qualname__ = f"{of}_metadata"
-    function.__doc__ = f"Returns the metadata of {of}: zeros. Work is not divided before a call here."
-    return function
-
-
-METADATA = tuple(map(_metadata, ("flash_attn", "lightning_indexer")))
 
 
 def flash_attn(
@@ -185,12 +185,12 @@ def _around(functions: Mapping[str, Any]) -> list[Callable[..., Any]]:
     rotate, permute = functions["npu_rotary_mul"], functions["npu_moe_token_permute"]
 
     def inplace_partial_rotary_mul(
-        x: Tensor,
+        x: Annotated[Tensor, "a!"],
         r1: Tensor,
         r2: Tensor,
         *,
         rotary_mode: str = "interleave",
-        partial_slice: Any = None,
+        partial_slice: Sequence[int] | None = None,
     ) -> None:
         """Turns the elements [start, end) of every row in place, with x's gradient; an empty slice turns nothing."""
         start, end = partial_slice or (0, 0)

@@ -5,32 +5,43 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fusion_attention.contract import Bound, dtype_text
 from fusion_attention.ir.mask import Band
 from fusion_attention.ir.problem import Compressed, Extents, Problem
+from fusion_attention.ops.compressed.call import placed
 from fusion_attention.ops.shared.layouts import wide
 from fusion_attention.ops.shared.params import scale_of
 from fusion_attention.ops.sparse.call import COMPRESSED, DIFFERENTIABLE, OTHERS, Sparse, page_table
 from fusion_attention.ops.sparse.checks import keys_in
 
+Call = TypeVar("Call", bound=Sparse)
+
 
 def lower(bound: Bound) -> Sparse:
     """A bound record of compressed attention."""
+    return call_of(bound, Sparse)
+
+
+def call_of(bound: Bound, kind: type[Call]) -> Call:
+    """The call of a bound record, of the given kind."""
     n = bound.names
     problem, extents, second = bound.once(lambda n: (_problem(n), *_extents(n)))
     tensors = {name: n[name] for name in (*DIFFERENTIABLE, *OTHERS, *COMPRESSED)}
     if n["K"] == 0:  # lists of nothing end at once
         lists = n["sparse_indices"]
         tensors["sparse_indices"] = lists.new_full((*lists.shape[:-1], 1), -1)
+    if tensors["key_compressed"] is None:  # a second source without keys
+        k, form = n["key"], n["layout"]
+        tensors["key_compressed"] = k.new_empty((len(n["q_len"]), 0, *k.shape[-2:])[form == "TND" :])
     tensors |= {"sinks": wide(n["sinks"], n["query"])}
     tensors |= {name: page_table(n[name]) for name in ("block_table", "compressed_table")}
     layouts = (keys_in(n["layout"], None, n[table]) for table in ("block_table", "compressed_table"))
     form, compressed = layouts
-    return Sparse(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"], (compressed, second))
+    return kind(extents, n["layout"], tensors, problem, form, n["return_softmax_lse"], (compressed, second))
 
 
 def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
@@ -40,10 +51,12 @@ def _extents(n: Mapping[str, Any]) -> tuple[Extents, Extents]:
     """
     q_len, kv_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
     lo, hi, prefix = (n["band"] or Band.causal()).resolve(q_len, kv_len)
-    extents = Extents(q_len, kv_len, lo, hi, prefix, none)
+    extents, second = Extents(q_len, kv_len, lo, hi, prefix, none), Extents(q_len, n["c_len"], none, none, none, none)
+    if n.get("q_start") is not None:  # of a record whose sequences may end before their rows do
+        extents, second = placed(extents, n["q_start"], n["kv_start"]), placed(second, n["q_start"], n["c_start"])
     tokens = kv_len if n["residual"] is None else n["c_len"] * n["ratio"] + n["residual"]
     extents = replace(extents, compressed=Compressed(n["c_len"], tokens - q_len + 1))
-    return extents, Extents(q_len, n["c_len"], none, none, none, none)
+    return extents, second
 
 
 def _problem(n: Mapping[str, Any]) -> Problem:

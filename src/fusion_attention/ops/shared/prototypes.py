@@ -179,10 +179,37 @@ _HEADERS = {
         queryIndex keyIndex weight actualSeqLengthsQueryOptional actualSeqLengthsKeyOptional layoutOptional
         sparseMode preTokens nextTokens softmaxMaxOut softmaxSumOut""",
 }
+_SHARED_KEYS = "oriKv cmpKv oriSparseIndices cmpSparseIndices"
+_SHARED_LENGTHS = """cuSeqlensQ cuSeqlensOriKv cuSeqlensCmpKv sequsedQ sequsedOriKv sequsedCmpKv cmpResidualKv
+    oriTopkLength cmpTopkLength sinks metadata"""
+_SHARED_MODES = "cmpRatio oriMaskMode cmpMaskMode oriWinLeft oriWinRight layoutQ layoutKv"
+_PAGES |= {
+    "aclnnSparseFlashMla": f"""
+        q {_SHARED_KEYS} oriBlockTable cmpBlockTable {_SHARED_LENGTHS}
+        softmaxScale {_SHARED_MODES} topkValueMode returnSoftmaxLse attnOut softmaxLseOut""",
+    "aclnnSparseFlashMlaGrad": f"""
+        query dOut out lse {_SHARED_KEYS} {_SHARED_LENGTHS}
+        scaleValue {_SHARED_MODES} dQuery dOriKv dCmpKv dSinks oriSoftmaxL1Norm cmpSoftmaxL1Norm""",
+    "aclnnSparseFlashMlaSoftmaxL1Norm": """
+        q k softmaxLse sparseIndices cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength metadata
+        softmaxScale maxSeqlenK cmpRatio maskMode layoutQ layoutK out""",
+}
+_PAGES |= {
+    f"aclnnSparseFlashMla{suffix}Metadata": f"""
+        {_SHARED_LENGTHS.removesuffix("sinks metadata")} numHeadsQ numHeadsKv headDim batchSize maxSeqlenQ
+        maxSeqlenOriKv maxSeqlenCmpKv oriTopk cmpTopk {_SHARED_MODES} hasOriKv hasCmpKv metaData"""
+    for suffix in ("", "Grad")
+}
+_PAGES["aclnnSparseFlashMlaSoftmaxL1NormMetadata"] = """
+    cuSeqlensQ cuSeqlensK sequsedQ sequsedK cmpResidualK topkLength numHeadsQ numHeadsK headDim batchSize maxSeqlenQ
+    maxSeqlenK topk layoutQ layoutK maskMode cmpRatio metaData"""
 # Operators that take lengths as tensors: selections run without asking the host.
 _LENGTHS_ON_DEVICE = {
     f"aclnn{name}"
-    for name in ("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad")
+    for name in (
+        *("SparseFlashAttention", "SparseFlashAttentionGrad", "LightningIndexer", "LightningIndexerGrad"),
+        *(f"SparseFlashMla{kind}{suffix}" for kind in ("", "Grad", "SoftmaxL1Norm") for suffix in ("", "Metadata")),
+    )
 }
 
 
@@ -196,7 +223,7 @@ def _header(name: str) -> str:
 
 def _prototype(name: str, text: str, source: str) -> Prototype:
     names = tuple(text.split())
-    lengths = r"PaddingSize|actualSeq" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
+    lengths = r"PaddingSize|actualSeq|cuSeqlens|seqused|cmpResidual" if name in _LENGTHS_ON_DEVICE else r"PaddingSize"
     return Prototype(names, source, _header(name), frozenset(result for result in names if re.search(lengths, result)))
 
 

@@ -115,7 +115,7 @@ class Sparse(TensorCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors; kernels write statistics in their own order."""
-        return _ForwardRun(self, outputs)
+        return SparseForward(self, outputs)
 
 
 def statistics(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def fresh(n: Mapping[str, Any]) -> dict[str, Tensor]:
     return dict(zip(RESULTS, (out, *stats), strict=True))
 
 
-class _ForwardRun(Filled):
+class SparseForward(Filled):
     """A forward call laid on memory; statistics are written in the order of kernels."""
 
     __slots__ = ("call", "stats")
@@ -231,10 +231,10 @@ class SparseBackward(OfCall):
 
     def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
         """Views of the call's tensors, what was saved, and its gradients."""
-        return _BackwardRun(self.call, self.saved, self.dlse, outputs)
+        return BackwardRun(self.call, self.saved, self.dlse, outputs)
 
 
-class _BackwardRun(Filled):
+class BackwardRun(Filled):
     __slots__ = ("call", "saved", "stats")
 
     def __init__(

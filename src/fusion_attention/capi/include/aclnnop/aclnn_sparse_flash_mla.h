@@ -1,0 +1,62 @@
+/* Written from the operators' records by `python -m codegen`. */
+#ifndef FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_H
+#define FUSION_ATTENTION_ACLNN_SPARSE_FLASH_MLA_H
+
+#include "aclnn/aclnn_base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Attention to a window of keys and to compressed keys in one softmax; keys are values.
+ *   q: Query rows.
+ *   oriKv: Key rows, also values; needed. Null: absent.
+ *   cmpKv: Compressed key rows: row e stands for the tokens e * ratio to e * ratio + ratio - 1. Null: absent.
+ *   oriSparseIndices: Lists of keys (950 only): not computed here. Null: absent.
+ *   cmpSparseIndices: Per row and key head the compressed keys that it reads, packed to the front; -1 ends a list.
+ *       None: all that it sees. Null: absent.
+ *   oriBlockTable: The pages of every sequence, for keys in layout PA_BSND. Null: absent.
+ *   cmpBlockTable: The pages of every sequence: compressed keys are pages. Null: absent.
+ *   cuSeqlensQ: Cumulative lengths of query rows, a 0 before them: TND alone, where they are needed. Null: absent.
+ *   cuSeqlensOriKv: Cumulative lengths of key rows, a 0 before them: TND alone, where they are needed. Null:
+ *       absent.
+ *   cuSeqlensCmpKv: Cumulative lengths of key_compressed rows, a 0 before them: TND alone, where they are needed.
+ *       Null: absent.
+ *   sequsedQ: Lengths of query rows; pages: needed. Null: absent.
+ *   sequsedOriKv: Lengths of key rows; pages: needed. Null: absent.
+ *   sequsedCmpKv: Lengths of key_compressed rows; pages: needed. Null: absent.
+ *   cmpResidualKv: Tokens behind those of the last compressed key, of every sequence. Null: absent.
+ *   oriTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   cmpTopkLength: Entries of every row's list (950 only): not computed here. Null: absent.
+ *   sinks: One more logit per query head in every denominator. Null: absent.
+ *   metadata: Without effect: no work is divided before a call. Null: absent.
+ *   softmaxScale: Factor on q . key; 1 unless it is said.
+ *   cmpRatio: Tokens that a compressed key stands for.
+ *   oriMaskMode: 0: all keys; 3: causal; 4: a window.
+ *   cmpMaskMode: 3: the compressed keys of closed groups, (position + 1) // cmp_ratio.
+ *   oriWinLeft: Keys before the row's own, in mode 4; -1: all.
+ *   oriWinRight: Keys behind the row's own, in mode 4; -1: all.
+ *   layoutQ: Axis order of query rows.
+ *   layoutKv: Axis order of key rows: as the queries', or PA_BBND.
+ *   topkValueMode: 1: lists hold positions.
+ *   returnSoftmaxLse: Return softmax_lse.
+ *   attnOut: The output rows.
+ *   softmaxLseOut: log(sum(exp(s))) over both sources and the sink; 0 without keys. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMlaGetWorkspaceSize(
+    const aclTensor *q, const aclTensor *oriKv, const aclTensor *cmpKv, const aclTensor *oriSparseIndices,
+    const aclTensor *cmpSparseIndices, const aclTensor *oriBlockTable, const aclTensor *cmpBlockTable,
+    const aclTensor *cuSeqlensQ, const aclTensor *cuSeqlensOriKv, const aclTensor *cuSeqlensCmpKv,
+    const aclTensor *sequsedQ, const aclTensor *sequsedOriKv, const aclTensor *sequsedCmpKv,
+    const aclTensor *cmpResidualKv, const aclTensor *oriTopkLength, const aclTensor *cmpTopkLength,
+    const aclTensor *sinks, const aclTensor *metadata, double softmaxScale, int64_t cmpRatio, int64_t oriMaskMode,
+    int64_t cmpMaskMode, int64_t oriWinLeft, int64_t oriWinRight, char *layoutQ, char *layoutKv,
+    int64_t topkValueMode, bool returnSoftmaxLse, const aclTensor *attnOut, const aclTensor *softmaxLseOut,
+    uint64_t *workspaceSize, aclOpExecutor **executor);
+ACL_FUNC_VISIBILITY aclnnStatus aclnnSparseFlashMla(
+    void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, const aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,180 @@
+"""A call of SparseFlashMla: attention to two sources of keys whose statistics are one number per row and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.call import Filled
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Extents
+from fusion_attention.memory import empty
+from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
+from fusion_attention.ops.shared.call import Results
+from fusion_attention.ops.sparse.call import RESULTS, BackwardRun, Sparse, SparseBackward, SparseForward, statistics
+
+Tensor = torch.Tensor
+OUT, LSE, NORM = "attention_out", "softmax_lse", "cmp_softmax_l1_norm"
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Extents):
+    """Extents of packed sequences with rows behind them that are padding.
+
+    Args:
+        starts: the first rows of sequences on the query and on the key side.
+    """
+
+    starts: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def q_start(self) -> np.ndarray:
+        """The first query row of each sequence."""
+        assert self.starts is not None
+        return self.starts[0]
+
+    @property
+    def kv_start(self) -> np.ndarray:
+        """The first key row of each sequence."""
+        assert self.starts is not None
+        return self.starts[1]
+
+
+def placed(extents: Extents, q_start: np.ndarray, kv_start: np.ndarray) -> Placed:
+    """Extents whose packed sequences begin at these rows."""
+    values = {f.name: getattr(extents, f.name) for f in fields(Extents)}
+    return Placed(**values, starts=(q_start, kv_start))
+
+
+class FlashMla(Sparse):
+    """A forward call. softmax_lse is log(sum(exp(s))) over both sources and the sink, in the order of CANN's
+    statistics; out and softmax_lse of a row without keys are 0, with a sink too."""
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        result = replace_statistics(super().results())
+        return result if self.stats else {OUT: result[OUT]}
+
+    def complete(self) -> FlashMla:
+        """The same call with softmax_lse."""
+        return replace(self, stats=True)
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors."""
+        return _Run(self, outputs)
+
+    def backward(self, results: Results, upstream: Results) -> SparseBackward:
+        """The call of the gradients, from the results of a call with softmax_lse and their gradients."""
+        out, lse, dout = results[OUT], results[LSE], upstream.get(OUT)
+        dout = torch.zeros_like(out) if dout is None else dout
+        return SparseBackward(self, dout, out, lse, self.divisors(lse), upstream.get(LSE))
+
+    def gradient(self, out: Tensor, lse: Tensor, dout: Tensor, entries: int | None) -> FlashMlaBackward:
+        """The gradient operator's call, which returns the probabilities of a row's entries too; None: no lists."""
+        result = FlashMlaBackward(self, dout, out, lse, self.divisors(lse))
+        result.entries = entries
+        return result
+
+    def compressed_rows(self, lse: Tensor) -> CompressedRows:
+        """The call's rows, what they see of the compressed keys, and softmax_lse."""
+        assert self.second is not None
+        _, second = self.second
+        keys = self.compressed(self.given("key_compressed"))
+        assert isinstance(keys, RowView)
+        ends = [
+            self.extents.compressed_end(b, np.arange(count), self.problem.compressed_ratio)
+            for b, count in enumerate(self.extents.q_len.tolist())
+        ]
+        q, lists, lengths = self.given("query"), self.tensors["sparse_indices"], self.extents.q_len.tolist()
+        return CompressedRows(self, self.problem.scale, q, lengths, keys, second.kv_len, ends, lse, lists)
+
+    def divisors(self, lse: Tensor) -> Tensor:
+        """Sums beside softmax_lse as the maximum: 1, or 0 in rows without keys."""
+        result = torch.ones_like(lse)
+        divisors, _ = statistics(self.given("query"))
+        self.grouped(divisors).copy_(result)
+        self._clear_rows_without_keys(divisors)
+        return result.copy_(self.grouped(divisors))
+
+    def _clear_rows_without_keys(self, rows: Tensor) -> None:
+        """Sets statistics [.., N1] of rows that read no key to 0."""
+        p, e = self.problem, self.extents
+        heads, view = p.heads_q, self.rows(rows.unsqueeze(-1), p.heads_q)
+        lists = self.tensors["sparse_indices"]
+        listed = None if lists is None else self.rows(lists, p.heads_kv)
+        for b, count in enumerate(e.q_len.tolist()):
+            row = np.arange(count)
+            first, end = e.row_interval(b, row)
+            closed = e.compressed_end(b, row, p.compressed_ratio)
+            reads = torch.from_numpy(end > first).to(rows.device)
+            visible = torch.from_numpy(closed).to(rows.device)[:, None]
+            if listed is None:
+                reads = reads | (visible[:, 0] > 0)
+            else:
+                entries = listed.sequence(b, p.heads_kv, count)[0]
+                slots = torch.arange(entries.shape[1], device=rows.device)
+                read = (entries >= 0).cumprod(-1).bool() & (slots < visible) & (entries < visible)
+                reads = reads | read.any(-1)
+            view.sequence(b, heads, count)[..., 0].masked_fill_(~reads, 0)
+
+
+def replace_statistics(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """softmax_lse in place of maxima and sums."""
+    out, top, *_ = (results.get(name) for name in RESULTS)
+    assert out is not None
+    return {OUT: out} if top is None else {OUT: out, LSE: empty(top, top.shape, top.dtype)}
+
+
+class FlashMlaBackward(SparseBackward):
+    """A gradient call that returns the probabilities of listed entries, a mean over heads."""
+
+    call: FlashMla
+    entries: int | None = None
+
+    def results(self) -> dict[str, Tensor]:
+        """Fresh memory."""
+        q = self.call.given("query")
+        shape = (*q.shape[:-2], 1, self.entries or 0)
+        return super().results() | ({} if self.entries is None else {NORM: empty(q, shape, torch.float32)})
+
+    def fill(self, outputs: Mapping[str, Tensor]) -> Filled:
+        """Views of the call's tensors, what was saved, and its results."""
+        gradients = {name: tensor for name, tensor in outputs.items() if name != NORM}
+        return _GradientRun(self, gradients, outputs.get(NORM))
+
+
+class _GradientRun(BackwardRun):
+    __slots__ = ("lse", "norm")
+
+    def __init__(self, of: FlashMlaBackward, gradients: Mapping[str, Tensor], norm: Tensor | None) -> None:
+        super().__init__(of.call, of.saved, of.dlse, gradients)
+        self.lse, self.norm = of.saved[2], norm
+
+    def finish(self) -> None:
+        super().finish()
+        if self.norm is not None and self.norm.numel():
+            assert isinstance(self.call, FlashMla)
+            write_probabilities(self.call.compressed_rows(self.lse), self.norm)
+
+
+class _Run(SparseForward):
+    __slots__ = ("lse",)
+
+    def __init__(self, call: FlashMla, outputs: Mapping[str, Tensor]) -> None:
+        super().__init__(call, outputs)
+        self.lse = outputs.get(LSE)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.lse is None:
+            return
+        _, top, total = self.buffers
+        lse = top + total.log()
+        lse.masked_fill_(lse == -torch.inf, 0)
+        assert isinstance(self.call, FlashMla)
+        if self.call.problem.has_sink:
+            self.call._clear_rows_without_keys(lse)
+        self.lse.copy_(self.call.grouped(lse))

@@ -1,0 +1,97 @@
+"""The questions that the rules of SparseFlashMla ask: each answers True, or says what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.mask import UNLIMITED
+from fusion_attention.ops.shared.checks import Outcome, stays_unread
+from fusion_attention.ops.sparse.checks import FUNCTIONS as OF_LISTS
+
+Lengths = np.ndarray
+
+
+def ends_fit(ends: Lengths | None, tokens: int | None) -> Outcome:
+    """Whether cumulative lengths begin with 0, never fall, and end with the tokens of their tensor."""
+    if ends is None:
+        return True
+    if not len(ends) or ends[0] != 0:
+        return "no 0 before them"
+    if bool((np.diff(ends) < 0).any()):
+        return "a length below 0"
+    return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
+
+
+def used_fit(used: Lengths | None, count: int, ends: Lengths | None, longest: int | None) -> Outcome:
+    """Whether there is a length for each of `count` sequences, from 0 to the room that it has.
+
+    Args:
+        ends: cumulative room of packed sequences; None: each has room for `longest`, or for any length.
+    """
+    if used is None:
+        return True
+    if len(used) != count:
+        return f"{len(used)} lengths for {count} sequences"
+    room = np.full(count, UNLIMITED if longest is None else longest)
+    if ends is not None and len(ends) == count + 1:
+        room = np.diff(ends)
+    outside = np.flatnonzero((used < 0) | (used > room))
+    return not len(outside) or f"{used[outside[0]]} of sequence {outside[0]}, outside [0, {room[outside[0]]}]"
+
+
+def tokens_agree(kv_len: Lengths, c_len: Lengths, ratio: int, residual: Lengths) -> Outcome:
+    """Whether the compressed keys of every sequence and its residual stand for its tokens."""
+    tokens = c_len * ratio + residual
+    wrong = np.flatnonzero(tokens != kv_len)
+    if not len(wrong):
+        return True
+    b = wrong[0]
+    return f"{c_len[b]} * {ratio} + {residual[b]} = {tokens[b]} tokens of sequence {b}, whose keys are {kv_len[b]}"
+
+
+def rows_of(b: int, layout: str, q_len: Lengths, q_start: Lengths) -> Any:
+    """What selects the rows of sequence b in a tensor of query rows."""
+    if layout == "TND":
+        return slice(int(q_start[b]), int(q_start[b] + q_len[b]))
+    return b, slice(0, int(q_len[b]))
+
+
+def names_entries(lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths) -> Outcome:
+    """Whether every entry is -1 or the number of a compressed key of its row's sequence; reads them, unless the lists
+    stay unread."""
+    if stays_unread(lists):
+        return True
+    for b in range(len(q_len)):
+        entries = lists[rows_of(b, layout, q_len, q_start)]
+        wrong = ((entries < -1) | (entries >= int(c_len[b]))).nonzero()
+        if len(wrong):
+            row, _, slot = wrong[0].tolist()
+            return f"{int(entries[row, 0, slot])} at batch {b}, row {row}, slot {slot}, outside [-1, {c_len[b]})"
+    return True
+
+
+def sees_entries(
+    lists: torch.Tensor, layout: str, q_len: Lengths, q_start: Lengths, c_len: Lengths, tokens: Lengths, ratio: int
+) -> Outcome:
+    """Whether every row reads all entries of its list; else how many are not read. Reads them."""
+    count, first = 0, ""
+    for b in range(len(q_len)):
+        entries = lists[rows_of(b, layout, q_len, q_start)][:, 0]
+        row = torch.arange(len(entries), device=entries.device)[:, None]
+        bound = torch.div(row + int(tokens[b] - q_len[b]) + 1, ratio, rounding_mode="floor").clamp(0, int(c_len[b]))
+        slot = torch.arange(entries.shape[-1], device=entries.device)
+        past = ((entries >= 0) & ((entries >= bound) | (slot >= bound))).nonzero()
+        if len(past) and not first:
+            i, n = past[0].tolist()
+            first = f"the first {int(entries[i, n])} at batch {b}, row {i}, slot {n}, which sees {int(bound[i, 0])}"
+        count += len(past)
+    return not count or f"{count} entries past their rows' bound, {first}"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = OF_LISTS | {
+    f.__name__: f for f in (ends_fit, used_fit, tokens_agree, names_entries, sees_entries)
+}

@@ -1,0 +1,285 @@
+"""CANN's SparseFlashMlaSoftmaxL1Norm: probabilities of compressed keys as an operator; torch's operators compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Bound, Rule, Tensor, dtype_text
+from fusion_attention.ir.call import Filled
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ir.problem import Problem
+from fusion_attention.memory import empty
+from fusion_attention.ops.compressed import records as forward
+from fusion_attention.ops.compressed.call import LSE, Placed
+from fusion_attention.ops.compressed.checks import FUNCTIONS
+from fusion_attention.ops.compressed.fa_record import LISTS
+from fusion_attention.ops.compressed.probabilities import CompressedRows, write_probabilities
+from fusion_attention.ops.compressed.rules import LIMITS_OF_ROWS, ROWS, SAVED, Side, lengths_of
+from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.shared.layouts import row_view
+from fusion_attention.ops.shared.metadata import NO_SEQUENCE, metadata
+from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.shared.rules import invalid, limit, of_lengths, typed
+from fusion_attention.ops.sparse import records as sparse
+
+OUT = "l1_norm"
+SIDES: tuple[Side, ...] = (("q", "query", "S1", "T1", "", ""), ("k", "key", "S2", "T2", "", ""))
+
+
+@dataclass(frozen=True, eq=False)
+class L1Norm(TensorCall):
+    """A call without work for a back end: it has no sequence in its extents.
+
+    Args:
+        problem: the attention whose probabilities are asked for.
+        placed: lengths of query rows and of compressed keys.
+        ends: per sequence and row, how many of them the row sees.
+        columns: of the result.
+    """
+
+    problem: Problem
+    placed: Placed
+    ends: tuple[np.ndarray, ...]
+    columns: int
+    op_kind = "attention_forward"
+
+    def rows(self, tensor: torch.Tensor, heads: int = 1) -> RowView:
+        """Rows of the query side."""
+        return row_view(tensor, self.layout, heads, self.placed, "q")
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Fresh memory."""
+        return fresh(self.tensors, self.columns)
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """The call beside its result."""
+        return _Run(self, outputs[OUT])
+
+
+class _Run(Filled):
+    __slots__ = ("call", "out")
+
+    def __init__(self, call: L1Norm, out: torch.Tensor) -> None:
+        super().__init__(())
+        self.call, self.out = call, out
+
+    def finish(self) -> None:
+        c, q = self.call, self.call.given("query")
+        keys = row_view(c.given("key"), c.layout, 1, c.placed, "kv")
+        lengths, lse = c.placed.q_len.tolist(), c.given(LSE)
+        lists, counts = c.tensors["sparse_indices"], c.tensors["topk_length"]
+        rows = CompressedRows(c, c.problem.scale, q, lengths, keys, c.placed.kv_len, c.ends, lse, lists, counts)
+        write_probabilities(rows, self.out)
+
+
+def fresh(n: Mapping[str, Any], columns: int) -> dict[str, torch.Tensor]:
+    """Memory for the result of a call with these arguments."""
+    q = n["query"]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return {OUT: empty(q, (*q.shape[:-2], 1, columns), dtype)}
+
+
+def _columns(n: Mapping[str, Any]) -> int:
+    if n["sparse_indices"] is not None:
+        return int(n["sparse_indices"].shape[-1])
+    return int(n["max_seqlen_k"] if n["layout"] == "TND" else n["key"].shape[1])
+
+
+def lower(bound: Bound) -> L1Norm:
+    """A bound record."""
+    n = bound.names
+    q_len, k_len, none = n["q_len"], n["kv_len"], np.zeros_like(n["q_len"])
+    placed = Placed(q_len, k_len, none, none, none, none, starts=(n["q_start"], n["kv_start"]))
+    problem = Problem(n["N1"], n["N2"], n["D"], n["D"], 0, dtype_text(n["query"]), n["scale_value"], shares_kv=True)
+    ends = []
+    for b, count in enumerate(q_len.tolist()):
+        end = np.full(count, k_len[b])
+        if n["mask_mode"]:
+            end = np.clip((np.arange(count) + n["tokens"][b] - count + 1) // n["ratio"], 0, k_len[b])
+        ends.append(end)
+    tensors = {name: n[name] for name in ("query", "key", LSE, "sparse_indices", "topk_length")}
+    return L1Norm(NO_SEQUENCE, n["layout"], tensors, problem, placed, tuple(ends), _columns(n))
+
+
+def derive(n: dict[str, Any]) -> dict[str, Any]:
+    """Lengths, axes, tokens that the keys stand for, and the columns of the result."""
+    q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
+    count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
+    (q_len, q_start), (k_len, k_start) = (forward.side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES)
+    given, ratio = n["cmp_residual_k"], n["ratio"]
+    residual = np.zeros_like(k_len) if given is None or ratio == 1 else np.asarray(given, np.int64)
+    result: dict[str, Any] = {
+        "q_len": q_len,
+        "kv_len": k_len,
+        "q_start": q_start,
+        "kv_start": k_start,
+        "residual": residual,
+    }
+    result["tokens"] = k_len * ratio + residual if len(residual) == len(k_len) else k_len
+    if n["sparse_indices"] is not None or n["key"] is not None:
+        result["Kc"] = _columns(n)
+    if packed:
+        result |= {"B": len(q_len), "S1": int(q_len.max(initial=0)), "S2": int(k_len.max(initial=0))}
+    return result
+
+
+# --------------------------------------------------------------------------------------------------------------- record
+
+KEY = {"BSND": "B S2 N2 D", "TND": "T2 N2 D"}
+LENGTHS = (
+    *(
+        Array(
+            f"cu_seqlens_{side}",
+            f"Cumulative lengths of {of}, a 0 before them; TND alone: needed.",
+            True,
+        )
+        for side, of in (("q", "q"), ("k", "k"))
+    ),
+    *(Array(f"seqused_{side}", f"Lengths of {side}'s sequences.", True) for side in ("q", "k")),
+    Array("cmp_residual_k", "Tokens behind those of the last compressed key, of every sequence.", True),
+)
+TOPK = Tensor(
+    "topk_length",
+    "Entries of every row's list; None: up to its first -1.",
+    True,
+    dtypes="int32",
+    shape={"BSND": "B S1 N2", "TND": "T1 N2"},
+)
+RULES: tuple[Rule, ...] = (
+    *lengths_of(SIDES, "cmp_residual_k"),
+    typed(
+        "layout_k == layout",
+        "layout_k",
+        "keys lie as queries do",
+        text="what the queries have",
+        when="layout in ('BSND', 'TND')",
+        invalid={"layout_k": "BNSD"},
+    ),
+    *ROWS,
+    SAVED,
+    Rule(
+        "all(0 <= n < ratio for n in residual)",
+        "cmp_residual_k",
+        "more tokens would close another compressed key: tokens % cmp_ratio",
+        text="numbers from 0 to cmp_ratio - 1",
+        invalid={"cmp_residual_k": [9, 9]},
+    ),
+    of_lengths(
+        "sparse_indices is not None or cu_seqlens_k is None or max_seqlen_k >= longest(cu_seqlens_k, seqused_k)",
+        "max_seqlen_k",
+        "packed rows have so many columns",
+        text="at least the keys of the longest sequence",
+        only=("TND",),
+        invalid={"sparse_indices": None, "max_seqlen_k": 1},
+    ),
+    Rule(
+        "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, kv_len)",
+        "sparse_indices",
+        "positions count from the sequence's own first compressed key; -1 ends a list",
+        text="-1 or the number of a compressed key of the row's own sequence",
+        reads=True,
+        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
+    ),
+    invalid(
+        "l1_norm is None or l1_norm.shape[-1] == Kc",
+        OUT,
+        "max_seqlen_k is those of packed rows without lists",
+        text="a column for each entry of a list, or for each compressed key",
+        invalid={OUT: "B S1 N2 3"},
+    ),
+    *LIMITS_OF_ROWS,
+    limit("ratio <= 128", "ratio", "the chip takes no more tokens in a key", invalid={"ratio": 129}),
+)
+
+
+def longest(ends: np.ndarray, used: np.ndarray | None) -> int:
+    """The most keys that a packed sequence has."""
+    return int((np.diff(ends) if used is None else used).max(initial=0))
+
+
+SAMPLE: dict[str, Any] = {"sparse_indices": True, "ratio": 3, "mask_mode": 3, "cmp_residual_k": [0, 0]}
+PACKED = {"layout_k": "TND", "cu_seqlens_q": [0, 3, 8], "cu_seqlens_k": [0, 5, 12], "max_seqlen_k": 7}
+V1 = of_cann(
+    "aclnnSparseFlashMlaSoftmaxL1Norm",
+    "Probabilities of compressed keys in SparseFlashMla's softmax, a mean over heads.",
+    (
+        *(
+            spelled(sparse.QUERY, "q"),
+            replace(sparse.KEY, spelled="k", text="Compressed key rows.", shape=KEY, form=None),
+        ),
+        *(
+            replace(forward.LSE_IN, text="As the forward returned it: of both sources and the sink."),
+            spelled(LISTS, ""),
+        ),
+        *LENGTHS,
+        TOPK,
+        *(forward.METADATA, forward.SCALE),
+        Attr(
+            "max_seqlen_k",
+            "Columns of packed rows without lists: the longest sequence's keys, or more.",
+            default=0,
+        ),
+        *(
+            forward.RATIO,
+            Attr(
+                "mask_mode",
+                "0: all compressed keys; 3: those of closed groups.",
+                default=0,
+                domain="mask_mode in (0, 3)",
+                bad=4,
+            ),
+        ),
+        spelled(sparse.LAYOUT, "layout_q"),
+        Attr("layout_k", "Axis order of key rows: the queries'.", type=str, default="BSND"),
+        output(
+            OUT,
+            "A column for each entry of a list, or for each compressed key; 0 of those that are not read.",
+            {"BSND": "B S1 N2 Kc", "TND": "T1 N2 Kc"},
+            "float32",
+            spelled="out",
+        ),
+    ),
+    RULES,
+    formula="""out_j = sum_h exp(softmax_scale * q_h . k_j - softmax_lse_h) / N1
+over the compressed keys j that the row sees, (row + tokens - rows + 1) // cmp_ratio of them, all or those listed""",
+    tex=r"""out_j = \frac{1}{N_1} \sum_h e^{scale\; q_h \cdot k_j - lse_h} \qquad
+j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor \text{, all or those listed}""",
+    rulings=(42,),
+    layouts=sparse.LAYOUTS,
+    layout_attr="layout",
+    neutral={**sparse.NEUTRAL, "Kc": None, "ratio": 1, **dict.fromkeys(("sparse_indices", "key"))},
+    derive=derive,
+    functions=FUNCTIONS | {"longest": longest},
+    lower=lower,
+    results=(OUT,),
+    fresh=lambda n: fresh(n, _columns(n)),
+    sizes={**sparse.V1.sizes, "Kc": sparse.V1.sizes["K"]},
+    samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
+)
+TORCH = V1.version(
+    "cann_ops_transformer.sparse_flash_mla_softmax_l1_norm",
+    V1.summary,
+    source="CANN's cann_ops_transformer",
+    keywords="sparse_indices",
+    declared=dict.fromkeys([p.name for p in LENGTHS], TENSOR_FIRST),
+    returns="float32 [B, S1, 1, Kc] or [T1, 1, Kc]: a column for each entry of a list, or for each compressed key.",
+    example="""\
+>>> q, compressed, lse = torch.randn(1, 6, 4, 16), torch.randn(1, 3, 1, 16), torch.full((1, 1, 6, 4), 5.0)
+>>> out = sparse_flash_mla_softmax_l1_norm(q, compressed, lse, softmax_scale=0.25, cmp_ratio=2, mask_mode=3)
+>>> (out[0, :, 0] > 0).int().sum(-1).tolist()
+[0, 1, 1, 2, 2, 3]""",
+)
+OPAQUE = metadata(
+    V1.name,
+    (*LENGTHS, TOPK),
+    "num_heads_q num_heads_k head_dim batch_size=0 max_seqlen_q=0 max_seqlen_k=0 topk=0 layout_q=BSND layout_k=BSND "
+    "mask_mode=0 cmp_ratio=1",
+    64,
+)
+RECORDS = (V1, TORCH, OPAQUE)

@@ -1,0 +1,86 @@
+"""The probabilities of compressed keys in a softmax over both sources, a mean over heads: the target that an indexer
+learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fusion_attention.ir.kv import RowView
+from fusion_attention.ops.shared.call import TensorCall
+from fusion_attention.ops.sparse.call import grouped
+
+Tensor = torch.Tensor
+PAIRS = 1 << 22  # products of a step: rows * keys * heads
+
+
+@dataclass(frozen=True, eq=False)
+class CompressedRows:
+    """Query rows beside the compressed keys that they see.
+
+    Args:
+        call: how query rows lie. scale: factor on q . k. query: the rows, with all heads. lengths: query rows of every
+            sequence.
+        keys: rows of compressed keys. keys_of: their number in every sequence. ends: per sequence and row, how many of
+            them the row sees.
+        lse: log of the softmax's sum over both sources and the sink, in the order of CANN's statistics.
+        lists: per row the entries that it reads, ended by -1; None: all that it sees.
+        counts: per row, how many entries of its list count; None: all.
+    """
+
+    call: TensorCall
+    scale: float
+    query: Tensor
+    lengths: Sequence[int]
+    keys: RowView
+    keys_of: np.ndarray
+    ends: Sequence[np.ndarray]
+    lse: Tensor
+    lists: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def write_probabilities(rows: CompressedRows, out: Tensor) -> None:
+    """Writes mean_h exp(scale * q_h . k - lse_h) of the keys that are read, and 0 elsewhere.
+
+    Args:
+        out: [B, S1, 1, W] or [T1, 1, W]: a column for each entry of a list, or for each compressed key.
+    """
+    out.zero_()
+    heads = rows.query.shape[-2]
+    dtype = torch.float64 if rows.query.dtype == torch.float64 else torch.float32
+    saved = rows.query.new_empty(rows.query.shape[:-1], dtype=dtype)
+    grouped(saved, 1, rows.call.layout).copy_(rows.lse)
+    queries, statistics = rows.call.rows(rows.query, heads), rows.call.rows(saved.unsqueeze(-1), heads)
+    written = rows.call.rows(out)
+    for b, count in enumerate(rows.lengths):
+        k = rows.keys.sequence(b, 1, int(rows.keys_of[b]))[0].to(dtype)
+        if not count or not len(k):
+            continue
+        entry, read = _entries(rows, b, count, out.shape[-1], len(k))
+        target = written.sequence(b, 1, count)[0]
+        q, lse = queries.sequence(b, heads, count).transpose(0, 1), statistics.sequence(b, heads, count).transpose(0, 1)
+        width = min(out.shape[-1], len(k)) if rows.lists is None else out.shape[-1]
+        step = max(1, PAIRS // max(heads * width, 1))
+        for first in range(0, count, step):
+            at = slice(first, first + step)
+            listed = k[:width] if rows.lists is None else k[entry[at].clamp(0, len(k) - 1)]
+            scores = rows.scale * (q[at].to(dtype) @ listed.mT) - lse[at]
+            target[at, :width] = scores.exp().mean(1).where(read[at, :width], 0).to(out.dtype)
+
+
+def _entries(rows: CompressedRows, b: int, count: int, width: int, keys: int) -> tuple[Tensor, Tensor]:
+    """[count, width]: the keys of a sequence's columns, and whether the row reads them."""
+    device = rows.query.device
+    visible = torch.from_numpy(rows.ends[b]).to(device)[:, None]
+    slot = torch.arange(width, device=device).expand(count, -1)
+    read = slot < visible.clamp(max=keys)
+    if rows.lists is None:
+        return slot, read
+    if rows.counts is not None:
+        read = read & (slot < rows.call.rows(rows.counts.unsqueeze(-1)).sequence(b, 1, count)[0])
+    entry = rows.call.rows(rows.lists).sequence(b, 1, count)[0].long()
+    return entry, read & (entry >= 0).cumprod(-1).bool() & (entry < visible)

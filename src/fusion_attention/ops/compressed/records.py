@@ -1,0 +1,311 @@
+"""CANN's SparseFlashMla and its gradient: the records of the two-phase interface and of the package
+cann_ops_transformer.
+
+Rules are in rules.py, lowering in lower.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Array, Attr, Bound, Tensor
+from fusion_attention.ir.mask import UNLIMITED, Band
+from fusion_attention.ops.compressed.call import LSE, NORM, OUT, FlashMla, FlashMlaBackward, replace_statistics
+from fusion_attention.ops.compressed.checks import FUNCTIONS
+from fusion_attention.ops.compressed.fa_record import COMPRESSED_TABLE, KEY_COMPRESSED, LISTS, layout_of
+from fusion_attention.ops.compressed.lower import call_of
+from fusion_attention.ops.compressed.rules import (
+    COMPRESSED,
+    FORMS,
+    LAYOUT,
+    LAYOUT_OF_GRADIENT,
+    LIMITS,
+    OF_TABLES,
+    PACKED,
+    PAGES,
+    RETURNED,
+    SAVED,
+    SIDES,
+    lengths_of,
+)
+from fusion_attention.ops.shared.metadata import metadata
+from fusion_attention.ops.shared.params import TENSOR_FIRST, output, spelled
+from fusion_attention.ops.shared.prototypes import of_cann
+from fusion_attention.ops.sparse import records as sparse
+from fusion_attention.ops.sparse.call import fresh, fresh_gradients
+from fusion_attention.ops.sparse.checks import keys_in
+
+INPUTS = ("query", "key", "key_compressed", "sinks")
+
+
+def _key_layout(names: Mapping[str, Any]) -> str:
+    return keys_in(names.get("layout", ""), None, names.get("block_table"))
+
+
+def _ends(side: str, of: str) -> Array:
+    text = f"Cumulative lengths of {of} rows, a 0 before them: TND alone, where they are needed."
+    return Array(f"cu_seqlens_{side}", text, True)
+
+
+def _used(side: str, of: str) -> Array:
+    return Array(f"seqused_{side}", f"Lengths of {of} rows; pages: needed.", True)
+
+
+def _mode(side: str, modes: str, bad: int) -> Attr:
+    return Attr(f"{side}_mask_mode", modes, default=0, bad=bad)
+
+
+CUMULATIVE = tuple(_ends(*side[:2]) for side in SIDES)
+USED = tuple(_used(*side[:2]) for side in SIDES)
+RESIDUAL = Array("cmp_residual_kv", "Tokens behind those of the last compressed key, of every sequence.", True)
+SINKS = sparse.SINKS
+METADATA = Tensor("metadata", "Without effect: no work is divided before a call.", True)
+LISTS_OF_KEYS = {"BSND": "B S1 N2 Ko", "TND": "T1 N2 Ko"}
+ORI_LISTS = replace(
+    LISTS,
+    name="ori_sparse_indices",
+    spelled="",
+    text="Lists of keys (950 only): not computed here.",
+    shape=LISTS_OF_KEYS,
+)
+TOPK = tuple(
+    Tensor(f"{side}_topk_length", "Entries of every row's list (950 only): not computed here.", True, dtypes="int32")
+    for side in ("ori", "cmp")
+)
+SCALE = Attr("scale_value", "Factor on q . key; 1 unless it is said.", type=float, default=1.0, spelled="softmax_scale")
+RATIO = Attr("ratio", "Tokens that a compressed key stands for.", default=1, domain="ratio >= 1", bad=0,
+             spelled="cmp_ratio")  # fmt: skip
+MODES = (
+    Attr(
+        "ori_mask_mode", "0: all keys; 3: causal; 4: a window.", default=0, domain="ori_mask_mode in (0, 3, 4)", bad=1
+    ),
+    Attr("cmp_mask_mode", "3: the compressed keys of closed groups, (position + 1) // cmp_ratio.", default=0),
+    Attr("ori_win_left", "Keys before the row's own, in mode 4; -1: all.", default=-1),
+    Attr("ori_win_right", "Keys behind the row's own, in mode 4; -1: all.", default=-1),
+)
+LAYOUTS_OF = (
+    spelled(sparse.LAYOUT, "layout_q"),
+    Attr("layout_kv", f"Axis order of key rows: as the queries', or {PAGES}.", type=str, default="BSND"),
+)
+VALUE_MODE = Attr("topk_value_mode", "1: lists hold positions.", default=1, domain="topk_value_mode == 1", bad=0)
+RETURN_LSE = Attr("return_softmax_lse", "Return softmax_lse.", type=bool, default=False)
+TENSORS = (
+    spelled(sparse.QUERY, "q"),
+    replace(sparse.KEY, spelled="ori_kv", text="Key rows, also values; needed.", form=_key_layout, optional=True),
+    replace(KEY_COMPRESSED, spelled="cmp_kv", optional=True, form=layout_of),
+    ORI_LISTS,
+    spelled(LISTS, "cmp_sparse_indices"),
+)
+TABLES = (spelled(sparse.TABLE, "ori_block_table"), spelled(COMPRESSED_TABLE, "cmp_block_table"))
+LSE_OUT = output(LSE, "log(sum(exp(s))) over both sources and the sink; 0 without keys.", sparse.STATISTICS, "float32")
+
+
+# -------------------------------------------------------------------------------------------------------------- lengths
+
+
+def side_lengths(n: dict[str, Any], side: str, padded: int | None, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, first rows of packed sequences) of a side."""
+    ends, used = n[f"cu_seqlens_{side}"], n[f"seqused_{side}"]
+    room = np.full(count, padded or 0, np.int64) if ends is None else np.diff(ends)
+    start = np.cumsum(room) - room if ends is None else np.asarray(ends[:-1], np.int64)
+    return (room if used is None else np.asarray(used, np.int64)), start
+
+
+def derive(n: dict[str, Any]) -> dict[str, Any]:
+    """Lengths, axes, and the band that the modes stand for."""
+    q_ends, packed = n["cu_seqlens_q"], n["layout"] == "TND"
+    count = max(len(q_ends) - 1, 0) if packed and q_ends is not None else n["B"] or 0
+    (q_len, q_start), (kv_len, kv_start), (c_len, c_start) = (
+        side_lengths(n, side, n[rows], count) for side, _, rows, *_ in SIDES
+    )
+    left, right = (UNLIMITED if n[f"ori_win_{side}"] < 0 else n[f"ori_win_{side}"] for side in ("left", "right"))
+    band = {0: Band.full(), 3: None, 4: Band.window(left, right)}.get(n["ori_mask_mode"])
+    result = {"q_len": q_len, "kv_len": kv_len, "c_len": c_len, "band": band, "Dv": n["D"]}
+    result |= {"q_start": q_start, "kv_start": kv_start, "c_start": c_start}
+    if n["ratio"] is None:
+        result["ratio"] = 1
+    given = n["cmp_residual_kv"]
+    residual = np.zeros_like(c_len) if given is None else np.asarray(given, np.int64)
+    result["residual"] = residual
+    result["tokens"] = c_len * (n["ratio"] or 1) + residual if len(residual) == len(c_len) else c_len
+    if packed:
+        result |= {"B": len(q_len), "S1": int(q_len.max(initial=0))}
+    for axis, lengths, table in (("S2", kv_len, "block_table"), ("S3", c_len, "compressed_table")):
+        if packed or n[table] is not None:
+            result[axis] = int(lengths.max(initial=0))
+    return result
+
+
+def derive_forward(n: dict[str, Any]) -> dict[str, Any]:
+    """derive(), and whether there is softmax_lse: without it it has no axis G."""
+    return derive(n) | {"G": n["N1"] // n["N2"] if n["return_softmax_lse"] and n["N2"] else None}
+
+
+def lower(bound: Bound) -> FlashMla | FlashMlaBackward:
+    """A bound record, forward or gradient."""
+    call = call_of(bound, FlashMla)
+    if "dout" not in bound.op.by_name:
+        return call
+    return call.complete().gradient(bound["attention_in"], bound[LSE], bound["dout"], bound.names["K"])
+
+
+def _fresh(n: Any) -> dict[str, torch.Tensor]:
+    result = replace_statistics(fresh({**n, "value": None, "dim_v": 0}))
+    return result if n["return_softmax_lse"] else {OUT: result[OUT]}
+
+
+def _fresh_gradients(n: Any) -> dict[str, torch.Tensor]:
+    lists = n["sparse_indices"]
+    norm = {} if lists is None else {NORM: torch.empty_like(lists, dtype=torch.float32)}
+    return fresh_gradients(n) | norm
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+LENGTHS = lengths_of(SIDES, "cmp_residual_kv", paged=True)
+FORMULA = """s_j = softmax_scale * q . x_j     over the rows x of ori_kv in the band, and of cmp_kv that the row sees
+out = sum_j exp(s_j - lse) x_j,  lse = log(sum_j exp(s_j) + exp(sink))"""
+TEX = r"""\begin{aligned}
+s_j &= scale\; q \cdot x_j \qquad j \text{ over the rows of } ori\_kv \text{ in the band and of } cmp\_kv
+  \text{ with } j < \left\lfloor \frac{i + L - S_1 + 1}{ratio} \right\rfloor, \quad L = ratio \cdot S_3 + residual \\
+out &= \sum_j e^{s_j - lse}\, x_j, \qquad lse = \ln\Bigl(\sum_j e^{s_j} + e^{sink}\Bigr)
+\end{aligned}"""
+GRAD_FORMULA = """P_j = exp(s_j - lse),  dS_j = P_j * (dout . x_j - dout . out)
+dq = scale * sum_j dS_j x_j,  dx_j += scale * dS_j q + P_j dout,  dsink = -sum exp(sink - lse) * dout . out
+cmp_softmax_l1_norm = sum_h P_(h, listed) / N1"""
+GRAD_TEX = r"""\begin{aligned}
+P_j &= e^{s_j - lse}, \qquad dS_j = P_j\,(dout \cdot x_j - dout \cdot out) \\
+dq &= scale \sum_j dS_j\, x_j, \qquad dx_j \mathrel{+}= scale\; dS_j\, q + P_j\, dout, \qquad
+dsink = -\sum e^{sink - lse}\, dout \cdot out \\
+l1\_norm_j &= \frac{1}{N_1} \sum_h P_{h,j}
+\end{aligned}"""
+SAMPLE: dict[str, Any] = {
+    **dict.fromkeys(("sinks", "key", "key_compressed"), True),
+    "ratio": 3,
+    "cmp_mask_mode": 3,
+    "cmp_residual_kv": [0, 0],
+    "ori_mask_mode": 4,
+    "ori_win_left": 2,
+    "ori_win_right": 0,
+}
+NEUTRAL: dict[str, Any] = {
+    **sparse.NEUTRAL,
+    **dict.fromkeys(("S3", "T3", "Pc", "Pcs", "Mc", "Ko", "value", "value_compressed", "compressed_table")),
+    "cumulative": True,
+    "sparse_mode": 3,
+    "ori_mask_mode": 0,
+    "ori_win_left": -1,
+    "ori_win_right": -1,
+    "ratio": 1,
+}
+FLAGS = dict.fromkeys((OUT, LSE), INPUTS)
+V1 = of_cann(
+    "aclnnSparseFlashMla",
+    "Attention to a window of keys and to compressed keys in one softmax; keys are values.",
+    (
+        *(*TENSORS, *TABLES, *CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA),
+        *(SCALE, RATIO, *MODES, *LAYOUTS_OF, VALUE_MODE, RETURN_LSE),
+        output(OUT, "The output rows.", {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}, spelled="attn_out"),
+        LSE_OUT,
+    ),
+    (*FORMS, *LAYOUT, *LENGTHS, *OF_TABLES, *COMPRESSED, *LIMITS, RETURNED),
+    formula=FORMULA,
+    tex=TEX,
+    rulings=(12, 42),
+    layouts=sparse.LAYOUTS,
+    layout_attr="layout",
+    neutral=NEUTRAL,
+    derive=derive_forward,
+    functions=FUNCTIONS,
+    lower=lower,
+    results=(OUT, LSE),
+    fresh=_fresh,
+    trains=FLAGS,
+    sizes={**sparse.V1.sizes, "S3": 2, "T3": 3, "Pc": 3, "Pcs": 16, "Mc": 1},
+    samples={"BSND": SAMPLE, "TND": {**SAMPLE, **PACKED}},
+)
+ROWS = {"BSND": "B S1 N1 D", "TND": "T1 N1 D"}
+DOUT = Tensor("dout", "Gradient of the output.", dtypes="=query", shape=ROWS)
+OUT_IN = Tensor("attention_in", "The forward's output.", dtypes="=query", shape=ROWS, spelled="attn_out")
+LSE_IN = Tensor(LSE, "As the forward returned it.", dtypes="float32", shape=sparse.STATISTICS, make=torch.zeros)
+GRADIENTS = (
+    output("dquery", "Gradient of the query rows.", ROWS, spelled="dq"),
+    output("dkey", "Gradient of ori_kv, as keys and as values.", sparse.KEY.shape, form=_key_layout, spelled="dori_kv"),
+    output("dkey_compressed", "Gradient of cmp_kv.", KEY_COMPRESSED.shape, form=layout_of, spelled="dcmp_kv"),
+    output("dsinks", "Gradient of sinks.", "N1", "float32"),
+    output("ori_softmax_l1_norm", "Empty: of lists of keys (950 only).", LISTS_OF_KEYS, "float32"),
+    output(
+        NORM,
+        "Mean over heads of the probabilities of cmp_sparse_indices' entries; 0 of those that are not read.",
+        LISTS.shape,
+        "float32",
+    ),
+)
+GRAD = V1.version(
+    "aclnnSparseFlashMlaGrad",
+    "Gradients of SparseFlashMla, from its output and its softmax_lse.",
+    params=(
+        *(sparse.QUERY, DOUT, spelled(OUT_IN, "out"), spelled(LSE_IN, "lse"), *TENSORS[1:]),
+        *(*CUMULATIVE, *USED, RESIDUAL, *TOPK, SINKS, METADATA, spelled(SCALE, ""), RATIO, *MODES, *LAYOUTS_OF),
+        *(spelled(GRADIENTS[0], ""), *GRADIENTS[1:]),
+    ),
+    rules=(*FORMS, LAYOUT_OF_GRADIENT, *LENGTHS, *COMPRESSED, *LIMITS, SAVED),
+    formula=GRAD_FORMULA,
+    tex=GRAD_TEX,
+    neutral={**NEUTRAL, "return_softmax_lse": True},
+    derive=derive,
+    results=tuple(p.name for p in GRADIENTS),
+    fresh=_fresh_gradients,
+    trains={},
+)
+PACKAGE: dict[str, Any] = {
+    "source": "CANN's cann_ops_transformer",
+    "declared": dict.fromkeys([p.name for p in (*CUMULATIVE, *USED, RESIDUAL)], TENSOR_FIRST),
+}
+TORCH = V1.version(
+    "cann_ops_transformer.sparse_flash_mla",
+    V1.summary,
+    **PACKAGE,
+    returns="(attn_out, softmax_lse); softmax_lse is a 0 unless it is asked for.",
+    example="""\
+>>> q, kv, compressed = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16), torch.randn(1, 3, 1, 16)
+>>> out, lse = sparse_flash_mla(q, kv, compressed, sinks=torch.zeros(4), softmax_scale=0.25, cmp_ratio=2,
+...     ori_mask_mode=4, cmp_mask_mode=3, ori_win_left=3, ori_win_right=0, return_softmax_lse=True)
+>>> list(out.shape), list(lse.shape)
+([1, 6, 4, 16], [1, 1, 6, 4])""",
+)
+_RESPELLED = {
+    **{p.name: p for p in (TENSORS[0], OUT_IN, LSE_IN, GRADIENTS[0])},
+    "scale_value": replace(SCALE, default=None, text="Factor on q . key; None: 1 / sqrt(D)."),
+    "ratio": replace(RATIO, default=None, domain="ratio is None or ratio >= 1"),
+}
+TORCH_GRAD = GRAD.version(
+    "cann_ops_transformer.sparse_flash_mla_grad",
+    GRAD.summary,
+    **PACKAGE,
+    params=tuple(_RESPELLED.get(p.name, p) for p in GRAD.params),
+    returns="(dq, dori_kv, dcmp_kv, dsinks, ori_softmax_l1_norm, cmp_softmax_l1_norm); absent ones are empty.",
+    example="""\
+>>> q, kv = torch.randn(1, 6, 4, 16), torch.randn(1, 6, 1, 16)
+>>> sinks, words = torch.zeros(4), {"ori_mask_mode": 3, "softmax_scale": 0.25}
+>>> out, lse = sparse_flash_mla(q, kv, sinks=sinks, return_softmax_lse=True, **words)
+>>> dq, dkv, *_ = sparse_flash_mla_grad(q, torch.ones_like(q), out, lse, kv, sinks=sinks, **words)
+>>> list(dkv.shape)
+[1, 6, 1, 16]""",
+)
+OPAQUE = tuple(
+    metadata(
+        op.name,
+        (*CUMULATIVE, *USED, RESIDUAL, *TOPK),
+        "num_heads_q num_heads_kv head_dim batch_size=0 max_seqlen_q=0 max_seqlen_ori_kv=0 max_seqlen_cmp_kv=0 "
+        "ori_topk=0 cmp_topk=0 cmp_ratio=1 ori_mask_mode=0 cmp_mask_mode=0 ori_win_left=-1 ori_win_right=-1 "
+        "layout_q=BSND layout_kv=BSND has_ori_kv=True has_cmp_kv=True",
+    )
+    for op in (V1, GRAD)
+)
+RECORDS = (V1, GRAD, TORCH, TORCH_GRAD, *OPAQUE)

@@ -1,0 +1,368 @@
+"""The rules of SparseFlashMla and its gradient: lengths, layouts, forms, lists, and the chip's limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion_attention.contract import Rule
+from fusion_attention.ops.shared.rules import (
+    content,
+    doubt,
+    elements,
+    finite_scale,
+    group,
+    invalid,
+    limit,
+    needed,
+    no_float32,
+    of_lengths,
+    only_dim,
+    presence,
+    typed,
+)
+
+PAGES = "PA_BBND"
+OF_950 = "this form (950 only) is not computed here"
+# (how a side's lengths are named, its tensor, its rows, its packed rows, its page table, the tokens of a page)
+Side = tuple[str, str, str, str, str, str]
+SIDES: tuple[Side, ...] = (
+    ("q", "query", "S1", "T1", "", ""),
+    ("ori_kv", "key", "S2", "T2", "block_table", "Ps"),
+    ("cmp_kv", "key_compressed", "S3", "T3", "compressed_table", "Pcs"),
+)
+KEYS = SIDES[1:]
+IN_PAGES: dict[str, Any] = {
+    "layout_kv": PAGES,
+    "block_table": "2 M",
+    "compressed_table": "2 Mc",
+    "seqused_ori_kv": [6, 6],
+    "seqused_cmp_kv": [2, 2],
+    "cmp_residual_kv": [0, 0],
+}
+PACKED_IN_PAGES: dict[str, Any] = IN_PAGES | {"cu_seqlens_ori_kv": None, "cu_seqlens_cmp_kv": None}
+PACKED: dict[str, Any] = {
+    "layout_kv": "TND",
+    "cu_seqlens_q": [0, 3, 8],
+    "cu_seqlens_ori_kv": [0, 5, 12],
+    "cu_seqlens_cmp_kv": [0, 1, 3],
+    "cmp_residual_kv": [2, 1],
+}
+SAMPLE_TOKENS = {"T2": 12, "T3": 3}
+# Lists of padded samples, whose last rows see two compressed keys and all others one: one with a hole, one past them.
+HOLE = torch.full((2, 4, 1, 2), -1, dtype=torch.int32)
+HOLE[:, 3, :, 1] = 0
+PAST = torch.ones(2, 4, 1, 1, dtype=torch.int32)
+
+
+def _room(rows: str, table: str, page: str) -> str:
+    """The most tokens of a sequence of a side, as an expression."""
+    return f"{rows} if {table} is None else {table}.shape[1] * ({page} or 0)" if table else rows
+
+
+def lengths_of(sides: tuple[Side, ...], residual: str, paged: bool = False) -> tuple[Rule, ...]:
+    """Rules of the lengths of every side, cumulative and used ones; paged: keys may lie in pages."""
+    return (*_ends_of(sides), *_used_of(sides, residual), *_given_of(sides, paged))
+
+
+def _ends_of(sides: tuple[Side, ...]) -> tuple[Rule, ...]:
+    """Rules of cumulative lengths."""
+    ends = f"cu_seqlens_{sides[0][0]}"
+    return (
+        *(
+            of_lengths(
+                f"ends_fit(cu_seqlens_{side}, {packed})",
+                f"cu_seqlens_{side}",
+                "a 0, then the end of every sequence",
+                text="cumulative lengths of all rows of the tensor",
+                only=("TND",),
+                invalid={f"cu_seqlens_{side}": [0, 3, 999]},
+            )
+            for side, _, _, packed, _, _ in sides
+        ),
+        *(
+            of_lengths(
+                f"cu_seqlens_{side} is None or {ends} is None or len(cu_seqlens_{side}) == len({ends})",
+                f"cu_seqlens_{side}",
+                "one end per sequence in all",
+                text=f"as many ends as {ends} has",
+                only=("TND",),
+                invalid={f"cu_seqlens_{side}": [0, SAMPLE_TOKENS[packed]]},
+            )
+            for side, _, _, packed, _, _ in sides[1:]
+        ),
+        *(
+            presence(
+                f"cu_seqlens_{side} is None",
+                f"cu_seqlens_{side}",
+                f"padded rows have seqused_{side}",
+                text="None but of packed rows",
+                only=("BSND",),
+                invalid={f"cu_seqlens_{side}": [0, 3, 8]},
+            )
+            for side, *_ in sides
+        ),
+    )
+
+
+def _used_of(sides: tuple[Side, ...], residual: str) -> tuple[Rule, ...]:
+    """Rules of lengths within the rows of a sequence, and of numbers for every sequence."""
+    ends = f"cu_seqlens_{sides[0][0]}"
+    # (layout, what a rule begins with, sequences)
+    counts = (("BSND", "", "B"), ("TND", f"{ends} is None or ", f"len({ends}) - 1"))
+    rules = []
+    for layout, begins, count in counts:
+        padded = layout == "BSND"
+        for side, _, rows, _, *pages in sides:
+            room = f"None, {_room(rows, *pages)}" if padded else f"cu_seqlens_{side}, {_room('None', *pages)}"
+            rules.append(
+                of_lengths(
+                    f"{begins}used_fit(seqused_{side}, {count}, {room})",
+                    f"seqused_{side}",
+                    "one for each sequence; the rows behind them are padding",
+                    text=f"a length for every sequence, within its {'tensor' if padded else 'rows'}",
+                    only=(layout,),
+                    invalid={f"seqused_{side}": [1, 1, 99]},
+                )
+            )
+        rules.append(
+            of_lengths(
+                f"{begins}used_fit({residual}, {count}, None, None)",
+                residual,
+                "one for each sequence",
+                text=f"a number for every {'' if padded else 'packed '}sequence",
+                only=(layout,),
+                invalid={residual: [1, 1, 1]},
+            )
+        )
+    return tuple(rules)
+
+
+def _given_of(sides: tuple[Side, ...], paged: bool) -> tuple[Rule, ...]:
+    """Lengths that a call must have."""
+    layout_kv = "layout_kv" if paged else "layout_k"
+    return (
+        *(
+            needed(
+                f"cu_seqlens_{side}",
+                "packed rows do not show where a sequence ends",
+                text="the ends of packed sequences",
+                when="" if (side, tensor) == sides[0][:2] else f"{layout_kv} == 'TND' and {tensor} is not None",
+                only=("TND",),
+            )
+            for side, tensor, *_ in sides
+        ),
+        *(
+            needed(
+                f"seqused_{side}",
+                "pages do not show where a sequence ends",
+                text="the lengths of keys in pages",
+                when=f"{layout_kv} == '{PAGES}' and {tensor} is not None",
+                needs=("block_table",),
+                given=IN_PAGES,
+            )
+            for side, tensor, *_ in (sides[1:] if paged else ())
+        ),
+    )
+
+
+OF_TABLES = group(
+    Rule(
+        "len(block_table) == len(q_len)",
+        "block_table",
+        "a row of pages for each",
+        text="one row per sequence",
+        when="block_table is not None",
+        invalid={"block_table": "3 M", "compressed_table": "3 Mc"},
+    ),
+    *(
+        Rule(
+            f"pages_exist({table}, {lengths}, {page}, {pages})",
+            table,
+            "entries behind a sequence's last page are not read",
+            text="numbers of pages",
+            when=f"{table} is not None and len({table}) == len(q_len)",
+            reads=True,
+            invalid={pages: 0},
+        )
+        for (*_, table, page), lengths, pages in zip(KEYS, ("kv_len", "c_len"), ("P", "Pc"), strict=True)
+    ),
+    *(
+        limit(
+            f"1 <= {page} <= 1024",
+            table,
+            "the chip takes no larger pages",
+            text="pages of at most 1024 tokens",
+            when=f"{table} is not None",
+            invalid={page: 1025},
+        )
+        for *_, table, page in KEYS
+    ),
+    given=IN_PAGES,
+)
+LAYOUT = (
+    typed(
+        f"layout_kv in (layout, '{PAGES}')",
+        "layout_kv",
+        "keys lie as queries do, or in pages",
+        text=f"what the queries have, or {PAGES}",
+        when="layout in ('BSND', 'TND')",
+        needs=("block_table",),
+        invalid={"layout_kv": "BNSD"},
+    ),
+    presence(
+        f"(block_table is not None) == (layout_kv == '{PAGES}')",
+        "block_table",
+        "it says which pages a sequence has",
+        text=f"a table where keys are {PAGES}, and nowhere else",
+        invalid={"block_table": "2 M"},
+    ),
+    presence(
+        f"key_compressed is None or (compressed_table is not None) == (layout_kv == '{PAGES}')",
+        "compressed_table",
+        "it says which pages a sequence has",
+        text=f"a table where keys are {PAGES}, and nowhere else",
+        invalid={"compressed_table": "2 Mc"},
+    ),
+)
+# Keys in pages have no gradient.
+LAYOUT_OF_GRADIENT = typed(
+    "layout_kv == layout",
+    "layout_kv",
+    "keys in pages have no gradient",
+    text="what the queries have",
+    when="layout in ('BSND', 'TND')",
+    invalid={"layout_kv": PAGES},
+)
+ROWS = (
+    Rule("N1 > 0 and N2 == 1", "key", "one key head serves all query heads", invalid={"N2": 2}),
+    elements("D", "query"),
+    finite_scale("scale_value"),
+)
+FORMS = (
+    needed("key", "attention to compressed keys alone is sparse_attention", text="rows of keys"),
+    *(
+        presence(f"{name} is None", name, OF_950, text="None", invalid={name: sample})
+        for name, sample in (
+            ("ori_sparse_indices", "B S1 1 K"),
+            ("ori_topk_length", "B S1 1"),
+            ("cmp_topk_length", "B S1 1"),
+        )
+    ),
+    presence(
+        "sparse_indices is None or key_compressed is not None",
+        "sparse_indices",
+        "a list names compressed keys",
+        text="lists beside cmp_kv alone",
+        invalid={"key_compressed": None, "sparse_indices": "B S1 1 K", "cmp_mask_mode": 0, "ratio": 1},
+    ),
+    Rule(
+        "key_compressed is None or cmp_mask_mode == 3",
+        "cmp_mask_mode",
+        f"0: {OF_950}",
+        text="3 with cmp_kv",
+        invalid={"cmp_mask_mode": 0},
+    ),
+    Rule(
+        "key_compressed is not None or cmp_mask_mode == 0",
+        "cmp_mask_mode",
+        "no row reads a compressed key",
+        text="0 without cmp_kv",
+        given={"key_compressed": None, "cmp_residual_kv": None, "ratio": 1, "cmp_mask_mode": 0},
+        invalid={"cmp_mask_mode": 3},
+    ),
+    Rule(
+        "ori_mask_mode == 4 or (ori_win_left, ori_win_right) == (-1, -1)",
+        "ori_win_left",
+        "4 is a window",
+        text="-1, and ori_win_right likewise, but in ori_mask_mode 4",
+        invalid={"ori_mask_mode": 3, "ori_win_left": 4},
+    ),
+    *ROWS,
+)
+COMPRESSED = (
+    Rule(
+        "all(0 <= n < ratio for n in residual)",
+        "cmp_residual_kv",
+        "more tokens would close another compressed key: tokens % cmp_ratio",
+        text="numbers from 0 to cmp_ratio - 1",
+        when="key_compressed is not None",
+        invalid={"cmp_residual_kv": [9, 9]},
+    ),
+    doubt(
+        "tokens_agree(kv_len, c_len, ratio, residual)",
+        "cmp_residual_kv",
+        "rows see compressed keys by these tokens, not by those of ori_kv: tokens % cmp_ratio",
+        text="as many tokens as ori_kv has: those of the compressed keys, and cmp_residual_kv",
+        when="key_compressed is not None and all(0 <= n < ratio for n in residual)",
+        invalid={"cmp_residual_kv": [1, 0]},
+    ),
+    Rule(
+        "sparse_indices is None or names_entries(sparse_indices, layout, q_len, q_start, c_len)",
+        "sparse_indices",
+        "positions count from the sequence's own first compressed key; -1 ends a list",
+        text="-1 or the number of a compressed key of the row's own sequence",
+        reads=True,
+        invalid={"sparse_indices": torch.full((2, 4, 1, 2048), 90, dtype=torch.int32)},
+    ),
+    doubt(
+        "sparse_indices is None or unbroken(sparse_indices)",
+        "sparse_indices",
+        "a list ends at its first -1: fusion_attention.pack_lists closes holes",
+        text="no entry behind a -1",
+        reads=True,
+        invalid={"sparse_indices": HOLE},
+    ),
+    content(
+        "sees_entries(sparse_indices, layout, q_len, q_start, c_len, tokens, ratio)",
+        "sparse_indices",
+        "row i reads the first (i + tokens - rows + 1) // cmp_ratio entries at most, and none of a later key",
+        text="entries that their rows see",
+        when="sparse_indices is not None",
+        given={"sparse_indices": "B S1 1 K"},
+        invalid={"sparse_indices": PAST},
+        reads=True,
+    ),
+)
+LIMITS_OF_ROWS = (
+    no_float32("query"),
+    only_dim("D", 512, "query"),
+    limit("N1 <= 128", "query", "the chip takes no more heads", invalid={"N1": 129, "G": 129}),
+)
+LIMITS = (
+    limit(
+        "key_compressed is None or cmp_residual_kv is not None",
+        "cmp_residual_kv",
+        "0 is taken here: right where cmp_ratio divides every length",
+        text="a number for every sequence",
+        invalid={"cmp_residual_kv": None},
+    ),
+    limit(
+        "key_compressed is not None or ratio == 1",
+        "ratio",
+        "it is of compressed keys",
+        text="1 without cmp_kv",
+        given={"key_compressed": None, "cmp_residual_kv": None, "cmp_mask_mode": 0, "ratio": 1},
+        invalid={"ratio": 2},
+    ),
+    *LIMITS_OF_ROWS,
+    limit("sinks is not None", "sinks", "the chip takes no call without them", text="sinks", invalid={"sinks": None}),
+)
+RETURNED = invalid(
+    "softmax_lse is None or softmax_lse.shape[-1] == N1",
+    "softmax_lse",
+    "it has a number for every query head",
+    text="a last axis of N1",
+    when="return_softmax_lse and N2 == 1",
+    given={"return_softmax_lse": True},
+    invalid={"softmax_lse": "B N2 S1 3"},
+)
+SAVED = invalid(
+    "N2 * G == N1",
+    "softmax_lse",
+    "it has a number for every query head",
+    text="a last axis of N1",
+    when="N2 == 1",
+    invalid={"G": 3},
+)

@@ -1,0 +1,85 @@
+"""Two-phase functions that divide the work of a call on the chip. Nothing is divided here: they write zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_attention.contract import Attr, Bound, Op, Param
+from fusion_attention.ir.call import Filled
+from fusion_attention.ir.problem import Extents, Problem
+from fusion_attention.memory import empty
+from fusion_attention.ops.shared.params import output
+from fusion_attention.ops.shared.prototypes import of_cann
+
+OUT = "meta_data"
+_NONE = np.zeros(0, np.int64)
+# The extents of a call without work for a back end.
+NO_SEQUENCE = Extents(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NO_ATTENTION = Problem(1, 1, 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Metadata:
+    """A call that writes zeros.
+
+    Args:
+        elements: of the result.
+        problem: of no pair of a row and a key.
+    """
+
+    elements: int
+    device: torch.device
+    problem: Problem = NO_ATTENTION
+    extents: Extents = NO_SEQUENCE
+    op_kind: str = "attention_forward"
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Fresh memory."""
+        return {OUT: empty(torch.empty(0, device=self.device), (self.elements,), torch.int32)}
+
+    def fill(self, outputs: Mapping[str, torch.Tensor]) -> Filled:
+        """The result, which is cleared."""
+        return Filled((), (outputs[OUT],), (outputs[OUT],), (outputs[OUT],))
+
+
+def metadata(of: str, lengths: tuple[Param, ...], numbers: str, elements: int = 1024) -> Op:
+    """The record of an operator's metadata function.
+
+    Args:
+        of: the operator.
+        lengths: its lengths, as the operator has them.
+        numbers: its attributes, as "name" (needed) or "name=default".
+        elements: of the result.
+    """
+
+    def lower(bound: Bound) -> Metadata:
+        out = bound.names.get(OUT)
+        return Metadata(elements, torch.device("cpu") if out is None else out.device)
+
+    attributes = []
+    for word in numbers.split():
+        name, _, text = word.partition("=")
+        value: Any = {"": 1, "True": True, "False": False}.get(text, text)
+        value = int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
+        attributes.append(Attr(name, "Without effect.", type=type(value), default=value if text else 1))
+    result = output(OUT, "Zeros.", str(elements), "int32")
+    return of_cann(
+        f"{of}Metadata",
+        f"Metadata of {of.removeprefix('aclnn')}: zeros, for no work is divided here.",
+        (*lengths, *attributes, result),
+        formula="meta_data = 0",
+        tex=r"meta\_data = 0",
+        rulings=(42,),
+        layouts=("BSND", "TND"),
+        layout_attr="layout_q",
+        neutral=dict.fromkeys(("B", "S1", "S2", "N1"), 0),
+        lower=lower,
+        results=(OUT,),
+        fresh=lambda n: {OUT: torch.zeros(elements, dtype=torch.int32)},
+        samples={"BSND": {}, "TND": {}},
+    )

@@ -1,0 +1,85 @@
+"""torch.ops.cann_ops_transformer, and the functions that divide work on the chip: opaque tensors here."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+
+import fusion_attention as fa
+from fusion_attention.npu.operators import schema_of
+from fusion_attention.npu.surface.metadata import METADATA
+
+# Elements, and a call without lengths.
+OPAQUE: dict[str, tuple[int, tuple[int, ...]]] = {
+    "lightning_indexer_metadata": (1024, (64, 1, 128, 512)),
+    "sparse_flash_mla_metadata": (1024, (64, 1, 512)),
+    "sparse_flash_mla_grad_metadata": (1024, (64, 1, 512)),
+    "sparse_flash_mla_softmax_l1_norm_metadata": (64, (64, 1, 512)),
+}
+
+
+@pytest.fixture
+def operators(torch_npu: Any) -> Any:
+    return torch.ops.cann_ops_transformer
+
+
+def test_every_metadata_function_is_tested() -> None:
+    assert {one.__name__ for one in METADATA} == {*OPAQUE, "flash_attn_metadata"}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_metadata_is_opaque(name: str, operators: Any) -> None:
+    """Of both modules and of torch.ops, with lengths and without, of the chip's shape and dtype."""
+    elements, given = OPAQUE[name]
+    functions = [getattr(import_module(f"cann_ops_transformer{module}"), name) for module in ("", ".ops")]
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32, device="npu")
+    for function in (*functions, getattr(operators, name)):
+        for lengths in ({}, {"cu_seqlens_q": ends}):
+            result = function(*given, **lengths, cmp_ratio=4)
+            assert (result.shape, result.dtype, result.device.type) == ((elements,), torch.int32, "npu")
+            assert not result.any()
+    with pytest.raises(TypeError, match="missing a required argument"):
+        functions[0](64, 1)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        functions[0](*given, seqused=1)
+
+
+def test_lengths_of_operators_are_tensors() -> None:
+    """As the chip's schemas have them; the functions take lists too."""
+    function = import_module("fusion_attention.npu.surface.cann_ops").FROM_RECORDS
+    schema = schema_of(function["cann_ops_transformer.sparse_flash_mla"])
+    assert "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_ori_kv=None" in schema
+    assert schema.endswith("bool return_softmax_lse=False) -> (Tensor, Tensor)")
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+def test_an_operator_is_the_function(device: str, operators: Any) -> None:
+    """Results, gradients through it, and its result in a trace."""
+    q, k = torch.randn(1, 9, 2, 16, device=device), torch.randn(1, 9, 1, 16, device=device)
+    sinks, words = torch.randn(2, device=device), {"ori_mask_mode": 4, "ori_win_left": 3, "ori_win_right": 0}
+    function = import_module("cann_ops_transformer").sparse_flash_mla
+    metadata = torch.randint(-9, 9, (1024,), dtype=torch.int32, device=device)
+    leaves = [t.clone().requires_grad_() for t in (q, k, sinks)]
+    out, lse = function(leaves[0], leaves[1], sinks=leaves[2], return_softmax_lse=True, **words)
+    want = torch.autograd.grad(out.sum(), leaves)
+    again, other = operators.sparse_flash_mla(
+        leaves[0], leaves[1], sinks=leaves[2], metadata=metadata, return_softmax_lse=True, **words
+    )
+    same_bits(again.cpu(), out.cpu())
+    same_bits(other.cpu(), lse.cpu())
+    for mine, expected in zip(torch.autograd.grad(again.sum(), leaves), want, strict=True):
+        same_bits(mine.cpu(), expected.cpu())
+    with torch.no_grad():
+        same_bits(operators.sparse_flash_mla(q, k, sinks=sinks, **words)[0].cpu(), out.cpu())
+        meta = operators.sparse_flash_mla(q.to("meta"), k.to("meta"), sinks=sinks.to("meta"), **words)
+    assert [list(t.shape) for t in meta] == [list(out.shape), []]
+
+
+def test_explain_reads_calls_of_the_package() -> None:
+    call = "sparse_flash_mla(bf16[1,8,64,512], bf16[1,8,1,512], sinks=f32[64], ori_mask_mode={})"
+    for package in ("", "cann_ops_transformer.", "torch.ops.cann_ops_transformer."):
+        result = fa.explain(package + call.format(1))
+        assert result.operator == "cann_ops_transformer.sparse_flash_mla"
+        assert result.findings[0].param == "ori_mask_mode"

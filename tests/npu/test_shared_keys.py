@@ -1,0 +1,498 @@
+"""cann_ops_transformer's sparse_flash_mla and its gradient: what compressed_attention() computes, in CANN's terms."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from support.bits import same_bits
+from support.compressed import CompressedCase, arguments, wanted
+
+import fusion_attention as fa
+from fusion_attention.contract import Attr, bind
+from fusion_attention.ops import RECORDS
+from fusion_attention.testing import check
+from fusion_attention.testing.drawn import compare_with
+
+RATIO, WINDOW = 4, 6
+CAUSAL: dict[str, Any] = {"ori_mask_mode": 4, "ori_win_left": WINDOW - 1, "ori_win_right": 0}
+BOTH: dict[str, Any] = {**CAUSAL, "cmp_mask_mode": 3, "cmp_ratio": RATIO}
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def cann(torch_npu: Any) -> Any:
+    return import_module("cann_ops_transformer")
+
+
+def rows(tokens: int = 21, heads: int = 4, dim: int = 16, batch: int = 2, dtype: torch.dtype = torch.float32) -> Rows:
+    """q, ori_kv, cmp_kv and sinks of sequences from position 0."""
+    q, k = torch.randn(batch, tokens, heads, dim).to(dtype), torch.randn(batch, tokens, 1, dim).to(dtype)
+    return q, k, torch.randn(batch, tokens // RATIO, 1, dim).to(dtype), torch.randn(heads)
+
+
+def lists(tokens: int, batch: int = 2, count: int = 3) -> torch.Tensor:
+    entry, row = torch.arange(tokens // RATIO), torch.arange(tokens)[:, None]
+    chosen = (torch.rand(batch, tokens, len(entry)) < 0.6) & ((entry + 1) * RATIO <= row + 1)
+    return fa.pack_lists(entry.masked_fill(~chosen, -1))[:, :, None, :count].int()
+
+
+def residual(tokens: int, batch: int = 2) -> torch.Tensor:
+    return torch.full((batch,), tokens % RATIO, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("tokens", [21, 24])
+def test_padded_rows_and_gradients(listed: bool, tokens: int, cann: Any) -> None:
+    case = CompressedCase(
+        q_len=(tokens, tokens), kv_len=(tokens, tokens), ratio=RATIO, window=WINDOW, sink=True, dim_qk=16, count=3,
+        lists="all" if listed else "",
+    )  # fmt: skip
+    args = arguments(case)
+    leaves = {n: args[n].detach().clone().requires_grad_() for n in ("query", "key", "key_compressed", "sinks")}
+    q, k, c, sinks = leaves.values()
+    indices, dy = args["sparse_indices"], args["dy"]
+    words = {**BOTH, "cmp_residual_kv": residual(tokens), "softmax_scale": case.scale}
+    metadata = cann.sparse_flash_mla_metadata(4, 1, 16, batch_size=2).cpu()
+    out, lse = cann.sparse_flash_mla(
+        q, k, c, None, indices, sinks=sinks, metadata=metadata, return_softmax_lse=True, **words
+    )
+    kwargs: dict[str, Any] = {
+        "ratio": RATIO,
+        "band": fa.Band.window(WINDOW - 1),
+        "scale": case.scale,
+        "sink": sinks,
+        "return_lse": True,
+    }
+    want, want_lse = fa.compressed_attention(q, k, c, indices, **kwargs)
+    same_bits(out, want)
+    same_bits(lse[:, 0].mT.detach(), want_lse.detach())
+    assert lse.shape == (2, 1, tokens, 4)
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), dy)
+    named = {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    bound = wanted(case, args)
+    check(case.id, named, {name: bound[name] for name in named})
+    with torch.no_grad():
+        results = cann.sparse_flash_mla_grad(q, dy, out, lse, k, c, None, indices, sinks=sinks, **words)
+    for mine, other in zip(results[:4], gradients, strict=True):
+        same_bits(mine, other)
+    assert results[4].numel() == 0
+    if not listed:
+        assert results[5].numel() == 0
+        return
+    norm = results[5]
+    assert norm.shape == indices.shape
+
+    def mean_probabilities() -> tuple[torch.Tensor]:
+        listed = c.double()[:, :, 0][torch.arange(2)[:, None, None], indices[:, :, 0].clamp(min=0).long()]
+        scores = case.scale * torch.einsum("bshd,bskd->bshk", q.double(), listed) - lse[:, 0, ..., None].double()
+        return (scores.exp().mean(2).masked_fill(indices[:, :, 0] < 0, 0)[:, :, None],)
+
+    compare_with("cmp_softmax_l1_norm", (norm,), mean_probabilities)
+
+
+def test_packed_rows(cann: Any) -> None:
+    case = CompressedCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9), ratio=2, sink=True, dtype="bfloat16")
+    args = arguments(case)
+    ends = {
+        side: torch.tensor([0, *torch.tensor(case.lengths(side)).cumsum(0)], dtype=torch.int32)
+        for side in ("q", "kv", "c")
+    }
+    out, lse = cann.sparse_flash_mla(
+        args["query"], args["key"], args["key_compressed"], sinks=args["sinks"], softmax_scale=case.scale,
+        cu_seqlens_q=ends["q"], cu_seqlens_ori_kv=ends["kv"], cu_seqlens_cmp_kv=ends["c"], layout_q="TND",
+        layout_kv="TND", ori_mask_mode=4, ori_win_left=case.window - 1, ori_win_right=0, cmp_mask_mode=3, cmp_ratio=2,
+        cmp_residual_kv=torch.tensor(case.kv_len) % 2, return_softmax_lse=True,
+    )  # fmt: skip
+    lengths: dict[str, Any] = {
+        "layout": "TND",
+        "q_len": case.q_len,
+        "kv_len": case.kv_len,
+        "compressed_len": case.lengths("c"),
+    }
+    want, want_lse = fa.compressed_attention(
+        args["query"], args["key"], args["key_compressed"], ratio=2, band=fa.Band.window(case.window - 1),
+        sink=args["sinks"], scale=case.scale, return_lse=True, **lengths,
+    )  # fmt: skip
+    same_bits(out, want)
+    same_bits(lse, want_lse[None])
+
+
+def test_keys_in_pages(cann: Any) -> None:
+    q, k, c, sinks = rows(20, dtype=torch.bfloat16)
+    words = {**BOTH, "cmp_residual_kv": residual(20), "sinks": sinks}
+    want, _ = cann.sparse_flash_mla(q, k, c, None, lists(20), **words)
+    pages, few = torch.full((5, 16, 1, 16), torch.nan).bfloat16(), torch.full((4, 8, 1, 16), torch.nan).bfloat16()
+    table, few_table = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32), torch.tensor([[2], [1]], dtype=torch.int32)
+    for b in range(2):
+        pages[table[b, 0]], pages[table[b, 1], :4] = k[b, :16], k[b, 16:]
+        few[few_table[b, 0], :5] = c[b]
+    torch.manual_seed(0)
+    used = {"seqused_ori_kv": torch.tensor([20, 20]), "seqused_cmp_kv": torch.tensor([5, 5]), "layout_kv": "PA_BBND"}
+    chosen = lists(20)
+    want, _ = cann.sparse_flash_mla(q, k, c, None, chosen, **words)
+    out, _ = cann.sparse_flash_mla(
+        q, pages, few, None, chosen, ori_block_table=table, cmp_block_table=few_table, **words, **used
+    )
+    same_bits(out, want)
+
+
+@pytest.mark.parametrize(("mode", "band"), [(0, fa.Band.full()), (3, fa.Band.causal()), (4, fa.Band.window(2, 1))])
+def test_without_compressed_keys(mode: int, band: fa.Band, cann: Any) -> None:
+    q, k, _, sinks = rows(9)
+    window = {"ori_win_left": 2, "ori_win_right": 1} if mode == 4 else {}
+    out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, ori_mask_mode=mode, softmax_scale=0.25, **window)
+    assert (lse.shape, float(lse)) == ((), 0.0)
+    none = k[:, :0]
+    same_bits(out, fa.compressed_attention(q, k, none, ratio=16, band=band, sink=sinks, scale=0.25))
+
+
+@pytest.mark.parametrize("sunk", [True, False])
+def test_rows_without_keys(sunk: bool, cann: Any) -> None:
+    """out, lse and gradients are 0, whatever the sink is."""
+    q, k, c, sinks = (t.requires_grad_() for t in rows(9))
+    few = k[:, :4], c[:, :1]
+    words = {**BOTH, "cmp_residual_kv": torch.zeros(2, dtype=torch.int32), "sinks": sinks if sunk else None}
+    indices = torch.zeros(2, 9, 1, 2, dtype=torch.int32)
+    indices[..., 1] = -1
+    out, lse = cann.sparse_flash_mla(q, *few, None, indices, return_softmax_lse=True, **words)
+    assert not out[:, :5].any()
+    assert not lse[:, :, :5].any()
+    assert lse[:, :, 5:].all()
+    (dq,) = torch.autograd.grad(out.sum() + lse.sum(), (q,))
+    assert not dq[:, :5].any()
+
+
+def test_a_layer_on_device_npu_trains(cann: Any) -> None:
+    """A program written for the chip, forward and backward, beside torch's operators."""
+    tokens, heads, dim = 18, 2, 8
+    hidden = torch.randn(1, tokens, 12)
+    weights = [torch.randn(12, n) * 0.3 for n in (heads * dim, dim, dim)]
+    sinks = torch.randn(heads)
+
+    def compressed(kv: torch.Tensor) -> torch.Tensor:
+        return kv[:, : tokens // RATIO * RATIO].unflatten(1, (-1, RATIO)).mean(2)
+
+    def layer(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (*weights, sinks)]
+        x = hidden.to(device, dtype)
+        q, k, c = (x @ leaves[0]).unflatten(-1, (heads, dim)), x @ leaves[1], compressed(x @ leaves[2])
+        if device == "npu":
+            words = {**BOTH, "cmp_residual_kv": residual(tokens, 1).npu(), "softmax_scale": dim**-0.5}
+            out, _ = cann.ops.sparse_flash_mla(q, k[:, :, None], c[:, :, None], sinks=leaves[3], **words)
+        else:
+            row, key, entry = torch.arange(tokens)[:, None], torch.arange(tokens), torch.arange(tokens // RATIO)
+            visible = torch.cat(((key <= row) & (key > row - WINDOW), (entry + 1) * RATIO <= row + 1), 1)
+            every = torch.cat((k, c), 1)
+            scores = torch.einsum("bshd,bkd->bhsk", q, every) * dim**-0.5
+            scores = scores.masked_fill(~visible, -torch.inf)
+            scores = torch.cat((scores, leaves[3].view(1, -1, 1, 1).expand(1, heads, tokens, 1)), -1)
+            out = torch.einsum("bhsk,bkd->bshd", scores.softmax(-1)[..., :-1], every)
+        return (out, *torch.autograd.grad(out.square().sum(), leaves))
+
+    compare_with(
+        "layer", tuple(t.cpu().detach() for t in layer("npu", torch.float32)), lambda: layer("cpu", torch.float64)
+    )
+
+
+@pytest.mark.parametrize("tokens", [21, 24])
+def test_the_indexer_chooses_closed_compressed_keys(tokens: int, cann: Any) -> None:
+    q, k, w = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens // RATIO, 1, 8), torch.rand(2, tokens, 2)
+    words = {"mask_mode": 3, "cmp_ratio": RATIO, "cmp_residual_k": residual(tokens)}
+    indices, values = cann.lightning_indexer(q, k, w, 3, return_value=1, **words)
+    closed = ((torch.arange(tokens) + 1) // RATIO).expand(2, tokens)
+    want, scores = fa.lightning_indexer(q, k, w, 3, visible=closed)
+    same_bits(indices, want)
+    same_bits(values, scores.float())
+    assert cann.lightning_indexer(q, k, w, 3, **words)[1].numel() == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ori_kv": None}, r"ori_kv: expected rows of keys"),
+    (
+        {"ori_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)},
+        r"ori_sparse_indices: expected None, .*\(this form \(950 only\) is not computed here\)",
+    ),
+    ({"ori_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"ori_topk_length: expected None, .*950 only"),
+    ({"cmp_topk_length": torch.ones(2, 8, 1, dtype=torch.int32)}, r"cmp_topk_length: expected None, .*950 only"),
+    ({"cmp_kv": None, "cmp_residual_kv": None}, r"cmp_mask_mode: expected 0 without cmp_kv"),
+    ({"cu_seqlens_q": torch.tensor([0, 8, 16])}, r"cu_seqlens_q: expected None but of packed rows"),
+    (
+        {"seqused_ori_kv": torch.tensor([9, 8])},
+        r"seqused_ori_kv: expected a length .*9 of sequence 0, outside \[0, 8\]",
+    ),
+    ({"layout_q": "BNSD"}, r"layout_q: expected"),
+    ({"cmp_mask_mode": 0}, r"cmp_mask_mode: expected 3 with cmp_kv, .*0: this form \(950 only\) is not"),
+    ({"ori_mask_mode": 1}, r"ori_mask_mode: expected ori_mask_mode in \(0, 3, 4\), got 1"),
+    ({"ori_mask_mode": 3}, r"ori_win_left: expected -1, and ori_win_right likewise, but in ori_mask_mode 4"),
+    ({"cmp_ratio": 0}, r"cmp_ratio: expected cmp_ratio >= 1, got 0"),
+    ({"cmp_residual_kv": torch.tensor([4, 0])}, r"cmp_residual_kv: expected numbers from 0 to cmp_ratio - 1"),
+    ({"layout_kv": "TND"}, r"layout_kv: expected what the queries have, or PA_BBND"),
+    ({"layout_kv": "PA_BBND"}, r"seqused_ori_kv: expected the lengths of keys in pages"),
+    ({"cmp_kv": None, "cmp_sparse_indices": torch.zeros(2, 8, 1, 2, dtype=torch.int32)}, r"lists beside cmp_kv alone"),
+    ({"cmp_sparse_indices": torch.full((2, 8, 1, 2), 2, dtype=torch.int32)}, r"got 2 at batch 0, row 0, slot 0"),
+    ({"topk_value_mode": 0}, r"topk_value_mode: expected topk_value_mode == 1"),
+    ({"sinks": torch.ones(3)}, r"sinks: expected axis 0 to be N1=4 as in q, got 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), REFUSED, ids=[f"{n}-{next(iter(c))}" for n, (c, _) in enumerate(REFUSED)]
+)
+def test_a_wrong_call_says_what_is_wrong(change: dict[str, Any], message: str, cann: Any) -> None:
+    q, k, c, sinks = rows(8)
+    given = {"q": q, "ori_kv": k, "cmp_kv": c, "sinks": sinks, "cmp_residual_kv": residual(8), **BOTH}
+    with pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(**{**given, **change})
+
+
+def test_packed_rows_say_where_they_end(cann: Any) -> None:
+    q, k, c, sinks = (t.flatten(0, 1) if t.dim() > 1 else t for t in rows(8))
+    ends = {f"cu_seqlens_{side}": torch.tensor([0, 8, 16]) for side in ("q", "ori_kv")} | {
+        "cu_seqlens_cmp_kv": torch.tensor([0, 2, 4])
+    }
+    words = {**BOTH, **ends, "layout_q": "TND", "layout_kv": "TND", "sinks": sinks, "cmp_residual_kv": torch.zeros(2)}
+    words["cmp_residual_kv"] = torch.zeros(2, dtype=torch.int32)
+    for name, wrong, message in (
+        ("cu_seqlens_q", None, "cu_seqlens_q: expected the ends of packed sequences"),
+        ("cu_seqlens_q", torch.tensor([8, 16]), "cu_seqlens_q: expected cumulative lengths .* no 0 before them"),
+        ("cu_seqlens_ori_kv", torch.tensor([0, 9, 8]), "cu_seqlens_ori_kv: expected .* a length below 0"),
+        (
+            "cu_seqlens_cmp_kv",
+            torch.tensor([0, 2, 5]),
+            "cu_seqlens_cmp_kv: expected .* 5 tokens in all, 4 in the tensor",
+        ),
+        ("seqused_q", torch.tensor([9, 8]), r"seqused_q: expected .* 9 of sequence 0, outside \[0, 8\]"),
+        ("seqused_cmp_kv", torch.tensor([2]), "seqused_cmp_kv: expected .* 1 lengths for 2 sequences"),
+        ("cu_seqlens_cmp_kv", None, "cu_seqlens_cmp_kv: expected the ends of packed sequences"),
+        ("layout_kv", "BSND", "layout_kv: expected what the queries have, or PA_BBND"),
+    ):
+        with pytest.raises(fa.ContractError, match=message):
+            cann.sparse_flash_mla(q, k, c, **{**words, name: wrong})
+
+
+# ------------------------------------------------------------------------------------------ the formula, row by row
+
+
+def reads(
+    rows: int, keys: int, entries: int, ratio: int, rest: int, lists: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, keys] and [rows, entries]: what a row reads of a sequence's keys and of its compressed keys."""
+    near, far = torch.zeros(rows, keys, dtype=torch.bool), torch.zeros(rows, entries, dtype=torch.bool)
+    for i in range(rows):
+        end = keys - rows + i + 1
+        near[i, max(end - WINDOW, 0) : max(min(end, keys), 0)] = True
+        bound = min(max((entries * ratio + rest - rows + i + 1) // ratio, 0), entries)
+        slots = list(range(bound)) if lists is None else lists[i, :bound].tolist()
+        for entry in slots[: slots.index(-1)] if -1 in slots else slots:
+            far[i, entry] = entry < bound
+    return near, far
+
+
+def formula(
+    q: torch.Tensor,
+    x: torch.Tensor,
+    c: torch.Tensor,
+    sink: torch.Tensor,
+    scale: float,
+    read: tuple[torch.Tensor, ...],
+    saved: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, lse, mean probabilities [S, entries]) of a sequence [S, N, D], keys [L, D] and compressed ones, float64;
+    saved: the lse [S, N] of probabilities."""
+    visible, keys = torch.cat(read, 1), torch.cat((x, c)).double()
+    scores = scale * torch.einsum("snd,kd->snk", q.double(), keys)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), sink.double()).where(visible.any(1, keepdim=True), 0)
+    weights = (scores - (lse if saved is None else saved.double())[..., None]).exp()
+    return torch.einsum("snk,kd->snd", weights, keys), lse, weights[..., len(x) :].mean(1)
+
+
+def columns(mean: torch.Tensor, lists: torch.Tensor | None) -> torch.Tensor:
+    """Of [S, entries] what lists [S, K] name, 0 behind them."""
+    return mean if lists is None else mean.gather(1, lists.clamp(min=0).long()).where(lists >= 0, 0)
+
+
+ROOM, USED = [(9, 12, 5), (7, 7, 4)], [(6, 11, 3), (0, 7, 2)]  # rows, keys and compressed keys of two sequences
+REST = [2, 1]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_packed_sequences_with_padding_rows(listed: bool, cann: Any) -> None:
+    """Rows behind seqused are padding: they are not read, and results and gradients of them are 0."""
+    heads, dim, ratio, scale = 4, 16, 3, 0.25
+    q, x, c = (torch.randn(sum(n[side] for n in ROOM), h, dim) for side, h in enumerate((heads, 1, 1)))
+    sinks, names = torch.randn(heads), ("q", "ori_kv", "cmp_kv")
+    ends = [[0, ROOM[0][side], ROOM[0][side] + ROOM[1][side]] for side in range(3)]
+    for tensor, end, side in ((q, ends[0], 0), (x, ends[1], 1), (c, ends[2], 2)):
+        for b in range(2):
+            tensor[end[b] + USED[b][side] : end[b + 1]] = torch.nan
+    lists = torch.full((len(q), 1, 3), -1, dtype=torch.int32)
+    lists[:9, 0, :2] = torch.tensor([2, 0])
+    words: dict[str, Any] = {f"cu_seqlens_{n}": torch.tensor(e) for n, e in zip(names, ends, strict=True)}
+    words |= {f"seqused_{n}": torch.tensor([u[side] for u in USED]) for side, n in enumerate(names)}
+    words |= {"layout_q": "TND", "layout_kv": "TND", "cmp_residual_kv": torch.tensor(REST), "sinks": sinks}
+    words |= {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "cmp_sparse_indices": lists if listed else None}
+    leaves = [t.clone().requires_grad_() for t in (q, x, c)]
+    out, lse = cann.sparse_flash_mla(*leaves, **words, return_softmax_lse=True)
+    used = [slice(ends[0][b], ends[0][b] + USED[b][0]) for b in range(2)]
+    keep = torch.zeros(len(q), dtype=torch.bool)
+    for rows_of in used:
+        keep[rows_of] = True
+    assert not out[~keep].any()
+    assert not lse[:, ~keep].any()
+
+    sequence = [t[ends[side][0] : ends[side][0] + USED[0][side]] for side, t in enumerate((q, x[:, 0], c[:, 0]))]
+    read = reads(*(len(t) for t in sequence), ratio, REST[0], lists[used[0], 0] if listed else None)
+    compare_with(
+        "attention",
+        (out[used[0]].detach(), lse[0, used[0]].detach()),
+        lambda: formula(*sequence, sinks, scale, read)[:2],
+    )
+    dy = torch.randn_like(q) * keep[:, None, None]
+    grads = torch.autograd.grad(out, leaves, dy)
+    with torch.no_grad():
+        norms = cann.sparse_flash_mla_grad(q, dy, out, lse, x, c, **words)[5]
+    for b in (0, 1):  # the bits of the sequence alone
+        spans = [slice(ends[side][b], ends[side][b] + USED[b][side]) for side in range(3)]
+        for mine, span, side in zip(grads, spans, range(3), strict=True):
+            assert not mine[span.stop : ends[side][b + 1]].any()
+        if not USED[b][0]:
+            continue
+        args = [t[span][None].clone().requires_grad_() for t, span in zip((q, x, c), spans, strict=True)]
+        single = {**BOTH, "cmp_ratio": ratio, "softmax_scale": scale, "sinks": sinks}
+        single |= {"cmp_residual_kv": torch.tensor(REST[b : b + 1])}
+        single |= {"cmp_sparse_indices": lists[spans[0]][None] if listed else None}
+        alone, lse_alone = cann.sparse_flash_mla(*args, **single, return_softmax_lse=True)
+        same_bits(out[spans[0]], alone[0])
+        for mine, span, other in zip(grads, spans, torch.autograd.grad(alone, args, dy[spans[0]][None]), strict=True):
+            same_bits(mine[span], other[0])
+        if listed:
+            with torch.no_grad():
+                given = (args[0], dy[spans[0]][None], alone, lse_alone, *args[1:])
+                same_bits(norms[spans[0]], cann.sparse_flash_mla_grad(*given, **single)[5][0])
+    assert not norms[~keep].any() if listed else norms.numel() == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_norm_as_an_operator(listed: bool, packed: bool, device: str, cann: Any) -> None:
+    """Against the formula: what a row does not read is 0, and a row sums to less than 1."""
+    tokens, heads, dim, scale = 14, 4, 16, 0.3
+    q, x, c, sinks = rows(tokens, heads, dim)
+    chosen = lists(tokens) if listed else None
+    words: dict[str, Any] = {"sinks": sinks, "softmax_scale": scale, "cmp_residual_kv": residual(tokens), **BOTH}
+    _, lse = cann.sparse_flash_mla(q, x, c, None, chosen, **words, return_softmax_lse=True)
+    args: dict[str, Any] = {"softmax_scale": scale, "cmp_ratio": RATIO, "mask_mode": 3, "sparse_indices": chosen}
+    args["cmp_residual_k"] = residual(tokens).to(device)
+    given = [q, c, lse]
+    if packed:
+        given = [q.flatten(0, 1), c.flatten(0, 1), lse[:, 0].flatten(0, 1)[None]]
+        args |= {"layout_q": "TND", "layout_k": "TND", "max_seqlen_k": 0 if listed else 5}
+        args |= {f"cu_seqlens_{n}": torch.tensor([0, t, 2 * t]) for n, t in (("q", tokens), ("k", tokens // RATIO))}
+        args["sparse_indices"] = None if chosen is None else chosen.flatten(0, 1)
+    args = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in args.items()}
+    norm = cann.sparse_flash_mla_softmax_l1_norm(*(t.to(device) for t in given), **args).cpu()
+    assert norm.dtype == torch.float32
+    assert float(norm.sum(-1).max()) < 1
+    norm = norm.view(2, tokens, -1)
+    if packed and not listed:
+        assert not norm[..., 3:].any()  # behind the sequence's keys
+        norm = norm[..., :3]
+    for b in range(2):
+        chosen_here = None if chosen is None else chosen[b, :, 0]
+        read = reads(tokens, tokens, tokens // RATIO, RATIO, tokens % RATIO, chosen_here)
+        sequence = (q[b], x[b, :, 0], c[b, :, 0], sinks, scale, read, lse[b, 0])
+        compare_with(
+            "norm",
+            (norm[b],),
+            lambda sequence=sequence, chosen_here=chosen_here: (columns(formula(*sequence)[2], chosen_here),),
+        )
+
+
+def test_the_norm_of_counted_lists_and_of_all_keys(cann: Any) -> None:
+    q, _, c, _ = rows(8)
+    lse, chosen = torch.full((2, 1, 8, 4), 4.0), torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
+    every = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse)  # mode 0: a row sees all keys
+    assert (every > 0).all()
+    listed = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen)
+
+    def mean() -> tuple[torch.Tensor]:
+        scores = torch.einsum("bshd,bkd->bskh", q.double(), c[:, :, 0].double())
+        return ((scores - 4).exp().mean(-1)[:, :, None],)
+
+    compare_with("all keys", (every,), mean)
+    compare_with("listed", (listed.flip(-1),), mean)
+    counts = torch.ones(2, 8, 1, dtype=torch.int32)
+    counted = cann.sparse_flash_mla_softmax_l1_norm(q, c, lse, sparse_indices=chosen, topk_length=counts)
+    same_bits(counted[..., 0], listed[..., 0])
+    assert not counted[..., 1].any()
+    ends = torch.tensor([0, 2, 4])
+    with pytest.raises(fa.ContractError, match=r"max_seqlen_k: expected at least the keys of the longest sequence"):
+        cann.sparse_flash_mla_softmax_l1_norm(
+            q.flatten(0, 1), c.flatten(0, 1), lse.view(1, 16, 4), cu_seqlens_q=ends * 4, cu_seqlens_k=ends,
+            layout_q="TND", layout_k="TND", max_seqlen_k=1,
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "message"),
+    [
+        (9, {"cmp_residual_kv": torch.tensor([1, 2])}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (9, {"cmp_residual_kv": None}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (9, {"cmp_ratio": 3}, "cmp_residual_kv: expected as many tokens as ori_kv has"),
+        (
+            8,
+            {"cmp_sparse_indices": torch.tensor([0, -1, 1], dtype=torch.int32).expand(2, 8, 1, 3)},
+            "cmp_sparse_indices: expected no entry behind a -1",
+        ),
+    ],
+)
+def test_what_is_legal_and_doubtful_warns(tokens: int, change: dict[str, Any], message: str, cann: Any) -> None:
+    """A residual that contradicts the lengths, a wrong ratio, a list with a hole; strict calls refuse them."""
+    q, k, c, sinks = rows(tokens)
+    given = {**BOTH, "cmp_residual_kv": residual(tokens), "sinks": sinks, **change}
+    with pytest.warns(fa.ContractWarning, match=message):
+        cann.sparse_flash_mla(q, k, c, **given)
+    half = [t.bfloat16() for t in (q, k, c)]
+    with fa.npu.strict(), pytest.raises(fa.ContractError, match=message):
+        cann.sparse_flash_mla(*half, **given)
+
+
+def test_entries_past_the_bound_are_counted(cann: Any) -> None:
+    """They are not read; who checks contents hears how many there are."""
+    q, k, c, sinks = rows(8)
+    past = torch.tensor([1, 0], dtype=torch.int32).expand(2, 8, 1, 2)
+    op = RECORDS["cann_ops_transformer.sparse_flash_mla"]
+    names = {p.shown: p.name for p in op.params}
+    words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks, "cmp_sparse_indices": past}
+    args = {"query": q, "key": k, "key_compressed": c} | {names[word]: value for word, value in words.items()}
+    # Of 2 entries row 0 to 2 see none, row 3 to 6 one, the second of which is behind their bound, as is key 1.
+    with pytest.raises(fa.ContractError, match=r"got 28 entries past their rows' bound, the first 1 at batch 0, row 0"):
+        bind(op, {p.name: args.get(p.name, p.default if isinstance(p, Attr) else None) for p in op.params},
+             check_content=True)  # fmt: skip
+    out, _ = cann.sparse_flash_mla(q, k, c, **words)
+    ignored = past.clone()
+    ignored[:, :7] = -1
+    same_bits(out, cann.sparse_flash_mla(q, k, c, **{**words, "cmp_sparse_indices": ignored})[0])
+
+
+def test_metadata_of_any_content_changes_nothing(cann: Any) -> None:
+    q, k, c, sinks = rows(8)
+    words = {**BOTH, "cmp_residual_kv": residual(8), "sinks": sinks}
+    want, _ = cann.sparse_flash_mla(q, k, c, **words)
+    for metadata in (torch.full((1024,), -7, dtype=torch.int32), torch.tensor(torch.nan), torch.zeros(3, 0).bool()):
+        same_bits(cann.sparse_flash_mla(q, k, c, **words, metadata=metadata)[0], want)
+
+
+def test_keys_in_pages_have_no_gradient(cann: Any) -> None:
+    q, k, _, sinks = rows(8)
+    out, lse = cann.sparse_flash_mla(q, k, sinks=sinks, return_softmax_lse=True)
+    with pytest.raises(
+        fa.ContractError, match=r"layout_kv: expected what the queries have, got .*keys in pages have no"
+    ):
+        cann.sparse_flash_mla_grad(q, out, out, lse, k, sinks=sinks, layout_kv="PA_BBND")
