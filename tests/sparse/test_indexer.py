@@ -30,6 +30,18 @@ from fusion_attention.torch_ops.eager import run
 PACKED = IndexerCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
 HALF = {"dtype": "bfloat16", "weights": "bfloat16"}
 
+# Keys that stand for several tokens each: from position 0, behind earlier ones, rows without a key, pages, decoding.
+COMPRESSED = [
+    IndexerCase(ratio=4, q_len=(23, 20), kv_len=(5, 5), residual=(3, 0), top_k=3),
+    IndexerCase(ratio=3, q_len=(4, 1), kv_len=(9, 9), residual=(0, 2), top_k=12, **HALF),
+    replace(PACKED, ratio=2, q_len=(5, 0, 9), kv_len=(2, 3, 0), residual=(1, 1, 1), q_rest=2, top_k=5, dtype="float16"),
+    *(
+        IndexerCase(ratio=4, q_len=(1,) * 4, kv_len=(n,) * 4, residual=(0, 1, 2, 3), page=page)
+        for n, page in ((40, 0), (33, 16))
+    ),
+    replace(PACKED, ratio=128, q_len=(300, 130), kv_len=(2, 1), residual=(44, 2), top_k=2),
+]
+
 CASES = [
     *(IndexerCase(layout=layout, dtype=d) for layout in ("BSND", "TND") for d in ("float32", "float16", "bfloat16")),
     replace(PACKED, top_k=5),
@@ -46,6 +58,7 @@ CASES = [
     IndexerCase(q_len=(70,), kv_len=(300,), heads=16, dim=64, top_k=100, **HALF),
     IndexerCase(q_len=(1, 1), kv_len=(700, 700), heads=8, dim=32, top_k=512),
     *(IndexerCase(page=16, kv_len=(33, 7), q_len=(3, 5), layout=layout, top_k=8, **HALF) for layout in ("BSND", "TND")),
+    *COMPRESSED,
 ]
 EXACT = [
     IndexerCase(exact=True, top_k=6, q_len=(7, 7)),
@@ -55,6 +68,7 @@ EXACT = [
     IndexerCase(exact=True, q_len=(40,), kv_len=(400,), dim=4, top_k=300, **HALF),
     IndexerCase(exact=True, q_len=(3,), kv_len=(2500,), dim=4, heads=2, top_k=2048, mode=0),
     IndexerCase(exact=True, page=16, kv_len=(65, 20), q_len=(3, 5), dim=4, top_k=40),
+    *(replace(case, exact=True) for case in COMPRESSED),
 ]
 
 

@@ -17,7 +17,8 @@ from fusion_attention.torch_ops import dispatch, traced
 Tensor = torch.Tensor
 _NAME = indexer.RECORD.name
 _TRAINED = ("query", "key", "weights")
-_ALONE = {"layout": "BSND", "actual_seq_qlen": None, "actual_seq_kvlen": None, "block_table": None}
+_ALONE = {"layout": "BSND", "actual_seq_qlen": None, "actual_seq_kvlen": None, "ratio": 1, "residual": None}
+_ALONE["block_table"] = None
 
 
 def choose_visible(args: Mapping[str, Any], visible: Tensor, backend: str) -> tuple[Tensor, Tensor]:

@@ -254,7 +254,7 @@ def launches(problem: Problem, tiles: dict[str, SlotTile], align: int, slots: in
     """The launches of a chunk, in their order."""
     p = problem
     shared = {"GROUP": p.group, "HEADS_KV": p.heads_kv, "SLOTS": slots, "ALIGN": align}
-    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "N": cuts.ENTRIES}
+    lists = {"SELECT": p.select_count, "BLOCK": p.select_block, "SLOTS": slots, "RATIO": 1, "N": cuts.ENTRIES}
     tile = tiles["weigh_slots"]
     sizes = {"SHARED": p.shares_kv, "DIM": p.dim_qk, "DIM_ROPE": p.dim_rope, "DIM_V": p.dim_v}
     grid = slots // tile.BN, -(-p.group // tile.BH), "token_heads"

@@ -25,10 +25,10 @@ def token_at(tokens, n):
 
 
 @triton.jit
-def band_of(row, kv_len, lo, hi, prefix):
-    """int32 (first, end) of the keys that one row sees."""
+def band_of(row, kv_len, lo, hi, prefix, RATIO: tl.constexpr = 1):
+    """int32 (first, end) of the keys that one row sees. RATIO: of an IndexerProblem."""
     first = tl.minimum(tl.maximum(row + lo, 0), kv_len)
-    end = tl.minimum(tl.maximum(row + hi, prefix), kv_len)
+    end = tl.minimum(tl.maximum((row + hi) // RATIO, prefix), kv_len)
     return first.to(tl.int32), tl.maximum(end, 0).to(tl.int32)
 
 
@@ -78,7 +78,8 @@ def key_ahead(entries, n, slots, first, end, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "first"])
 def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count: tl.int32, first: tl.int64,
-               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, N: tl.constexpr):  # fmt: skip
+               SELECT: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, RATIO: tl.constexpr,
+               N: tl.constexpr):  # fmt: skip
     """Writes the key of every slot and its id, -1 where it counts nothing, and how many slots are used at most; and a 0
     for kernels that note what is not finite.
 
@@ -88,7 +89,7 @@ def read_lists(indices, keys, ids, used, noted, strides, lengths, tokens, count:
     b, row = token_at(tokens, first + token_head)
     token_head = token_head * tl.num_programs(1) + hk
     _, kv_len, lo, hi, prefix, _ = lengths_at(lengths, count, b)
-    first_key, end = band_of(row, kv_len, lo, hi, prefix)
+    first_key, end = band_of(row, kv_len, lo, hi, prefix, RATIO)
     entries = list_at(indices, strides, count, b, hk, row)
     slots = slots_read(entries, end, SELECT, BLOCK)
     id0, step = rows_at(strides, count, b, hk, layout_index.IDS, 1)
