@@ -159,7 +159,7 @@ RESIDUALS = (
         "residual is not None or ratio == 1 or sparse_mode != 3",
         "residual",
         "the tokens of every sequence % cmp_ratio",
-        text="a residual for cmp_ratio above 1 in mask_mode 3",
+        text="tokens behind the last key, for cmp_ratio above 1 in mask_mode 3",
         given=COMPRESSED,
         invalid={"residual": None},
     ),
