@@ -34,7 +34,7 @@ from fusion_attention.testing.indexer_loss import (
     statistics,
     tokens_of,
 )
-from fusion_attention.testing.sparse import indexer_gradients, keys_of
+from fusion_attention.testing.sparse import bounded, indexer_gradients, keys_of
 from fusion_attention.torch_ops.eager import run
 
 PACKED = LossCase(layout="TND", q_len=(3, 6, 4), kv_len=(5, 6, 9))
@@ -133,8 +133,8 @@ def test_statistics(case: LossCase) -> None:
     """max and sum of the indexer's scores over all keys: 0 and 0 in rows without keys, and in those of no sequence."""
     args, op = operands(case), indexer_loss.TORCH_LSE
     given = {name: value for name, value in args.items() if not name.startswith("softmax")}
-    call = op.lower(bind(op, given))  # type: ignore[misc]
-    assert call.problem == IndexerProblem(case.heads, case.dim, case.dtype, case.weights, top_k=0)
+    call = bounded(op.lower(bind(op, given)), args)  # type: ignore[misc]
+    assert call.problem == IndexerProblem(case.heads, case.dim, case.dtype, case.weights, top_k=0, ratio=case.ratio)
     exact = statistics(case, args, kept=torch.float64)
     wanted = {name: exact[f"{name}_index"].nan_to_num(0.0) for name in ("softmax_max", "softmax_sum")}
     close(run(in_float64(call), "golden"), wanted)

@@ -244,7 +244,7 @@ V2 = of_cann(
     ),
     (
         *(*LENGTHS, *FORMS, *RESIDUALS, *group(*TABLES, given=IN_PAGES), *group(*TABLE_LIMITS, given=IN_PAGES), HEADS),
-        *(*SCORES, *FORWARD, *LIMITS),
+        *(*SCORES[1:], replace(FORWARD[0], given={"return_values": 1}), FORWARD[1], *LIMITS),  # weights have one dtype
     ),
     formula=OF_TOKENS,
     tex=TEX,
