@@ -81,6 +81,7 @@ OFFSET = Tensor(
     shape={"BSND": "B S1 1", "TND": "T1 1", "of sequences": "R"},
     form=_offset_layout,
 )
+PAGE_TABLE = replace(TABLE, text=f"The pages of every sequence, for keys in layout {PAGES}.")
 METADATA = Tensor("metadata", "Without effect: work is not divided before a call.", True)
 LONGEST = Attr("max_seqlen_q", "Without effect.", default=-1)
 RATIO = Attr("ratio", "Tokens that a key stands for.", default=1, domain="1 <= ratio <= 1048576", bad=0,
@@ -238,7 +239,7 @@ V2 = of_cann(
     "aclnnLightningIndexerV2",
     "Scores of keys that may stand for several tokens each, and per row the keys that score highest.",
     (
-        *(*PARAMS, *ENDS, *USED, RESIDUAL, TABLE, OFFSET, METADATA),
+        *(*PARAMS, *ENDS, *USED, RESIDUAL, PAGE_TABLE, OFFSET, METADATA),
         *(spelled(COUNT, "topk"), LONGEST, *LAYOUTS_OF, replace(MODE, default=0, spelled="mask_mode"), RATIO),
         *(RETURN_VALUES, *OUTPUTS),
     ),
@@ -274,7 +275,7 @@ TORCH = V2.version(
 >>> indices[0, 2:4, 0].tolist()
 [[-1, -1], [0, -1]]""",
     params=(
-        *(*PARAMS, spelled(COUNT, "topk"), *ENDS, *USED, RESIDUAL, TABLE, OFFSET, METADATA, LONGEST, *LAYOUTS_OF),
+        *(*PARAMS, spelled(COUNT, "topk"), *ENDS, *USED, RESIDUAL, PAGE_TABLE, OFFSET, METADATA, LONGEST, *LAYOUTS_OF),
         *(replace(MODE, default=0, spelled="mask_mode"), RATIO, RETURN_VALUES, *OUTPUTS),
     ),
 )
