@@ -30,9 +30,8 @@ def ends_fit(ends: np.ndarray | None, tokens: int | None) -> Outcome:
         return True
     if not len(ends) or ends[0] != 0:
         return "no 0 before them"
-    falls = np.flatnonzero(ends[1:] < ends[:-1])
-    if len(falls):
-        return f"{ends[falls[0] + 1]} after {ends[falls[0]]}"
+    if bool((np.diff(ends) < 0).any()):
+        return "a length below 0"
     return int(ends[-1]) == (tokens or 0) or f"{ends[-1]} tokens in all, {tokens} in the tensor"
 
 
