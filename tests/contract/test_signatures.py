@@ -14,7 +14,7 @@ from fusion_attention.npu.surface import cann_ops
 from fusion_attention.ops import RECORDS
 
 # Parameters of our own functions that no record has.
-OURS = {"return_lse", "backend", "foreign", "visible"}
+OURS = {"return_lse", "backend", "foreign"}
 # What may be None, but stands before parameters that may not.
 POSITIONAL = {
     ("npu_sparse_flash_attention", "value"),

@@ -122,7 +122,7 @@ def test_steps_of_a_decode(both: Both, kind: str) -> None:
 
 def indexer() -> tuple[Any, Any, list[Any]]:
     """An indexer, and the scores that it has computed: rows, keys and weights, and the scores."""
-    config, module = layer(CSA)
+    config, _ = layer(CSA)
     config.index_n_heads = 64  # with few heads some keys score 0, and tie
     chooses, seen = modeling.DeepseekV4Indexer(config).eval(), []
     for parameter in chooses.parameters():

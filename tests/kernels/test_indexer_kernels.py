@@ -11,7 +11,6 @@ import torch
 from support.bits import same_bits
 from support.selected import cloned, operands, ordered
 
-import fusion_attention as fa
 from fusion_attention import plan as plans
 from fusion_attention.backends.triton.common.shapes import Tile
 from fusion_attention.backends.triton.indexer import choice as indexer_choice
@@ -140,12 +139,3 @@ def test_a_nan_comes_first_and_a_key_of_minus_infinity_is_not_seen() -> None:
     assert (want[2] == -1).any()
     assert torch.equal(indices, want)
     assert torch.equal(values.nan_to_num(7.0), scores.to(values.dtype).nan_to_num(7.0))
-
-
-def test_rows_that_say_how_many_keys_they_see() -> None:
-    q, k, weights = torch.randn(2, 13, 4, 16), torch.randn(2, 9, 1, 16), torch.randn(2, 13, 4)
-    visible = (torch.arange(13) // 2).expand(2, 13)
-    ours, theirs = (
-        fa.lightning_indexer(q, k, weights, 3, visible=visible, backend=name)[0] for name in ("triton", "golden")
-    )
-    assert torch.equal(ours, theirs)

@@ -72,7 +72,9 @@ class Call:
                     if self.sees(b, row, key):
                         dots = [sum(x * y for x, y in zip(h.tolist(), self.k[b][key, 0].tolist(), strict=True))
                                 for h in self.q[b][row]]  # fmt: skip
-                        scored.append((-sum(w * max(d, 0) for w, d in zip(self.w[b][row].tolist(), dots, strict=True)), key))
+                        scored.append(
+                            (-sum(w * max(d, 0) for w, d in zip(self.w[b][row].tolist(), dots, strict=True)), key)
+                        )
                 for slot, (score, key) in enumerate(sorted(scored)[:TOP]):
                     indices[row, slot], values[row, slot] = key, -score
             results.append((indices, values))
@@ -113,7 +115,10 @@ def paged(call: Call, size: int) -> dict[str, Any]:
     """Pages in mixed order; what no key needs is NaN, entries behind a sequence's last page do not exist."""
     counts = [-(-n // size) for n in call.keys]
     numbers = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(0)).int()
-    pool, table = torch.full((sum(counts) + 1, size, 1, DIM), math.nan), torch.full((len(counts), max(counts) + 1), NEVER)
+    pool, table = (
+        torch.full((sum(counts) + 1, size, 1, DIM), math.nan),
+        torch.full((len(counts), max(counts) + 1), NEVER),
+    )
     for b, count in enumerate(counts):
         table[b, :count] = numbers[sum(counts[:b]) : sum(counts[: b + 1])]
         for token in range(call.keys[b]):
@@ -168,7 +173,9 @@ def test_an_offset_of_padded_rows() -> None:
     plain = lightning_indexer(**given)[0]
     for offset in (torch.tensor([100, 7]).int(), torch.arange(46).view(2, 23, 1).int()):
         per_row = offset.view(2, -1, 1, 1)
-        same_bits(lightning_indexer(**given, output_idx_offset=offset)[0], torch.where(plain < 0, -1, plain + per_row).int())
+        same_bits(
+            lightning_indexer(**given, output_idx_offset=offset)[0], torch.where(plain < 0, -1, plain + per_row).int()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -230,14 +237,20 @@ def test_a_compiled_call_is_the_call() -> None:
         words = {"mask_mode": 3, "cmp_ratio": 4, "return_value": 1, "cmp_residual_k": residual}
         return lightning_indexer(q, k, w, TOP, **words)
 
-    for one, other in zip(compiled(*(given[n] for n in "qkw"), residual), lightning_indexer(**given, topk=TOP, **call.words()), strict=True):
+    for one, other in zip(
+        compiled(*(given[n] for n in "qkw"), residual),
+        lightning_indexer(**given, topk=TOP, **call.words()),
+        strict=True,
+    ):
         same_bits(one, other)
 
 
 def test_a_residual_of_keys_instead_of_tokens_is_remarked() -> None:
     """20 tokens and 5 keys: the residual is 20 % 4, not 5 % 4, with which rows would see tokens behind their own."""
     q, k, w = torch.randn(1, 20, 2, 8), torch.randn(1, 5, 1, 8), torch.rand(1, 20, 2)
-    with pytest.warns(fa.ContractWarning, match="cmp_residual_k: expected as many tokens as there are rows, got 21 tokens"):
+    with pytest.warns(
+        fa.ContractWarning, match="cmp_residual_k: expected as many tokens as there are rows, got 21 tokens"
+    ):
         lightning_indexer(q, k, w, 2, mask_mode=3, cmp_ratio=4, cmp_residual_k=torch.tensor([1]))
 
 

@@ -45,7 +45,9 @@ LISTS = ("all", "repeated", "short", "none", "wild")
 COMPRESSED = [
     *(LossCase(q_len=(30, 9), kv_len=(7, 7), count=count, lists="all", ratio=4, residual=(2, 0)) for count in (0, 5)),
     *(
-        replace(PACKED, q_len=(9, 2, 3), kv_len=(40, 0, 5), count=count, lists="wild", ratio=3, residual=(2, 1, 0), **HALF)
+        replace(
+            PACKED, q_len=(9, 2, 3), kv_len=(40, 0, 5), count=count, lists="wild", ratio=3, residual=(2, 1, 0), **HALF
+        )
         for count in (0, 7)
     ),
 ]

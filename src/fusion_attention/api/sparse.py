@@ -8,7 +8,6 @@ from typing import Literal, overload
 
 import torch
 
-from fusion_attention.api.visible_keys import choose_visible
 from fusion_attention.backends import BackendName
 from fusion_attention.contract import show
 from fusion_attention.ops.indexer import fa_record as indexer
@@ -37,7 +36,6 @@ def lightning_indexer(
     causal: bool = True,
     ratio: int = 1,
     residual: Lengths = None,
-    visible: Tensor | None = None,
     page_table: Tensor | None = None,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -59,8 +57,6 @@ def lightning_indexer(
             first (p + 1) // ratio keys; with causal alone.
         residual: tokens behind those of the last key, of every sequence: its tokens % ratio. None: the rows are all
             tokens of their sequences, with q_len // ratio keys.
-        visible: int32 or int64 [B, S1], how many keys, from the first on, each row sees, in place of causal and ratio.
-            Layout BSND, without lengths and pages.
         page_table: int32 or int64 [B, M], the pages of every sequence: k is pages [P, page, 1, D].
         backend: "auto", "cpu", "triton" or "golden".
 
@@ -85,8 +81,6 @@ def lightning_indexer(
         "actual_seq_kvlen": kv_len, "causal": causal, "ratio": ratio, "residual": residual, "block_table": page_table,
     }  # fmt: skip
     dispatch.autocast(args, ("query", "key"))
-    if visible is not None:
-        return choose_visible(args, visible, backend)
     results = dispatch.results(indexer.RECORD, args, backend)
     return results["sparse_indices_out"], results["sparse_values_out"]
 

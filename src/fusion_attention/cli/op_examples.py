@@ -148,6 +148,17 @@ INDEX = Call(
     },
     "indices, values",
 )
+INDEX_OF_TOKENS = Call(
+    (
+        *INDEX.setup[:1],
+        "key = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16)  # one for every 4 tokens",
+        "weights = torch.rand(1, 128, 8)",
+    ),
+    named("query", "key", "weights")
+    | {"sparse_count": "16", "residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
+    dict(zip(INDEX.outputs, [f"torch.empty(1, 128, 1, 16{of})" for of in (", dtype=torch.int32", "")], strict=True)),
+    INDEX.returns,
+)
 INDEX_GRAD = Call(
     (
         *INDEX.setup,
@@ -391,6 +402,8 @@ FAMILIES = {  # what a name begins with, the most specific first
     "npu_fused_infer_attention_score": FUSED,
     "aclnnLightningIndexerGrad": INDEX_GRAD,
     "npu_lightning_indexer_grad": INDEX_GRAD,
+    "aclnnLightningIndexerV2": INDEX_OF_TOKENS,
+    "cann_ops_transformer.lightning_indexer": INDEX_OF_TOKENS,
     "aclnnLightningIndexer": INDEX,
     "npu_lightning_indexer": INDEX,
     "aclnnSparseFlashAttentionGrad": SELECT_GRAD,

@@ -75,7 +75,10 @@ class Index:
     def stored(self, kind: str) -> torch.dtype:
         """In which dtype an output is."""
         p = self.problem
-        names = {"dweights": p.weights_dtype, "values": "float32" if getattr(p, "wide_values", False) and p.dtype != "float64" else p.dtype}
+        names = {
+            "dweights": p.weights_dtype,
+            "values": "float32" if getattr(p, "wide_values", False) and p.dtype != "float64" else p.dtype,
+        }
         if kind in ("max", "sum", "loss"):
             return torch.float64 if p.dtype == "float64" and kind != "loss" else torch.float32
         return getattr(torch, names.get(kind, p.dtype))

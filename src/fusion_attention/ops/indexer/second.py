@@ -28,7 +28,7 @@ from fusion_attention.ops.indexer.records import (
     WEIGHTS,
 )
 from fusion_attention.ops.shared import cumulative
-from fusion_attention.ops.shared.params import FLOATS, spelled
+from fusion_attention.ops.shared.params import spelled
 from fusion_attention.ops.shared.prototypes import of_cann
 from fusion_attention.ops.shared.rules import (
     PACKED,
@@ -39,12 +39,11 @@ from fusion_attention.ops.shared.rules import (
     note,
     of_lengths,
     only_dim,
-    own_page_ids,
     presence,
     typed,
 )
 from fusion_attention.ops.sparse.checks import FUNCTIONS, PAGED
-from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE, rows
+from fusion_attention.ops.sparse.records import LAYOUT, LAYOUTS, MODE, QUERY, TABLE
 from fusion_attention.ops.sparse.rules import TABLE_LIMITS, TABLES
 
 PAGES = "PA_BBND"  # as these operators spell sparse.checks.PAGED
@@ -99,7 +98,9 @@ LAYOUTS_OF = (
          spelled="layout_k"),
 )  # fmt: skip
 OUTPUTS = (
-    spelled(CHOSEN, "sparse_indices", text="The keys chosen, best first; -1 behind the last, and in rows of no sequence."),
+    spelled(
+        CHOSEN, "sparse_indices", text="The keys chosen, best first; -1 behind the last, and in rows of no sequence."
+    ),
     spelled(VALUES, "sparse_values", text="Their scores; -inf where an index is -1.", dtypes="float32"),
 )
 
@@ -220,7 +221,9 @@ def derive(n: dict[str, Any]) -> dict[str, Any]:
     k_room = cumulative.stored(n["cu_seqlens_k"], count, n["S2"])
     if n["block_table"] is not None:
         k_room = np.full(count, n["block_table"].shape[1] * n["Ps"], np.int64)
-    q_len, kv_len = (room if used is None else used for room, used in ((q_room, n["seqused_q"]), (k_room, n["seqused_k"])))
+    q_len, kv_len = (
+        room if used is None else used for room, used in ((q_room, n["seqused_q"]), (k_room, n["seqused_k"]))
+    )
     result = {"q_len": q_len, "kv_len": kv_len, "q_room": q_room, "k_room": k_room, "K": n["sparse_count"]}
     result["Kv"] = n["sparse_count"] if n["return_values"] else None
     if n["layout"] == "TND":
@@ -249,7 +252,7 @@ V2 = of_cann(
     ),
     formula=OF_TOKENS,
     tex=TEX,
-    rulings=(6, 13, 17, 18, 20, 23),
+    rulings=(6, 13, 17, 18, 20, 23, 43),
     layouts=LAYOUTS,
     layout_attr="layout",
     neutral={**NEUTRAL, "wide_values": True},
