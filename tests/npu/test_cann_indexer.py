@@ -170,11 +170,11 @@ def test_packed_rows(call: Call, pages: int) -> None:
 def test_an_offset_of_padded_rows() -> None:
     call = CALLS[2]
     given = {**padded(call), **call.words(), "topk": TOP}
-    plain = lightning_indexer(**given)[0]
+    bare = lightning_indexer(**given)[0]
     for offset in (torch.tensor([100, 7]).int(), torch.arange(46).view(2, 23, 1).int()):
         per_row = offset.view(2, -1, 1, 1)
         same_bits(
-            lightning_indexer(**given, output_idx_offset=offset)[0], torch.where(plain < 0, -1, plain + per_row).int()
+            lightning_indexer(**given, output_idx_offset=offset)[0], torch.where(bare < 0, -1, bare + per_row).int()
         )
 
 

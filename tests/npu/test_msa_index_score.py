@@ -18,7 +18,7 @@ from fusion_attention.npu.surface.block_scores import msa_index_score
 
 Tensor = torch.Tensor
 HEADS, DIM, BLOCK, LEAST = 3, 8, 128, -3.4028234663852886e38
-ROWS, KEYS, OWN = (5, 0, 2, 1), (300, 40, 129, 0), (1, 0, 1, 0)
+ROWS, KEYS, BLOCKS = (5, 0, 2, 1), (300, 40, 129, 0), (1, 0, 1, 0)
 
 
 def drawn(*shape: int) -> Tensor:
@@ -36,15 +36,16 @@ def wanted(q: Tensor, keys: list[Tensor], columns: int, mode: int, init: int, lo
         for row in range(rows):
             visible = KEYS[b] if mode == 0 else max(0, KEYS[b] - rows + row + 1)
             for block in range(math.ceil(KEYS[b] / BLOCK)):
+                best = result[:, first + row, block]
                 for h in range(HEADS):
                     for j in range(block * BLOCK, min(block * BLOCK + BLOCK, visible)):
                         result[h, first + row, block] = max(
                             result[h, first + row, block], q[first + row, h] @ keys[b][j]
                         )
                     if block < init:
-                        result[h, first + row, block] = 1e30
-                    if OWN[b] - local < block <= OWN[b]:
-                        result[h, first + row, block] = 1e29
+                        best[h] = 1e30
+                    if BLOCKS[b] - local < block <= BLOCKS[b]:
+                        best[h] = 1e29
     return result
 
 
@@ -82,30 +83,30 @@ def test_scores(dtype: torch.dtype, layout: str, init: int, local: int, mode: in
         keys = [0.5 * rows for rows in keys]
         assert math.prod(scales) == given["scale"].numel()
     query = q.to(torch.float16 if dtype == torch.int8 else dtype)
-    own = torch.tensor(OWN, dtype=torch.int32)
+    blocks = torch.tensor(BLOCKS, dtype=torch.int32)
     words = {"sparse_mode": mode, "init_blocks": init, "local_blocks": local}
-    same_bits(msa_index_score(query, key.to(dtype), own, **given, **words), wanted(q, keys, 16, mode, init, local))
+    same_bits(msa_index_score(query, key.to(dtype), blocks, **given, **words), wanted(q, keys, 16, mode, init, local))
 
 
 def test_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = drawn(70, HEADS, DIM), drawn(300, 1, DIM)
     given = {"actual_seq_qlen": [0, 70], "actual_seq_klen": [0, 300], "layout_key": "TND"}
-    own = torch.zeros(1, dtype=torch.int32)
-    want = msa_index_score(q, k, own, **given)
+    blocks = torch.zeros(1, dtype=torch.int32)
+    want = msa_index_score(q, k, blocks, **given)
     monkeypatch.setattr(import_module(msa_index_score.__module__), "_SCORES", 1)
-    same_bits(msa_index_score(q, k, own, **given), want)
+    same_bits(msa_index_score(q, k, blocks, **given), want)
 
 
 def test_it_is_an_operator_of_torch_on_device_npu(torch_npu: Any) -> None:
-    q, k, own = drawn(2, HEADS, DIM).npu(), drawn(200, 1, DIM).npu(), torch.tensor([1], dtype=torch.int32).npu()
+    q, k, blocks = drawn(2, HEADS, DIM).npu(), drawn(200, 1, DIM).npu(), torch.tensor([1], dtype=torch.int32).npu()
     given = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
-    result = import_module("cann_ops_transformer").msa_index_score(q, k, own, **given)
+    result = import_module("cann_ops_transformer").msa_index_score(q, k, blocks, **given)
     assert result.device.type == "npu"
-    same_bits(result.cpu(), msa_index_score(q.cpu(), k.cpu(), own.cpu(), **given))
+    same_bits(result.cpu(), msa_index_score(q.cpu(), k.cpu(), blocks.cpu(), **given))
 
 
 def test_what_is_wrong_is_said() -> None:
-    q, k, own = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
+    q, k, blocks = drawn(2, HEADS, DIM), drawn(200, 1, DIM), torch.zeros(1, dtype=torch.int32)
     given: dict[str, Any] = {"actual_seq_qlen": [0, 2], "actual_seq_klen": [0, 200], "layout_key": "TND"}
     for change, message in (
         ({"actual_seq_klen": [0, 201]}, "actual_seq_klen: expected cumulative lengths"),
@@ -115,4 +116,4 @@ def test_what_is_wrong_is_said() -> None:
         ({"init_blocks": -1}, "init_blocks"),
     ):
         with pytest.raises(fa.ContractError, match=message):
-            msa_index_score(q, k, own, **given | change)
+            msa_index_score(q, k, blocks, **given | change)

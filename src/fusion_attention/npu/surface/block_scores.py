@@ -1,5 +1,6 @@
-"""cann_ops_transformer's scores of blocks of keys (MiniMax's sparse attention), in torch's operators; float32 inside."""
+"""cann_ops_transformer's scores of blocks of keys (MiniMax's sparse attention), in torch's operators and float32."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ def msa_index_score(
     q_ends, k_lengths = (torch.as_tensor(given).tolist() for given in (actual_seq_qlen, actual_seq_klen))
     starts = k_lengths
     if block_table is None:
-        k_lengths = [end - start for start, end in zip(k_lengths, k_lengths[1:], strict=False)]
+        k_lengths = [end - start for start, end in pairwise(k_lengths)]
     blocks = max((-(-n // BLOCK) for n in k_lengths), default=0) if block_table is None else block_table.shape[1]
     tokens, heads = query.shape[:2]
     result = query.new_full((heads, tokens, -(-blocks // 16) * 16), NOT_SCORED, dtype=torch.float32)
-    for b, (first, end) in enumerate(zip(q_ends, q_ends[1:], strict=False)):
+    for b, (first, end) in enumerate(pairwise(q_ends)):
         count = -(-k_lengths[b] // BLOCK)
         if end == first or not count:
             continue
@@ -65,8 +66,8 @@ def _write_scores(out: Tensor, query: Tensor, keys: Tensor, causal: bool) -> Non
         out[:, first : first + step] = best.masked_fill(~visible.unflatten(-1, (-1, BLOCK)).any(-1), NOT_SCORED)
 
 
-def _raise_blocks(out: Tensor, own: Tensor, init_blocks: int, local_blocks: int) -> None:
+def _raise_blocks(out: Tensor, at: Tensor, init_blocks: int, local_blocks: int) -> None:
     """The first blocks, and those up to the rows' own, score more than any product, seen or not."""
     block = torch.arange(out.shape[-1], device=out.device)
     out.masked_fill_(block < init_blocks, FIRST)
-    out.masked_fill_((block >= own + 1 - local_blocks) & (block <= own), LOCAL)
+    out.masked_fill_((block >= at + 1 - local_blocks) & (block <= at), LOCAL)

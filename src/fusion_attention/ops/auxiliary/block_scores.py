@@ -1,4 +1,4 @@
-"""Scores of blocks of keys, by which a model chooses the blocks that its rows attend to: the record of MsaIndexScore."""
+"""Scores of blocks of keys, by which a model chooses what its rows attend to: the record of MsaIndexScore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusion_attention.ops.auxiliary.common import result
 from fusion_attention.ops.shared.checks import float32, pages_exist
 from fusion_attention.ops.shared.cumulative import ends_fit
 from fusion_attention.ops.shared.params import PAGE_IDS, in_order
-from fusion_attention.ops.shared.rules import group, limit, needed, of_lengths, presence
+from fusion_attention.ops.shared.rules import group, limit, needed, of_lengths, presence, typed
 
 BLOCK = 128  # keys of a block, and of a page
 NOT_SCORED = torch.finfo(torch.float32).min
@@ -77,11 +77,19 @@ RULES = (
         invalid={"block_table": None},
     ),
     presence(
-        "(scale is None) == floating(key)",
+        "(scale is None) == (not int8(key))",
         "scale",
         "integers mean nothing without it",
         text="a scale of int8 keys, and of no others",
         invalid={"scale": "P 1 Ps"},
+    ),
+    typed(
+        "int8(key) or same_dtype(key, query)",
+        "key",
+        "convert it with .to(query.dtype)",
+        text="the dtype of query, or int8 with a scale",
+        when="floating(key) or int8(key)",
+        invalid={"key": ("P Ps 1 D", "bfloat16"), "query": ("T1 N1 D", "float16")},
     ),
     of_lengths(
         "ends_fit(actual_seq_qlen, T1)",
@@ -126,7 +134,7 @@ RULES = (
     ),
     limit("D == 128", "query", "the chip takes no other dim", invalid={"D": 64}),
     limit("not float32(query)", "query", "the chip computes no float32 here", text="float16 or bfloat16",
-          invalid={"query": ("T1 N1 D", "float32")}),
+          invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
 )  # fmt: skip
 
 
@@ -153,7 +161,8 @@ blocks b < init_blocks score 1e30; max(0, start_loc + 1 - local_blocks) <= b <= 
     results=("score",),
     derive=derive,
     functions={"ends_fit": ends_fit, "pages_exist": pages_exist, "lengths_within": lengths_within}
-    | {"float32": float32, "floating": torch.is_floating_point},
+    | {"float32": float32, "floating": torch.is_floating_point, "int8": lambda t: t.dtype == torch.int8}
+    | {"same_dtype": lambda a, b: a.dtype == b.dtype},
     sizes={"T1": 8, "N1": 4, "D": 128, "P": 5, "Ps": BLOCK, "B": 2, "M": 2, "T2": 300},
     samples={"BBND": IN_PAGES, "BNBD": IN_PAGES, "TND": IN_TND},
     keywords="block_table",
