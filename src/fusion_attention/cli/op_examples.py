@@ -149,14 +149,9 @@ INDEX = Call(
     "indices, values",
 )
 INDEX_OF_TOKENS = Call(
-    (
-        *INDEX.setup[:1],
-        "key = torch.randn(1, 32, 1, 128, dtype=torch.bfloat16)  # one for every 4 tokens",
-        "weights = torch.rand(1, 128, 8)",
-    ),
-    named("query", "key", "weights")
-    | {"sparse_count": "16", "residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
-    dict(zip(INDEX.outputs, [f"torch.empty(1, 128, 1, 16{of})" for of in (", dtype=torch.int32", "")], strict=True)),
+    (*INDEX.setup[:2], "weights = torch.rand(1, 128, 8)"),
+    INDEX.values | {"residual": "[0]", "sparse_mode": "3", "ratio": "4", "return_values": "1"},
+    dict(zip(INDEX.outputs, (f"torch.empty(1, 128, 1, 2048{of})" for of in (", dtype=torch.int32", "")), strict=True)),
     INDEX.returns,
 )
 INDEX_GRAD = Call(
