@@ -278,7 +278,8 @@ void tile_loss(const SparseJob &job, const SparseItem &item, const Turn &turn, c
     const SparseGradientWork<Format> w(job, item, scratch);
     const TileScratch<Format> t(*job.attention, w.p, static_cast<char *>(scratch) + w.s.bytes);
     const std::int64_t rows = least(loss_tile_rows, seq.q_len - item.row);
-    const std::int64_t begin = first_key(seq, item.row), end = most<std::int64_t>(end_key(*job.problem, seq, item.row + rows - 1), 0);
+    const std::int64_t begin = first_key(seq, item.row),
+                       end = most<std::int64_t>(end_key(*job.problem, seq, item.row + rows - 1), 0);
     std::memset(t.dq, 0, rows * t.heads * t.columns * sizeof *t.dq);
     std::memset(t.dweights, 0, rows * t.heads * sizeof *t.dweights);
     for (std::int64_t h = 0; h < t.heads; ++h) w.s.ones[h] = 1.0f;

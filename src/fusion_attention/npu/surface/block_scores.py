@@ -37,15 +37,12 @@ def msa_index_score(
         count = -(-k_lengths[b] // BLOCK)
         if end == first or not count:
             continue
-        if block_table is None:
-            keys, scales = (None if t is None else t[starts[b] : starts[b + 1]] for t in (key, scale))
-        else:
-            pages = block_table[b, :count].long().clamp(0, len(key) - 1)  # of a page that is not there the last one
-            keys = key[pages].reshape(count * BLOCK, -1)[: k_lengths[b]]
-            scales = None if scale is None else scale[pages].flatten()[: k_lengths[b]]
-        rows = keys.reshape(k_lengths[b], -1).float()
-        if scales is not None:
-            rows = rows * scales.reshape(-1, 1)
+        at: slice | Tensor = slice(starts[b], starts[b] + k_lengths[b])
+        if block_table is not None:
+            at = block_table[b, :count].long().clamp(0, len(key) - 1)  # of a page that is not there the last one
+        rows = key[at].reshape(-1, query.shape[-1])[: k_lengths[b]].float()
+        if scale is not None:
+            rows = rows * scale[at].reshape(-1, 1)[: k_lengths[b]]
         out = result[:, first:end, :count]
         _write_scores(out, query[first:end].float(), rows, sparse_mode == 3)
         _raise_blocks(out, start_loc[b], init_blocks, local_blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,16 @@ RULES = (
           invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
 )  # fmt: skip
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ends_fit": ends_fit,
+    "pages_exist": pages_exist,
+    "lengths_within": lengths_within,
+    "float32": float32,
+    "floating": torch.is_floating_point,
+    "int8": lambda t: t.dtype == torch.int8,
+    "same_dtype": lambda a, b: a.dtype == b.dtype,
+}
+
 
 def derive(n: dict[str, Any]) -> dict[str, Any]:
     """Keys of every sequence."""
@@ -160,9 +170,7 @@ blocks b < init_blocks score 1e30; max(0, start_loc + 1 - local_blocks) <= b <= 
     layout_attr="layout_key",
     results=("score",),
     derive=derive,
-    functions={"ends_fit": ends_fit, "pages_exist": pages_exist, "lengths_within": lengths_within}
-    | {"float32": float32, "floating": torch.is_floating_point, "int8": lambda t: t.dtype == torch.int8}
-    | {"same_dtype": lambda a, b: a.dtype == b.dtype},
+    functions=FUNCTIONS,
     sizes={"T1": 8, "N1": 4, "D": 128, "P": 5, "Ps": BLOCK, "B": 2, "M": 2, "T2": 300},
     samples={"BBND": IN_PAGES, "BNBD": IN_PAGES, "TND": IN_TND},
     keywords="block_table",
