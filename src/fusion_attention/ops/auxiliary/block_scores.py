@@ -132,6 +132,7 @@ RULES = (
         ),
         when="layout_key != 'TND'",
     ),
+    Rule("N1 >= 1", "query", "scores are those of heads", text="at least one head", invalid={"N1": 0}),
     limit("D == 128", "query", "the chip takes no other dim", invalid={"D": 64}),
     limit("not float32(query)", "query", "the chip computes no float32 here", text="float16 or bfloat16",
           invalid={"query": ("T1 N1 D", "float32"), "key": ("P Ps 1 D", "float32")}),
